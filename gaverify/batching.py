@@ -1,0 +1,222 @@
+"""Batches: how many samples one holds, and its micro-batches.
+
+Shapes: B samples, K micro-batches of n_k samples each.
+
+A tensor carries its samples along the leading dimension. A list or tuple is read in one of two ways: as a *structure*
+whose entries each carry B samples (what a `DataLoader` yields), or as B *samples* (variable lengths). The reading that
+agrees with the rest of the batch wins; `batch_size` settles what stays open.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from gaverify.errors import ProblemError
+
+Split = Callable[[Any, int, int], Any]
+
+
+def leaves(node: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
+    """Yields every leaf of a nested batch with its path, in order."""
+    children = _children(node)
+    if children is None:
+        yield path, node
+        return
+    for key, child in children:
+        yield from leaves(child, f"{path}{key}")
+
+
+def batch_size_of(batch: Any, steps: int = 1, batch_size: int | None = None, split: Split | None = None) -> int:
+    """Returns B, the number of samples in `batch`.
+
+    Args:
+        batch: The nested batch.
+        steps: K; a reading with fewer than K samples is only taken when there is no other.
+        batch_size: Settles the question where it is given.
+        split: With a user's split the leading dimensions may disagree; `len(batch)` is then asked as well.
+
+    Raises:
+        ProblemError: The leading dimensions disagree, or nothing in the batch has one.
+    """
+    if batch_size is not None:
+        return batch_size
+    candidates = _candidates(batch)
+    if candidates:
+        return next((size for size in candidates if size >= steps), candidates[0])
+    for name in ("num_graphs", "batch_size"):
+        size = getattr(batch, name, None)
+        if isinstance(size, int):
+            return size
+    if split is not None and hasattr(batch, "__len__") and not isinstance(batch, Mapping | tuple):
+        return len(batch)
+    shapes = ", ".join(f"`{path}` {list(leaf.shape)}" for path, leaf in leaves(batch) if _leading(leaf) is not None)
+    if not shapes:
+        raise ProblemError(
+            "the batch holds no tensor with a leading batch dimension; "
+            "return tensors, or give `split` and `batch_size` on the Problem"
+        )
+    raise ProblemError(
+        f"the leading dimensions of the batch disagree: {shapes}; make them all B, "
+        "or give the Problem a `split(batch, start, stop)` and its `batch_size`"
+    )
+
+
+def micro_batch_sizes(batch_size: int, steps: int) -> tuple[int, ...]:
+    """Returns n_1 … n_K as a `DataLoader` would cut them: equal ones, and a shorter last one.
+
+    Where that would leave fewer than K micro-batches (9 samples, K = 4), the sizes differ by at most one instead.
+
+    Raises:
+        ProblemError: K < 1 or K > B.
+    """
+    if steps < 1:
+        raise ProblemError(f"accumulation needs at least one micro-batch, got steps = {steps}; write steps = 1 or more")
+    if steps > batch_size:
+        raise ProblemError(
+            f"steps = {steps} micro-batches cannot be cut from a batch of {batch_size} samples; "
+            f"lower steps to {batch_size} or less, or raise the batch size"
+        )
+    size = -(-batch_size // steps)
+    if (steps - 1) * size < batch_size:
+        return (size,) * (steps - 1) + (batch_size - (steps - 1) * size,)
+    small, larger = divmod(batch_size, steps)
+    return (small + 1,) * larger + (small,) * (steps - larger)
+
+
+def take(batch: Any, start: int, stop: int, batch_size: int, split: Split | None = None) -> Any:
+    """Returns the samples `start` to `stop - 1` of a batch of `batch_size`; everything without samples passes through."""
+    if split is not None:
+        return split(batch, start, stop)
+    return _take(batch, start, stop, batch_size)
+
+
+def fresh(batch: Any, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Any:
+    """Returns a copy of `batch` that a forward pass may change, optionally on another device and in another precision.
+
+    Only floating-point and complex tensors change precision. A tensor that stands in two places stays one tensor.
+    """
+    memo: dict[int, Any] = {}
+
+    def copy_leaf(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if id(leaf) not in memo:
+            target = dtype_like(leaf.dtype, dtype)
+            moved = leaf.detach().to(device=device or leaf.device, dtype=target, copy=True)
+            memo[id(leaf)] = moved.requires_grad_(leaf.requires_grad)
+        return memo[id(leaf)]
+
+    return _rebuild(batch, copy_leaf)
+
+
+def dtype_like(current: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """Returns what `current` becomes when a model is asked for the real dtype `wanted`; integers stay."""
+    if wanted is None or not (current.is_floating_point or current.is_complex):
+        return current
+    if not current.is_complex:
+        return wanted
+    return torch.complex128 if wanted is torch.float64 else torch.complex64
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether `leaf` is a tensor or an array with a shape that can be sliced."""
+    return isinstance(leaf, torch.Tensor) or (hasattr(leaf, "__array__") and hasattr(leaf, "shape"))
+
+
+def _leading(leaf: Any) -> int | None:
+    return int(leaf.shape[0]) if is_array(leaf) and len(leaf.shape) > 0 else None
+
+
+def _is_namedtuple(node: Any) -> bool:
+    return isinstance(node, tuple) and hasattr(node, "_fields")
+
+
+def _children(node: Any) -> list[tuple[str, Any]] | None:
+    """The named entries of a container, or None for a leaf."""
+    if is_array(node) or isinstance(node, str | bytes | type):
+        return None
+    if isinstance(node, Mapping):
+        return [(f"[{key!r}]", value) for key, value in node.items()]
+    if _is_namedtuple(node):
+        return [(f".{name}", getattr(node, name)) for name in node._fields]
+    if isinstance(node, list | tuple):
+        return [(f"[{index}]", value) for index, value in enumerate(node)]
+    if dataclasses.is_dataclass(node):
+        return [(f".{entry.name}", getattr(node, entry.name)) for entry in dataclasses.fields(node)]
+    if hasattr(node, "__dict__") and any(isinstance(value, torch.Tensor) for value in vars(node).values()):
+        return [(f".{name}", value) for name, value in vars(node).items()]
+    return None
+
+
+def _candidates(node: Any) -> list[int] | None:
+    """Possible numbers of samples in `node`, best first; None where anything goes, [] where its entries disagree."""
+    children = _children(node)
+    if children is None:
+        leading = _leading(node)
+        return None if leading is None else [leading]
+    structure = _agreed([_candidates(child) for _, child in children])
+    if not isinstance(node, list | tuple) or _is_namedtuple(node):
+        return structure
+    if structure is None:
+        return None  # a list of names or numbers: split where its length is B, passed through otherwise
+    return _readings(node, structure)
+
+
+def _readings(node: list[Any] | tuple[Any, ...], structure: list[int]) -> list[int]:
+    """Both readings of a list or tuple: entries that are records themselves speak for samples, tensors for a structure."""
+    records = len(node) > 0 and all(
+        isinstance(entry, Mapping | tuple) or (dataclasses.is_dataclass(entry) and not isinstance(entry, type))
+        for entry in node
+    )
+    ordered = [len(node), *structure] if records and isinstance(node, list) else [*structure, len(node)]
+    return list(dict.fromkeys(ordered))
+
+
+def _agreed(options: list[list[int] | None]) -> list[int] | None:
+    constrained = [option for option in options if option is not None]
+    if not constrained:
+        return None
+    return [size for size in constrained[0] if all(size in option for option in constrained[1:])]
+
+
+def _take(node: Any, start: int, stop: int, size: int) -> Any:
+    children = _children(node)
+    if children is None:
+        return node[start:stop] if _leading(node) == size else node
+    if isinstance(node, list | tuple) and not _is_namedtuple(node) and len(node) == size:
+        structure = _agreed([_candidates(child) for _, child in children])
+        if not structure or size not in structure or _readings(node, structure)[0] == len(node) != structure[0]:
+            return type(node)(node[start:stop])
+    return _with_children(node, [_take(child, start, stop, size) for _, child in children])
+
+
+def _rebuild(node: Any, change: Callable[[Any], Any]) -> Any:
+    children = _children(node)
+    if children is None:
+        return change(node)
+    return _with_children(node, [_rebuild(child, change) for _, child in children])
+
+
+def _with_children(node: Any, values: list[Any]) -> Any:
+    """A container of the same type as `node` around other entries."""
+    if isinstance(node, Mapping):
+        if not hasattr(node, "__setitem__"):
+            return dict(zip(node, values, strict=True))
+        result = copy.copy(node)
+        for key, value in zip(list(node), values, strict=True):
+            result[key] = value
+        return result
+    if _is_namedtuple(node):
+        return type(node)(*values)
+    if isinstance(node, list | tuple):
+        return type(node)(values)
+    result = copy.copy(node)
+    names = [e.name for e in dataclasses.fields(node)] if dataclasses.is_dataclass(node) else list(vars(node))
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(result, name, value)  # reaches frozen dataclasses too; `result` is ours
+    return result

@@ -1,0 +1,98 @@
+"""The command line: parse, call, print, exit.
+
+`gaverify --help` imports click and nothing heavier; each command imports what it needs when it runs. A new command is
+a function in a file of its own, and a name in `COMMANDS`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from gaverify.cli.failures import report_failure, report_interrupt, silence_stdout
+from gaverify.cli.listing import models, schema
+from gaverify.cli.running import run
+from gaverify.cli.starting import init
+
+COMMANDS: tuple[click.Command, ...] = (run, models, schema, init)
+BROKEN_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
+
+
+class _Commands(click.Group):
+    """A group that lists its commands in the order of `COMMANDS` and names the nearest one for a typing mistake."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in self.commands and not args[0].startswith("-"):
+            near = difflib.get_close_matches(args[0], self.commands, n=1)
+            known = ", ".join(self.commands)
+            advice = f"did you mean `{near[0]}`?" if near else f"the commands are {known}"
+            ctx.fail(f"there is no command `{args[0]}`; {advice}")
+        return super().resolve_command(ctx, args)
+
+
+def _print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if not wanted or ctx.resilient_parsing:
+        return
+    import platform
+
+    click.echo(f"gaverify {_version('gaverify')} (torch {_version('torch')}, Python {platform.python_version()})")
+    ctx.exit()
+
+
+def _version(package: str) -> str:
+    """From the metadata: importing torch to ask it takes a second and a half."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Versions.")
+@click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
+def cli() -> None:
+    """Proves whether gradient accumulation computes the gradient of the full batch.
+
+    Exit codes: 0 equivalent, 1 divergent, 2 usage, spec or user-code error, 3 inconclusive, 70 a fault in gaverify.
+    """
+
+
+for _command in COMMANDS:
+    cli.add_command(_command)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns the exit code; no exception leaves it, because Python would exit with 1.
+
+    Args:
+        argv: The words after the program's name; `None` takes those of the process.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    own_words = words[: words.index("--")] if "--" in words else words
+    debug = "--debug" in own_words or os.environ.get("GAVERIFY_DEBUG", "") not in ("", "0")
+    # names and messages hold characters such as × that a terminal without Unicode cannot show
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    try:
+        code = cli.main(args=words, prog_name="gaverify", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except (KeyboardInterrupt, click.Abort):
+        return report_interrupt()
+    except BrokenPipeError:
+        silence_stdout()
+        return BROKEN_PIPE
+    except BaseException as error:
+        return report_failure(error, words, debug=debug)

@@ -1,0 +1,96 @@
+"""Exceptions become sentences on stderr and exit codes."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import traceback
+from collections.abc import Sequence
+
+import click
+
+from gaverify.errors import GaverifyError, InternalError
+
+USAGE = 2
+INTERNAL = 70
+INTERRUPTED = 130
+
+
+def say(message: str, label: str = "error") -> None:
+    """Prints the message on stderr, each line with `gaverify: error: ` in front."""
+    for line in message.splitlines() or [""]:
+        click.echo(f"gaverify: {label}: {line}", err=True)
+
+
+def report_failure(error: BaseException, words: Sequence[str], *, debug: bool) -> int:
+    """Prints what an exception means and returns the exit code.
+
+    Args:
+        error: What arrived at `main`.
+        words: The command line, for a report to the authors.
+        debug: Whether to show the traceback.
+    """
+    if isinstance(error, click.ClickException):
+        return _report_usage(error)
+    if debug:
+        traceback.print_exception(error)
+    foreseen = as_foreseen(error)
+    if foreseen is not None and not isinstance(foreseen, InternalError):
+        say(str(foreseen))
+        return foreseen.exit_code
+    if isinstance(error, OSError) and error.filename is None:
+        # a full disk behind stdout; a file of the user's has a name and was checked where it was opened
+        silence_stdout()
+        say(f"cannot write the report: {error.strerror or error}")
+        return USAGE
+    say(f"{type(error).__name__}: {error}", "internal error")
+    again = "the traceback above" if debug else "the traceback that `--debug` prints"
+    click.echo(
+        "This is a fault in gaverify, not in your model; nothing was decided. Please report it on gaverify's issue\n"
+        f"tracker with {again}, the line that `gaverify --version` prints, and this command:\n"
+        f"    gaverify {shlex.join(words)}",
+        err=True,
+    )
+    return INTERNAL
+
+
+def as_foreseen(error: BaseException) -> GaverifyError | None:
+    """Returns the error as one that gaverify foresees, or None if it is a fault."""
+    if isinstance(error, GaverifyError):
+        return error
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        detail = f" ({str(error).splitlines()[0]})" if str(error) else ""
+        return GaverifyError(f"out of memory{detail}; try a smaller `--batch-size`, a smaller model or another device")
+    if isinstance(error, SystemExit):
+        # user code that exits with 0 would otherwise read as "equivalent"
+        return GaverifyError(f"the model's code left Python with sys.exit({error.code!r}); nothing was compared")
+    return None
+
+
+def report_interrupt() -> int:
+    """Says that Ctrl-C ended the run and returns its exit code."""
+    click.echo("gaverify: interrupted; nothing was decided", err=True)
+    return INTERRUPTED
+
+
+def silence_stdout() -> None:
+    """Points stdout at nothing, so that Python's own flush on exit does not complain about a reader that left."""
+    try:
+        target = sys.stdout.fileno()
+    except (OSError, ValueError, AttributeError):
+        return
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, target)
+    os.close(nothing)
+
+
+def _report_usage(error: click.ClickException) -> int:
+    context = getattr(error, "ctx", None)
+    if type(error).__name__ == "NoArgsIsHelpError":  # click 8.2 and later: the message is the help text
+        click.echo(error.format_message(), err=True)
+        return USAGE
+    say(error.format_message())
+    if context is not None:
+        click.echo(f"Try `{context.command_path} --help`.", err=True)
+    return USAGE

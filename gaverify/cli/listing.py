@@ -1,0 +1,46 @@
+"""`gaverify models` and `gaverify schema`: what the package ships."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+
+@click.command(short_help="List the built-in problems.")
+def models() -> int:
+    """Lists the built-in problems: parameters, batch, loss and what to expect."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from gaverify.zoo import BUILTINS
+
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("model", no_wrap=True)
+    table.add_column("parameters", justify="right", no_wrap=True)
+    for heading in ("batch", "loss", "expect"):
+        table.add_column(heading, overflow="fold")
+    entries: Any = BUILTINS.values() if isinstance(BUILTINS, Mapping) else BUILTINS
+    for entry in entries:
+        # Text, because rich would read the brackets of a shape as markup
+        table.add_row(*(Text(_cell(getattr(entry, name))) for name in ("name", "parameters", "batch", "loss", "expect")))
+    Console().print(table)
+    click.echo("\nRun one with `gaverify run --model NAME --steps K`.")
+    return 0
+
+
+@click.command(short_help="Print the JSON schema of `run --format json`.")
+def schema() -> int:
+    """Prints the JSON schema of the document that `gaverify run --format json` prints."""
+    from gaverify.document import verdict_schema
+
+    click.echo(verdict_schema())
+    return 0
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
+    return str(getattr(value, "value", value))

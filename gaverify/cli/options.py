@@ -1,0 +1,102 @@
+"""The options that every run takes, one per field of `Spec`, and what their words mean.
+
+Values stay words here: `gaverify.spec` checks them, with those of the files, and reports all problems at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import click
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
+_NUMERIC = ("steps", "batch_size", "seed", "classes", "ignore_index", "lr", "rtol", "atol")
+
+# (flag, metavar, help) in the order of the help page; metavars repeat the words of `Spec`, and a test compares them
+_OPTIONS: tuple[tuple[str, str, str], ...] = (
+    ("--model", "NAME", "Built-in (see `gaverify models`), package.module:factory or file.py:factory."),
+    ("--steps", "K", "Micro-batches per full batch.  [4]"),
+    ("--batch-size", "B", "Samples in the full batch, where the model's factory takes it."),
+    ("--weighting", "uniform|samples|tokens|none|W,W,…", "Weight of each micro-batch: 1/K, n/N, token shares.  [uniform]"),
+    ("--device", "cpu|cuda|cuda:N|mps|auto", "Where to run.  [where the model lives]"),
+    ("--dtype", "float32|float64|bfloat16|float16", "Working precision.  [the model's]"),
+    ("--autocast", "bfloat16|float16", "Run the forwards under autocast."),
+    ("--seed", "N", "Seed of weights, data and random draws.  [0]"),
+    ("--mode", "train|eval", "Mode of the model.  [train]"),
+    ("--strategy", "accumulate|summed-loss", "K backwards, or one over the summed losses.  [accumulate]"),
+    ("--optimizer", "sgd|adam|adamw", "Optimizer of --trace.  [sgd]"),
+    ("--lr", "LR", "Its learning rate."),
+    ("--rtol", "R", "Fixed tolerance as in assert_close, with --atol; default: rounding is measured."),
+    ("--atol", "A", "See --rtol."),
+    ("--input-shape", "N,N,…", "Shape of one sample, for a factory that returns a bare module."),
+    ("--loss", "NAME", "Loss of torch.nn.functional, for a bare module."),
+    ("--classes", "N", "Classes of the targets, for a bare module."),
+    ("--data", "FOLDER", "Real data for a built-in that has some."),
+    ("--pretrained", "NAME-OR-FOLDER", "Real weights for a built-in that has some."),
+    ("--ignore-index", "N", "Target that counts as padding.  [-100]"),
+)
+
+
+def spec_options(command: Command) -> Command:
+    """Adds one option per field of `Spec`; one that is left out is None and overrides nothing."""
+    command = click.option("--diagnose/--no-diagnose", default=None, help="Look for the cause.  [on]")(command)
+    command = click.option("--trace/--no-trace", default=None, help="Show every micro-batch and the step.")(command)
+    for flag, metavar, text in reversed(_OPTIONS[1:]):
+        command = click.option(flag, metavar=metavar, help=text)(command)
+    command = click.option(
+        "--model-arg", "model_args", metavar="NAME=VALUE", multiple=True, help="Argument of the factory; repeatable."
+    )(command)
+    flag, metavar, text = _OPTIONS[0]
+    return click.option(flag, metavar=metavar, help=text)(command)
+
+
+def overrides_from(words: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of `Spec` that the options set, with numbers as numbers; what cannot be read stays a word."""
+    overrides = {field: word for field, word in words.items() if word is not None}
+    for field in _NUMERIC:
+        if field in overrides:
+            overrides[field] = read_number(overrides[field])
+    for field in ("weighting", "input_shape"):
+        if field in overrides:
+            overrides[field] = _read_numbers(overrides[field])
+    overrides["model_args"] = dict(map(_read_argument, overrides.get("model_args", ())))
+    return overrides
+
+
+def read_number(word: str) -> int | float | str:
+    """Returns the number that the word spells, or the word."""
+    if not _NUMBER.fullmatch(word):
+        return word
+    try:
+        return int(word)
+    except ValueError:
+        return float(word)
+
+
+def read_value(word: str) -> str | int | float | bool:
+    """Returns the value of a model argument: true or false, a number, or text; quotes make anything text."""
+    if word.lower() in ("true", "false"):
+        return word.lower() == "true"
+    if len(word) >= 2 and word[0] == word[-1] and word[0] in "'\"":
+        return word[1:-1]
+    return read_number(word)
+
+
+def _read_numbers(word: str) -> tuple[int | float | str, ...] | str:
+    """`3,32,32` as numbers; a word without digits (`uniform`) as it is."""
+    parts = [part.strip() for part in word.strip().strip("()[]").split(",")]
+    if parts and not parts[-1]:
+        parts.pop()  # `16,`, as Python writes a tuple of one
+    numbers = tuple(read_number(part) for part in parts)
+    return word if not numbers or any(isinstance(number, str) for number in numbers) else numbers
+
+
+def _read_argument(word: str) -> tuple[str, str | int | float | bool]:
+    name, equals, value = word.partition("=")
+    if not equals or not name.isidentifier():
+        raise click.UsageError(f"--model-arg takes NAME=VALUE, such as `--model-arg width=32`; got `{word}`")
+    return name, read_value(value)

@@ -1,0 +1,121 @@
+"""The one mode that sits at the dispatcher during a pass: random draws, writes to parameters, target counts, lifted casts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from gaverify.isolation import ModelState
+
+aten = torch.ops.aten
+_BELOW_FLOAT64 = (torch.float32, torch.bfloat16, torch.float16)
+_MEAN = 1  # the dispatcher's code for reduction="mean"
+
+
+class _Plan(NamedTuple):
+    """What the mode has to do for an operation."""
+
+    writes: tuple[int, ...]
+    random: bool
+    counts_targets: bool
+    sums: bool
+    casts: bool
+
+    @property
+    def plain(self) -> bool:
+        return not (self.writes or self.random or self.counts_targets or self.sums)
+
+
+@cache
+def _plan(func: Any) -> _Plan:
+    arguments = func._schema.arguments
+    writes = tuple(i for i, arg in enumerate(arguments) if arg.alias_info is not None and arg.alias_info.is_write)
+    return _Plan(
+        writes=writes,
+        random=torch.Tag.nondeterministic_seeded in func.tags,
+        counts_targets=func in (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default),
+        sums=func is aten.sum.dim_IntList,
+        casts=any(arg.name == "dtype" for arg in arguments),
+    )
+
+
+@dataclass
+class Observed:
+    """What a pass showed beside its gradients."""
+
+    target_counts: list[tuple[torch.Tensor, int, int]] = field(default_factory=list)
+    term_scales: dict[int, tuple[int, torch.Tensor]] = field(default_factory=dict)
+
+
+class PassMode(TorchDispatchMode):
+    """Watches one forward and its backward.
+
+    Args:
+        state: Told before an operation writes to a tensor.
+        random: Runs random operations (`Recorder` or `Dealer`).
+        lift: Raise casts and mixed inputs to float64 (the control run).
+        observe_terms: Measure Σ|terms| of the sums that the backward forms; a bias gradient is such a sum.
+    """
+
+    def __init__(
+        self, state: ModelState, random: Callable[..., Any], *, lift: bool = False, observe_terms: bool = False
+    ) -> None:
+        super().__init__()
+        self.observed = Observed()
+        self._state, self._random, self._lift, self._observe_terms = state, random, lift, observe_terms
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        plan = _plan(func)
+        if self._lift:
+            args, kwargs = _lifted(plan, args, kwargs)
+        if plan.plain:
+            return func(*args, **kwargs)
+        for position in plan.writes:
+            if position < len(args):
+                tree_map_only(torch.Tensor, self._state.before_write, args[position])
+        if plan.random:
+            return self._random(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if plan.counts_targets:
+            self._count(args, result)
+        elif plan.sums and self._observe_terms and torch._C._current_autograd_node() is not None:
+            self._sum_terms(args, result)
+        return result
+
+    def _count(self, args: Any, result: Any) -> None:
+        """`total_weight` of a negative log-likelihood is the divisor of its mean: valid targets, or their class weights."""
+        if args[3] == _MEAN:
+            self.observed.target_counts.append((result[1], args[1].numel(), args[4]))
+
+    def _sum_terms(self, args: Any, result: torch.Tensor) -> None:
+        terms = args[0]
+        if terms.is_floating_point() and terms.numel() > result.numel():
+            magnitude = torch.linalg.vector_norm(terms, 1, args[1] or None)
+            self.observed.term_scales[result.data_ptr()] = (result.numel(), torch.linalg.vector_norm(magnitude))
+
+
+def _lifted(plan: _Plan, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Raises lower-precision casts, factories and mixed inputs to float64; tensors that are written to stay."""
+    if plan.casts and kwargs.get("dtype") in _BELOW_FLOAT64:
+        kwargs = {**kwargs, "dtype": torch.float64}
+    low = high = False
+    for arg in args:
+        for tensor in arg if isinstance(arg, list | tuple) else (arg,):
+            if isinstance(tensor, torch.Tensor):
+                low = low or tensor.dtype in _BELOW_FLOAT64
+                high = high or tensor.dtype is torch.float64
+    if not (low and high):
+        return args, kwargs
+    lifted = [arg if i in plan.writes else tree_map_only(torch.Tensor, _to_float64, arg) for i, arg in enumerate(args)]
+    return tuple(lifted), kwargs
+
+
+def _to_float64(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double() if tensor.dtype in _BELOW_FLOAT64 else tensor

@@ -1,0 +1,278 @@
+"""The two strategies: the gradient of the full batch in one backward pass, and the accumulated one in K.
+
+Shapes: B samples in K micro-batches of n_k; a gradient per trainable parameter, of the parameter's shape.
+
+    full         g = ∂ loss(batch) / ∂θ
+    accumulated  g = Σ_k w_k ∂ loss(micro_batch_k) / ∂θ
+
+Both start from the same state (`ModelState`) and use the same random draws, dealt out per sample.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from gaverify.batching import fresh, take
+from gaverify.dispatch import Observed, PassMode
+from gaverify.errors import GaverifyError, ProblemError
+from gaverify.isolation import ModelState, foreign_generator_states, generator_states
+from gaverify.problem import Problem
+from gaverify.randomness import Dealer, DrawRecord, Recorder
+from gaverify.tracebacks import user_frame
+
+Gradients = dict[str, torch.Tensor | None]
+AfterBackward = Callable[[int], None]
+
+
+@dataclass
+class Task:
+    """A problem made ready: parameters by name, sizes, and the settings that both strategies share."""
+
+    problem: Problem
+    parameters: dict[str, nn.Parameter]
+    modules: list[nn.Module]
+    batch_size: int
+    sizes: tuple[int, ...]
+    weighting: Any
+    device: torch.device
+    autocast: torch.dtype | None = None
+    strategy: str = "accumulate"
+    ignore_index: int = -100
+    math_kernels: bool = False
+    progress: Callable[[str], None] = field(default=lambda _: None)
+
+    @property
+    def steps(self) -> int:
+        """K."""
+        return len(self.sizes)
+
+    def bounds(self) -> Iterator[tuple[int, int]]:
+        """Yields `start, stop` of each micro-batch."""
+        start = 0
+        for size in self.sizes:
+            yield start, start + size
+            start += size
+
+
+@dataclass
+class PassResult:
+    """Gradients by parameter name (None where the parameter had none), the loss, and what the pass showed."""
+
+    gradients: Gradients
+    loss: float
+    micro_losses: tuple[float, ...] = ()
+    weights: tuple[float, ...] = ()
+    observed: tuple[Observed, ...] = ()
+    term_scales: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    foreign_draws_depend_on_batch: bool = False
+
+
+def full_batch_gradients(
+    task: Task, state: ModelState, record: DrawRecord | None = None, *, lift: bool = False
+) -> tuple[PassResult, DrawRecord]:
+    """Returns the gradient of the whole batch from one backward pass, and the random draws that it made.
+
+    Args:
+        task: What to run.
+        state: Restored in the end, so that whatever runs next starts equal.
+        record: Draws of an earlier pass to be used again (the control runs); None records them.
+        lift: Raise casts inside the model to float64.
+
+    Raises:
+        ProblemError: The model or loss raised, or the loss cannot be differentiated.
+    """
+    random_draws = Recorder(task.batch_size) if record is None else Dealer(record, 0, task.batch_size, task.batch_size)
+    mode = PassMode(state, random_draws, lift=lift, observe_terms=not lift)
+    with _pass(task, state):
+        batch = fresh(task.problem.batch)
+        with mode, _blame("the full batch", task):
+            loss = _loss(task, batch, "the full batch")
+            loss.backward()  # type: ignore[no-untyped-call]
+        gradients = _collect(task)
+        scales = _scales(mode.observed, gradients)
+        value = float(loss.detach().real)
+    result = PassResult(gradients, value, observed=(mode.observed,), term_scales=scales)
+    return result, random_draws.record
+
+
+def accumulated_gradients(
+    task: Task,
+    state: ModelState,
+    record: DrawRecord,
+    reference: PassResult,
+    *,
+    lift: bool = False,
+    after_backward: AfterBackward | None = None,
+) -> PassResult:
+    """Returns the gradient that K micro-batches accumulate, each loss multiplied by its micro-batch weight.
+
+    Args:
+        task: What to run; `task.strategy` "summed-loss" sums the weighted losses and calls `backward` once.
+        state: The micro-batches see each other's changes, as in training; restored in the end.
+        record: The full batch's draws, dealt out per sample.
+        reference: The full-batch pass, whose target counts the weighting "tokens" needs.
+        lift: As in `full_batch_gradients`.
+        after_backward: Called with k after each backward pass.
+    """
+    record.rewind()
+    losses, weights, observed, total, foreign = [], [], [], None, False
+    with _pass(task, state):
+        at_start = generator_states()
+        after_full: tuple[Any, ...] | None = None
+        for k, (start, stop) in enumerate(task.bounds()):
+            at_start()
+            where = f"micro-batch {k + 1} of {task.steps} (samples {start} to {stop - 1})"
+            dealer = Dealer(record, start, stop, task.batch_size)
+            mode = PassMode(state, dealer, lift=lift)
+            micro_batch = fresh(_micro_batch(task, start, stop, where))
+            with mode, _blame(where, task):
+                loss = _loss(task, micro_batch, where)
+                weight = _weight(task, k, micro_batch, mode.observed, reference)
+                if task.strategy == "accumulate":
+                    (loss * weight).backward()
+                else:
+                    total = loss * weight if total is None else total + loss * weight
+            dealer.finish()
+            after = foreign_generator_states()
+            foreign = foreign or (after_full is not None and after != after_full)
+            after_full = after
+            losses.append(loss.detach())
+            weights.append(weight)
+            observed.append(mode.observed)
+            task.progress(where)
+            if after_backward is not None and task.strategy == "accumulate":
+                after_backward(k)
+        if total is not None:
+            with mode, _blame("the summed loss", task):
+                total.backward()
+        gradients = _collect(task)
+    values = torch.stack([loss.reshape(()).real.double() for loss in losses]).tolist() if losses else []
+    value = sum(weight * loss for weight, loss in zip(weights, values, strict=True))
+    return PassResult(
+        gradients, value, tuple(values), tuple(weights), tuple(observed), foreign_draws_depend_on_batch=foreign
+    )
+
+
+@contextmanager
+def _pass(task: Task, state: ModelState) -> Iterator[None]:
+    """One strategy's pass: no gradients at its start, the state and the generators restored at its end."""
+    restore = generator_states()
+    with ExitStack() as stack:
+        if task.math_kernels:
+            from torch.nn.attention import SDPBackend, sdpa_kernel
+
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+        try:
+            for parameter in task.parameters.values():
+                parameter.grad = None
+            yield
+        finally:
+            for parameter in task.parameters.values():
+                parameter.grad = None
+            state.restore()
+            restore()
+
+
+@contextmanager
+def _blame(where: str, task: Task) -> Iterator[None]:
+    """Turns whatever the user's code raises into a sentence that says on which samples and where."""
+    try:
+        yield
+    except (GaverifyError, KeyboardInterrupt):
+        raise
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise _out_of_memory(where, task) from error
+    except Exception as error:
+        text = str(error).strip()
+        if "can't allocate memory" in text or "out of memory" in text:
+            raise _out_of_memory(where, task) from error
+        frame = user_frame(error)
+        hint = ""
+        if "more than 1 value per channel" in text:
+            hint = "; a BatchNorm needs at least two samples per micro-batch: lower steps or raise the batch size"
+        raise ProblemError(
+            f"the model or loss raised on {where}: {type(error).__name__}: {text or 'no message'}"
+            + (f" ({frame})" if frame else "")
+            + hint
+        ) from error
+
+
+def _out_of_memory(where: str, task: Task) -> ProblemError:
+    advice = "a smaller --batch-size" if where == "the full batch" else "more steps or a smaller --batch-size"
+    return ProblemError(f"out of memory on {task.device} while running {where}; try {advice}, or --device cpu")
+
+
+def _micro_batch(task: Task, start: int, stop: int, where: str) -> Any:
+    with _blame(f"split for {where}", task):
+        return take(task.problem.batch, start, stop, task.batch_size, task.problem.split)
+
+
+def _loss(task: Task, batch: Any, where: str) -> torch.Tensor:
+    """Runs the user's loss and returns it as a scalar tensor with a graph."""
+    with ExitStack() as stack:
+        if task.autocast is not None:
+            stack.enter_context(torch.autocast(task.device.type, task.autocast))
+        value = task.problem.loss(task.problem.model, batch)
+    if isinstance(value, Mapping) and "loss" in value:
+        value = value["loss"]
+    elif not isinstance(value, torch.Tensor) and hasattr(value, "loss"):
+        value = value.loss
+    if not isinstance(value, torch.Tensor):
+        raise ProblemError(
+            f"the loss on {where} is a {type(value).__name__}; return a scalar tensor, or an object with `.loss`"
+            + (" (without `.item()`)" if isinstance(value, float) else "")
+        )
+    if value.numel() != 1:
+        raise ProblemError(
+            f"the loss on {where} has shape {list(value.shape)}; reduce it to a scalar, for example with `.mean()`"
+        )
+    if value.is_complex():
+        raise ProblemError(f"the loss on {where} is complex; return a real scalar, for example `.abs().mean()`")
+    if not value.requires_grad:
+        raise ProblemError(
+            f"the loss on {where} has no graph: no trainable parameter took part in it "
+            "(look for `.detach()`, `.item()`, `torch.no_grad()`, or parameters that are all frozen)"
+        )
+    return value.reshape(())
+
+
+def _weight(task: Task, k: int, micro_batch: Any, observed: Observed, reference: PassResult) -> float:
+    """Returns the factor of micro-batch k's loss under the recipe that was asked for."""
+    from gaverify.weighting import micro_batch_weight
+
+    return micro_batch_weight(task, k, micro_batch, observed, reference.observed[0])
+
+
+def _collect(task: Task) -> Gradients:
+    """Takes the gradients over without a copy: the parameters let go of them right after."""
+    return {name: parameter.grad for name, parameter in task.parameters.items()}
+
+
+def _scales(observed: Observed, gradients: Gradients) -> dict[str, torch.Tensor]:
+    """Σ|terms| of the gradients that the backward formed as sums, found by the memory that they still lie in."""
+    scales = {}
+    for name, gradient in gradients.items():
+        if gradient is not None and gradient.layout is torch.strided:
+            numel, scale = observed.term_scales.get(gradient.data_ptr(), (-1, None))
+            if scale is not None and numel == gradient.numel():
+                scales[name] = scale
+    return scales
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds the torch, Python and NumPy generators."""
+    import sys
+
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
