@@ -70,6 +70,11 @@ class PassMode(TorchDispatchMode):
         self.observed = Observed()
         self._state, self._random, self._lift, self._observe_terms = state, random, lift, observe_terms
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch wraps a mode in `torch._dynamo.disable` unless it says no here, and that import costs a second."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         plan = _plan(func)

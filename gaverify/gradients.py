@@ -26,32 +26,23 @@ from gaverify.isolation import ModelState, foreign_generator_states, generator_s
 from gaverify.problem import Problem
 from gaverify.randomness import Dealer, DrawRecord, Recorder
 from gaverify.tracebacks import user_frame
+from gaverify.weighting import Weighing, micro_batch_weight
 
 Gradients = dict[str, torch.Tensor | None]
 AfterBackward = Callable[[int], None]
 
 
-@dataclass
-class Task:
+@dataclass(kw_only=True)
+class Task(Weighing):
     """A problem made ready: parameters by name, sizes, and the settings that both strategies share."""
 
-    problem: Problem
     parameters: dict[str, nn.Parameter]
     modules: list[nn.Module]
-    batch_size: int
-    sizes: tuple[int, ...]
-    weighting: Any
     device: torch.device
     autocast: torch.dtype | None = None
     strategy: str = "accumulate"
-    ignore_index: int = -100
     math_kernels: bool = False
     progress: Callable[[str], None] = field(default=lambda _: None)
-
-    @property
-    def steps(self) -> int:
-        """K."""
-        return len(self.sizes)
 
     def bounds(self) -> Iterator[tuple[int, int]]:
         """Yields `start, stop` of each micro-batch."""
@@ -71,7 +62,8 @@ class PassResult:
     weights: tuple[float, ...] = ()
     observed: tuple[Observed, ...] = ()
     term_scales: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    foreign_draws_depend_on_batch: bool = False
+    foreign: tuple[Any, ...] = ()
+    foreign_draws_differ: bool = False
 
 
 def full_batch_gradients(
@@ -97,8 +89,8 @@ def full_batch_gradients(
             loss.backward()  # type: ignore[no-untyped-call]
         gradients = _collect(task)
         scales = _scales(mode.observed, gradients)
-        value = float(loss.detach().real)
-    result = PassResult(gradients, value, observed=(mode.observed,), term_scales=scales)
+        value, foreign = float(loss.detach()), foreign_generator_states()
+    result = PassResult(gradients, value, observed=(mode.observed,), term_scales=scales, foreign=foreign)
     return result, random_draws.record
 
 
@@ -125,7 +117,6 @@ def accumulated_gradients(
     losses, weights, observed, total, foreign = [], [], [], None, False
     with _pass(task, state):
         at_start = generator_states()
-        after_full: tuple[Any, ...] | None = None
         for k, (start, stop) in enumerate(task.bounds()):
             at_start()
             where = f"micro-batch {k + 1} of {task.steps} (samples {start} to {stop - 1})"
@@ -134,15 +125,13 @@ def accumulated_gradients(
             micro_batch = fresh(_micro_batch(task, start, stop, where))
             with mode, _blame(where, task):
                 loss = _loss(task, micro_batch, where)
-                weight = _weight(task, k, micro_batch, mode.observed, reference)
+                weight = micro_batch_weight(task, k, micro_batch, mode.observed, reference.observed[0])
                 if task.strategy == "accumulate":
                     (loss * weight).backward()
                 else:
                     total = loss * weight if total is None else total + loss * weight
             dealer.finish()
-            after = foreign_generator_states()
-            foreign = foreign or (after_full is not None and after != after_full)
-            after_full = after
+            foreign = foreign or foreign_generator_states() != reference.foreign
             losses.append(loss.detach())
             weights.append(weight)
             observed.append(mode.observed)
@@ -153,10 +142,10 @@ def accumulated_gradients(
             with mode, _blame("the summed loss", task):
                 total.backward()
         gradients = _collect(task)
-    values = torch.stack([loss.reshape(()).real.double() for loss in losses]).tolist() if losses else []
+    values = torch.stack([loss.double() for loss in losses]).tolist() if losses else []
     value = sum(weight * loss for weight, loss in zip(weights, values, strict=True))
     return PassResult(
-        gradients, value, tuple(values), tuple(weights), tuple(observed), foreign_draws_depend_on_batch=foreign
+        gradients, value, tuple(values), tuple(weights), tuple(observed), foreign_draws_differ=foreign
     )
 
 
@@ -242,13 +231,6 @@ def _loss(task: Task, batch: Any, where: str) -> torch.Tensor:
             "(look for `.detach()`, `.item()`, `torch.no_grad()`, or parameters that are all frozen)"
         )
     return value.reshape(())
-
-
-def _weight(task: Task, k: int, micro_batch: Any, observed: Observed, reference: PassResult) -> float:
-    """Returns the factor of micro-batch k's loss under the recipe that was asked for."""
-    from gaverify.weighting import micro_batch_weight
-
-    return micro_batch_weight(task, k, micro_batch, observed, reference.observed[0])
 
 
 def _collect(task: Task) -> Gradients:

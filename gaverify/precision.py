@@ -43,7 +43,7 @@ def converted(
     """
     originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     try:
-        for module in modules:
+        for module in (module for root in modules for module in root.modules()):
             for tensor in [*module._parameters.values(), *module._buffers.values()]:
                 if tensor is None or id(tensor) in originals:
                     continue

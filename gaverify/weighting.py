@@ -4,22 +4,37 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from gaverify.batching import leaves
 from gaverify.dispatch import Observed
 from gaverify.errors import ProblemError
-
-if TYPE_CHECKING:
-    from gaverify.gradients import Task
+from gaverify.problem import Problem
 
 WEIGHTINGS = ("uniform", "samples", "tokens", "none")
 _TARGET_NAMES = ("labels", "targets", "target", "label", "y")
 
 
-def micro_batch_weight(task: Task, k: int, micro_batch: Any, observed: Observed, full: Observed) -> float:
+@dataclass(kw_only=True)
+class Weighing:
+    """What a weight depends on: the batch, its sizes, and the recipe."""
+
+    problem: Problem
+    batch_size: int
+    sizes: tuple[int, ...]
+    weighting: Any
+    ignore_index: int = -100
+
+    @property
+    def steps(self) -> int:
+        """K."""
+        return len(self.sizes)
+
+
+def micro_batch_weight(task: Weighing, k: int, micro_batch: Any, observed: Observed, full: Observed) -> float:
     """Returns w_k.
 
         uniform   1/K                 samples  n_k/N
@@ -74,7 +89,7 @@ def targets_of(batch: Any) -> torch.Tensor | None:
     return integers[-1] if integers else None
 
 
-def _token_share(task: Task, micro_batch: Any, observed: Observed, full: Observed) -> float:
+def _token_share(task: Weighing, micro_batch: Any, observed: Observed, full: Observed) -> float:
     part, whole = valid_targets(observed), valid_targets(full)
     if part is None or whole is None:
         part, whole = _valid(task, micro_batch), _valid(task, task.problem.batch)
@@ -83,7 +98,7 @@ def _token_share(task: Task, micro_batch: Any, observed: Observed, full: Observe
     return part / whole
 
 
-def _valid(task: Task, batch: Any) -> float:
+def _valid(task: Weighing, batch: Any) -> float:
     targets = targets_of(batch)
     if targets is None:
         raise ProblemError(

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import click
 
-from gaverify.cli.failures import report_failure, report_interrupt, silence_stdout
+from gaverify.cli.failures import Invocation, report_failure, report_interrupt, silence_stdout
 from gaverify.cli.listing import models, schema
 from gaverify.cli.running import run
 from gaverify.cli.starting import init
@@ -81,12 +81,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     own_words = words[: words.index("--")] if "--" in words else words
     debug = "--debug" in own_words or os.environ.get("GAVERIFY_DEBUG", "") not in ("", "0")
+    invocation = Invocation(tuple(words), debug)
     # names and messages hold characters such as × that a terminal without Unicode cannot show
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     try:
-        code = cli.main(args=words, prog_name="gaverify", standalone_mode=False)
+        code = cli.main(args=words, prog_name="gaverify", standalone_mode=False, obj=invocation)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, click.Abort):
@@ -95,4 +96,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         silence_stdout()
         return BROKEN_PIPE
     except BaseException as error:
-        return report_failure(error, words, debug=debug)
+        if isinstance(error, OSError):
+            silence_stdout()  # a full disk behind it: what is left in its buffer would fail again on exit
+        return report_failure(error, invocation)

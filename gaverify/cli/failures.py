@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import sys
 import traceback
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import click
 
@@ -23,36 +24,47 @@ def say(message: str, label: str = "error") -> None:
         click.echo(f"gaverify: {label}: {line}", err=True)
 
 
-def report_failure(error: BaseException, words: Sequence[str], *, debug: bool) -> int:
-    """Prints what an exception means and returns the exit code.
+@dataclass(frozen=True)
+class Invocation:
+    """How gaverify was called: the words, for a report to the authors, and whether to show tracebacks."""
+
+    words: tuple[str, ...] = ()
+    debug: bool = False
+
+
+def report_failure(error: BaseException, invocation: Invocation, source: str = "") -> int:
+    """Prints on stderr what an exception means and returns the exit code.
 
     Args:
-        error: What arrived at `main`.
-        words: The command line, for a report to the authors.
-        debug: Whether to show the traceback.
+        error: What arrived at `main`, or what one of several specs ended with.
+        invocation: How gaverify was called.
+        source: The spec, where there are several.
     """
     if isinstance(error, click.ClickException):
         return _report_usage(error)
-    if debug:
+    if invocation.debug:
         traceback.print_exception(error)
     foreseen = as_foreseen(error)
+    message = failure_message(error)
+    where = f"{source}: " if source else ""
     if foreseen is not None and not isinstance(foreseen, InternalError):
-        say(str(foreseen))
+        say("\n".join(where + line for line in message.splitlines() or [type(error).__name__]))
         return foreseen.exit_code
-    if isinstance(error, OSError) and error.filename is None:
-        # a full disk behind stdout; a file of the user's has a name and was checked where it was opened
-        silence_stdout()
-        say(f"cannot write the report: {error.strerror or error}")
-        return USAGE
-    say(f"{type(error).__name__}: {error}", "internal error")
-    again = "the traceback above" if debug else "the traceback that `--debug` prints"
+    say(where + message, "internal error")
+    shown = "above" if invocation.debug else "that `--debug` prints"
     click.echo(
         "This is a fault in gaverify, not in your model; nothing was decided. Please report it on gaverify's issue\n"
-        f"tracker with {again}, the line that `gaverify --version` prints, and this command:\n"
-        f"    gaverify {shlex.join(words)}",
+        f"tracker with the traceback {shown}, the line that `gaverify --version` prints, and this command:\n"
+        f"    gaverify {shlex.join(invocation.words)}",
         err=True,
     )
     return INTERNAL
+
+
+def failure_message(error: BaseException) -> str:
+    """Returns the sentence for an exception: gaverify's own, or Python's with its type in front."""
+    foreseen = as_foreseen(error)
+    return f"{type(error).__name__}: {error}" if foreseen is None else str(foreseen)
 
 
 def as_foreseen(error: BaseException) -> GaverifyError | None:
@@ -65,6 +77,8 @@ def as_foreseen(error: BaseException) -> GaverifyError | None:
     if isinstance(error, SystemExit):
         # user code that exits with 0 would otherwise read as "equivalent"
         return GaverifyError(f"the model's code left Python with sys.exit({error.code!r}); nothing was compared")
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return GaverifyError(f"cannot write: {error.strerror}")
     return None
 
 

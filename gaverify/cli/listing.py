@@ -25,7 +25,9 @@ def models() -> int:
     entries: Any = BUILTINS.values() if isinstance(BUILTINS, Mapping) else BUILTINS
     for entry in entries:
         # Text, because rich would read the brackets of a shape as markup
-        table.add_row(*(Text(_cell(getattr(entry, name))) for name in ("name", "parameters", "batch", "loss", "expect")))
+        table.add_row(
+            *(Text(_cell(getattr(entry, name))) for name in ("name", "parameters", "batch", "loss", "expect"))
+        )
     Console().print(table)
     click.echo("\nRun one with `gaverify run --model NAME --steps K`.")
     return 0
@@ -36,7 +38,7 @@ def schema() -> int:
     """Prints the JSON schema of the document that `gaverify run --format json` prints."""
     from gaverify.document import verdict_schema
 
-    click.echo(verdict_schema())
+    click.echo(verdict_schema().rstrip())
     return 0
 
 

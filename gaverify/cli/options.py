@@ -21,7 +21,11 @@ _OPTIONS: tuple[tuple[str, str, str], ...] = (
     ("--model", "NAME", "Built-in (see `gaverify models`), package.module:factory or file.py:factory."),
     ("--steps", "K", "Micro-batches per full batch.  [4]"),
     ("--batch-size", "B", "Samples in the full batch, where the model's factory takes it."),
-    ("--weighting", "uniform|samples|tokens|none|W,W,…", "Weight of each micro-batch: 1/K, n/N, token shares.  [uniform]"),
+    (
+        "--weighting",
+        "uniform|samples|tokens|none|W,W,…",
+        "Weight of each micro-batch: 1/K, n/N, token shares.  [uniform]",
+    ),
     ("--device", "cpu|cuda|cuda:N|mps|auto", "Where to run.  [where the model lives]"),
     ("--dtype", "float32|float64|bfloat16|float16", "Working precision.  [the model's]"),
     ("--autocast", "bfloat16|float16", "Run the forwards under autocast."),

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from gaverify.cli.failures import INTERNAL, USAGE, as_foreseen, say
+from gaverify.cli.failures import Invocation, failure_message, report_failure
 from gaverify.cli.options import overrides_from, spec_options
 from gaverify.cli.progress import DelayedProgress
-from gaverify.errors import GaverifyError, SpecError
 from gaverify.results import Outcome, Verdict
 
 if TYPE_CHECKING:
     from gaverify.spec import Spec
+
+
+class _Failure(NamedTuple):
+    """A spec that could not be verified, and the exit code that it asks for."""
+
+    source: str
+    message: str
+    code: int
 
 
 @click.command(short_help="Compare accumulated with full-batch gradients.")
@@ -30,10 +36,12 @@ if TYPE_CHECKING:
     "--output", "outputs", multiple=True, metavar="FILE", type=click.Path(path_type=Path),
     help="Also write a report; the ending decides the format; repeatable.",
 )  # fmt: skip
-@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
+@click.pass_obj
 def run(
-    specs: tuple[Path, ...], show_all: bool, form: str, outputs: tuple[Path, ...], debug: bool, **words: Any
-) -> int:
+    invocation: Invocation | None, specs: tuple[Path, ...], show_all: bool, form: str, outputs: tuple[Path, ...],
+    **words: Any,
+) -> int:  # fmt: skip
     """Compares the accumulated gradient with the full batch's, for a model or for SPECS.
 
     SPECS are TOML files and folders of them; options override every one.
@@ -45,9 +53,9 @@ def run(
     """
     jobs = _jobs(specs, overrides_from(words))
     _check_outputs(outputs)
-    verdicts, failures = _verify_all(jobs, echo=form == "text" and len(jobs) > 1, show_all=show_all, debug=debug)
-    if verdicts:
-        _report(verdicts, form, outputs, show_all, printed=form == "text" and len(jobs) > 1)
+    echo = form == "text" and len(jobs) > 1
+    verdicts, failures = _verify_all(jobs, invocation or Invocation(), echo=echo, show_all=show_all)
+    _report(verdicts, [(failure.source, failure.message) for failure in failures], form, outputs, show_all, echo)
     return _exit_code(verdicts, failures)
 
 
@@ -63,54 +71,34 @@ def _jobs(paths: Sequence[Path], overrides: dict[str, Any]) -> list[tuple[str, S
 
 def _check_outputs(outputs: Sequence[Path]) -> None:
     """Finds out before a long run whether its reports can be written."""
-    if not outputs:
-        return
-    from gaverify.report import format_for
+    if outputs:
+        from gaverify.report import check_writable
 
-    problems = []
-    for path in outputs:
-        try:
-            format_for(path)
-        except SpecError as error:
-            problems.extend(error.problems)
-        folder = path.parent
-        if path.is_dir():
-            problems.append(f"--output {path}: is a folder; name a file in it")
-        elif not folder.is_dir():
-            problems.append(f"--output {path}: there is no folder `{folder}`; create it first")
-        elif not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
-            problems.append(f"--output {path}: no permission to write there")
-    if problems:
-        raise SpecError(problems)
+        check_writable(outputs)
 
 
 def _verify_all(
-    jobs: Sequence[tuple[str, Spec]], *, echo: bool, show_all: bool, debug: bool
-) -> tuple[list[Verdict], list[GaverifyError]]:
+    jobs: Sequence[tuple[str, Spec]], invocation: Invocation, *, echo: bool, show_all: bool
+) -> tuple[list[Verdict], list[_Failure]]:
     """Verifies one spec after the other; one that fails is reported and does not stop the rest.
 
     With `echo` each table is printed as soon as it is there, so that a long run can be watched.
     """
     verdicts: list[Verdict] = []
-    failures: list[GaverifyError] = []
+    failures: list[_Failure] = []
     for source, spec in jobs:
         try:
             verdict = _verify_one(spec)
-        except (Exception, SystemExit) as error:
-            foreseen = as_foreseen(error)
-            if foreseen is None or len(jobs) == 1:
-                raise
-            failures.append(foreseen)
-            _say_failure(source, error, foreseen, debug=debug)
+        except (Exception, SystemExit) as error:  # Ctrl-C goes on to `main`
+            code = report_failure(error, invocation, source if len(jobs) > 1 else "")
+            failures.append(_Failure(source, failure_message(error), code))
             continue
         verdicts.append(verdict)
         if echo:
             from gaverify.report import print_verdicts
 
             print_verdicts([verdict], show_all=show_all)
-            sys.stdout.flush()
-    if failures:
-        say(f"{len(failures)} of {len(jobs)} specs could not be verified")
+            click.echo()  # before the next table or the summary; flushes
     return verdicts, failures
 
 
@@ -122,34 +110,34 @@ def _verify_one(spec: Spec) -> Verdict:
         return verify_spec(spec, progress=progress.report)
 
 
-def _say_failure(source: str, error: BaseException, foreseen: GaverifyError, *, debug: bool) -> None:
-    if debug:
-        import traceback
-
-        traceback.print_exception(error)
-    say("\n".join(f"{source}: {line}" for line in str(foreseen).splitlines() or [type(error).__name__]))
-
-
 def _report(
-    verdicts: Sequence[Verdict], form: str, outputs: Sequence[Path], show_all: bool, *, printed: bool
+    verdicts: Sequence[Verdict],
+    errors: Sequence[tuple[str, str]],
+    form: str,
+    outputs: Sequence[Path],
+    show_all: bool,
+    printed: bool,
 ) -> None:
-    """Writes the files and what stdout still lacks: a summary where the tables are `printed`, else everything."""
+    """Writes the files and what stdout still lacks: a summary where the tables are `printed`, else everything.
+
+    Specs that failed are in the reports too: a CI that reads only the JUnit file must not take them for passed.
+    """
     from gaverify import report
 
     if outputs:
-        report.write_reports(verdicts, outputs, show_all)
+        report.write_reports(verdicts, outputs, show_all, errors)
     if form == "json":
-        click.echo(report.render(verdicts, "json"))
+        click.echo(report.render(verdicts, "json", show_all, errors), nl=False)
     elif printed:
-        report.print_summary(verdicts)
-    else:
+        report.print_summary(verdicts, errors)
+    elif verdicts:
         report.print_verdicts(verdicts, show_all=show_all)
 
 
-def _exit_code(verdicts: Sequence[Verdict], failures: Sequence[GaverifyError]) -> int:
-    """The worst of what happened: an error, then divergent, then inconclusive; 0 only if all are equivalent."""
+def _exit_code(verdicts: Sequence[Verdict], failures: Sequence[_Failure]) -> int:
+    """The worst of what happened: a fault, an error, divergent, inconclusive; 0 only if all are equivalent."""
     if failures:
-        return INTERNAL if any(error.exit_code == INTERNAL for error in failures) else USAGE
+        return max(failure.code for failure in failures)
     outcomes = {verdict.outcome for verdict in verdicts}
     for outcome in (Outcome.DIVERGENT, Outcome.INCONCLUSIVE):
         if outcome in outcomes:

@@ -1,0 +1,48 @@
+"""gaverify proves whether gradient accumulation computes the gradient of the full batch.
+
+Public names are resolved on first use (PEP 562): `import gaverify` does not pay for `import torch`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from gaverify.version import __version__
+
+if TYPE_CHECKING:
+    from gaverify.errors import GaverifyError as GaverifyError
+    from gaverify.errors import ProblemError as ProblemError
+    from gaverify.errors import SpecError as SpecError
+    from gaverify.problem import Problem as Problem
+    from gaverify.results import Finding as Finding
+    from gaverify.results import Outcome as Outcome
+    from gaverify.results import ParameterComparison as ParameterComparison
+    from gaverify.results import Verdict as Verdict
+    from gaverify.verification import assert_equivalent as assert_equivalent
+    from gaverify.verification import verify as verify
+
+_HOMES = {
+    "GaverifyError": "gaverify.errors",
+    "ProblemError": "gaverify.errors",
+    "SpecError": "gaverify.errors",
+    "Problem": "gaverify.problem",
+    "Finding": "gaverify.results",
+    "Outcome": "gaverify.results",
+    "ParameterComparison": "gaverify.results",
+    "Verdict": "gaverify.results",
+    "assert_equivalent": "gaverify.verification",
+    "verify": "gaverify.verification",
+}
+
+__all__ = ["__version__", *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'gaverify' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

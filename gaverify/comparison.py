@@ -1,0 +1,246 @@
+"""Compares two sets of gradients: a row of numbers per parameter, measured in bulk.
+
+Shapes: P parameters of any shapes; small ones are laid end to end so that thousands of them cost a few operations,
+large ones are walked in slices so that no copy of all gradients is made. Numbers cross to the host once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from gaverify.results import Element, Method, Outcome, ParameterComparison
+
+# Elements of both sides that are held as temporaries at any time; 4 Mi float32 are 16 MiB.
+_CHUNK = 1 << 22
+# A summed gradient's rounding grows with the terms, not with the sum; "a few" units of roundoff of their scale.
+WORKING_UNITS = 16.0
+
+
+class Difference(NamedTuple):
+    """The numbers of one parameter. NaN in `difference` where a side is missing or not finite."""
+
+    name: str
+    shape: tuple[int, ...]
+    reference: float
+    accumulated: float
+    difference: float
+    worst: Element | None
+    reason: str
+
+    @property
+    def scale(self) -> float:
+        """The larger of the two norms."""
+        return max(self.reference, self.accumulated)
+
+
+def measure(
+    accumulated: Mapping[str, torch.Tensor | None], reference: Mapping[str, torch.Tensor | None]
+) -> list[Difference]:
+    """Returns the norms of both gradients and of their difference for every parameter, in the order of `reference`.
+
+    Args:
+        accumulated: The gradients under test (`actual`), by parameter name.
+        reference: The full-batch gradients (`expected`), under the same names.
+
+    A gradient of None is not a zero: a parameter that has one on one side only gets a NaN difference and a reason.
+    Sparse gradients are coalesced; complex ones are measured by modulus.
+    """
+    rows: dict[str, Difference] = {}
+    flat: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, expected in reference.items():
+        actual = accumulated[name]
+        if expected is None or actual is None:
+            rows[name] = _one_sided(name, actual, expected)
+            continue
+        shapes[name] = tuple(expected.shape)
+        if actual.layout is not torch.strided or expected.layout is not torch.strided:
+            actual, expected = _dense(actual, expected)
+        flat.append((name, actual, expected))
+    halved = {name for name, actual, _ in flat if actual.is_complex()}  # measured as pairs of real numbers
+    for name, numbers in _measured(flat).items():
+        rows[name] = _row(name, shapes[name], numbers, 2 if name in halved else 1)
+    return [rows[name] for name in reference]
+
+
+def compare(
+    accumulated: Mapping[str, torch.Tensor | None],
+    reference: Mapping[str, torch.Tensor | None],
+    *,
+    unit: float,
+    scales: Mapping[str, float] | None = None,
+) -> list[ParameterComparison]:
+    """Returns one comparison per parameter: equivalent where ‖Δ‖₂ ≤ 16 u · scale, else inconclusive.
+
+    Args:
+        accumulated: The gradients under test, by parameter name.
+        reference: The full-batch gradients.
+        unit: Unit roundoff u of the arithmetic.
+        scales: Σ|terms| of gradients that are sums, where it is known; the scale is never below the gradients' norms.
+    """
+    known = scales or {}
+    rows = []
+    for row in measure(accumulated, reference):
+        allowed = WORKING_UNITS * unit * max(row.reference, row.accumulated, known.get(row.name, 0.0))
+        outcome = Outcome.EQUIVALENT if row.difference <= allowed else Outcome.INCONCLUSIVE
+        rows.append(judged(row, outcome, "working-precision", allowed))
+    return rows
+
+
+def judged(
+    row: Difference, outcome: Outcome, method: Method, allowed: float, working: float | None = None
+) -> ParameterComparison:
+    """Returns the record of a measured difference and what was decided about it."""
+    if row.reason and math.isnan(row.difference):
+        unused = row.reason.startswith("unused")
+        outcome = Outcome.EQUIVALENT if unused else outcome if method == "not-compared" else Outcome.DIVERGENT
+        method = "not-compared"
+    return ParameterComparison(
+        row.name, row.shape, outcome, method, row.reference, row.accumulated, row.difference, allowed,
+        row.difference if working is None else working, row.worst, row.reason,
+    )  # fmt: skip
+
+
+def _one_sided(name: str, actual: torch.Tensor | None, expected: torch.Tensor | None) -> Difference:
+    present = expected if expected is not None else actual
+    if present is None:
+        return Difference(name, (), math.nan, math.nan, math.nan, None, "unused: no gradient on either side")
+    missing = "accumulated" if actual is None else "full-batch"
+    return Difference(
+        name, tuple(present.shape), math.nan, math.nan, math.nan, None, f"no gradient (None) in the {missing} run only"
+    )
+
+
+def _dense(actual: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sparse gradients as the rows that either side touches would do; a mixture has to be dense on both sides."""
+    return actual.to_dense(), expected.to_dense()
+
+
+def _measured(pairs: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> dict[str, tuple[float, ...]]:
+    """Returns (‖e‖, ‖a‖, ‖a − e‖, flat index of the worst element, its e, its a) per name."""
+    groups: dict[tuple[Any, ...], list[tuple[str, torch.Tensor, torch.Tensor]]] = {}
+    for pair in pairs:
+        groups.setdefault((pair[2].device, pair[2].dtype, pair[1].dtype), []).append(pair)
+    pending: list[tuple[list[str], torch.Tensor]] = []
+    for group in groups.values():
+        small = [pair for pair in group if pair[2].numel() < _CHUNK // 64]
+        for piece in _pieces(small):
+            pending.append(([name for name, _, _ in piece], _segments(piece)))
+        for name, actual, expected in group:
+            if expected.numel() >= _CHUNK // 64:
+                pending.append(([name], _walked(actual, expected)))
+    # One transfer per device for everything that was measured there.
+    result: dict[str, tuple[float, ...]] = {}
+    by_device: dict[torch.device, list[tuple[list[str], torch.Tensor]]] = {}
+    for names, numbers in pending:
+        by_device.setdefault(numbers.device, []).append((names, numbers))
+    for entries in by_device.values():
+        rows = torch.cat([numbers for _, numbers in entries]).tolist()
+        names = [name for entry, _ in entries for name in entry]
+        result.update(zip(names, map(tuple, rows), strict=True))
+    return result
+
+
+def _pieces(
+    pairs: list[tuple[str, torch.Tensor, torch.Tensor]],
+) -> list[list[tuple[str, torch.Tensor, torch.Tensor]]]:
+    """Groups small parameters into pieces of at most `_CHUNK` elements."""
+    pieces: list[list[tuple[str, torch.Tensor, torch.Tensor]]] = []
+    room = 0
+    for pair in pairs:
+        numel = pair[2].numel()
+        if numel > room or not pieces:
+            pieces.append([])
+            room = _CHUNK
+        pieces[-1].append(pair)
+        room -= numel
+    return pieces
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor.resolve_conj()).reshape(-1) if tensor.is_complex() else tensor.reshape(-1)
+
+
+def _wide(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _segments(piece: list[tuple[str, torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """The numbers of many small parameters at once: laid end to end, reduced by segments. Shape (P, 6)."""
+    expected = torch.cat([_flat(pair[2]) for pair in piece])
+    actual = torch.cat([_flat(pair[1]) for pair in piece])
+    wide = _wide(expected.device)
+    expected, actual = expected.to(wide), actual.to(wide)
+    counts = [pair[2].numel() * (2 if pair[2].is_complex() else 1) for pair in piece]
+    lengths = torch.tensor(counts, device=expected.device)
+    difference = actual - expected
+    squares = torch.stack([expected * expected, actual * actual, difference * difference], dim=1)
+    norms = torch.segment_reduce(squares, "sum", lengths=lengths, axis=0, unsafe=True, initial=0.0).sqrt_()
+    magnitude = difference.abs_()
+    largest = torch.segment_reduce(magnitude, "max", lengths=lengths, unsafe=True, initial=0.0)
+    starts = lengths.cumsum(0) - lengths
+    index = _first_match(magnitude, largest, lengths, starts)
+    at = (starts + index).clamp_(max=max(expected.numel() - 1, 0))
+    if expected.numel() == 0:
+        return torch.zeros(len(piece), 6, dtype=wide, device=expected.device)
+    return torch.stack([norms[:, 0], norms[:, 1], norms[:, 2], index.to(wide), expected[at], actual[at]], dim=1)
+
+
+def _first_match(
+    magnitude: torch.Tensor, largest: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor
+) -> torch.Tensor:
+    """The index within each segment of an element as large as the segment's largest."""
+    segment = torch.repeat_interleave(
+        torch.arange(len(lengths), device=lengths.device), lengths, output_size=magnitude.numel()
+    )
+    position = torch.arange(magnitude.numel(), device=lengths.device)
+    # A segment's own maximum is found by equality; everything else is sent past the end.
+    hit = torch.where(magnitude == largest[segment], position, magnitude.numel())
+    first = torch.full_like(lengths, magnitude.numel()).scatter_reduce_(0, segment, hit, "amin")
+    return torch.where(first == magnitude.numel(), starts, first) - starts
+
+
+def _walked(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """The numbers of one large parameter, slice by slice. Shape (1, 6)."""
+    e, a = _flat(expected), _flat(actual)
+    wide = _wide(e.device)
+    parts = []
+    for start in range(0, e.numel(), _CHUNK):
+        part_e, part_a = e[start : start + _CHUNK], a[start : start + _CHUNK]
+        if part_e.dtype in (torch.bfloat16, torch.float16):
+            part_e, part_a = part_e.float(), part_a.float()
+        difference = part_a - part_e
+        norms = [torch.linalg.vector_norm(part, dtype=wide) for part in (part_e, part_a, difference)]
+        largest, index = difference.abs_().max(dim=0)
+        parts.append(
+            torch.stack([*norms, (index + start).to(wide), part_e[index].to(wide), part_a[index].to(wide),
+                         largest.to(wide)])
+        )  # fmt: skip
+    table = torch.stack(parts)
+    norms = torch.linalg.vector_norm(table[:, :3], dim=0)
+    best = table[table[:, 6].argmax()]
+    return torch.cat([norms, best[3:6]]).unsqueeze(0)
+
+
+def _row(name: str, shape: tuple[int, ...], numbers: tuple[float, ...], parts: int) -> Difference:
+    reference, accumulated, difference, index, expected, actual = numbers
+    if math.isfinite(reference) and math.isfinite(accumulated):
+        worst = Element(_unravel(int(index) // parts, shape), expected, actual) if difference > 0 else None
+        return Difference(name, shape, reference, accumulated, difference, worst, "")
+    if not math.isfinite(reference) and not math.isfinite(accumulated):
+        reason = "not finite in both runs"
+    else:
+        reason = f"not finite in the {'accumulated' if math.isfinite(reference) else 'full-batch'} run only"
+    return Difference(name, shape, reference, accumulated, math.nan, None, reason)
+
+
+def _unravel(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    result = []
+    for size in reversed(shape):
+        result.append(index % size)
+        index //= size
+    return tuple(reversed(result))

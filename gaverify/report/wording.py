@@ -1,0 +1,128 @@
+"""The sentences and numbers that every report shares: a verdict in words, the method in words."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+
+from gaverify.results import Outcome, ParameterComparison, Verdict, badness
+
+METHODS: Mapping[str, str] = {
+    "working-precision": "in working precision",
+    "float64-control": "by the float64 control",
+    "noise-floor": "by the noise floor of the full batch",
+    "tolerance": "by the tolerances that were asked for",
+    "not-compared": "without a comparison",
+}
+
+
+def number(value: float) -> str:
+    """Returns a norm or a relative difference with two digits: `8.8e-01`, `0`, `inf`, `-` where there is none."""
+    if math.isnan(value):
+        return "-"
+    return "0" if value == 0 else f"{value:.1e}"
+
+
+def value(amount: float) -> str:
+    """Returns a value with six digits, integers with their point: `-16.0`, `0.0123457`."""
+    text = f"{amount:.6g}"
+    return text + ".0" if text.lstrip("-").isdigit() else text
+
+
+def percent(fraction: float) -> str:
+    """Returns a relative difference for a sentence: `88 %`, `0.006 %`, `31 times`."""
+    if fraction >= 10:
+        return f"{fraction:.0f} times" if fraction < 1e6 else f"{fraction:.1e} times"
+    share = fraction * 100
+    if share >= 99.5:
+        return f"{share:.0f} %"
+    return f"{share:.2g} %" if share >= 1e-4 or share == 0 else f"{share:.0e} %"
+
+
+def shape(row: ParameterComparison) -> str:
+    """Returns the shape as `32×16`, `scalar` where it has no dimension."""
+    return "×".join(str(size) for size in row.shape) or "scalar"
+
+
+def worst(row: ParameterComparison) -> str:
+    """Returns the worst element as `[3, 4]: 0.1 vs 0.2` (full batch against accumulated); empty where there is none."""
+    if row.worst is None:
+        return ""
+    index = f"[{', '.join(str(at) for at in row.worst.index)}]"
+    return f"{index}: {value(row.worst.reference)} vs {value(row.worst.accumulated)}"
+
+
+def ordered(verdict: Verdict) -> list[ParameterComparison]:
+    """Returns the parameters worst first; equally bad ones keep the order of the model."""
+    return sorted(verdict.parameters, key=badness, reverse=True)
+
+
+def sentence(verdict: Verdict) -> str:
+    """Returns the verdict in words, without its outcome."""
+    total = len(verdict.parameters)
+    if verdict.outcome is Outcome.EQUIVALENT:
+        return _equivalent(verdict, total)
+    if verdict.outcome is Outcome.DIVERGENT:
+        return _divergent(verdict, total)
+    return _inconclusive(verdict, total)
+
+
+def _equivalent(verdict: Verdict, total: int) -> str:
+    if total == 0:
+        return "nothing was compared"
+    agree = sum(row.outcome is Outcome.EQUIVALENT for row in verdict.parameters)
+    how = "agree within the tolerances that were asked for" if verdict.method == "tolerance" else "agree to rounding"
+    return f"{agree} of {total} {_parameters(total)} {_verb(how, agree)}"
+
+
+def _divergent(verdict: Verdict, total: int) -> str:
+    rows = verdict.divergent
+    if not rows:
+        return "no single gradient differs; the findings say what does"
+    text = f"{len(rows)} of {total} {_parameters(total)} {_verb('differ', len(rows))}"
+    sizes = [row.relative_difference for row in rows]
+    finite = [size for size in sizes if math.isfinite(size)]
+    if finite:
+        text += f", by up to {percent(max(finite))}"
+    if any(math.isnan(size) for size in sizes):
+        text += "; not every gradient is finite and there on both sides"
+    elif any(math.isinf(size) for size in sizes):
+        text += "; where the full-batch gradient is zero, by more than rounding"
+    return text
+
+
+def _inconclusive(verdict: Verdict, total: int) -> str:
+    if total == 0:
+        return "nothing was compared: the model has no trainable parameter"
+    open_rows = [row for row in verdict.parameters if row.outcome is Outcome.INCONCLUSIVE]
+    reasons = Counter(row.reason for row in open_rows if row.reason)
+    if reasons:
+        text = f"{len(open_rows)} of {total} {_parameters(total)} undecided: {reasons.most_common(1)[0][0]}"
+        return text + (f" (and {len(reasons) - 1} other reasons)" if len(reasons) > 1 else "")
+    if verdict.findings:
+        return verdict.findings[0].summary
+    return f"{len(open_rows)} of {total} {_parameters(total)} could not be decided"
+
+
+def _parameters(count: int) -> str:
+    return "parameter" if count == 1 else "parameters"
+
+
+def _verb(phrase: str, count: int) -> str:
+    first, _, rest = phrase.partition(" ")
+    return " ".join(filter(None, (first + ("s" if count == 1 else ""), rest)))
+
+
+def method(verdict: Verdict) -> str:
+    """Returns how the verdict was decided and the smallest fault that this way could have seen."""
+    text = f"decided {METHODS.get(verdict.method, f'by {verdict.method}')}"
+    counts = Counter(row.method for row in verdict.parameters)
+    if len(counts) > 1:
+        text += " (" + ", ".join(f"{count} {METHODS[name]}" for name, count in counts.most_common()) + ")"
+    if verdict.method == "tolerance" and verdict.spec:
+        given = [f"{key} {verdict.spec[key]}" for key in ("rtol", "atol") if verdict.spec.get(key) is not None]
+        text += f" ({', '.join(given)})" if given else ""
+    if math.isfinite(verdict.resolution) and verdict.method != "not-compared":
+        text += f"; smallest relative difference it could have seen: {number(verdict.resolution)}"
+    return text

@@ -1,0 +1,98 @@
+"""The fields of a spec, what each allows, and the words in which a message says so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+WeightingWord = Literal["uniform", "samples", "tokens", "none"]
+DtypeWord = Literal["float32", "float64", "bfloat16", "float16"]
+AutocastWord = Literal["bfloat16", "float16"]
+ModeWord = Literal["train", "eval"]
+StrategyWord = Literal["accumulate", "summed-loss"]
+OptimizerWord = Literal["sgd", "adam", "adamw"]
+
+_Finite = Annotated[float, Field(allow_inf_nan=False)]
+_Positive = Annotated[int, Field(ge=1)]
+_Tolerance = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Text = Annotated[str, Field(min_length=1)]
+_Argument = str | int | float | bool
+
+
+def _words(literal: Any) -> str:
+    """`"a", "b" or "c"`."""
+    *most, last = (json.dumps(word) for word in get_args(literal))
+    return f"{', '.join(most)} or {last}"
+
+
+class Spec(BaseModel):
+    """What to verify and how, as a TOML spec or the command line says it.
+
+    Each field's `description` completes the sentence "must be …", and its first example is the remedy that a message
+    offers; so a field and its error text stand in one place. `None` leaves the choice to the model (`device`, `dtype`,
+    `batch_size`) or to the built-in problem.
+    """
+
+    # strict: `steps = "4"` and `steps = true` are mistakes, although Python could read them as numbers
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", protected_namespaces=())
+
+    model: _Text = Field(description="a built-in, `package.module:factory` or `file.py:factory`", examples=["mlp"])
+    model_args: dict[str, _Argument] = Field(
+        default_factory=dict, description="text, a number or true/false", examples=[{"width": 32}]
+    )
+    steps: _Positive = Field(default=4, description="a whole number of at least 1", examples=[4])
+    batch_size: _Positive | None = Field(default=None, description="a whole number of at least 1", examples=[8])
+    weighting: WeightingWord | tuple[_Finite, ...] = Field(
+        default="uniform", description=f"{_words(WeightingWord)}, or one number per micro-batch", examples=["uniform"]
+    )
+    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?|mps|auto)$")] | None = Field(
+        default=None, description='"cpu", "cuda", "cuda:N", "mps" or "auto"', examples=["cpu"]
+    )
+    dtype: DtypeWord | None = Field(default=None, description=_words(DtypeWord), examples=["float32"])
+    autocast: AutocastWord | None = Field(default=None, description=_words(AutocastWord), examples=["bfloat16"])
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
+        default=0, description="a whole number from 0 to 2^63 − 1", examples=[0]
+    )
+    mode: ModeWord = Field(default="train", description=_words(ModeWord), examples=["train"])
+    strategy: StrategyWord = Field(default="accumulate", description=_words(StrategyWord), examples=["accumulate"])
+    trace: bool = Field(default=False, description="true or false", examples=[True])
+    optimizer: OptimizerWord = Field(default="sgd", description=_words(OptimizerWord), examples=["sgd"])
+    lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        default=None, description="a number above 0", examples=[0.01]
+    )
+    rtol: _Tolerance | None = Field(default=None, description="a number of at least 0", examples=[1e-5])
+    atol: _Tolerance | None = Field(default=None, description="a number of at least 0", examples=[1e-8])
+    input_shape: Annotated[tuple[_Positive, ...], Field(min_length=1)] | None = Field(
+        default=None, description="the sizes of one sample, whole numbers of at least 1", examples=[(3, 32, 32)]
+    )
+    loss: _Text | None = Field(
+        default=None, description="the name of a loss in `torch.nn.functional`", examples=["cross_entropy"]
+    )
+    classes: _Positive | None = Field(default=None, description="a whole number of at least 1", examples=[10])
+    data: _Text | None = Field(default=None, description="a folder", examples=["data/mnist"])
+    pretrained: _Text | None = Field(default=None, description="a model's name or folder", examples=["gpt2"])
+    ignore_index: int = Field(default=-100, description="a whole number", examples=[-100])
+    diagnose: bool = Field(default=True, description="true or false", examples=[True])
+
+    @model_validator(mode="after")
+    def _agree(self) -> Spec:
+        found = [f"`{field}` {text}" for field, text in conflicts(self.steps, self.weighting, self.rtol, self.atol)]
+        if found:
+            raise ValueError("; ".join(found))
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns every field as plain strings, numbers, lists and mappings, ready for JSON."""
+        return self.model_dump(mode="json")
+
+
+def conflicts(steps: Any, weighting: Any, rtol: Any, atol: Any) -> Iterator[tuple[str, str]]:
+    """Yields (field, sentence) for fields that are right alone and wrong together."""
+    if isinstance(weighting, tuple) and isinstance(steps, int) and len(weighting) != steps:
+        yield "weighting", f"must have one number per micro-batch: {len(weighting)} numbers, but steps is {steps}"
+    if (rtol is None) != (atol is None):
+        given, missing = ("rtol", "atol") if atol is None else ("atol", "rtol")
+        yield given, f"needs `{missing}` beside it: give both, or neither and let gaverify measure the rounding"

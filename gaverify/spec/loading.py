@@ -1,0 +1,170 @@
+"""TOML files and the command line's overrides become specs; every problem is reported, not the first."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from gaverify.spec.fields import Spec, conflicts
+from gaverify.spec.sentences import joined, option_name, sentence
+
+
+def parse_spec(table: Mapping[str, Any], source: str, overrides: Mapping[str, Any] | None = None) -> Spec:
+    """Returns the spec that a TOML table and the command line's overrides describe.
+
+    Args:
+        table: Keys as in `Spec`, with hyphens or underscores.
+        source: The file that the table stands in, for messages.
+        overrides: Fields of `Spec` that win over the table; `None` values are left out, `model_args` are merged.
+
+    Raises:
+        SpecError: Anything is wrong; all problems at once, `$.steps` for the table and `--steps` for overrides.
+    """
+    in_file, on_line, spec = _check(table, overrides or {})
+    if spec is None:
+        raise joined([(source, in_file), ("command line", on_line)])
+    return spec
+
+
+def load_specs(
+    paths: Iterable[str | Path], overrides: Mapping[str, Any] | None = None
+) -> tuple[tuple[Path, Spec], ...]:
+    """Returns the specs of TOML files and of folders of TOML files (sorted by name), each file once.
+
+    A `model = "file.py:factory"`, `data` or `pretrained` that exists beside its spec is resolved against the spec's
+    folder.
+
+    Raises:
+        SpecError: All problems of all files at once: missing, unreadable, not TOML, or wrong as in `parse_spec`.
+    """
+    specs: list[tuple[Path, Spec]] = []
+    problems: list[tuple[str, list[str]]] = []
+    on_line: dict[str, None] = {}  # an override is wrong in every file, but is reported once
+    for file, missing in _files(paths):
+        if missing:
+            problems.append((str(file), [missing]))
+            continue
+        table, unreadable = _read(file)
+        in_file, from_options, spec = ([unreadable], [], None) if unreadable else _check(table, overrides or {})
+        if spec is not None:
+            specs.append((file, spec))
+        problems.append((str(file), in_file))
+        on_line.update(dict.fromkeys(from_options))
+    problems.append(("command line", list(on_line)))
+    if any(sentences for _, sentences in problems):
+        raise joined(problems)
+    return tuple(specs)
+
+
+def _files(paths: Iterable[str | Path]) -> Iterator[tuple[Path, str]]:
+    seen = set()
+    for path in map(Path, paths):
+        found = sorted(path.glob("*.toml")) if path.is_dir() else [path]
+        if not found:
+            yield path, "the folder holds no *.toml file; `gaverify init` writes one"
+        for file in found:
+            if file.resolve() in seen:
+                continue
+            seen.add(file.resolve())
+            yield file, "" if os.path.exists(file) else "there is no such file or folder"
+
+
+def _read(file: Path) -> tuple[dict[str, Any], str]:
+    """Returns the table, with paths resolved, and "" or the reason why there is none."""
+    try:
+        table = tomllib.loads(file.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        place = re.search(r" \(at (.*)\)$", str(error))
+        where = place[1] if place else "somewhere"
+        return {}, f"{where}: not TOML: {str(error).removesuffix(place[0]) if place else error}"
+    except UnicodeDecodeError as error:
+        return {}, f"not UTF-8 text: byte {error.start} cannot be read; save the file as UTF-8"
+    except OSError as error:
+        return {}, f"cannot be read: {error.strerror or error}"
+    return _resolve(table, file.parent), ""
+
+
+def _resolve(table: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Returns the table with the paths that exist beside the spec; `os.path` as it takes any string for a path."""
+    resolved = dict(table)
+    for key in ("data", "pretrained"):
+        value = table.get(key)
+        if isinstance(value, str) and value and os.path.exists(folder / value):
+            resolved[key] = str(folder / value)
+    model = table.get("model")
+    if isinstance(model, str):
+        file, colon, factory = model.rpartition(":")
+        if colon and file.endswith(".py") and os.path.exists(folder / file):
+            resolved["model"] = f"{folder / file}:{factory}"
+    return resolved
+
+
+def _check(table: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[list[str], list[str], Spec | None]:
+    """Returns the problems of the table, those of the overrides, and the spec if there are none."""
+    options = {field: value for field, value in overrides.items() if value is not None}
+    arguments = options.pop("model_args", {})
+    values, written, in_file = _normalise(table)
+    values.update(options)
+    if arguments:
+        stated = values.get("model_args", {})
+        values["model_args"] = {**stated, **arguments} if isinstance(stated, Mapping) else arguments
+    on_line: list[str] = []
+    spec: Spec | None = None
+    try:
+        spec = Spec.model_validate(values)
+    except ValidationError as error:
+        for (field, key), kind in _wrong(error, values).items():
+            option = key in arguments if key else field in options
+            place = option_name(field) if option else f"$.{written.get(field, field.replace('_', '-'))}"
+            place += f" {key}" if option and key else f".{key}" if key else ""
+            value = values[field][key] if key else values.get(field)
+            (on_line if option else in_file).append(f"{place}: {sentence(field, key, kind, value, option=option)}")
+    return in_file, on_line, None if in_file else spec
+
+
+def _wrong(error: ValidationError, values: Mapping[str, Any]) -> dict[tuple[str, str], str]:
+    """Returns what is wrong with each (field, model argument or ""): pydantic's kind, or a conflict's sentence.
+
+    A union reports each of its members, one entry per field is enough. The model's own check of fields against each
+    other does not run while any field is wrong, so it is made up for here, with the fields that are right.
+    """
+    wrong: dict[tuple[str, str], str] = {}
+    for detail in error.errors(include_url=False, include_context=False):
+        field, *inner = map(str, detail["loc"]) if detail["loc"] else ("",)
+        if field:
+            wrong.setdefault((field, inner[0] if field == "model_args" and inner else ""), detail["type"])
+    facts = {
+        name: values.get(name, info.default) for name, info in Spec.model_fields.items() if (name, "") not in wrong
+    }
+    if not {"rtol", "atol"} <= facts.keys():
+        facts.update(rtol=None, atol=None)  # one of them is wrong: no second sentence about the pair
+    for field, conflict in conflicts(facts.get("steps"), facts.get("weighting"), facts["rtol"], facts["atol"]):
+        wrong[field, ""] = conflict
+    return wrong
+
+
+def _normalise(table: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+    """Returns the known fields' values, the keys as they were written, and sentences about unknown keys."""
+    values: dict[str, Any] = {}
+    written: dict[str, str] = {}
+    problems = []
+    for key, value in table.items():
+        field = key.replace("-", "_")
+        if field not in Spec.model_fields:
+            near = difflib.get_close_matches(field.lower(), Spec.model_fields, n=1)
+            known = ", ".join(name.replace("_", "-") for name in Spec.model_fields)
+            advice = f"did you mean `{near[0].replace('_', '-')}`?" if near else f"the keys are {known}"
+            problems.append(f"$.{key}: unknown key; {advice}")
+        elif field in values:
+            problems.append(f"$.{key}: stands here twice, also as `{written[field]}`; keep one")
+        else:
+            values[field] = tuple(value) if isinstance(value, list) else value
+            written[field] = key
+    return values, written, problems

@@ -1,0 +1,3 @@
+"""The version, in one place that imports nothing heavy."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,58 @@
+"""`gaverify init`, `models` and `schema`."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from gaverify.cli import main
+from gaverify.cli.starting import STARTER
+from gaverify.spec import Spec, load_specs
+
+
+def test_init_writes_a_spec_that_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "new.toml"
+    assert main(["init", str(file)]) == 0
+    ((_, spec),) = load_specs([file], {})
+    assert spec == Spec(model="mlp")
+    assert str(file) in capsys.readouterr().out
+
+
+def test_init_does_not_overwrite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "new.toml"
+    file.write_text("mine")
+    assert main(["init", str(file)]) == 2
+    assert "--force" in capsys.readouterr().err and file.read_text() == "mine"
+    assert main(["init", str(file), "--force"]) == 0
+    assert file.read_text() != "mine"
+    assert main(["init", str(tmp_path / "gone" / "x.toml")]) == 2
+
+
+def test_the_starter_holds_every_key_and_its_comments_are_right(tmp_path: Path) -> None:
+    for field in Spec.model_fields:
+        assert re.search(rf"^(# )?\[?{field.replace('_', '-')}(\]| =)", STARTER, re.MULTILINE), field
+    file = tmp_path / "all.toml"
+    file.write_text(re.sub(r"^# (?=[a-z-]+ = |\[)", "", STARTER, flags=re.MULTILINE))
+    ((_, spec),) = load_specs([file], {})
+    assert spec.model_args == {"width": 32} and spec.rtol == 1e-5
+
+
+def test_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema"]) == 0
+    assert json.loads(capsys.readouterr().out)["$schema"]
+
+
+def test_models(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    zoo = types.ModuleType("gaverify.zoo")
+    zoo.__dict__["BUILTINS"] = {
+        "mlp": types.SimpleNamespace(name="mlp", parameters=577, batch="8 × [16]", loss="mse", expect="equivalent")
+    }
+    monkeypatch.setitem(sys.modules, "gaverify.zoo", zoo)
+    assert main(["models"]) == 0
+    out = capsys.readouterr().out
+    assert "577" in out and "[16]" in out and max(map(len, out.splitlines())) <= 80
