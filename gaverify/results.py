@@ -28,7 +28,7 @@ class Outcome(str, Enum):
 class Element(NamedTuple):
     """The element of a gradient with the largest difference: its index and the two values (moduli where complex)."""
 
-    index: tuple[int, ...]
+    index: tuple[int, ...]  # type: ignore[assignment]
     reference: float
     accumulated: float
 

@@ -57,9 +57,24 @@ def test_python_dash_m() -> None:
     assert done.returncode == 0 and done.stdout.startswith("gaverify ")
 
 
-def test_a_reader_that_leaves_and_a_full_disk_are_no_divergence() -> None:
-    piped = f"{sys.executable} -m gaverify init --help | true; exit ${{PIPESTATUS[0]}}"
-    for command, codes in ((piped, (0, 141)), (f"{sys.executable} -m gaverify schema > /dev/full", (2,))):
-        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
-        assert done.returncode in codes, done
-        assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+def shell(command: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+    return done
+
+
+@pytest.mark.parametrize("words", ["schema", "run --help"])
+def test_a_reader_that_leaves_is_no_divergence(words: str) -> None:
+    done = shell(f"{sys.executable} -m gaverify {words} | true; exit ${{PIPESTATUS[0]}}")
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_full_disk_is_no_divergence() -> None:
+    done = shell(f"{sys.executable} -m gaverify schema > /dev/full")
+    assert done.returncode == 2
+    assert done.stderr == "gaverify: error: cannot write: No space left on device\n"
+
+
+def test_completion() -> None:
+    done = shell(f"COMP_WORDS='gaverify mo' COMP_CWORD=1 _GAVERIFY_COMPLETE=bash_complete {sys.executable} -m gaverify")
+    assert (done.returncode, done.stdout) == (0, "plain,models\n")

@@ -127,7 +127,7 @@ def test_an_unused_parameter_says_so() -> None:
         ("float64-control", "by the float64 control"),
         ("noise-floor", "by the noise floor"),
         ("tolerance", "by the tolerances that were asked for (rtol 0.01, atol 0.1)"),
-        ("not-compared", "without a comparison"),
+        ("not-compared", "nothing was compared"),
         ("something-new", "by something-new"),
     ],
 )

@@ -43,19 +43,16 @@ def _print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None
     if not wanted or ctx.resilient_parsing:
         return
     import platform
-
-    click.echo(f"gaverify {_version('gaverify')} (torch {_version('torch')}, Python {platform.python_version()})")
-    ctx.exit()
-
-
-def _version(package: str) -> str:
-    """From the metadata: importing torch to ask it takes a second and a half."""
     from importlib.metadata import PackageNotFoundError, version
 
+    from gaverify.version import __version__
+
     try:
-        return version(package)
+        torch = version("torch")  # the metadata: importing torch to ask it takes a second and a half
     except PackageNotFoundError:
-        return "not installed"
+        torch = "not installed"
+    click.echo(f"gaverify {__version__} (torch {torch}, Python {platform.python_version()})")
+    ctx.exit()
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -87,9 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     try:
-        code = cli.main(args=words, prog_name="gaverify", standalone_mode=False, obj=invocation)
+        code = _run(words, invocation)
         sys.stdout.flush()
-        return code if isinstance(code, int) else 0
+        return code
     except (KeyboardInterrupt, click.Abort):
         return report_interrupt()
     except BrokenPipeError:
@@ -99,3 +96,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, OSError):
             silence_stdout()  # a full disk behind it: what is left in its buffer would fail again on exit
         return report_failure(error, invocation)
+
+
+def _run(words: list[str], invocation: Invocation) -> int:
+    """Parses and runs; click's own `main` leaves with 1 when a reader of stdout left, which would read as divergent."""
+    if "_GAVERIFY_COMPLETE" in os.environ:  # a shell that completes words; leaves with SystemExit
+        try:
+            cli.main(args=words, prog_name="gaverify")
+        except SystemExit as done:
+            return done.code if isinstance(done.code, int) else 0
+    try:
+        with cli.make_context("gaverify", words, obj=invocation) as context:
+            code = cli.invoke(context)
+    except click.exceptions.Exit as done:
+        return done.exit_code
+    return code if isinstance(code, int) else 0

@@ -39,7 +39,7 @@ class _Failure(NamedTuple):
 @click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
 @click.pass_obj
 def run(
-    invocation: Invocation | None, specs: tuple[Path, ...], show_all: bool, form: str, outputs: tuple[Path, ...],
+    invocation: Invocation | None, /, specs: tuple[Path, ...], show_all: bool, form: str, outputs: tuple[Path, ...],
     **words: Any,
 ) -> int:  # fmt: skip
     """Compares the accumulated gradient with the full batch's, for a model or for SPECS.
@@ -124,14 +124,16 @@ def _report(
     """
     from gaverify import report
 
-    if outputs:
-        report.write_reports(verdicts, outputs, show_all, errors)
-    if form == "json":
-        click.echo(report.render(verdicts, "json", show_all, errors), nl=False)
-    elif printed:
-        report.print_summary(verdicts, errors)
-    elif verdicts:
-        report.print_verdicts(verdicts, show_all=show_all)
+    try:
+        if outputs:  # first: a reader of stdout that leaves must not cost the files
+            report.write_reports(verdicts, outputs, show_all, errors)
+    finally:  # and a disk that filled up must not cost the table
+        if form == "json":
+            click.echo(report.render(verdicts, "json", show_all, errors), nl=False)
+        elif printed:
+            report.print_summary(verdicts, errors)
+        elif verdicts:
+            report.print_verdicts(verdicts, show_all=show_all)
 
 
 def _exit_code(verdicts: Sequence[Verdict], failures: Sequence[_Failure]) -> int:

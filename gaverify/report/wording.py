@@ -13,7 +13,6 @@ METHODS: Mapping[str, str] = {
     "float64-control": "by the float64 control",
     "noise-floor": "by the noise floor of the full batch",
     "tolerance": "by the tolerances that were asked for",
-    "not-compared": "without a comparison",
 }
 
 
@@ -116,13 +115,19 @@ def _verb(phrase: str, count: int) -> str:
 
 def method(verdict: Verdict) -> str:
     """Returns how the verdict was decided and the smallest fault that this way could have seen."""
-    text = f"decided {METHODS.get(verdict.method, f'by {verdict.method}')}"
-    counts = Counter(row.method for row in verdict.parameters)
+    verb = "compared" if verdict.outcome is Outcome.INCONCLUSIVE else "decided"
+    counts = Counter(row.method for row in verdict.parameters if row.method != "not-compared")
+    apart = len(verdict.parameters) - counts.total()
     if len(counts) > 1:
-        text += " (" + ", ".join(f"{count} {METHODS[name]}" for name, count in counts.most_common()) + ")"
+        text = f"{verb} " + ", ".join(f"{METHODS[name]} ({count})" for name, count in counts.most_common())
+    elif verdict.method == "not-compared":
+        return "nothing was compared"
+    else:
+        text = f"{verb} {METHODS.get(verdict.method, f'by {verdict.method}')}"
+    text += f"; {apart} not compared" if apart else ""
     if verdict.method == "tolerance" and verdict.spec:
         given = [f"{key} {verdict.spec[key]}" for key in ("rtol", "atol") if verdict.spec.get(key) is not None]
         text += f" ({', '.join(given)})" if given else ""
-    if math.isfinite(verdict.resolution) and verdict.method != "not-compared":
+    if math.isfinite(verdict.resolution):
         text += f"; smallest relative difference it could have seen: {number(verdict.resolution)}"
     return text

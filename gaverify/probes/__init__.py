@@ -1,0 +1,1 @@
+"""Control experiments, one per file: a judged task → what was measured, as plain records."""
