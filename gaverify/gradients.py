@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,11 +23,11 @@ from gaverify.batching import fresh, take
 from gaverify.dispatch import Observed, PassMode
 from gaverify.errors import GaverifyError, ProblemError
 from gaverify.isolation import ModelState, foreign_generator_states, generator_states
-from gaverify.problem import Problem
 from gaverify.randomness import Dealer, DrawRecord, Recorder
 from gaverify.tracebacks import user_frame
 from gaverify.weighting import Weighing, micro_batch_weight
 
+_STATISTIC = 1 << 16  # elements of a buffer that is compared after a pass; larger ones are masks and tables
 Gradients = dict[str, torch.Tensor | None]
 AfterBackward = Callable[[int], None]
 
@@ -52,6 +52,18 @@ class Task(Weighing):
             start += size
 
 
+class PassProbe:
+    """What a probe adds to a pass; k is the micro-batch, None for the full batch. The base class adds nothing."""
+
+    def around(self, k: int | None) -> AbstractContextManager[Any]:
+        """Entered after gaverify's own mode: sees every operation before it does, and its result after it."""
+        return nullcontext()
+
+    def backward(self, k: int | None, loss: torch.Tensor, weight: float) -> None:
+        """Puts the gradients of `weight` · `loss` into `.grad`."""
+        (loss * weight if weight != 1.0 else loss).backward()  # type: ignore[no-untyped-call]
+
+
 @dataclass
 class PassResult:
     """Gradients by parameter name (None where the parameter had none), the loss, and what the pass showed."""
@@ -64,11 +76,13 @@ class PassResult:
     term_scales: Mapping[str, torch.Tensor] = field(default_factory=dict)
     foreign: tuple[Any, ...] = ()
     foreign_draws_differ: bool = False
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def full_batch_gradients(
-    task: Task, state: ModelState, record: DrawRecord | None = None, *, lift: bool = False
-) -> tuple[PassResult, DrawRecord]:
+    task: Task, state: ModelState, record: DrawRecord | None = None, *, lift: bool = False,
+    probe: PassProbe | None = None,
+) -> tuple[PassResult, DrawRecord]:  # fmt: skip
     """Returns the gradient of the whole batch from one backward pass, and the random draws that it made.
 
     Args:
@@ -76,21 +90,25 @@ def full_batch_gradients(
         state: Restored in the end, so that whatever runs next starts equal.
         record: Draws of an earlier pass to be used again (the control runs); None records them.
         lift: Raise casts inside the model to float64.
+        probe: What a control experiment adds.
 
     Raises:
         ProblemError: The model or loss raised, or the loss cannot be differentiated.
     """
     random_draws = Recorder(task.batch_size) if record is None else Dealer(record, 0, task.batch_size, task.batch_size)
     mode = PassMode(state, random_draws, lift=lift, observe_terms=not lift)
+    probe = probe or PassProbe()
     with _pass(task, state):
         batch = fresh(task.problem.batch)
-        with mode, _blame("the full batch", task):
+        with mode, _blame("the full batch", task), probe.around(None):
             loss = _loss(task, batch, "the full batch")
-            loss.backward()  # type: ignore[no-untyped-call]
+            probe.backward(None, loss, 1.0)
         gradients = _collect(task)
         scales = _scales(mode.observed, gradients)
+        buffers = _buffers(task)
         value, foreign = float(loss.detach()), foreign_generator_states()
-    result = PassResult(gradients, value, observed=(mode.observed,), term_scales=scales, foreign=foreign)
+    result = PassResult(gradients, value, observed=(mode.observed,), term_scales=scales, foreign=foreign,
+                        buffers=buffers)  # fmt: skip
     return result, random_draws.record
 
 
@@ -102,6 +120,7 @@ def accumulated_gradients(
     *,
     lift: bool = False,
     after_backward: AfterBackward | None = None,
+    probe: PassProbe | None = None,
 ) -> PassResult:
     """Returns the gradient that K micro-batches accumulate, each loss multiplied by its micro-batch weight.
 
@@ -112,8 +131,10 @@ def accumulated_gradients(
         reference: The full-batch pass, whose target counts the weighting "tokens" needs.
         lift: As in `full_batch_gradients`.
         after_backward: Called with k after each backward pass.
+        probe: What a control experiment adds.
     """
     record.rewind()
+    probe = probe or PassProbe()
     losses, weights, observed, total, foreign = [], [], [], None, False
     with _pass(task, state):
         at_start = generator_states()
@@ -123,11 +144,11 @@ def accumulated_gradients(
             dealer = Dealer(record, start, stop, task.batch_size)
             mode = PassMode(state, dealer, lift=lift)
             micro_batch = fresh(_micro_batch(task, start, stop, where))
-            with mode, _blame(where, task):
+            with mode, _blame(where, task), probe.around(k):
                 loss = _loss(task, micro_batch, where)
                 weight = micro_batch_weight(task, k, micro_batch, mode.observed, reference.observed[0])
                 if task.strategy == "accumulate":
-                    (loss * weight).backward()
+                    probe.backward(k, loss, weight)
                 else:
                     total = loss * weight if total is None else total + loss * weight
             dealer.finish()
@@ -142,11 +163,36 @@ def accumulated_gradients(
             with mode, _blame("the summed loss", task):
                 total.backward()
         gradients = _collect(task)
+        buffers = _buffers(task)
     values = torch.stack([loss.double() for loss in losses]).tolist() if losses else []
     value = sum(weight * loss for weight, loss in zip(weights, values, strict=True))
     return PassResult(
-        gradients, value, tuple(values), tuple(weights), tuple(observed), foreign_draws_differ=foreign
+        gradients, value, tuple(values), tuple(weights), tuple(observed), foreign_draws_differ=foreign, buffers=buffers
     )
+
+
+def forward_pass(
+    task: Task, state: ModelState, record: DrawRecord, k: int | None, *, lift: bool = False,
+    probe: PassProbe | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Runs one forward without a backward, from the restored state, and returns its loss, detached.
+
+    Args:
+        task: What to run.
+        state: Restored in the end.
+        record: The full batch's draws, dealt out per sample; rewind it before the first micro-batch.
+        k: The micro-batch; None for the full batch.
+        lift: As in `full_batch_gradients`.
+        probe: What looks on.
+    """
+    start, stop = (0, task.batch_size) if k is None else list(task.bounds())[k]
+    where = "the full batch" if k is None else f"micro-batch {k + 1} of {task.steps} (samples {start} to {stop - 1})"
+    mode = PassMode(state, Dealer(record, start, stop, task.batch_size), lift=lift)
+    probe = probe or PassProbe()
+    with _pass(task, state):
+        batch = fresh(task.problem.batch if k is None else _micro_batch(task, start, stop, where))
+        with mode, _blame(where, task), probe.around(k):
+            return _loss(task, batch, where).detach()
 
 
 @contextmanager
@@ -236,6 +282,16 @@ def _loss(task: Task, batch: Any, where: str) -> torch.Tensor:
 def _collect(task: Task) -> Gradients:
     """Takes the gradients over without a copy: the parameters let go of them right after."""
     return {name: parameter.grad for name, parameter in task.parameters.items()}
+
+
+def _buffers(task: Task) -> dict[str, torch.Tensor]:
+    """The floating-point buffers as a pass leaves them; large ones are no statistics."""
+    return {
+        name: buffer.detach().clone()
+        for module in task.modules
+        for name, buffer in module.named_buffers()
+        if buffer.is_floating_point() and buffer.numel() <= _STATISTIC
+    }
 
 
 def _scales(observed: Observed, gradients: Gradients) -> dict[str, torch.Tensor]:

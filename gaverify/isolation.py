@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 # What every `nn.Module` carries for its own bookkeeping; the user's state lies beside these.
-_OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
+OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
 _PLAIN = (int, float, complex, bool, str, bytes, type(None))
 _DEPTH = 4  # how far state is followed into a user's own helper objects
 
@@ -162,10 +162,11 @@ class ModelState:
         for parameter in module._parameters.values():
             if parameter is not None and _storage(parameter):
                 self._parameters[_storage(parameter)] = parameter
-        self._restorers.append(_registries(module))
+        if not isinstance(module, torch.jit.ScriptModule):  # its registries are views that take no update
+            self._restorers.append(_registries(module))
         for buffer in module._buffers.values():
             self._take(buffer, 0)
-        self._take_attributes(module, _OWN_ATTRIBUTES, 0)
+        self._take_attributes(module, OWN_ATTRIBUTES, 0)
 
     def _take_attributes(self, owner: Any, skip: frozenset[str], depth: int) -> None:
         own = vars(owner)

@@ -22,7 +22,8 @@ from gaverify.control import (
 from gaverify.errors import ProblemError
 from gaverify.gradients import Gradients, PassResult, Task, accumulated_gradients, full_batch_gradients
 from gaverify.isolation import ModelState
-from gaverify.precision import unit_roundoff
+from gaverify.measurements import PrecisionLoss
+from gaverify.precision import short_name, unit_roundoff
 from gaverify.randomness import DrawRecord
 from gaverify.results import Finding, Method, Outcome, ParameterComparison
 
@@ -42,6 +43,7 @@ class Judgement:
     scales: dict[str, float]
     control: Control | None = None
     control_failure: str = ""
+    precision: PrecisionLoss | None = None
     timings: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -85,14 +87,19 @@ def judge(task: Task, *, rtol: float | None, atol: float | None, keep_gradients:
     accumulated = accumulated_gradients(task, state, record, full)
     accumulated_at = time.perf_counter()
     measured = measure(accumulated.gradients, full.gradients)
+    if record.ambiguous:
+        accumulated, measured = _other_fold(task, state, record, full, accumulated, measured)
     if rtol is not None and atol is not None:
         rows = _by_tolerance(measured, accumulated.gradients, full.gradients, rtol, atol)
     judgement = Judgement(
         [], "working-precision", full, accumulated, record, state, _dtype(task),
         {row.name: row for row in measured}, {name: float(scale) for name, scale in full.term_scales.items()},
     )  # fmt: skip
+    low = unit_roundoff(judgement.dtype) > unit_roundoff(torch.float32) and rtol is None
+    kept = (dict(full.gradients), dict(accumulated.gradients)) if low else None
     if not keep_gradients:
-        _drop(full), _drop(accumulated)
+        _drop(full)
+        _drop(accumulated)
     judgement.timings = {
         "full_batch": full_at - started,
         "accumulated": accumulated_at - full_at,
@@ -102,6 +109,8 @@ def judge(task: Task, *, rtol: float | None, atol: float | None, keep_gradients:
         judgement.rows, judgement.method = rows, "tolerance"
         return judgement
     _decide(task, judgement)
+    if kept is not None and judgement.control is not None:
+        judgement.precision = _precision_loss(judgement, *kept)
     judgement.timings["control"] = time.perf_counter() - accumulated_at - judgement.timings["comparison"]
     return judgement
 
@@ -113,6 +122,39 @@ def _recorded(task: Task, state: ModelState) -> tuple[Task, PassResult, DrawReco
         task.math_kernels = True
         full, record = full_batch_gradients(task, state)
     return task, full, record
+
+
+def _other_fold(
+    task: Task, state: ModelState, record: DrawRecord, full: PassResult, accumulated: PassResult,
+    measured: list[Difference],
+) -> tuple[PassResult, list[Difference]]:  # fmt: skip
+    """Deals folded draws out with the batch as the inner index, where that brings the gradients closer.
+
+    A draw without an input does not tell whether its folded rows are sample-major or not (`randomness`); only one of
+    the two readings can make the gradients of an equivalent model agree.
+    """
+    def total(rows: list[Difference]) -> float:
+        return sum(row.difference for row in rows if math.isfinite(row.difference))
+
+    record.inner = True
+    other = accumulated_gradients(task, state, record, full)
+    rows = measure(other.gradients, full.gradients)
+    if total(rows) < total(measured):
+        return other, rows
+    record.inner = False
+    return accumulated, measured
+
+
+def _precision_loss(judgement: Judgement, full: Gradients, accumulated: Gradients) -> PrecisionLoss | None:
+    """Holds both working-precision gradients against the float64 one."""
+    assert judgement.control is not None
+    exact = judgement.control.full.gradients
+    errors = []
+    for gradients in (full, accumulated):
+        rows = [row for row in measure(gradients, exact) if math.isfinite(row.difference)]
+        scale = math.sqrt(sum(row.reference**2 for row in rows))
+        errors.append(math.sqrt(sum(row.difference**2 for row in rows)) / scale if scale > 0 else 0.0)
+    return PrecisionLoss(short_name(judgement.dtype), errors[0], errors[1])
 
 
 def _drop(result: PassResult) -> None:

@@ -9,9 +9,9 @@ import math
 
 import torch
 
+from gaverify.errors import ProblemError
 from gaverify.gradients import Gradients, Task, accumulated_gradients
 from gaverify.judging import Judgement
-from gaverify.errors import ProblemError
 from gaverify.results import Trace, TraceRow, TraceStep
 
 _OPTIMIZERS = {"sgd": ("SGD", 0.01), "adam": ("Adam", 0.001), "adamw": ("AdamW", 0.001)}

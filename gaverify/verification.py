@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +12,11 @@ import torch
 from torch import nn
 
 from gaverify import batching
-from gaverify.control import in_float64
 from gaverify.devices import resolve_device
 from gaverify.diagnosis import findings_for
 from gaverify.errors import ProblemError, SpecError
 from gaverify.gradients import Task, seed_everything
+from gaverify.investigation import investigate
 from gaverify.isolation import (
     deterministic,
     eager_when_compiled,
@@ -111,7 +110,7 @@ def verify(
         seed_everything(seed)
         judgement = judge(task, rtol=rtol, atol=atol, keep_gradients=trace)
         judged_at = time.perf_counter()
-        findings = findings_for(task, judgement, diagnose=diagnose)
+        findings = findings_for(investigate(task, judgement, diagnose=diagnose))
         outcome = judgement.outcome(findings)
         steps_shown = traced(task, judgement, optimizer, lr) if trace else None
     return Verdict(

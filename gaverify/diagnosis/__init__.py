@@ -1,62 +1,65 @@
-"""Names causes from what the probes measured: probes first, then an explicit tuple of rules."""
+"""Names causes: one rule per file, from what the probes measured to findings. Imports no torch."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from dataclasses import replace
 
-from gaverify.control import failure_sentence, in_float64
-from gaverify.diagnosis import batch_quality, coupling, gradients, randomness, weights
-from gaverify.diagnosis.measurements import Measurements
-from gaverify.gradients import Task, full_batch_gradients
-from gaverify.judging import Judgement
-from gaverify.probes.module_coupling import find_coupling
-from gaverify.probes.micro_batch_weights import fit_micro_batch_weights
-from gaverify.results import Finding, Outcome
+from gaverify.diagnosis import (
+    aligned_randomness,
+    batch_coupled_loss,
+    batch_dependent_backward,
+    batch_statistics,
+    buffer_drift,
+    cross_sample_operation,
+    empty_micro_batch,
+    hidden_state,
+    low_precision_accumulation,
+    mean_of_means,
+    missing_gradient,
+    non_finite_gradient,
+    state_changed_by_forward,
+    unalignable_randomness,
+    unexplained,
+    uninformative_batch,
+    unrepeatable_backward,
+    wrong_loss_scale,
+)
+from gaverify.diagnosis.wording import harm
+from gaverify.measurements import Measurements
+from gaverify.results import Finding
 
 RULES = (
-    gradients.missing_gradient,
-    gradients.non_finite_gradient,
-    weights.wrong_loss_scale,
-    weights.mean_of_means,
-    coupling.batch_statistics,
-    coupling.cross_sample_operation,
-    coupling.batch_coupled_loss,
-    randomness.unalignable_randomness,
-    randomness.aligned_randomness,
-    batch_quality.uninformative_batch,
+    batch_statistics,
+    cross_sample_operation,
+    batch_coupled_loss,
+    batch_dependent_backward,
+    wrong_loss_scale,
+    mean_of_means,
+    empty_micro_batch,
+    aligned_randomness,
+    unalignable_randomness,
+    unrepeatable_backward,
+    state_changed_by_forward,
+    buffer_drift,
+    hidden_state,
+    low_precision_accumulation,
+    missing_gradient,
+    non_finite_gradient,
+    uninformative_batch,
 )
-# A fit that leaves less than this over explains the divergence by weights alone: float64 fits of additive losses
-# leave 1e-12 or less, a coupled loss more than 1e-4 (design, section 6: 3e-8 in float32).
-EXPLAINED = 1e-6
 
 
-def findings_for(task: Task, judgement: Judgement, *, diagnose: bool) -> tuple[Finding, ...]:
-    """Returns the findings of a judged task, faults first. Probes run only after a divergence."""
-    measured = measure_causes(task, judgement, diagnose=diagnose)
-    found = [finding for rule in RULES if (finding := rule(measured)) is not None]
-    return tuple(sorted(found, key=lambda finding: finding.severity != "fault"))
+def findings_for(measured: Measurements) -> tuple[Finding, ...]:
+    """Returns the findings of all rules, faults first."""
+    found = tuple(finding for rule in RULES for finding in rule.judge(measured))
+    found += tuple(unexplained.judge(measured, found))
+    ordered = sorted(found, key=lambda finding: finding.severity != "fault")
+    return tuple(_with_harm(measured, ordered))
 
 
-def measure_causes(task: Task, judgement: Judgement, *, diagnose: bool) -> Measurements:
-    """Runs the probes that a divergence calls for; one that cannot run says so and the others go on."""
-    measured = Measurements.of(task, judgement)
-    divergent = any(row.outcome is Outcome.DIVERGENT for row in judgement.rows)
-    if not (diagnose and divergent):
-        return measured
-    lift = judgement.control is not None
-    with ExitStack() as stack:
-        state = judgement.state
-        if lift:
-            task, state = stack.enter_context(in_float64(task, state))
-        if measured.comparable:
-            try:
-                full, _ = full_batch_gradients(task, state, judgement.record, lift=lift)
-                measured.fit = fit_micro_batch_weights(task, state, judgement.record, full, lift)
-            except Exception as error:
-                measured.failures["micro-batch weights"] = failure_sentence(error)
-        if measured.fit is None or measured.fit.residual > EXPLAINED:
-            try:
-                measured.coupling = find_coupling(task, state, judgement.record, lift=lift)
-            except Exception as error:
-                measured.failures["module coupling"] = failure_sentence(error)
-    return measured
+def _with_harm(measured: Measurements, found: list[Finding]) -> Iterator[Finding]:
+    """Adds to the first finding how much the divergence matters: it is one number for all causes together."""
+    for position, finding in enumerate(found):
+        matters = position == 0 and measured.divergent and (finding.severity == "fault" or finding.code == "GAV000")
+        yield replace(finding, evidence=(*finding.evidence, *harm(measured))) if matters else finding

@@ -5,11 +5,15 @@ Shapes: B samples; a tensor whose dimension d has B·m rows gives B numbers per 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
 import torch
 
 SKETCH = 4096
 _CHUNK_ROWS = 256
-_DIRECTIONS = 2
+_PERIOD = 1 << 16
 
 
 def sketch(tensors: list[torch.Tensor | None]) -> torch.Tensor:
@@ -36,25 +40,67 @@ def sketch(tensors: list[torch.Tensor | None]) -> torch.Tensor:
     return total
 
 
-def sample_dimension(full: tuple[int, ...], micro: tuple[int, ...], batch_size: int, count: int) -> int | None:
-    """Returns the one dimension whose sizes are B·m and n·m in the two runs; None where there is none."""
+@dataclass(frozen=True)
+class Layout:
+    """How the samples lie in a result: found by comparing its shapes in the full batch and in a micro-batch.
+
+    `kind`: "rows" (dimension `dim` has B·`fold` rows), "global" (the shape does not depend on the batch), "matrix"
+    (several dimensions grow with the batch), "selected" (one dimension depends on which samples there are).
+    """
+
+    kind: Literal["rows", "global", "matrix", "selected"]
+    dim: int = 0
+    fold: int = 1
+
+
+def layout_of(full: tuple[int, ...], micro: tuple[int, ...], batch_size: int, count: int) -> Layout | None:
+    """Returns the layout of a result with shape `full` for B samples and `micro` for n < B; None where there is none."""
     if len(full) != len(micro):
         return None
-    if batch_size == count:
-        return next((dim for dim, size in enumerate(full) if size and size % batch_size == 0), None)
-    for dim, (whole, part) in enumerate(zip(full, micro, strict=True)):
-        if whole != part:
-            return dim if whole % batch_size == 0 and part == whole // batch_size * count else None
-    return None
+    changed = [dim for dim, (whole, part) in enumerate(zip(full, micro, strict=True)) if whole != part]
+    if not changed:
+        return Layout("global")
+    scaled = [
+        dim for dim in changed if full[dim] % batch_size == 0 and micro[dim] == full[dim] // batch_size * count
+    ]
+    if len(changed) == 1:
+        return Layout("rows", changed[0], full[changed[0]] // batch_size) if scaled else Layout("selected", changed[0])
+    return Layout("matrix") if len(scaled) == len(changed) else None
 
 
-def rows(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """Returns fingerprints of the rows along `dim`: shape (size of dim, 3), the last column the rows' largest modulus."""
+def fingerprint(tensor: torch.Tensor, layout: Layout) -> torch.Tensor | None:
+    """Returns fingerprints of shape (variants, rows, 3): two projections and the norm of each row, in float64.
+
+    Folded rows (`fold` > 1) may hold the batch as their outer or as their inner index: both variants are kept.
+    """
+    if tensor.numel() == 0 or layout.kind == "matrix":
+        return None
     values = tensor.detach()
+    if not (values.is_floating_point() or values.is_complex()) and layout.kind != "global":
+        return None
     values = torch.view_as_real(values.resolve_conj()).flatten(-2) if values.is_complex() else values
-    matrix = values.movedim(dim, 0).reshape(values.shape[dim], -1).double()
-    angles = torch.arange(1, matrix.shape[1] + 1, dtype=torch.float64, device=matrix.device)
-    # Directions without structure: cos(j²) and sin(j²) follow no pattern that a layer would produce.
-    directions = torch.stack([torch.cos(angles**2), torch.sin(angles**2)], dim=1)
-    largest = matrix.abs().amax(1, keepdim=True) if matrix.shape[1] else matrix.new_zeros(len(matrix), 1)
-    return torch.cat([matrix @ directions / max(matrix.shape[1], 1) ** 0.5, largest], dim=1)
+    values = values.to(torch.float32 if values.device.type == "mps" else torch.float64)
+    if layout.kind == "global":
+        return _project(values.reshape(1, -1)).unsqueeze(0)
+    rows = values.movedim(layout.dim, 0)
+    if layout.kind == "selected" or layout.fold == 1:
+        return _project(rows.reshape(rows.shape[0], -1)).unsqueeze(0)
+    folded = rows.reshape(rows.shape[0] // layout.fold, -1)
+    inner = rows.reshape(layout.fold, rows.shape[0] // layout.fold, -1).transpose(0, 1)
+    return torch.stack([_project(folded), _project(inner.reshape(inner.shape[0], -1))])
+
+
+def _project(matrix: torch.Tensor) -> torch.Tensor:
+    columns = matrix.new_zeros(matrix.shape[0], 2)
+    for number, piece in enumerate(matrix.split(_PERIOD, dim=1)):
+        directions = _directions(min(_PERIOD, matrix.shape[1]), matrix.device, matrix.dtype)
+        # the same directions again for each piece, weighted by the multiples of the golden section modulo 1
+        columns += (piece @ directions[: piece.shape[1]]) * (1.0 + 0.6180339887 * number % 1.0)
+    return torch.cat([columns, torch.linalg.vector_norm(matrix, dim=1, keepdim=True)], dim=1)
+
+
+@lru_cache(maxsize=32)
+def _directions(length: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Two directions without structure: cos(j²) and sin(j²) follow no pattern that a layer would produce."""
+    angles = torch.arange(1, length + 1, dtype=dtype, device=device).square_()
+    return torch.stack([torch.cos(angles), torch.sin(angles)], dim=1)

@@ -5,26 +5,20 @@ Shapes: K micro-batches; sketches of length S = 4096 stand for the gradients, so
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 
-from gaverify.gradients import PassResult, Task, accumulated_gradients
+from gaverify.gradients import PassProbe, PassResult, Task, accumulated_gradients
 from gaverify.isolation import ModelState
+from gaverify.measurements import WeightFit
 from gaverify.probes.fingerprints import sketch
 from gaverify.randomness import DrawRecord
 
 
-@dataclass(frozen=True)
-class WeightFit:
-    """g_full ≈ Σ c_k g_k: the weights, what they leave over relative to ‖g_full‖, and whether c is determined."""
-
-    weights: tuple[float, ...]
-    residual: float
-    determined: bool
-
-
-def fit_micro_batch_weights(task: Task, state: ModelState, record: DrawRecord, full: PassResult, lift: bool) -> WeightFit:
+def fit_micro_batch_weights(
+    task: Task, state: ModelState, record: DrawRecord, full: PassResult, *, lift: bool, probe: PassProbe | None = None
+) -> WeightFit:
     """Returns the least-squares weights of the micro-batch gradients.
 
     The gradients accumulate in `.grad`; the sketch is linear, so the difference of two sketches is the sketch of one
@@ -35,7 +29,8 @@ def fit_micro_batch_weights(task: Task, state: ModelState, record: DrawRecord, f
     def note(_: int) -> None:
         accumulated.append(sketch([parameter.grad for parameter in task.parameters.values()]))
 
-    used = accumulated_gradients(task, state, record, full, lift=lift, after_backward=note).weights
+    task = replace(task, strategy="accumulate")  # one backward over the sum would not tell the shares apart
+    used = accumulated_gradients(task, state, record, full, lift=lift, after_backward=note, probe=probe).weights
     target = sketch(list(full.gradients.values()))
     steps = torch.stack([accumulated[0], *(b - a for a, b in zip(accumulated, accumulated[1:], strict=False))], dim=1)
     weights = torch.tensor(used, dtype=steps.dtype, device=steps.device)
@@ -47,4 +42,10 @@ def fit_micro_batch_weights(task: Task, state: ModelState, record: DrawRecord, f
     correction = vh[kept].T @ ((u[:, kept].T @ left) / s[kept])
     fitted = weights + correction
     residual = torch.linalg.vector_norm(target - columns @ fitted) / torch.linalg.vector_norm(target)
-    return WeightFit(tuple(fitted.tolist()), float(residual), bool(kept.all()))
+    shares = columns * fitted
+    spread = torch.linalg.vector_norm(shares - shares.mean(1, keepdim=True)).square()
+    noise = (spread * task.steps / max(task.steps - 1, 1)).sqrt() / torch.linalg.vector_norm(target)
+    elements = sum(gradient.numel() for gradient in full.gradients.values() if gradient is not None)
+    return WeightFit(
+        tuple(fitted.tolist()), float(residual), bool(kept.all()), float(noise), vacuous=elements <= int(kept.sum())
+    )

@@ -1,13 +1,17 @@
-"""GAV901: the probe data cannot show the fault."""
+"""GAV901 uninformative-batch."""
 
 from __future__ import annotations
 
-from gaverify.diagnosis.measurements import Measurements
+from collections.abc import Iterator
+
+from gaverify.measurements import Measurements
 from gaverify.results import Evidence, Finding
 
+CODE, NAME = "GAV901", "uninformative-batch"
 
-def uninformative_batch(measured: Measurements) -> Finding | None:
-    """GAV901 (note): one micro-batch, identical samples, zero gradients, or equal counts of valid targets."""
+
+def judge(measured: Measurements) -> Iterator[Finding]:
+    """Yields a note where one micro-batch, identical samples, zero gradients or equal counts could hide a fault."""
     reasons = []
     if measured.steps == 1:
         reasons.append("K = 1: the full batch was compared with itself")
@@ -22,9 +26,9 @@ def uninformative_batch(measured: Measurements) -> Finding | None:
             f"every micro-batch has {counts[0]:g} valid targets: averaging them equally is right on this batch only"
         )
     if not reasons:
-        return None
-    return Finding(
-        "GAV901", "uninformative-batch", "note", "; ".join(reasons),
+        return
+    yield Finding(
+        CODE, NAME, "note", "; ".join(reasons),
         evidence=(Evidence("batch-quality", "measured", "; ".join(reasons), {"valid_targets": list(counts)}),),
         remedy="verify on a batch of different samples with different numbers of valid targets", proven=True,
     )  # fmt: skip

@@ -1,0 +1,85 @@
+"""The process that runs the user's script: as `python script.py` would, with the recorder in place."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import traceback
+import types
+from pathlib import Path
+from typing import NoReturn
+
+from gaverify.audit.job import SCRIPT_FAILED, Job
+
+
+def main(path: str) -> NoReturn:
+    """Runs the job in the file `path` and ends the process."""
+    job = Job.read(Path(path))
+    from gaverify.audit.recording.patches import install
+    from gaverify.audit.recording.places import set_home
+    from gaverify.audit.recording.recorder import Recorder
+    from gaverify.audit.recording.storage import Storage
+
+    folder = Path(job.folder)
+    recorder = Recorder(job, Storage(folder))
+    install(recorder)
+    set_home(os.getcwd() if job.module else os.path.dirname(os.path.abspath(job.script)))
+    reason, status = "script", 0
+    try:
+        _run(job)
+    except SystemExit as error:
+        reason = f"exit {error.code!r}"
+        if error.code not in (None, 0):
+            status = SCRIPT_FAILED
+            (folder / "error.txt").write_text(f"the script left Python with sys.exit({error.code!r})", encoding="utf-8")
+    except BaseException as error:
+        reason, status = "error", SCRIPT_FAILED
+        (folder / "error.txt").write_text(_trimmed(error), encoding="utf-8")
+    _end(recorder, reason, status)
+
+
+def _end(recorder: object, reason: str, status: int) -> NoReturn:
+    recorder.finish(reason, status)  # type: ignore[attr-defined]
+    raise AssertionError("the recorder ends the process")
+
+
+def _run(job: Job) -> None:
+    if job.module:
+        _first_on_path(os.getcwd())
+        sys.argv = [job.script, *job.arguments]
+        runpy.run_module(job.script, run_name="__main__", alter_sys=True)
+        return
+    script = os.path.abspath(job.script)
+    _first_on_path(os.path.dirname(os.path.realpath(script)))
+    sys.argv = [job.script, *job.arguments]
+    if os.path.isdir(script):
+        runpy.run_path(script, run_name="__main__")
+        return
+    # Not runpy.run_path: it takes the module away again, and pickled functions of the script could not be found.
+    main = types.ModuleType("__main__")
+    main.__file__ = script
+    main.__dict__["__builtins__"] = __builtins__
+    sys.modules["__main__"] = main
+    with open(script, "rb") as stream:
+        code = compile(stream.read(), script, "exec")
+    exec(code, main.__dict__)
+
+
+def _first_on_path(folder: str) -> None:
+    if not sys.flags.safe_path:
+        sys.path.insert(0, folder)
+
+
+def _trimmed(error: BaseException) -> str:
+    """The traceback without the frames that led to the script and, where some are its own, without libraries' frames."""
+    from gaverify.audit.recording.places import is_user_file
+
+    whole = traceback.TracebackException.from_exception(error)
+    part: traceback.TracebackException | None = whole
+    while part is not None:
+        own = [frame for frame in part.stack if is_user_file(frame.filename)]
+        last = part.stack[-1:] if part.stack and not is_user_file(part.stack[-1].filename) else []
+        part.stack = traceback.StackSummary.from_list([*own, *last] if own else list(part.stack)[-2:])
+        part = part.__cause__ or (None if part.__suppress_context__ else part.__context__)
+    return "".join(whole.format()).rstrip()

@@ -1,0 +1,125 @@
+"""Random draws of a script's forwards: kept in the full-batch run, dealt out sample by sample in the accumulated one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gaverify.randomness import Dealer, Draw, DrawRecord, Recorder
+
+Shapes = list[tuple[int, ...]]
+
+
+class DrawMode(TorchDispatchMode):
+    """Gives every random operation to `handler`; everything else runs as it is."""
+
+    def __init__(self, handler: Recorder | Dealer) -> None:
+        super().__init__()
+        self.handler = handler
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """As for `PassMode`: importing torch._dynamo costs a second."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return self.handler(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+class KeptDraws:
+    """The full-batch run: one `Recorder` per forward, written when the update is over."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._forwards: list[tuple[Recorder, Shapes]] = []
+        self.fused: set[str] = set()
+        self.count = 0
+
+    def handler(self, shapes: Shapes) -> Recorder:
+        """Returns the handler of the next forward."""
+        recorder = Recorder(shapes[0][0] if shapes else 1)
+        self._forwards.append((recorder, shapes))
+        return recorder
+
+    def close(self, update: int) -> None:
+        """Writes the draws of the update that is over."""
+        written: list[Any] = []
+        for recorder, shapes in self._forwards:
+            self.fused |= recorder.record.fused
+            self.count += len(recorder.record.draws)
+            written.append({"shapes": shapes, "draws": [vars(draw) for draw in recorder.record.draws]})
+        if any(entry["draws"] for entry in written):
+            torch.save(written, self._folder / f"draws-{update}.pt")
+        self._forwards.clear()
+
+
+class DealtDraws:
+    """The accumulated run: a `Dealer` per forward, over the draws of the full-batch run's forward at the same place."""
+
+    def __init__(self, source: Path) -> None:
+        self._source = source
+        self._update = 0
+        self._entries: list[tuple[Shapes, DrawRecord]] = []
+        self._seen = 0
+        self._starts: dict[int, int] = {}
+        self._dealer: Dealer | None = None
+        self.sliced = 0
+        self.unaligned: dict[str, str] = {}
+
+    def open(self, update: int) -> None:
+        """Turns to the draws of update number `update`."""
+        self.close()
+        self._update, self._seen, self._starts = update, 0, {}
+        path = self._source / f"draws-{update}.pt"
+        entries = torch.load(path, weights_only=False) if path.exists() else []
+        self._entries = [(e["shapes"], DrawRecord([Draw(**draw) for draw in e["draws"]])) for e in entries]
+
+    def close(self) -> None:
+        """Adds up what came of dealing."""
+        self._finish()
+        for _, record in self._entries:
+            self.sliced += record.sliced
+            self.unaligned |= record.unaligned
+        self._entries = []
+
+    def handler(self, shapes: Shapes) -> Dealer | None:
+        """Returns the handler of the next forward: micro-batch k's j-th forward takes from the full batch's j-th."""
+        self._finish()
+        if not self._entries:
+            return None
+        place = self._seen % len(self._entries)
+        self._seen += 1
+        full, record = self._entries[place]
+        rows = _batch_rows(full, shapes)
+        if rows is None:
+            return None
+        whole, part = rows
+        start = self._starts.get(place, 0)
+        self._starts[place] = start + part
+        if start + part > whole:
+            self.unaligned.setdefault("forward", "the window holds more samples than the full batch")
+            return None
+        self._dealer = Dealer(record, start, start + part, whole)
+        return self._dealer
+
+    def _finish(self) -> None:
+        if self._dealer is not None:
+            self._dealer.finish()
+        self._dealer = None
+
+
+def _batch_rows(full: Shapes, micro: Shapes) -> tuple[int, int] | None:
+    """The rows of the full batch and of the micro-batch: the first dimension that shrank, in the first such tensor."""
+    if len(full) != len(micro):
+        return None
+    for whole, part in zip(full, micro, strict=True):
+        if len(whole) == len(part):
+            for a, b in zip(whole, part, strict=True):
+                if b < a:
+                    return a, b
+    return (full[0][0], micro[0][0]) if full and micro and full[0][0] == micro[0][0] else None

@@ -1,0 +1,208 @@
+"""Puts the recorder between a script and torch: hooks where torch has them, wrappers where it has none."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim import lr_scheduler
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from gaverify.audit.recording.recorder import Recorder
+
+Around = Callable[[], AbstractContextManager[None]]
+
+
+def install(recorder: Recorder) -> None:
+    """Puts the recorder into this process, before the script imports anything; it stays until the process ends."""
+    _optimizers(recorder)
+    _forwards(recorder)
+    # `Tensor.backward` calls `autograd.backward`, and checkpointing calls that from inside: one backward pass.
+    backward = [False]
+    for owner in (torch.Tensor, torch.autograd):
+        _surround(owner, "backward", recorder.backward, recorder, backward)
+    for owner in (Optimizer, nn.Module):
+        _surround(owner, "zero_grad", recorder.zero_grad, recorder, [False])
+    _clipping(recorder)
+    _schedulers(recorder)
+    _scalers(recorder)
+    _losses(recorder)
+    _averages(recorder)
+
+
+def _surround(owner: Any, name: str, around: Around, recorder: Recorder, running: list[bool]) -> None:
+    """Replaces a function by one that runs it inside `around`; a call while one is `running` runs as it is."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def surrounded(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or running[0] or recorder.off:
+            return original(*args, **kwargs)
+        running[0] = True
+        try:
+            with around():
+                return original(*args, **kwargs)
+        finally:
+            running[0] = False
+
+    setattr(owner, name, surrounded)
+
+
+def _optimizers(recorder: Recorder) -> None:
+    original = Optimizer.__init__
+
+    @functools.wraps(original)
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if not recorder.off:
+            recorder.optimizer_made(self)
+
+    Optimizer.__init__ = made  # type: ignore[method-assign]
+    register_optimizer_step_pre_hook(functools.partial(_before_step, recorder))
+    register_optimizer_step_post_hook(lambda optimizer, args, kwargs: recorder.step_ended(optimizer))
+
+
+def _before_step(recorder: Recorder, optimizer: Any, args: Any, kwargs: Any) -> Any:
+    """Torch's pre-hook; gives the optimizer a closure that is recorded, where the script gave it one."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    recorded = recorder.step_begins(optimizer, closure if callable(closure) else None)
+    if recorded is None:
+        return None
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": recorded}
+    return (args[0], recorded, *args[2:]), kwargs
+
+
+def _forwards(recorder: Recorder) -> None:
+    original: Any = nn.Module.__call__
+
+    @functools.wraps(original)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or recorder.off or recorder.inside_forward():
+            return original(self, *args, **kwargs)
+        with recorder.forward(self, args, kwargs):
+            return original(self, *args, **kwargs)
+
+    nn.Module.__call__ = call
+
+
+def _clipping(recorder: Recorder) -> None:
+    from torch.nn.utils import clip_grad
+
+    for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm"):
+        if hasattr(clip_grad, name):
+            _surround(clip_grad, name, functools.partial(recorder.clip, name), recorder, [False])
+            setattr(torch.nn.utils, name, getattr(clip_grad, name))
+
+
+def _schedulers(recorder: Recorder) -> None:
+    """Wraps `step` of every scheduler class, those of the script as they are defined."""
+    nested = [0]
+
+    def wrap(kind: Any) -> None:
+        if "step" in vars(kind):
+            kind.step = _scheduler_step(recorder, kind.step, nested)
+
+    def wrap_all(kind: Any) -> None:
+        wrap(kind)
+        for child in kind.__subclasses__():
+            wrap_all(child)
+
+    base: Any = lr_scheduler.LRScheduler
+    wrap_all(base)
+    initial = base._initial_step
+
+    @functools.wraps(initial)
+    def first(self: Any) -> None:
+        nested[0] += 1  # a scheduler steps once while it is made
+        try:
+            initial(self)
+        finally:
+            nested[0] -= 1
+
+    def subclassed(kind: Any, **kwargs: Any) -> None:
+        super(base, kind).__init_subclass__(**kwargs)
+        wrap(kind)
+
+    base._initial_step = first
+    base.__init_subclass__ = classmethod(subclassed)
+
+
+def _scheduler_step(recorder: Recorder, original: Any, nested: list[int]) -> Any:
+    @functools.wraps(original)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nested[0] += 1
+        try:
+            result = original(self, *args, **kwargs)
+        finally:
+            nested[0] -= 1
+        if not nested[0] and not recorder.off:
+            rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+            recorder.simple("scheduler", scheduler=id(self), lr=rates)
+        return result
+
+    return step
+
+
+def _scalers(recorder: Recorder) -> None:
+    from torch.amp.grad_scaler import GradScaler
+
+    running = [False]
+
+    def wrap(name: str) -> None:
+        original = getattr(GradScaler, name)
+
+        @functools.wraps(original)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if running[0] or recorder.off or not self.is_enabled():
+                return original(self, *args, **kwargs)
+            running[0] = True  # `step` calls `unscale_` itself
+            try:
+                with recorder.scaler(name):
+                    return original(self, *args, **kwargs)
+            finally:
+                running[0] = False
+
+        setattr(GradScaler, name, call)
+
+    for name in ("unscale_", "step", "update"):
+        wrap(name)
+
+
+def _losses(recorder: Recorder) -> None:
+    """Counts the valid targets of cross entropies: the weights that an average over tokens should have."""
+    for name in ("cross_entropy", "nll_loss"):
+        original = getattr(functional, name)
+
+        @functools.wraps(original)
+        def loss(input: Any, target: Any, *args: Any, __original: Any = original, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling() and not recorder.off and isinstance(target, torch.Tensor):
+                ignored = kwargs.get("ignore_index", args[2] if len(args) > 2 else -100)
+                if not target.is_floating_point():
+                    recorder.targets((target.detach() != ignored).sum(), target.numel())
+            return __original(input, target, *args, **kwargs)
+
+        setattr(functional, name, loss)
+
+
+def _averages(recorder: Recorder) -> None:
+    from torch.optim.swa_utils import AveragedModel
+
+    original = AveragedModel.update_parameters
+
+    @functools.wraps(original)
+    def update(self: Any, model: Any) -> None:
+        original(self, model)
+        if not recorder.off:
+            recorder.simple("average")
+
+    AveragedModel.update_parameters = update  # type: ignore[method-assign]

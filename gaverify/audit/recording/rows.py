@@ -1,0 +1,117 @@
+"""Which samples fed a forward: a fingerprint of every row of every input tensor.
+
+Shapes: B rows along the batch dimension, T steps along the one after it.
+
+Rows are compared by prefix: a row that one run pads to 20 tokens and the other to 17 has the same first 17 and a
+constant tail. So the running hash after every step is kept, and where the constant tail begins; the same from the right,
+for padding on the left. Rows that the script computes (the output of another model) agree only to rounding; for floating
+point there are two projections beside the hash.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from gaverify.batching import leaves
+
+_LONGEST = 4096  # steps whose running hashes are kept; longer rows are hashed whole
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio: consecutive multiples are spread evenly
+_VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INDEX = re.compile(r"\[\d+\]")
+
+Rows = dict[str, Any]
+
+
+def input_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Rows]:
+    """Returns the fingerprints of every input tensor of a forward by its path; empty where there is no tensor.
+
+    Tensors that require gradients are the script's own results and left out. The entries of a list share one path,
+    because a list may be the batch itself.
+    """
+    found: dict[str, list[Rows]] = {}
+    for path, tensor in _tensors(args, kwargs):
+        found.setdefault(path, []).append(fingerprints(tensor))
+    return {path if len(parts) == 1 else f"{path} ({at})": part
+            for path, parts in found.items() for at, part in enumerate(parts)}  # fmt: skip
+
+
+def input_shapes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[int, ...]]:
+    """Returns the shapes of all input tensors, in order."""
+    return [tuple(tensor.shape) for _, tensor in _tensors(args, kwargs, computed=True)]
+
+
+def _tensors(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], computed: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
+    entries = [(f"argument {at + 1}", value) for at, value in enumerate(args)] + list(kwargs.items())
+    for name, value in entries:
+        for path, leaf in leaves(value, name):
+            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.dim() > 0 and leaf.numel() > 0:
+                if leaf.requires_grad and not computed:
+                    continue
+                yield _INDEX.sub("[*]", path), leaf
+
+
+@torch.no_grad()
+def fingerprints(tensor: torch.Tensor) -> Rows:
+    """Returns the rows of one tensor, along its first dimension and, hashed whole, along its second."""
+    values = tensor.detach().cpu()
+    rows: Rows = {"shape": tuple(values.shape), **_along(values, prefixes=True)}
+    if values.dim() > 1:
+        rows["second"] = _along(values.transpose(0, 1), prefixes=False)
+    return rows
+
+
+def _along(values: torch.Tensor, *, prefixes: bool) -> Rows:
+    steps = _steps(values)
+    if not prefixes or steps.shape[1] > _LONGEST:
+        result: Rows = {"hash": _running(steps)[:, -1:]}
+    else:
+        result = {"hash": _running(steps), "tail": _tail(steps)}
+        backwards = steps.flip(1)
+        result |= {"hash_left": _running(backwards), "tail_left": _tail(backwards)}
+    if values.is_floating_point():
+        result["projections"] = _projections(values)
+    return result
+
+
+def _steps(values: torch.Tensor) -> torch.Tensor:
+    """One hash for each step of each row, shape (B, T)."""
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    values = values.contiguous()
+    if values.dtype is torch.bool:
+        values = values.to(torch.uint8)
+    bits = values.view(_VIEWS[values.element_size()]).to(torch.int64)
+    bits = bits.reshape(bits.shape[0], bits.shape[1] if bits.dim() > 1 else 1, -1)
+    return _mixed((_mixed(bits + 1) * _factors(bits.shape[2])).sum(2))
+
+
+def _running(steps: torch.Tensor) -> torch.Tensor:
+    return (steps * _factors(steps.shape[1])).cumsum(1)
+
+
+def _factors(count: int) -> torch.Tensor:
+    return (2 * torch.arange(count, dtype=torch.int64) + 1) * _ODD
+
+
+def _mixed(values: torch.Tensor) -> torch.Tensor:
+    return (values ^ (values >> 29)) * _ODD
+
+
+def _tail(steps: torch.Tensor) -> torch.Tensor:
+    """For each row the first step from which all steps are equal, shape (B,)."""
+    same = (steps == steps[:, -1:]).flip(1).to(torch.int64).cumprod(1).sum(1)
+    return steps.shape[1] - same
+
+
+def _projections(values: torch.Tensor) -> torch.Tensor:
+    """Two projections of each row and its norm, shape (B, 3)."""
+    flat = values.reshape(values.shape[0], -1).double()
+    angles = torch.arange(1, flat.shape[1] + 1, dtype=torch.float64) ** 2
+    directions = torch.stack([angles.cos(), angles.sin()], 1) / flat.shape[1] ** 0.5
+    return torch.cat([flat @ directions, torch.linalg.vector_norm(flat, dim=1, keepdim=True)], 1)

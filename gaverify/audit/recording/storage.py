@@ -1,0 +1,65 @@
+"""What a recorded run leaves on disk: events line by line, gradients and samples once per update."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from gaverify.audit.events import Event
+from gaverify.audit.job import DISK_FULL, RECORDER_FAILED
+
+_LOW = 1 << 20  # less room than this: a failed write was a full disk
+
+
+class Storage:
+    """Writes into the folder of one run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._events = (folder / "events.jsonl").open("w", encoding="utf-8")
+        self.process = os.getpid()
+
+    def event(self, event: Event) -> None:
+        """Appends an event."""
+        self._events.write(json.dumps({**vars(event), "values": dict(event.values)}) + "\n")
+
+    def tensors(self, name: str, content: Any) -> None:
+        """Writes tensors as one file, streamed from where they lie."""
+        torch.save(content, self.folder / f"{name}.pt")
+        self._events.flush()
+
+    def finish(self, meta: Mapping[str, Any]) -> None:
+        """Writes the closing record; only a run that has one is complete."""
+        self._events.flush()
+        (self.folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+
+    def give_up(self, error: BaseException) -> NoReturn:
+        """Ends the process because the recorder failed: a full disk, or a fault in gaverify."""
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        if not full:
+            try:
+                full = shutil.disk_usage(self.folder).free < _LOW
+            except OSError:
+                full = True
+        if not full:
+            (self.folder / "internal.txt").write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+        leave(DISK_FULL if full else RECORDER_FAILED)
+
+
+def leave(status: int) -> NoReturn:
+    """Ends this process now: no handler, thread or worker of the script can hold it up."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            pass
+    os._exit(status)

@@ -1,0 +1,113 @@
+"""What happened to the gradients and weights of every optimizer since the last look."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from gaverify.audit.recording.sampling import Sample
+
+
+@dataclass
+class Watched:
+    """One optimizer: its sampled elements as they were at the last look."""
+
+    index: int
+    optimizer: Any
+    sample: Sample
+    gradients: torch.Tensor
+    weights: torch.Tensor
+    pending: int = 0  # backward passes that changed its gradients since its last step or clearing
+
+    @property
+    def cleared(self) -> bool:
+        """Whether no gradient is left."""
+        return not bool(self.gradients.any())
+
+
+@dataclass
+class Seen:
+    """What one look found: optimizers whose gradients were removed or changed, and whose weights moved."""
+
+    cleared: list[int] = field(default_factory=list)
+    changed: dict[int, torch.Tensor] = field(default_factory=dict)
+    moved: list[int] = field(default_factory=list)
+
+
+class Watch:
+    """All optimizers of the script, in the order in which they were made."""
+
+    def __init__(self) -> None:
+        self._optimizers: list[Any] = []
+        self._watched: dict[int, Watched] = {}
+
+    def __len__(self) -> int:
+        return len(self._optimizers)
+
+    def add(self, optimizer: Any) -> int:
+        """Notes an optimizer and returns its number."""
+        for at, known in enumerate(self._optimizers):
+            if known is optimizer:
+                return at
+        self._optimizers.append(optimizer)
+        return len(self._optimizers) - 1
+
+    def parameters(self, index: int) -> list[torch.Tensor]:
+        """Returns the parameters of an optimizer in the order of its groups."""
+        return parameters_of(self._optimizers[index])
+
+    def all_parameters(self) -> Iterator[torch.Tensor]:
+        """Yields the parameters of all optimizers."""
+        for index in range(len(self._optimizers)):
+            yield from self.parameters(index)
+
+    def of(self, index: int) -> Watched:
+        """Returns the sampled state of an optimizer; parameters that were added later join here."""
+        optimizer = self._optimizers[index]
+        known = self._watched.get(index)
+        parameters = parameters_of(optimizer)
+        if known is None or len(known.sample.parameters) != len(parameters):
+            sample = Sample(parameters)
+            known = Watched(index, optimizer, sample, sample.gradients(), sample.weights())
+            self._watched[index] = known
+        return known
+
+    def look(self) -> Seen:
+        """Compares everything with the last look and remembers how it is now."""
+        seen = Seen()
+        for index in range(len(self._optimizers)):
+            entry = self.of(index)
+            gradients, weights = entry.sample.gradients(), entry.sample.weights()
+            if not same(gradients, entry.gradients):
+                had = not entry.cleared
+                seen.changed[index] = gradients - entry.gradients
+                entry.gradients = gradients
+                if had and entry.cleared:
+                    seen.cleared.append(index)
+            if not same(weights, entry.weights):
+                entry.weights = weights
+                seen.moved.append(index)
+        return seen
+
+    def differs(self) -> bool:
+        """Whether weights moved or gradients vanished since the last look; remembers nothing."""
+        for index in range(len(self._optimizers)):
+            entry = self.of(index)
+            if not same(entry.sample.weights(), entry.weights):
+                return True
+            if not entry.cleared and not bool(entry.sample.gradients().any()):
+                return True
+        return False
+
+
+def parameters_of(optimizer: Any) -> list[torch.Tensor]:
+    """Returns the parameters of an optimizer in the order of its groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two samples are equal; NaN equals NaN."""
+    return bool(torch.equal(a, b)) or bool(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)))

@@ -1,0 +1,173 @@
+"""`gaverify profile`: memory and time against K, beside the verdict."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from gaverify.cli.failures import INTERRUPTED
+from gaverify.cli.options import _OPTIONS, overrides_from
+from gaverify.cli.progress import DelayedProgress
+from gaverify.errors import SpecError
+
+if TYPE_CHECKING:
+    from gaverify.profiling import Profile
+    from gaverify.profiling.records import Strategy
+    from gaverify.spec import Spec
+
+# options of a run that mean something else here, or nothing
+_OTHERWISE = ("--steps", "--strategy", "--optimizer", "--lr")
+_ENDINGS = {".txt": "text", ".json": "json", ".svg": "svg"}
+_STEPS = "1,2,4,8"
+
+
+def _spec_options(command: Any) -> Any:
+    for flag, metavar, text in reversed(_OPTIONS):
+        if flag not in _OTHERWISE:
+            command = click.option(flag, metavar=metavar, help=text)(command)
+    return click.option(
+        "--model-arg", "model_args", metavar="NAME=VALUE", multiple=True, help="Argument of the factory; repeatable."
+    )(command)
+
+
+@click.command(short_help="Memory and time against K.")
+@click.argument("spec_file", metavar="[SPEC]", required=False, type=click.Path(path_type=Path))
+@click.option("--steps", metavar="K,K,…", default=_STEPS, help=f"Micro-batches per full batch.  [{_STEPS}]")
+@click.option(
+    "--strategy", "strategies", metavar="full-batch|summed-loss|accumulate", multiple=True,
+    help="What to measure; repeatable, or a list with commas.  [all three]",
+)  # fmt: skip
+@click.option("--memory", metavar="24GB", help="Predict the largest micro-batch that fits.  [a GPU's own]")
+@click.option("--wanted-batch", metavar="N", help="Predict the smallest K for N samples.  [the batch]")
+@click.option("--repeats", metavar="N", default="10", help="Updates whose time is taken, after warm-up.  [10]")
+@click.option("--optimizer", metavar="sgd|adam|adamw", help="Include its step in every update.  [no step]")
+@_spec_options
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", help="What stdout gets.  [text]")
+@click.option(
+    "--output", "outputs", multiple=True, metavar="FILE", type=click.Path(path_type=Path),
+    help="Also write .svg (two plots), .json or .txt; repeatable.",
+)  # fmt: skip
+@click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
+def profile(
+    spec_file: Path | None, steps: str, strategies: tuple[str, ...], memory: str | None, wanted_batch: str | None,
+    repeats: str, optimizer: str | None, form: str, outputs: tuple[Path, ...], **words: Any,
+) -> int:  # fmt: skip
+    """Measures what accumulation costs and saves, for a model or for a SPEC.
+
+    Saved activations, peak memory and time of the full batch, the summed loss and accumulation, each in a fresh
+    process, and whether the gradients agree.
+
+    \b
+      gaverify profile --model mnist-mlp --steps 1,2,4,8
+      gaverify profile --model path/to/file.py:factory --memory 24GB --device cuda
+      gaverify profile --model mlp --output plot.svg
+    """
+    problems: list[str] = []
+    ks = _numbers("--steps", steps, _STEPS, problems)
+    count = _numbers("--repeats", repeats, "10", problems)
+    wanted = _numbers("--wanted-batch", wanted_batch, "256", problems) if wanted_batch is not None else ()
+    limit = _bytes(memory, problems)
+    chosen = _strategies(strategies, problems)
+    if optimizer not in (None, "sgd", "adam", "adamw"):
+        problems.append(f"--optimizer: unknown optimizer `{optimizer}`; write `sgd`, `adam` or `adamw`")
+    for option, numbers in (("--repeats", count), ("--wanted-batch", wanted)):
+        if len(numbers) > 1:
+            problems.append(f"{option}: takes one number, got {len(numbers)}")
+    problems += _output_problems(outputs)
+    if problems:
+        raise SpecError(problems)
+    spec = _spec(spec_file, overrides_from(words))
+    found = _measured(spec, chosen, ks, repeats=count[0], optimizer=optimizer, memory_limit=limit,
+                      wanted_batch=wanted[0] if wanted else None)  # fmt: skip
+    _report(found, form, outputs)
+    if found.interrupted:
+        click.echo("gaverify: interrupted; the report holds the rows that were done", err=True)
+        return INTERRUPTED
+    return found.exit_code
+
+
+def _measured(spec: Spec, strategies: Sequence[Strategy], steps: Sequence[int], **options: Any) -> Profile:
+    from gaverify.profiling.launching import profile_spec
+    from gaverify.profiling.records import plans
+
+    with DelayedProgress(spec.model) as progress:
+        return profile_spec(spec, plans(strategies, steps), steps=steps, progress=progress.report, **options)
+
+
+def _spec(file: Path | None, overrides: dict[str, Any]) -> Spec:
+    """The spec of the file or of the options; K and strategy are the profile's own, numbers as weights depend on K."""
+    from gaverify.spec import load_specs, parse_spec
+
+    if isinstance(overrides.get("weighting"), tuple):
+        raise SpecError("--weighting: numbers fit one K only; write `uniform`, `samples`, `tokens` or `none`")
+    if file is None:
+        if "model" not in overrides:
+            raise click.UsageError("nothing to profile: give `--model NAME` (see `gaverify models`) or a spec file")
+        return parse_spec({}, "command line", overrides)
+    specs = load_specs([file], overrides)
+    if len(specs) > 1:
+        raise click.UsageError(f"`{file}` holds {len(specs)} specs; profile one at a time")
+    spec = specs[0][1]
+    if isinstance(spec.weighting, tuple):
+        raise SpecError("$.weighting: numbers fit one K only; `--weighting uniform` overrides them", str(file))
+    return spec
+
+
+def _numbers(option: str, word: str, example: str, problems: list[str]) -> tuple[int, ...]:
+    parts = [part.strip() for part in word.split(",")]
+    if not all(re.fullmatch(r"\d{1,9}", part) and int(part) > 0 for part in parts):
+        problems.append(f"{option}: must be whole numbers of at least 1, got `{word}`; write `{option} {example}`")
+        return ()
+    return tuple(sorted({int(part) for part in parts}))
+
+
+def _bytes(word: str | None, problems: list[str]) -> int | None:
+    from gaverify.profiling.amounts import parse_bytes
+
+    try:
+        return None if word is None else parse_bytes(word)
+    except ValueError as error:
+        problems.append(f"--memory: {error}")
+        return None
+
+
+def _strategies(words: Sequence[str], problems: list[str]) -> tuple[Strategy, ...]:
+    from gaverify.profiling.records import STRATEGIES
+
+    given = [part.strip() for word in words for part in word.split(",")]
+    unknown = [word for word in given if word not in STRATEGIES]
+    if unknown:
+        known = ", ".join(f"`{name}`" for name in STRATEGIES)
+        problems.append(f"--strategy: unknown strategy {', '.join(f'`{word}`' for word in unknown)}; known are {known}")
+    return tuple(name for name in STRATEGIES if name in given or not given)
+
+
+def _output_problems(outputs: Sequence[Path]) -> list[str]:
+    from gaverify.report import check_writable
+
+    problems = [f"`{path}` has no ending that says which report to write; known are {', '.join(_ENDINGS)}"
+                for path in outputs if path.suffix.lower() not in _ENDINGS]  # fmt: skip
+    try:
+        check_writable([path for path in outputs if path.suffix.lower() in _ENDINGS])
+    except SpecError as error:
+        problems += error.problems
+    return problems
+
+
+def _report(found: Profile, form: str, outputs: Sequence[Path]) -> None:
+    from gaverify.profiling.printing import print_profile, render_profile
+    from gaverify.report.files import write_whole
+
+    try:
+        for path in outputs:  # first: a reader of stdout that leaves must not cost the files
+            write_whole(path, render_profile(found, _ENDINGS[path.suffix.lower()]))
+    finally:  # and a disk that filled up must not cost the table
+        if form == "json":
+            click.echo(render_profile(found, "json"), nl=False)
+        else:
+            print_profile(found, sys.stdout)

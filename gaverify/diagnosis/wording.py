@@ -1,0 +1,68 @@
+"""Sentences that several rules share."""
+
+from __future__ import annotations
+
+from gaverify.measurements import Cause, ControlRun, Measurements, Operation
+from gaverify.results import Evidence
+
+
+def module_name(path: str | None, kind: str = "") -> str:
+    """Returns a module path in backticks, with its class."""
+    return f"`{path or '(root)'}`" + (f" ({kind})" if kind else "")
+
+
+def first_operation(measured: Measurements, cause: Cause) -> Evidence:
+    """What the trace saw: the difference, the operation, how many samples."""
+    suspect = cause.suspect
+    where = f"first diverging operation {suspect.operation}"
+    if suspect.source is not None:
+        where = f"`{suspect.source.name}`{_at(suspect.source)} reduces over the batch, and `{suspect.operation.name}`"
+        where += f"{_at(suspect.operation)} gives it back to the samples"
+    samples = f", for {suspect.samples} of {measured.batch_size} samples" if suspect.kind in ("rows", "random") else ""
+    culprit = suspect.culprit
+    line = f": `{culprit.source}`" if culprit.source else ""
+    values = {
+        "operation": suspect.operation.name, "difference": suspect.difference, "samples": suspect.samples,
+        "source": culprit.source,
+    }  # fmt: skip
+    return Evidence("operations", "measured", f"{measured.largest}; {where}{samples}{line}", values)
+
+
+def _at(operation: Operation) -> str:
+    return f" at {operation.file}:{operation.line}" if operation.file is not None else ""
+
+
+def control(measured: Measurements, cause: Cause) -> tuple[Evidence, ...]:
+    """What the control run showed."""
+    run = cause.control
+    if run is None:
+        return (Evidence("control", "control", "no control run was possible: suspected, not proven", {}),)
+    left = f"the difference is {run.left:.0e}"
+    if run.rounding:
+        text = f"with {run.what} in both runs {left}: proven"
+    else:
+        rest = "the causes named beside it explain the rest" if measured.cleared else "another cause is left"
+        text = f"with {run.what} in both runs {left}: this explains {cause.explained:.0%}, {rest}"
+    return (Evidence("control", "control", text, {"left": run.left, "explained": cause.explained}),)
+
+
+def proven(measured: Measurements, cause: Cause) -> bool:
+    """Whether the difference falls to rounding without the suspect, or without it and the other causes that were named."""
+    return cause.control is not None and (cause.control.rounding or measured.cleared)
+
+
+def tested(run: ControlRun) -> str:
+    """Says how a remedy that was run came out."""
+    return "tested, equivalent" if run.rounding else f"tested, leaves {run.left:.0e}"
+
+
+def harm(measured: Measurements) -> tuple[Evidence, ...]:
+    """How large the divergence is against the sampling noise of the gradient, with a word."""
+    fit = measured.fit
+    total = measured.total
+    if fit is None or not fit.noise > 0 or not total < float("inf"):
+        return ()
+    ratio = total / fit.noise
+    word = "negligible" if ratio < 0.1 else "visible" if ratio < 1.0 else "severe"
+    text = f"{word}: the difference is {ratio:.2g} times the gradient's sampling noise"
+    return (Evidence("harm", "harm", text, {"ratio": ratio, "noise": fit.noise, "difference": total}),)

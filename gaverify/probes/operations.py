@@ -1,0 +1,233 @@
+"""Traces one forward operation by operation: what ran, where in the user's code, and a fingerprint of every result.
+
+Shapes: B samples, n of a micro-batch; a result with B·m rows along one dimension is kept as B fingerprints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from gaverify.gradients import PassProbe
+from gaverify.probes.fingerprints import Layout, fingerprint, layout_of
+from gaverify.tracebacks import calling_frame
+
+Shape = tuple[int, ...]
+
+
+@dataclass
+class Result:
+    """One tensor that an operation returned: how the samples lie in it, and its fingerprint."""
+
+    shape: Shape
+    floating: bool
+    layout: Layout | None = None
+    prints: torch.Tensor | None = None
+
+
+@dataclass
+class Step:
+    """One operation of the trace. `inputs` are the steps that wrote its tensor inputs."""
+
+    name: str
+    call: int | None
+    function: int
+    frame: tuple[str, int] | None
+    inputs: tuple[int, ...]
+    differentiable: bool
+    random: bool
+    tensor_inputs: int
+    results: list[Result] = field(default_factory=list)
+
+
+@dataclass
+class ModuleCall:
+    """One call of a module: the calls around it, innermost last, and the steps that wrote its outputs."""
+
+    path: str | None
+    kind: str
+    library: bool
+    parents: tuple[int, ...]
+    outputs: tuple[int, ...] = ()
+
+
+@dataclass
+class Trace:
+    """The operations of one forward, in order."""
+
+    steps: list[Step] = field(default_factory=list)
+    calls: list[ModuleCall] = field(default_factory=list)
+
+
+@cache
+def _traits(func: Any) -> tuple[str, bool, bool]:
+    """Name, whether the result is a view of an argument, whether the operation is random."""
+    returns = func._schema.returns
+    view = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    return str(func._schema.name.split("::")[-1]), view, torch.Tag.nondeterministic_seeded in func.tags
+
+
+class OperationTracer(PassProbe):
+    """Records the forward of a pass.
+
+    Args:
+        names: The modules of the task and their paths.
+        batch_size: B.
+        count: n of the micro-batch that `template` was taken of.
+        template: An earlier trace of a micro-batch without fingerprints, whose shapes tell where the samples lie; None
+            records shapes only.
+        plan: The layouts found by the trace of the full batch; the micro-batches follow them.
+    """
+
+    def __init__(
+        self, names: dict[nn.Module, str], batch_size: int, count: int, template: Trace | None = None,
+        plan: Trace | None = None,
+    ) -> None:  # fmt: skip
+        self.trace = Trace()
+        self._names, self._size, self._count = names, batch_size, count
+        self._template, self._plan = template, plan
+        self._stack: list[int] = []
+        self._writers: dict[int, int] = {}
+        self._function = -1
+
+    @contextmanager
+    def around(self, k: int | None) -> Iterator[None]:
+        """Listens to modules, functions and operations for the length of a forward."""
+        before = nn.modules.module.register_module_forward_pre_hook(self._enter)
+        after = nn.modules.module.register_module_forward_hook(self._leave, always_call=True)
+        try:
+            with _Functions(self), _Operations(self):
+                yield
+        finally:
+            before.remove()
+            after.remove()
+            self._writers.clear()
+
+    def record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Notes one operation of the forward; operations of a backward (recomputation) are left out."""
+        if torch._C._current_autograd_node() is not None:  # type: ignore[attr-defined]
+            return
+        name, view, random = _traits(func)
+        if view:
+            return
+        tensors = [t for t in _tensors((args, kwargs))]
+        writers = tuple(dict.fromkeys(self._writers[p] for t in tensors if (p := _address(t)) in self._writers))
+        step = Step(
+            name, self._stack[-1] if self._stack else None, self._function, calling_frame(), writers,
+            any(t.requires_grad for t in tensors), random, len(tensors),
+        )  # fmt: skip
+        index = len(self.trace.steps)
+        self.trace.steps.append(step)
+        for position, tensor in enumerate(_tensors(result)):
+            step.results.append(self._result(index, position, name, tensor))
+            self._writers[_address(tensor)] = index
+
+    def _result(self, index: int, position: int, name: str, tensor: torch.Tensor) -> Result:
+        shape = tuple(tensor.shape)
+        result = Result(shape, tensor.is_floating_point() or tensor.is_complex())
+        if self._plan is not None:
+            planned = _same(self._plan, index, position, name)
+            result.layout = planned.layout if planned is not None else None
+        elif self._template is not None:
+            seen = _same(self._template, index, position, name)
+            result.layout = layout_of(shape, seen.shape, self._size, self._count) if seen is not None else None
+        if result.layout is not None and tensor.layout is torch.strided:
+            with _disable_current_modes():
+                result.prints = fingerprint(tensor, result.layout)
+        return result
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        kind = type(module)
+        library = kind.__module__.split(".")[0] == "torch"
+        path = self._names.get(module)
+        self.trace.calls.append(ModuleCall(path, kind.__name__, library, tuple(self._stack)))
+        self._stack.append(len(self.trace.calls) - 1)
+
+    def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
+        if not self._stack:
+            return
+        index = self._stack.pop()
+        with torch._C.DisableTorchFunction():  # asking for a storage would count as a call of the user's
+            written = (self._writers.get(_address(tensor)) for tensor in _tensors(output))
+            self.trace.calls[index].outputs = tuple(step for step in written if step is not None)
+
+
+class _Operations(TorchDispatchMode):
+    """Sees every operation after gaverify's own mode has handled it."""
+
+    def __init__(self, tracer: OperationTracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self._tracer.record(func, args, kwargs, result)
+        return result
+
+
+class _Functions(TorchFunctionMode):
+    """Counts the outermost calls of torch functions, so that a control run can find the same call again."""
+
+    def __init__(self, tracer: OperationTracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+        self._calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = self._tracer._function
+        self._tracer._function = self._calls
+        self._calls += 1
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self._tracer._function = before
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _tensors(entry)
+    elif isinstance(value, dict):
+        for entry in value.values():
+            yield from _tensors(entry)
+    elif hasattr(value, "__dict__") and not isinstance(value, type | nn.Module):
+        for entry in vars(value).values():
+            if isinstance(entry, torch.Tensor):
+                yield entry
+
+
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return id(tensor)
+
+
+def _same(trace: Trace, index: int, position: int, name: str) -> Result | None:
+    """The result of the same operation in another trace; None where the traces have parted."""
+    if index >= len(trace.steps) or trace.steps[index].name != name:
+        return None
+    results = trace.steps[index].results
+    return results[position] if position < len(results) else None
+
+
+def source_line(frame: tuple[str, int] | None) -> str:
+    """Returns the text of a source line, stripped; empty where there is none."""
+    import linecache
+
+    return linecache.getline(*frame).strip() if frame is not None else ""

@@ -1,0 +1,166 @@
+"""Proves a suspect: neutralises it in both runs, then runs the remedies that would be printed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from gaverify.control import failure_sentence
+from gaverify.gradients import PassProbe
+from gaverify.measurements import Cause, ControlRun, StateChange, StateProbe, Suspect, WeightFit
+from gaverify.probes.controls import Bench, Evaluated, Held, cached_gradients
+from gaverify.probes.state import StateHeld, StateRestored
+
+_HELPS = 0.5  # a neutralised suspect that leaves more than half of the difference was not (the larger part of) the cause
+_SINGLE = 4  # changed values that are tried one by one
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A suspect with its control run, and the probe that keeps it neutralised while others are looked for."""
+
+    cause: Cause
+    neutral: PassProbe | None
+    failures: tuple[str, ...] = ()
+
+
+def weights_remedy(bench: Bench, fit: WeightFit) -> ControlRun:
+    """Runs the accumulation with the fitted weights."""
+    task = replace(bench.task, weighting=list(fit.weights))
+    return replace(bench, task=task).run("with these weights")
+
+
+def blame_state(bench: Bench, changes: tuple[StateChange, ...]) -> StateProbe:
+    """Holds what the forward changes still; returns the control run, and which of the changes it blames.
+
+    First every micro-batch starts from the full batch's state (a remedy as well), then writes have no effect at all.
+    """
+    # fused normalisations write their running statistics and do not read them in training
+    read = tuple(c for c in changes if c.writer is None or "batch_norm" not in c.writer.name)
+    read = tuple(c for c in read if not c.name.endswith("num_batches_tracked"))
+    if not read:
+        return StateProbe(changes)
+    restored = bench.run("state restored before each micro-batch", StateRestored(bench.state))
+    if restored.rounding:
+        return StateProbe(changes, restored, _blamed(bench, read), (restored,))
+    held = bench.run("state held still", StateHeld(bench.task, [change.name for change in read]))
+    return StateProbe(changes, held, _blamed(bench, read) if held.rounding else ())
+
+
+def _blamed(bench: Bench, changes: tuple[StateChange, ...]) -> tuple[StateChange, ...]:
+    """The changes that explain the difference alone; all of them where none does, or where there are many."""
+    if len(changes) == 1 or len(changes) > _SINGLE:
+        return changes
+    alone = [c for c in changes if bench.run(f"`{c.name}` held still", StateHeld(bench.task, [c.name])).rounding]
+    return tuple(alone) or changes
+
+
+def try_suspect(bench: Bench, suspect: Suspect, left: float) -> Tried | None:
+    """Runs the controls that fit the suspect until one helps; None where none did.
+
+    Args:
+        bench: Where to run.
+        suspect: Whom to try.
+        left: The relative difference before.
+    """
+    failures = []
+    for make in _controls(bench, suspect):
+        try:
+            control, neutral = make()
+        except Exception as error:
+            failures.append(failure_sentence(error))
+            continue
+        if control.rounding or control.left < _HELPS * left:
+            explained = 1.0 - control.left / left if left > 0 else 1.0
+            remedies = tuple(_remedies(bench, suspect)) if control.rounding else ()
+            return Tried(Cause(suspect, control, remedies, explained), neutral, tuple(failures))
+    if failures:
+        return Tried(Cause(suspect, None), None, tuple(failures))
+    return None
+
+
+def _controls(bench, suspect):  # type: ignore[no-untyped-def]
+    """Yields the controls in the order of how much of the model they leave running."""
+    path = suspect.operation.module
+
+    def run(what, probe):  # type: ignore[no-untyped-def]
+        return lambda: (bench.run(what, probe), probe)
+
+    if suspect.statistics and path is not None:
+        modules = _same_kind(bench, path)
+        names = f"`{path}`" if len(modules) == 1 else f"all {len(modules)} {type(modules[0]).__name__} layers"
+        yield run(f"{names} frozen", Evaluated(modules))
+    if suspect.kind in ("matrix", "non-additive") or (suspect.kind == "rows" and not suspect.in_model):
+        yield lambda: (cached_gradients(bench, frozenset(suspect.calls)), None)
+    bounds = list(bench.task.bounds())
+    if suspect.source_functions:
+        held = Held(suspect.source_functions, bounds, bench.task.batch_size)
+        yield run("what is reduced over the batch held constant", held)
+    if suspect.functions:
+        held = Held(suspect.functions, bounds, bench.task.batch_size)
+        yield run(f"the result of `{suspect.operation.name}` held constant", held)
+
+
+def _same_kind(bench: Bench, path: str) -> list[nn.Module]:
+    """The suspect's module and every other of its class: they are repaired together."""
+    modules = {name: module for root in bench.task.modules for name, module in root.named_modules()}
+    kind = type(modules[path])
+    return [module for module in modules.values() if type(module) is kind]
+
+
+def _remedies(bench: Bench, suspect: Suspect) -> Iterator[ControlRun]:
+    """Runs the repairs that can be made without the user's code."""
+    path = suspect.operation.module
+    if not suspect.statistics or path is None:
+        return
+    layers = [m for m in _same_kind(bench, path) if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    if not layers:
+        return
+    try:
+        with _group_norms(bench, layers) as name:
+            yield bench.run(name)
+    except Exception:  # a layer whose channels cannot be grouped: the remedy is not printed
+        return
+
+
+@contextmanager
+def _group_norms(bench: Bench, layers: list[nn.Module]) -> Iterator[str]:
+    """Puts GroupNorm in the place of BatchNorm layers, with their own scale and shift, and back in the end."""
+    swapped: list[tuple[nn.Module, str, nn.Module]] = []
+    names = []
+    for root in bench.task.modules:
+        for parent in list(root.modules()):
+            for name, child in list(parent._modules.items()):
+                if child is not None and any(child is layer for layer in layers):
+                    swapped.append((parent, name, child))
+    try:
+        for parent, name, child in swapped:
+            norm = group_norm_for(child)
+            names.append(f"GroupNorm({norm.num_groups}, {norm.num_channels})")
+            parent._modules[name] = norm
+        if not names:
+            raise ValueError("the layer is the model itself")
+        yield names[0] if len(set(names)) == 1 else "GroupNorm"
+    finally:
+        for parent, name, child in swapped:
+            parent._modules[name] = child
+
+
+def group_norm_for(layer: nn.Module) -> nn.GroupNorm:
+    """Returns a GroupNorm over as many channels as a BatchNorm layer, sharing its scale and shift.
+
+    The groups are the largest number up to 32 that divides the channels into groups of at least four (two, where four
+    do not fit): a group of one value would always be normalised to zero.
+    """
+    channels = int(layer.num_features)  # type: ignore[arg-type]
+    sizes = [g for g in range(1, min(32, channels) + 1) if channels % g == 0]
+    groups = max((g for g in sizes if channels // g >= 4), default=max((g for g in sizes if channels // g >= 2), default=1))
+    affine = layer.weight is not None
+    norm = nn.GroupNorm(groups, channels, eps=float(layer.eps), affine=affine)  # type: ignore[arg-type]
+    if affine:
+        norm.weight, norm.bias = layer.weight, layer.bias  # type: ignore[assignment]
+    return norm.to(torch.float64) if not affine else norm

@@ -1,0 +1,282 @@
+"""What does a forward change that the next micro-batch reads?
+
+State is compared by value: `_version` does not move for BatchNorm's running statistics (design, section 6).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map_only
+
+from gaverify.gradients import PassProbe, Task
+from gaverify.isolation import OWN_ATTRIBUTES, ModelState
+from gaverify.measurements import Operation, StateChange
+from gaverify.tracebacks import calling_frame, shown
+
+_MOST = 1000  # entries of a container that are looked at
+_DEPTH = 3
+Frame = tuple[str, int] | None
+Getter = Callable[[], Any]
+
+
+def named_state(task: Task) -> dict[str, tuple[str, Getter]]:
+    """Returns place and getter of everything that a forward may change, by name, parameters excepted.
+
+    Names are `path.to.buffer`, `path.to.attribute`, and the variable's name for what a loss function closes over.
+    """
+    found: dict[str, tuple[str, Getter]] = {}
+    for root in task.modules:
+        for path, module in root.named_modules():
+            prefix = f"{path}." if path else ""
+            for name in module._buffers:
+                found[prefix + name] = ("buffer", lambda m=module, n=name: m._buffers.get(n))  # type: ignore[misc]
+            for name in set(vars(module)) - OWN_ATTRIBUTES:
+                found[prefix + name] = ("attribute", lambda m=module, n=name: vars(m).get(n))  # type: ignore[misc]
+    for name, getter in _closure(task.problem.loss):
+        found.setdefault(name, ("closure", getter))
+    return found
+
+
+def _closure(loss: Any) -> Iterator[tuple[str, Getter]]:
+    """What a loss function keeps between calls: its variables, its owner's attributes, the globals that it names."""
+    if isinstance(loss, MethodType):
+        owner = loss.__self__
+        if not isinstance(owner, nn.Module):
+            yield from ((name, lambda n=name: vars(owner).get(n)) for name in list(vars(owner)))  # type: ignore[misc]
+        loss = loss.__func__
+    elif not isinstance(loss, FunctionType | nn.Module) and hasattr(loss, "__dict__"):
+        yield from ((name, lambda n=name: vars(loss).get(n)) for name in list(vars(loss)))  # type: ignore[misc]
+    if not isinstance(loss, FunctionType):
+        return
+    for name, cell in zip(loss.__code__.co_freevars, loss.__closure__ or (), strict=True):
+        yield name, lambda c=cell: _cell(c)
+    for name in loss.__code__.co_names:
+        if name in loss.__globals__:
+            yield name, lambda n=name: loss.__globals__.get(n)  # type: ignore[misc]
+
+
+def _cell(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def digest(value: Any, depth: int = 0) -> Any:
+    """Returns a comparable summary of a value: numbers as they are, tensors by projections, containers by entries."""
+    if isinstance(value, nn.Module | nn.Parameter) or depth > _DEPTH:
+        return None
+    if isinstance(value, torch.Tensor):
+        return _tensor_digest(value)
+    if isinstance(value, int | float | str | bool | complex | type(None)):
+        return value
+    if isinstance(value, list | tuple | deque):
+        return (type(value).__name__, len(value), *(digest(entry, depth + 1) for entry in list(value)[:_MOST]))
+    if isinstance(value, dict):
+        return tuple((str(key), digest(entry, depth + 1)) for key, entry in list(value.items())[:_MOST])
+    if isinstance(value, FunctionType | MethodType | type) or type(value).__module__.startswith("torch"):
+        return None
+    if hasattr(value, "__dict__"):
+        return digest(vars(value), depth + 1)
+    return None
+
+
+def _tensor_digest(tensor: torch.Tensor) -> tuple[Any, ...]:
+    if tensor.numel() == 0 or tensor.layout is not torch.strided:
+        return (tuple(tensor.shape),)
+    values = tensor.detach()
+    values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+    flat = values.reshape(-1).to(torch.float32 if values.device.type == "mps" else torch.float64)
+    ramp = torch.arange(1, flat.numel() + 1, dtype=flat.dtype, device=flat.device).square_().cos_()
+    return (tuple(tensor.shape), *torch.stack([flat.sum(), torch.linalg.vector_norm(flat), flat @ ramp]).tolist())
+
+
+class StateWatch(PassProbe):
+    """Notes what every pass changes, and which line wrote it."""
+
+    def __init__(self, task: Task, state: ModelState) -> None:
+        self._state = state
+        self._named = named_state(task)
+        self._paths = {id(m): path for root in task.modules for path, m in root.named_modules()}
+        self._parameters = {_address(p): name for name, p in task.parameters.items()}
+        self._kinds = {path: type(m).__name__ for root in task.modules for path, m in root.named_modules()}
+        self._changed: dict[str, str] = {}
+        self._writers: dict[str, tuple[str, Frame]] = {}
+        self._after: dict[str, list[Any]] = {"full": [], "micro": []}
+
+    @contextmanager
+    def around(self, k: int | None) -> Iterator[None]:
+        """Compares the state before and after one forward and its backward."""
+        before = self._digests()
+        addresses = {_address(value): name for name, (_, get) in self._named.items()
+                     if isinstance(value := get(), torch.Tensor)} | self._parameters  # fmt: skip
+        with _assignments(self._assigned), _Writes(addresses, self._wrote):
+            yield
+        after = self._digests()
+        for name, value in after.items():
+            if before.get(name) != value:
+                self._changed[name] = self._named[name][0] if name in self._named else "parameter"
+        self._after["full" if k is None else "micro"] = [after]
+
+    def changes(self) -> tuple[StateChange, ...]:
+        """Returns what the passes changed so far."""
+        full, micro = ((self._after[key] or [{}])[0] for key in ("full", "micro"))
+        return tuple(
+            StateChange(name, place, _differ(full.get(name), micro.get(name)), self._writer(name))  # type: ignore[arg-type]
+            for name, place in self._changed.items()
+        )
+
+    def _digests(self) -> dict[str, Any]:
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            found = {name: digest(get()) for name, (_, get) in self._named.items()}
+            for parameter in self._state.written:
+                name = self._parameters.get(_address(parameter), "")
+                if name:
+                    found[name] = _tensor_digest(parameter.data)
+        return found
+
+    def _assigned(self, module: nn.Module, name: str, frame: Frame) -> None:
+        path = self._paths.get(id(module))
+        if path is not None:
+            self._writers[f"{path}.{name}" if path else name] = ("assignment", frame)
+
+    def _wrote(self, name: str, operation: str, frame: Frame) -> None:
+        self._writers[name] = (operation, frame)
+
+    def _writer(self, name: str) -> Operation | None:
+        operation, frame = self._writers.get(name, ("", None))
+        path = name.rpartition(".")[0]
+        if path not in self._kinds:
+            path = ""
+        file, line = (shown(frame[0]), frame[1]) if frame is not None else (None, None)
+        return Operation(operation, path, self._kinds.get(path, ""), False, file, line)
+
+
+class StateRestored(PassProbe):
+    """Starts every micro-batch from the state that the full batch started from."""
+
+    def __init__(self, state: ModelState) -> None:
+        self._state = state
+
+    @contextmanager
+    def around(self, k: int | None) -> Iterator[None]:
+        """Restores before the forward."""
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            self._state.restore()
+        yield
+
+
+class StateHeld(PassProbe):
+    """Holds named state still in both runs: assignments and writes to it have no effect."""
+
+    def __init__(self, task: Task, names: Sequence[str]) -> None:
+        self._names = frozenset(names)
+        self._named = {name: get for name, (_, get) in named_state(task).items() if name in self._names}
+        self._parameters = {name: p for name, p in task.parameters.items() if name in self._names}
+        self._paths = {id(m): path for root in task.modules for path, m in root.named_modules()}
+
+    @contextmanager
+    def around(self, k: int | None) -> Iterator[None]:
+        """Intercepts assignments to modules and writes to tensors."""
+        values = {name: get() for name, get in self._named.items()} | self._parameters
+        held = {_address(value) for value in values.values() if isinstance(value, torch.Tensor)}
+        with _assignments(lambda *_: None, self._keeps), _Unwritten(held):
+            yield
+
+    def _keeps(self, module: nn.Module, name: str) -> bool:
+        path = self._paths.get(id(module))
+        return path is not None and (f"{path}.{name}" if path else name) in self._names
+
+
+@contextmanager
+def _assignments(
+    notice: Callable[[nn.Module, str, Frame], None], keeps: Callable[[nn.Module, str], bool] = lambda *_: False
+) -> Iterator[None]:
+    """Sees every attribute assignment to a module, and drops those that `keeps` asks for."""
+    original = nn.Module.__setattr__
+
+    def assign(module: nn.Module, name: str, value: Any) -> None:
+        if keeps(module, name):
+            return
+        notice(module, name, calling_frame())
+        original(module, name, value)
+
+    try:
+        nn.Module.__setattr__ = assign  # type: ignore[method-assign, assignment]
+        yield
+    finally:
+        nn.Module.__setattr__ = original  # type: ignore[method-assign]
+
+
+def _written(func: Any) -> tuple[int, ...]:
+    arguments = func._schema.arguments
+    return tuple(i for i, arg in enumerate(arguments) if arg.alias_info is not None and arg.alias_info.is_write)
+
+
+class _Writes(TorchDispatchMode):
+    """Sees every write to a tensor of the state."""
+
+    def __init__(self, addresses: dict[int, str], notice: Callable[[str, str, Frame], None]) -> None:
+        super().__init__()
+        self._addresses, self._notice = addresses, notice
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for position in _written(func):
+            target = args[position] if position < len(args) else None
+            name = self._addresses.get(_address(target)) if isinstance(target, torch.Tensor) else None
+            if name is not None:
+                self._notice(name, str(func._schema.name.split("::")[-1]), calling_frame())
+        return func(*args, **(kwargs or {}))
+
+
+class _Unwritten(TorchDispatchMode):
+    """Lets writes to some tensors go to a copy that is thrown away."""
+
+    def __init__(self, held: set[int]) -> None:
+        super().__init__()
+        self._held = held
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kept = {p: args[p] for p in _written(func) if p < len(args) and isinstance(args[p], torch.Tensor)
+                and _address(args[p]) in self._held}  # fmt: skip
+        if not kept:
+            return func(*args, **(kwargs or {}))
+        copies = {position: tensor.clone() for position, tensor in kept.items()}
+        result = func(*(copies.get(i, arg) for i, arg in enumerate(args)), **(kwargs or {}))
+        back = {id(copies[position]): tensor for position, tensor in kept.items()}
+        return tree_map_only(torch.Tensor, lambda tensor: back.get(id(tensor), tensor), result)
+
+
+def _address(tensor: Any) -> int:
+    if not isinstance(tensor, torch.Tensor):
+        return 0
+    try:
+        with torch._C.DisableTorchFunction():
+            return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
+def _differ(a: Any, b: Any) -> bool:
+    """Whether two digests differ by more than rounding."""
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) != len(b) or any(_differ(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, float) and isinstance(b, float):
+        return abs(a - b) > 1e-9 * max(abs(a), abs(b), 1e-12)
+    return bool(a != b)

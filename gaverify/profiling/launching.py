@@ -1,0 +1,178 @@
+"""Runs each row in a fresh process and gathers what it reports; no torch here."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import IO, TYPE_CHECKING, Any
+
+from gaverify.errors import GaverifyError, InternalError
+from gaverify.profiling.records import LABELS, Memory, Plan, Profile, Row, Seconds, Setting, Status
+from gaverify.results import Outcome
+
+if TYPE_CHECKING:
+    from gaverify.spec import Spec
+
+Progress = Callable[[str, int, int], None]
+
+# The child gets this process's own search path; `-P` keeps the current folder from shadowing the standard library.
+_START = "import sys; sys.path[:] = sys.argv[1:]; from gaverify.profiling.worker import main; main()"
+_GRACE = 3.0  # seconds that a process gets to end after it was asked to
+
+
+class Refused(GaverifyError):
+    """The problem could not be loaded; no row can run."""
+
+
+def profile_spec(
+    spec: Spec, plans: Sequence[Plan], *, repeats: int = 10, optimizer: str | None = None,
+    memory_limit: int | None = None, wanted_batch: int | None = None, steps: Sequence[int] = (),
+    progress: Progress = lambda *_: None,
+) -> Profile:  # fmt: skip
+    """Measures every plan of a spec, one fresh process after the other.
+
+    Args:
+        spec: The problem; its `steps` and `strategy` do not count.
+        plans: The rows.
+        repeats: Updates whose time is taken.
+        optimizer: Include this optimizer's step in every update.
+        memory_limit: Bytes, for the prediction; None takes the memory of a GPU.
+        wanted_batch: Samples per update, for the prediction; None takes the batch of the problem.
+        steps: Every K that was asked for; None of them fitting is no reason not to predict.
+        progress: Called as `progress(description, done, total)`.
+
+    Returns:
+        The profile. Ctrl-C ends it early, with the rows that are done.
+
+    Raises:
+        Refused: The problem cannot be loaded.
+        InternalError: A fault in gaverify's own code in a child.
+        KeyboardInterrupt: Ctrl-C before the first row was done.
+    """
+    rows: list[Row] = []
+    setting: Setting | None = None
+    interrupted = False
+    try:
+        for plan in plans:
+            label = f"{LABELS[plan.strategy]}, K = {plan.steps}"
+            job = {"spec": _spec_text(spec, plan), "strategy": plan.strategy, "steps": plan.steps,
+                   "repeats": repeats, "optimizer": optimizer}  # fmt: skip
+            told = run_job(job, _reporter(progress, label, len(rows), len(plans)))
+            rows.append(row_from(plan, told))
+            if setting is None and "about" in told:
+                setting = Setting(**told["about"])
+    except KeyboardInterrupt:
+        if not rows:
+            raise
+        interrupted = True
+    rows += [Row(plan.strategy, plan.steps, "not-run", "interrupted") for plan in plans[len(rows) :]]
+    limit = memory_limit if memory_limit or setting is None else setting.device_memory
+    wanted = wanted_batch if wanted_batch or setting is None else setting.batch_size
+    return Profile(setting, tuple(rows), tuple(steps), limit, wanted, interrupted, spec.to_dict())
+
+
+def _reporter(progress: Progress, label: str, done: int, total: int) -> Callable[[str], None]:
+    return lambda stage: progress(f"{label}: {stage}", done, total)
+
+
+def run_job(job: dict[str, Any], report: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+    """Returns everything that the child reported of one job, its messages laid over each other, and how it ended.
+
+    Keys are those of the worker's messages; `returncode` and `stderr` (its last lines) are added.
+    """
+    told: dict[str, Any] = {}
+    with tempfile.TemporaryFile(mode="w+", encoding="utf-8", errors="replace") as stderr, _child(stderr) as child:
+        assert child.stdin is not None and child.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # it died at once; its exit code says how
+            child.stdin.write(json.dumps(job))
+            child.stdin.close()
+        for line in child.stdout:
+            message = json.loads(line)
+            if "stage" in message:
+                report(message["stage"])
+            told.update(message)
+        told["returncode"] = child.wait()
+        stderr.seek(0)
+        told["stderr"] = stderr.read()[-2000:]
+    return told
+
+
+@contextmanager
+def _child(stderr: IO[str]) -> Iterator[subprocess.Popen[str]]:
+    """A fresh process in a session of its own, so that Ctrl-C reaches the parent alone; it never outlives the block."""
+    child = subprocess.Popen(
+        [sys.executable, "-P", "-c", _START, *sys.path], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=stderr, text=True, encoding="utf-8", start_new_session=os.name == "posix",
+    )  # fmt: skip
+    try:
+        yield child
+    finally:
+        if child.poll() is None:
+            child.terminate()
+            try:
+                child.wait(_GRACE)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+        for stream in (child.stdin, child.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+
+
+def row_from(plan: Plan, told: dict[str, Any]) -> Row:
+    """Returns the row that a child's messages make.
+
+    Raises:
+        Refused: The child could not load the problem.
+        InternalError: It met a fault in gaverify.
+    """
+    status, message = _end(told)
+    memory, times, verdict = told.get("memory"), told.get("seconds"), told.get("verdict", {})
+    outcome = Outcome(verdict["outcome"]) if verdict else None
+    if status != "measured" and told.get("activation_bytes") is not None:
+        # everything was measured, and only the comparison failed: verifying needs more memory than training
+        status, outcome = "measured", Outcome.INCONCLUSIVE
+        message = f"not compared with the full batch: {message}"
+    return Row(
+        plan.strategy, plan.steps, status, message, tuple(told.get("micro_batches", ())),
+        told.get("activation_bytes"), Memory(**memory) if memory else None, Seconds.of(times) if times else None,
+        outcome, verdict.get("relative_difference"), verdict.get("method"),
+    )  # fmt: skip
+
+
+def _end(told: dict[str, Any]) -> tuple[Status, str]:
+    """How a child ended: the status of its row, and the sentence."""
+    error = told.get("error")
+    if error is None and told["returncode"] == 0:
+        return "measured", ""
+    if error is None:
+        return _death(told["returncode"], told["stderr"], told.get("stage", "starting"))
+    kind, message = error["kind"], error["message"]
+    if kind == "refused":
+        raise Refused(message)
+    if kind == "internal":
+        raise InternalError(f"{message}\n{told['stderr'].strip()}")
+    return kind, message
+
+
+def _death(code: int, stderr: str, stage: str) -> tuple[Status, str]:
+    """What the exit code of a child that said nothing means."""
+    if code == -getattr(signal, "SIGKILL", 9):
+        return "out-of-memory", f"the process was killed ({stage}), as the system does when its memory runs out"
+    if code < 0:
+        return "failed", f"the process died of {signal.Signals(-code).name} ({stage})"
+    last = stderr.strip().splitlines()[-1:] or ["it printed nothing"]
+    return "failed", f"the process left with exit code {code} ({stage}): {last[0]}"
+
+
+def _spec_text(spec: Spec, plan: Plan) -> str:
+    strategy = "summed-loss" if plan.strategy == "summed-loss" else "accumulate"
+    return spec.model_copy(update={"steps": plan.steps, "strategy": strategy}).model_dump_json()

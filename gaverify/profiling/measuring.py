@@ -1,0 +1,182 @@
+"""Peak device memory and time of one update."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from gaverify.profiling.activations import ActivationMeter
+from gaverify.profiling.records import Memory
+from gaverify.profiling.workload import Workload
+
+WARM_UP = 2
+"""Updates before the clock counts: kernels are chosen, caches and allocators filled."""
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
+
+
+def activation_bytes(work: Workload) -> int:
+    """Returns what autograd keeps for the backward at its highest point in one update, in bytes."""
+    micro_batches = work.prepared()
+    meter = ActivationMeter(work.kept_anyway())
+    with meter.counting():
+        work.update(micro_batches)
+    work.clear()
+    return meter.peak
+
+
+def peak_memory(work: Workload) -> Memory | None:
+    """Returns the peak of device memory in one update, or None where nothing counts it (MPS, Windows).
+
+    On a CPU it must be the first thing that a fresh process runs: memory that was freed before stays with the process
+    and would hide what the update needs.
+    """
+    device = work.task.device
+    if device.type == "cuda":
+        return _cuda_peak(work, device)
+    return _resident_peak(work) if device.type == "cpu" else None
+
+
+def update_seconds(work: Workload, repeats: int, report: Callable[[int], None] = lambda _: None) -> list[float]:
+    """Returns the time of each of `repeats` updates after `WARM_UP` more; preparing them does not count."""
+    clock = _cuda_seconds if work.task.device.type == "cuda" else _seconds
+    times = []
+    with _few_collections():
+        for repeat in range(WARM_UP + repeats):
+            micro_batches = work.prepared()
+            gc.collect()
+            seconds = clock(work, micro_batches)
+            if repeat >= WARM_UP:
+                times.append(seconds)
+            report(repeat)
+    work.clear()
+    return times
+
+
+@contextmanager
+def _few_collections() -> Iterator[None]:
+    """Collects garbage only when asked to: a collection inside an update would be counted with it."""
+    gc.collect()
+    gc.freeze()  # what is there stays: the collections between updates have little to look through
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def _seconds(work: Workload, micro_batches: list[Any]) -> float:
+    _synchronize(work.task.device)
+    started = time.perf_counter()
+    work.update(micro_batches)
+    _synchronize(work.task.device)
+    return time.perf_counter() - started
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "mps":
+        torch.mps.synchronize()
+
+
+def _cuda_seconds(work: Workload, micro_batches: list[Any]) -> float:
+    """Events on the stream: the clock is the GPU's, from the first kernel to the last."""
+    with torch.cuda.device(work.task.device):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        start.record()
+        work.update(micro_batches)
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+
+
+def _cuda_peak(work: Workload, device: torch.device) -> Memory:
+    # the first update makes what stays from then on (cuBLAS workspace, kernels): it belongs to the baseline
+    work.update(work.prepared())
+    micro_batches = work.prepared()
+    gc.collect()
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    baseline = torch.cuda.memory_allocated(device)
+    work.update(micro_batches)
+    torch.cuda.synchronize(device)
+    peak, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    work.clear()
+    return Memory("cuda-allocated", baseline, peak, reserved)
+
+
+def _resident_peak(work: Workload) -> Memory | None:
+    _wake()
+    work.start_optimizer()
+    micro_batches = work.prepared()
+    gc.collect()
+    with _freed_at_once():
+        _reset_high_water()
+        baseline = _resident()[0]
+        work.update(micro_batches)
+        peak = _resident()[1]
+    work.clear()
+    if baseline is None or peak is None:
+        return None
+    return Memory("resident", baseline, peak)
+
+
+def _wake() -> None:
+    """Starts autograd's engine and the matrix library, whose memory is no update's."""
+    layer = nn.Linear(64, 64)
+    layer(torch.zeros(64, 64)).sum().backward()
+
+
+@contextmanager
+def _freed_at_once() -> Iterator[None]:
+    """Gives freed memory back to the system at once (glibc only).
+
+    By default much of it stays with the process, more or less by chance, and the high-water mark then tells of the
+    allocator's habits rather than of the tensors. Afterwards blocks up to 32 MiB are kept again, which is where
+    glibc's own adaptation ends (mallopt(3), M_MMAP_THRESHOLD), so that the clock sees the usual allocator.
+    """
+    try:
+        library = ctypes.CDLL(None)
+        limit, trim = library.mallopt, library.malloc_trim
+    except (OSError, AttributeError, TypeError):
+        yield
+        return
+    limit(_MMAP_THRESHOLD, 64 * 1024)
+    trim(0)
+    try:
+        yield
+    finally:
+        limit(_MMAP_THRESHOLD, 32 * 2**20)
+        limit(_TRIM_THRESHOLD, 64 * 2**20)
+
+
+def _reset_high_water() -> None:
+    """Forgets the high-water mark of loading, where Linux lets a process do so; see proc(5), `clear_refs`."""
+    with suppress(OSError), open("/proc/self/clear_refs", "w", encoding="ascii") as control:
+        control.write("5")
+
+
+def _resident() -> tuple[int | None, int | None]:
+    """Resident memory now and at its highest, in bytes."""
+    with suppress(OSError), open("/proc/self/status", encoding="ascii", errors="replace") as status:
+        found = dict(re.findall(r"^(VmRSS|VmHWM):\s+(\d+) kB", status.read(), re.MULTILINE))
+        if len(found) == 2:
+            return int(found["VmRSS"]) * 1024, int(found["VmHWM"]) * 1024
+    with suppress(ImportError):
+        import resource
+
+        # kilobytes on Linux, bytes on macOS; only a high-water mark, so the baseline is that of loading
+        highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return highest, highest
+    return None, None

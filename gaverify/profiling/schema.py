@@ -1,0 +1,140 @@
+"""The shape of a profile's JSON document, as pydantic models; imported only when someone asks for the schema."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from gaverify.schema import Number, OutcomeName
+
+
+class _Record(BaseModel):
+    # Strict and closed, as the verdict's: a key that is new, missing or of another type must change the version.
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class SettingItem(_Record):
+    """What was profiled and where."""
+
+    model: str
+    parameters: int
+    trainable: int
+    batch_size: int
+    device: str
+    device_name: str
+    device_memory: int | None
+    dtype: str
+    autocast: str | None
+    mode: str
+    seed: int
+    threads: int
+    optimizer: str | None
+    repeats: int
+    torch: str
+    gaverify: str
+    python: str
+    platform: str
+
+
+class MemoryItem(_Record):
+    """Device memory around one update, bytes."""
+
+    kind: Literal["cuda-allocated", "resident"]
+    baseline: int
+    peak: int
+    reserved: int | None
+    increment: int
+
+
+class SecondsItem(_Record):
+    """Time per update; `low` and `high` are quartiles."""
+
+    median: float
+    low: float
+    high: float
+    smallest: float
+    largest: float
+    repeats: int
+
+
+class RowItem(_Record):
+    """One strategy with one K; figures are null where the row did not get so far."""
+
+    strategy: Literal["full-batch", "summed-loss", "accumulate"]
+    steps: int
+    micro_batches: list[int]
+    status: Literal["measured", "out-of-memory", "does-not-fit", "failed", "not-run"]
+    message: str
+    activation_bytes: int | None
+    memory: MemoryItem | None
+    seconds: SecondsItem | None
+    samples_per_second: Number
+    outcome: OutcomeName | None
+    relative_difference: Number
+    method: str | None
+
+
+class LineItem(_Record):
+    """A least-squares line through (samples of the largest micro-batch, bytes)."""
+
+    intercept: float
+    slope: float
+    residual: float | None
+    points: list[tuple[int, int]]
+    usable: bool
+
+
+class LinesItem(_Record):
+    """The lines through accumulation and the full batch; null where fewer than two sizes were measured."""
+
+    activations: LineItem | None
+    peak: LineItem | None
+
+
+class PredictionItem(_Record):
+    """What the lines predict; nothing of it was measured."""
+
+    predicted: Literal[True]
+    basis: Literal["peak", "activations"]
+    rest: float
+    limit: int
+    largest_micro_batch: int
+    wanted_batch: int
+    smallest_steps: int | None
+    extrapolated: bool
+
+
+class ProfileDocument(_Record):
+    """One profile."""
+
+    version: Literal[1]
+    kind: Literal["profile"]
+    outcome: OutcomeName
+    exit_code: Literal[0, 1, 2, 3]
+    interrupted: bool
+    setting: SettingItem | None
+    spec: dict[str, Any]
+    steps: list[int]
+    rows: list[RowItem]
+    lines: LinesItem
+    prediction: PredictionItem | None
+    no_prediction: str | None
+
+
+def validate_profile(text: str) -> ProfileDocument:
+    """Returns the parsed document.
+
+    Raises:
+        pydantic.ValidationError: `text` is not a profile of this version.
+    """
+    return ProfileDocument.model_validate_json(text)
+
+
+def document_schema() -> dict[str, Any]:
+    """Returns the JSON schema of the document."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "gaverify profile document, version 1",
+        **ProfileDocument.model_json_schema(),
+    }

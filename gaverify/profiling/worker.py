@@ -1,0 +1,169 @@
+"""One row, measured in a process of its own: a job on stdin, one JSON message per finished stage on stdout.
+
+Everything that the user's code prints goes to stderr. A stage that is done is sent at once, so that what was measured
+survives when the process is killed for its memory later.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import traceback
+from contextlib import suppress
+from typing import IO, Any
+
+OUT_OF_MEMORY, DOES_NOT_FIT, FAILED, REFUSED, INTERNAL = (
+    "out-of-memory", "does-not-fit", "failed", "refused", "internal",
+)  # fmt: skip
+
+
+def main() -> None:
+    """Measures the row that the job on stdin describes."""
+    job = json.load(sys.stdin)
+    channel = _private_stdout()
+    _prefer_for_killing()
+    try:
+        _measure(job, channel)
+    except BaseException as error:
+        traceback.print_exc()
+        _send(channel, error=_described(error))
+    sys.stderr.flush()
+    os._exit(0)  # everything is said; taking torch and the model apart would take the better part of a second
+
+
+def _measure(job: dict[str, Any], channel: IO[str]) -> None:
+    from gaverify.profiling.records import Plan
+    from gaverify.spec import Spec
+
+    _send(channel, stage="loading")
+    spec = Spec.model_validate_json(job["spec"])
+    plan = Plan(job["strategy"], job["steps"])
+    problem = _loaded(spec)
+    _check_fits(problem, plan)
+
+    from gaverify.profiling.measuring import WARM_UP, activation_bytes, peak_memory, update_seconds
+    from gaverify.profiling.workload import compared, workload
+
+    with workload(problem, spec, plan, job["optimizer"]) as work:
+        _send(channel, about=_about(work, spec, job), micro_batches=work.task.sizes, stage="memory")
+        memory = peak_memory(work)
+        _send(channel, memory=None if memory is None else vars(memory), stage="time")
+        total = WARM_UP + job["repeats"]
+        times = update_seconds(work, job["repeats"], lambda k: _send(channel, stage=f"time {k + 1}/{total}"))
+        _send(channel, seconds=times, stage="activations")
+        _send(channel, activation_bytes=activation_bytes(work), stage="verdict")
+        work.optimizer = None
+        if plan.strategy != "full-batch":
+            _send(channel, verdict=compared(work, spec))
+
+
+class _Refusal(Exception):
+    """The problem could not even be loaded: no other row would fare better."""
+
+
+def _loaded(spec: Any) -> Any:
+    from gaverify.devices import resolve_device
+    from gaverify.errors import GaverifyError
+    from gaverify.loading import load_problem
+    from gaverify.verification import trimmed
+
+    try:
+        resolve_device(spec.device)
+        return trimmed(load_problem(spec), spec.batch_size)
+    except GaverifyError as error:
+        if _is_out_of_memory(error):
+            raise
+        raise _Refusal(str(error)) from error
+
+
+class _Unfit(Exception):
+    """K micro-batches cannot be cut from this batch."""
+
+
+def _check_fits(problem: Any, plan: Any) -> None:
+    from gaverify.batching import batch_size_of, micro_batch_sizes
+    from gaverify.errors import ProblemError
+
+    try:
+        size = batch_size_of(problem.batch, plan.steps, problem.batch_size, problem.split)
+    except ProblemError as error:
+        raise _Refusal(str(error)) from error
+    try:
+        micro_batch_sizes(size, plan.steps)
+    except ProblemError as error:
+        raise _Unfit(str(error)) from error
+
+
+def _about(work: Any, spec: Any, job: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    from gaverify.precision import short_name
+    from gaverify.version import __version__
+
+    task = work.task
+    unique = {id(p): p for module in task.modules for p in module.parameters()}.values()
+    lowest = max({p.dtype.to_real() for p in task.parameters.values()}, key=lambda dtype: torch.finfo(dtype).eps)
+    cuda = task.device.type == "cuda"
+    return {
+        "model": spec.model, "parameters": sum(p.numel() for p in unique),
+        "trainable": sum(p.numel() for p in task.parameters.values()), "batch_size": task.batch_size,
+        "device": str(task.device),
+        "device_name": torch.cuda.get_device_name(task.device) if cuda else platform.processor() or platform.machine(),
+        "device_memory": torch.cuda.get_device_properties(task.device).total_memory if cuda else None,
+        "dtype": short_name(lowest), "autocast": spec.autocast, "mode": spec.mode, "seed": spec.seed,
+        "threads": torch.get_num_threads(), "optimizer": job["optimizer"], "repeats": job["repeats"],
+        "torch": torch.__version__, "gaverify": __version__, "python": platform.python_version(),
+        "platform": platform.platform(),
+    }  # fmt: skip
+
+
+def _described(error: BaseException) -> dict[str, str]:
+    """What went wrong, as the parent shall read it."""
+    from gaverify.errors import GaverifyError
+
+    message = str(error).strip() or type(error).__name__
+    if isinstance(error, _Refusal):
+        return {"kind": REFUSED, "message": message}
+    if isinstance(error, _Unfit):
+        return {"kind": DOES_NOT_FIT, "message": message}
+    if _is_out_of_memory(error):
+        if not isinstance(error, GaverifyError):
+            message = f"out of memory: {message.splitlines()[0]}"
+        return {"kind": OUT_OF_MEMORY, "message": message}
+    if isinstance(error, SystemExit):
+        return {"kind": FAILED, "message": f"the model's code left Python with sys.exit({error.code!r})"}
+    if isinstance(error, GaverifyError) and error.exit_code == GaverifyError.exit_code:
+        return {"kind": FAILED, "message": message}
+    return {"kind": INTERNAL, "message": f"{type(error).__name__}: {message}"}
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether memory ran out, also behind the sentence that says so."""
+    while error is not None:
+        text = str(error)
+        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+            return True
+        if isinstance(error, RuntimeError) and ("can't allocate memory" in text or "out of memory" in text):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _private_stdout() -> IO[str]:
+    """Takes stdout for the messages, and points what everybody else calls stdout at stderr."""
+    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return channel
+
+
+def _prefer_for_killing() -> None:
+    """When the system runs out of memory, this process shall go and not the user's shell; see proc(5)."""
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as score:
+        score.write("1000")
+
+
+def _send(channel: IO[str], **message: Any) -> None:
+    channel.write(json.dumps(message) + "\n")
+    channel.flush()

@@ -1,0 +1,279 @@
+"""Faults A01 to A13: the samples of a batch act on each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from problems import classified, cross_entropy, fault, mlp, quiet, squared_error
+from torch import nn
+
+from gaverify import Problem
+
+
+def _normalised(norm: nn.Module) -> Problem:
+    torch.manual_seed(0)
+    return classified(nn.Sequential(nn.Linear(6, 8), norm, nn.ReLU(), nn.Linear(8, 4)), 6)
+
+
+def batch_norm() -> Problem:
+    return _normalised(nn.BatchNorm1d(8))
+
+
+def group_norm() -> Problem:
+    return _normalised(nn.GroupNorm(2, 8))
+
+
+def batch_norm_without_running_statistics() -> Problem:
+    return _normalised(nn.BatchNorm1d(8, track_running_stats=False))
+
+
+class HandWrittenNorm(nn.Module):
+    """Scales each feature by its own statistics: over the batch (dim 0), or over the sample's features (dim 1)."""
+
+    def __init__(self, features: int, dim: int) -> None:
+        super().__init__()
+        self.scale, self.dim = nn.Parameter(torch.ones(features)), dim
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.dim == 1:
+            return self.scale * (x - x.mean(1, keepdim=True)) / (x.var(1, keepdim=True) + 1e-5).sqrt()
+        return self.scale * (x - x.mean(0)) / (x.var(0) + 1e-5).sqrt()  # planted A01b-by-hand
+
+
+def hand_written_batch_norm() -> Problem:
+    return _normalised(HandWrittenNorm(8, dim=0))
+
+
+def hand_written_layer_norm() -> Problem:
+    return _normalised(HandWrittenNorm(8, dim=1))
+
+
+def _two_encoders() -> nn.ModuleDict:
+    torch.manual_seed(0)
+    return nn.ModuleDict({"image": mlp(6, 8, 5), "text": mlp(7, 8, 5)})
+
+
+def _pairs(model: nn.ModuleDict, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return F.normalize(model["image"](batch[0]), dim=1), F.normalize(model["text"](batch[1]), dim=1)
+
+
+def contrastive() -> Problem:
+    def loss(model: nn.ModuleDict, batch: Any) -> torch.Tensor:
+        image, text = _pairs(model, batch)
+        logits = image @ text.T / 0.2  # planted A02
+        return F.cross_entropy(logits, torch.arange(len(logits)))
+
+    return Problem(_two_encoders(), loss, (torch.randn(16, 6), torch.randn(16, 7)))
+
+
+def paired_cosine() -> Problem:
+    def loss(model: nn.ModuleDict, batch: Any) -> torch.Tensor:
+        image, text = _pairs(model, batch)
+        return (1 - (image * text).sum(1)).mean()
+
+    return Problem(_two_encoders(), loss, (torch.randn(16, 6), torch.randn(16, 7)))
+
+
+class Mixture(nn.Module):
+    """Top-1 mixture of four experts; `balance` weighs the balancing term E·Σ f·P."""
+
+    def __init__(self, balance: float) -> None:
+        super().__init__()
+        self.router, self.balance = nn.Linear(6, 4), balance
+        self.experts = nn.ModuleList(nn.Linear(6, 4) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        share = self.router(x).softmax(1)
+        chosen = F.one_hot(share.argmax(1), 4).to(x.dtype)
+        outputs = torch.stack([expert(x) for expert in self.experts], 1)
+        mixed = (outputs * (chosen * share)[..., None]).sum(1)
+        balancing = 4 * (chosen.mean(0) * share.mean(0)).sum()  # planted A05
+        return mixed, self.balance * balancing
+
+
+def _routed(balance: float) -> Problem:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        logits, auxiliary = model(batch[0])
+        return F.cross_entropy(logits, batch[1]) + auxiliary
+
+    torch.manual_seed(0)
+    return Problem(Mixture(balance), loss, (torch.randn(16, 6), torch.randint(4, (16,))))
+
+
+def balanced_experts() -> Problem:
+    return _routed(0.5)
+
+
+def unbalanced_experts() -> Problem:
+    return _routed(0.0)
+
+
+LENGTHS = (20, 9, 12, 31, 17, 8, 26, 14)
+
+
+def _waveforms() -> tuple[nn.Module, list[torch.Tensor], torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv1d(1, 4, 3, padding=1),
+        nn.GroupNorm(4, 4),
+        nn.ReLU(),
+        nn.AdaptiveMaxPool1d(1),
+        nn.Flatten(),
+        nn.Linear(4, 3),
+    )
+    return model, [torch.randn(length) for length in LENGTHS], torch.randint(3, (len(LENGTHS),))
+
+
+def _collated(waves: list[torch.Tensor]) -> torch.Tensor:
+    return nn.utils.rnn.pad_sequence(waves, batch_first=True)[:, None]
+
+
+def recollated_waveforms() -> Problem:
+    model, waves, classes = _waveforms()
+
+    def split(batch: Any, start: int, stop: int) -> Any:
+        return _collated(waves[start:stop]).to(batch[0].dtype), batch[1][start:stop]  # planted A08
+
+    return Problem(model, cross_entropy, (_collated(waves), classes), split=split, batch_size=len(waves))
+
+
+def sliced_waveforms() -> Problem:
+    model, waves, classes = _waveforms()
+    return Problem(model, cross_entropy, (_collated(waves), classes))
+
+
+def _mixed(partner: Any) -> Problem:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        x, y = batch
+        other = partner(x)
+        logits = model(0.7 * x + 0.3 * x[other])
+        return 0.7 * F.cross_entropy(logits, y) + 0.3 * F.cross_entropy(logits, y[other])
+
+    torch.manual_seed(0)
+    return Problem(mlp(), loss, (torch.randn(16, 6), torch.randint(4, (16,))))
+
+
+def mix_up_at_random() -> Problem:
+    return _mixed(lambda x: torch.randperm(len(x)))  # planted A09-randperm
+
+
+def mix_up_flipped() -> Problem:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        x, y = batch
+        mixed = 0.7 * x + 0.3 * x.flip(0)  # planted A09-flip
+        logits = model(mixed)
+        return 0.7 * F.cross_entropy(logits, y) + 0.3 * F.cross_entropy(logits, y.flip(0))
+
+    torch.manual_seed(0)
+    return Problem(mlp(), loss, (torch.randn(16, 6), torch.randint(4, (16,))))
+
+
+def mix_up_with_itself() -> Problem:
+    return _mixed(lambda x: torch.arange(len(x)))
+
+
+def _policy(whitened: bool) -> Problem:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        x, actions, advantages = batch
+        if whitened:
+            advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)  # planted A11
+        chosen = model(x).log_softmax(1).gather(1, actions[:, None])[:, 0]
+        return -(chosen * advantages).mean()
+
+    torch.manual_seed(0)
+    return Problem(mlp(), loss, (torch.randn(16, 6), torch.randint(4, (16,)), torch.randn(16) * 2 + 1))
+
+
+def whitened_advantages() -> Problem:
+    return _policy(True)
+
+
+def given_advantages() -> Problem:
+    return _policy(False)
+
+
+class FrozenAtFirst(nn.Sequential):
+    """Puts its BatchNorm into eval mode once; with `again`, after every `train()`."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+        self.again = again
+        self[1].eval()
+
+    def train(self, mode: bool = True) -> FrozenAtFirst:
+        super().train(mode)
+        if getattr(self, "again", False):
+            self[1].eval()
+        return self
+
+
+def unfrozen_by_train() -> Problem:
+    torch.manual_seed(0)
+    return classified(FrozenAtFirst(again=False), 6)
+
+
+def frozen_after_every_train() -> Problem:
+    torch.manual_seed(0)
+    return classified(FrozenAtFirst(again=True), 6)
+
+
+def minibatch_deviation() -> Problem:
+    """The last layer of a progressive GAN's critic: one feature more, the deviation over the batch."""
+
+    class Deviation(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            spread = x.std(0).mean().expand(len(x), 1)  # planted minibatch-deviation
+            return torch.cat([x, spread], 1)
+
+    torch.manual_seed(0)
+    return classified(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), Deviation(), nn.Linear(9, 4)), 6)
+
+
+def image_batch_norm() -> Problem:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 4)
+    )
+    return classified(model, 3, 6, 6, size=8)
+
+
+def squared_batch_norm() -> Problem:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 1))
+    return Problem(model, squared_error, (torch.randn(8, 16), torch.randn(8, 1)))
+
+
+FAULTS = (
+    fault("A01", batch_norm, "GAV101", "each micro-batch has its own mean and variance", module="1"),
+    fault("A01b-untracked", batch_norm_without_running_statistics, "GAV101 GAV102",
+          "without running statistics the batch's own are used all the same", module="1"),
+    fault("A01b-by-hand", hand_written_batch_norm, "GAV101 GAV102", "no class of torch.nn gives it away", module="1"),
+    fault("A01-eval-too", batch_norm_without_running_statistics, "GAV101 GAV102",
+          "without running statistics eval mode uses the batch's own as well", module="1", options={"mode": "eval"}),
+    fault("A01-one-each", image_batch_norm, "GAV101", "BatchNorm2d silently works on micro-batches of one", steps=8,
+          module="1"),
+    fault("A01-row-6", squared_batch_norm, "GAV101", "row 6 of the reference systems", module="1"),
+    fault("A02", contrastive, "GAV103", "a sample has fewer negatives in a micro-batch", planted=True),
+    fault("A05", balanced_experts, "GAV102 GAV103", "a product of two batch means is no mean", planted=True),
+    fault("A08", recollated_waveforms, "GAV102 GAV103", "GroupNorm counts the padding, which depends on the batch"),
+    fault("A09-randperm", mix_up_at_random, "GAV102 GAV103", "partners outside the micro-batch are lost", pending=True),
+    fault("A09-flip", mix_up_flipped, "GAV102 GAV103", "partners outside the micro-batch are lost", planted=True),
+    fault("A11", whitened_advantages, "GAV103", "mean and deviation are those of the micro-batch", planted=True),
+    fault("A13", unfrozen_by_train, "GAV101", "`model.train()` reaches every child", module="1"),
+    fault("minibatch-deviation", minibatch_deviation, "GAV102", "the deviation runs over the micro-batch", module="2",
+          planted=True),
+)  # fmt: skip
+
+TWINS = (
+    quiet("A01", batch_norm, "frozen: the running statistics are constants", options={"mode": "eval"}),
+    quiet("A01b-untracked", group_norm, "GroupNorm looks at one sample"),
+    quiet("A01b-by-hand", hand_written_layer_norm, "the same arithmetic over the sample's own features"),
+    quiet("A02", paired_cosine, "each pair on its own"),
+    quiet("A05", unbalanced_experts, "routing alone is per sample"),
+    quiet("A08", sliced_waveforms, "every micro-batch keeps the padding of the full batch"),
+    quiet("A09", mix_up_with_itself, "each sample is its own partner"),
+    quiet("A11", given_advantages, "the advantages come with the batch"),
+    quiet("A13", frozen_after_every_train, "`train()` is overridden to keep the layer frozen"),
+)

@@ -1,0 +1,347 @@
+"""Look-alikes: what a suspicious reader would try in the hope of a false alarm. Deterministic models and batches."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from problems import Case, classified, cross_entropy, mlp, quiet
+from problems_quiet import Pooled
+from problems_weights import mean_loss
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+
+from gaverify import Problem
+
+LOOKALIKES: list[Case] = []
+
+
+def lookalike(why: str, **changes: Any) -> Any:
+    """Adds the decorated builder to the catalogue, under its own name."""
+
+    def add(build: Any) -> Any:
+        def seeded() -> Problem:
+            torch.manual_seed(0)
+            return build()
+
+        LOOKALIKES.append(quiet(build.__name__, seeded, why, **changes))
+        return build
+
+    return add
+
+
+@lookalike("the mask hides padding of each sample")
+def attention_with_padding_mask() -> Problem:
+    mask = torch.arange(5)[None] >= torch.tensor([5, 3, 4, 1, 2, 5, 3, 4])[:, None]
+    return Problem(Pooled(), lambda m, b: F.cross_entropy(m(b[0], b[1]), b[2]),
+                   (torch.randn(8, 5, 8), mask, torch.randint(4, (8,))))  # fmt: skip
+
+
+@lookalike("the bias of the keys has a gradient of zero in exact arithmetic")
+def key_bias() -> Problem:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return ((self.q(x) @ self.k(x).mT / 8**0.5).softmax(-1) @ self.v(x)).mean(1)
+
+    return classified(Attention(), 5, 8, size=8)
+
+
+@lookalike("the bias before an InstanceNorm has a gradient of zero in exact arithmetic")
+def bias_before_instance_norm() -> Problem:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4, affine=True), nn.ReLU(), nn.Conv2d(4, 4, 3),
+                          nn.InstanceNorm2d(4), nn.Flatten(), nn.Linear(16, 4))  # fmt: skip
+    return classified(model, 3, 6, 6, size=8)
+
+
+@lookalike("groups lie within a sample")
+def group_norm() -> Problem:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 4))
+    return classified(model, 3, 6, 6, size=8)
+
+
+@lookalike("neighbouring channels of the same sample")
+def local_response_norm() -> Problem:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.LocalResponseNorm(2), nn.Flatten(), nn.Linear(64, 4))
+    return classified(model, 3, 6, 6, size=8)
+
+
+@lookalike("the norm is that of the weight")
+def weight_norm() -> Problem:
+    return classified(nn.Sequential(parametrizations.weight_norm(nn.Linear(6, 8)), nn.ReLU(), nn.Linear(8, 4)), 6)
+
+
+@lookalike("the power iteration stands still in eval mode", options={"mode": "eval"})
+def spectral_norm_in_eval() -> Problem:
+    return classified(nn.Sequential(parametrizations.spectral_norm(nn.Linear(6, 8)), nn.ReLU(), nn.Linear(8, 4)), 6)
+
+
+@lookalike("a parametrisation of the weight alone")
+def symmetric_parametrisation() -> Problem:
+    class Symmetric(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.triu() + x.triu(1).mT
+
+    layer = nn.Linear(6, 6)
+    parametrize.register_parametrization(layer, "weight", Symmetric())
+    return classified(nn.Sequential(layer, nn.Linear(6, 4)), 6)
+
+
+@lookalike("time comes first; `split` cuts the second dimension")
+def batch_second_lstm() -> Problem:
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(6, 5, num_layers=2, dropout=0.4), nn.Linear(5, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.lstm(x)[0][-1])
+
+    return Problem(Tagger(), cross_entropy, (torch.randn(7, 8, 6), torch.randint(4, (8,))), batch_size=8,
+                   split=lambda b, start, stop: (b[0][:, start:stop], b[1][start:stop]))  # fmt: skip
+
+
+@lookalike("time comes first inside the model, with dropout; the batch itself leads with B")
+def batch_second_transformer() -> Problem:
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3), nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.layer(x.transpose(0, 1)).mean(0))
+
+    return classified(Encoder(), 5, 8, size=8)
+
+
+@lookalike("as many time steps as samples: the dimension of the batch is not told by its size")
+def as_long_as_the_batch() -> Problem:
+    return classified(Pooled(0.2), 8, 8, size=8)
+
+
+@lookalike("recurrence over time")
+def gru() -> Problem:
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gru = nn.GRU(6, 4, batch_first=True, bidirectional=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.gru(x)[0].sum((1,))
+
+    return classified(Last(), 5, 6, size=8, classes=8)
+
+
+@lookalike("packed sequences of each sample's own length")
+def packed_lstm() -> Problem:
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(6, 5, batch_first=True), nn.Linear(5, 4)
+
+        def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+            return self.head(self.lstm(packed)[1][0][-1])
+
+    return Problem(Packed(), lambda m, b: F.cross_entropy(m(b[0], b[1]), b[2]),
+                   (torch.randn(8, 6, 6), torch.tensor([6, 2, 4, 5, 1, 3, 6, 2]), torch.randint(4, (8,))))  # fmt: skip
+
+
+@lookalike("gradients of the embedding are sparse and uncoalesced")
+def sparse_embedding() -> Problem:
+    model = nn.Sequential(nn.Embedding(11, 8, sparse=True), nn.Flatten(), nn.Linear(24, 4))
+    return Problem(model, cross_entropy, (torch.randint(11, (16, 3)), torch.randint(4, (16,))))
+
+
+@lookalike("bags of one sample each")
+def embedding_bag() -> Problem:
+    model = nn.Sequential(nn.EmbeddingBag(11, 8, mode="mean"), nn.Linear(8, 4))
+    return Problem(model, cross_entropy, (torch.randint(11, (16, 3)), torch.randint(4, (16,))))
+
+
+@lookalike("frozen parameters have no gradient to compare")
+def frozen_parameters() -> Problem:
+    problem = mean_loss()
+    problem.model[0].requires_grad_(False)
+    return problem
+
+
+@lookalike("an unused parameter has no gradient in either run")
+def unused_parameters() -> Problem:
+    problem = mean_loss()
+    problem.model.register_parameter("spare", nn.Parameter(torch.ones(3)))
+    return problem
+
+
+@lookalike("one module, called twice")
+def shared_module() -> Problem:
+    layer = nn.Linear(6, 6)
+    return classified(nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(6, 4)), 6)
+
+
+@lookalike("complex parameters")
+def complex_parameters() -> Problem:
+    class Waves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6, 4, dtype=torch.complex64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x.to(self.weight.dtype) @ self.weight).abs()
+
+    return classified(Waves(), 6)
+
+
+@lookalike("spectral layers of the same sample")
+def fourier_layer() -> Problem:
+    class Fourier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.head = nn.Parameter(torch.randn(5, dtype=torch.complex64)), nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(torch.fft.irfft(torch.fft.rfft(x) * self.weight, n=8))
+
+    return classified(Fourier(), 8)
+
+
+@lookalike("the loss freezes the critic while the generator learns")
+def requires_grad_toggles() -> Problem:
+    def loss(model: nn.ModuleDict, batch: torch.Tensor) -> torch.Tensor:
+        model["critic"].requires_grad_(False)
+        value = -model["critic"](model["generator"](batch)).mean()
+        model["critic"].requires_grad_(True)
+        return value
+
+    return Problem(nn.ModuleDict({"generator": mlp(6, 8, 6), "critic": mlp(6, 8, 1)}), loss, torch.randn(16, 6))
+
+
+@lookalike("a tensor hook that doubles a gradient is linear")
+def tensor_hook() -> Problem:
+    problem = mean_loss()
+    problem.model[0].weight.register_hook(lambda gradient: 2 * gradient)
+    return problem
+
+
+@lookalike("a full backward hook that halves the gradient of the inputs is linear")
+def full_backward_hook() -> Problem:
+    problem = mean_loss()
+    problem.model[2].register_full_backward_hook(lambda module, inputs, outputs: tuple(0.5 * g for g in inputs))
+    return problem
+
+
+@lookalike("a forward hook that scales the outputs")
+def forward_hook() -> Problem:
+    problem = mean_loss()
+    problem.model[0].register_forward_hook(lambda module, inputs, output: 1.5 * output)
+    return problem
+
+
+@lookalike("a straight-through estimator")
+def custom_function() -> Problem:
+    class Sign(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.sign()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient
+
+    class Binary(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Sign.apply(x)
+
+    return classified(nn.Sequential(nn.Linear(6, 8), Binary(), nn.Linear(8, 4)), 6)
+
+
+@lookalike("casts to float32 in the middle: the control's precision is capped unless they are lifted")
+def casts_to_float32() -> Problem:
+    class Cast(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.float().square().mean(-1, keepdim=True).add(1e-6).rsqrt().to(x.dtype) * x
+
+    layers = [layer for _ in range(6) for layer in (nn.Linear(8, 8), Cast())]
+    return classified(nn.Sequential(*layers, nn.Linear(8, 4)), 8)
+
+
+@lookalike("a model called with its parameters as arguments")
+def functional_call() -> Problem:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(torch.func.functional_call(model, dict(model.named_parameters()), batch[0]), batch[1])
+
+    return replace(mean_loss(), loss=loss)
+
+
+@lookalike("vmap over the samples")
+def mapped_over_samples() -> Problem:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(torch.func.vmap(lambda x: model(x))(batch[0]), batch[1])
+
+    return replace(mean_loss(), loss=loss)
+
+
+@lookalike("a gradient penalty differentiates twice")
+def gradient_penalty() -> Problem:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        batch.requires_grad_()
+        (slope,) = torch.autograd.grad(model(batch).sum(), batch, create_graph=True)
+        return (slope.norm(dim=1) - 1).square().mean()
+
+    return Problem(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)), loss, torch.randn(16, 6))
+
+
+@lookalike("a loss with parameters of its own")
+def loss_module() -> Problem:
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.log_scale = nn.Parameter(torch.tensor(0.3))
+
+        def forward(self, model: nn.Module, batch: Any) -> torch.Tensor:
+            return cross_entropy(model, batch) * torch.exp(-self.log_scale) + self.log_scale
+
+    return replace(mean_loss(), loss=Weighted())
+
+
+@lookalike("the loss writes into the batch that it was given")
+def writes_into_the_batch() -> Problem:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        batch[0].mul_(2)
+        return cross_entropy(model, batch)
+
+    return replace(mean_loss(), loss=loss)
+
+
+@lookalike("TorchScript")
+def scripted() -> Problem:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return replace(mean_loss(), model=torch.jit.script(mlp()))
+
+
+@lookalike("hinges: samples that win have a gradient of exactly zero")
+def hinge() -> Problem:
+    return replace(mean_loss(), loss=lambda m, b: F.multi_margin_loss(m(b[0]), b[1]))
+
+
+@lookalike("weight decay in the loss, once per micro-batch and divided by K, is one decay")
+def decay_in_the_loss() -> Problem:
+    return replace(
+        mean_loss(), loss=lambda m, b: cross_entropy(m, b) + 0.1 * sum(p.square().sum() for p in m.parameters())
+    )
+
+
+@lookalike("triplets lie side by side in one sample")
+def triplets() -> Problem:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        anchor, positive, negative = (model(part) for part in batch.unbind(1))
+        return F.triplet_margin_loss(anchor, positive, negative)
+
+    return Problem(mlp(), loss, torch.randn(16, 3, 6))

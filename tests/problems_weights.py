@@ -1,0 +1,159 @@
+"""Faults B01 to B14 and L19: the loss is additive, but its micro-batches are weighted wrongly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from problems import classified, fault, language_model, mlp, quiet, token_batch, token_loss
+from torch import nn
+
+from gaverify import Problem
+
+RAGGED = (6, 5, 1, 2, 4, 3, 2, 1)  # micro-batches of two rows hold 11, 3, 7 and 3 of 24 valid tokens
+
+
+def ragged_tokens() -> Problem:
+    torch.manual_seed(0)
+    return Problem(language_model(), token_loss, token_batch(RAGGED))
+
+
+def even_tokens() -> Problem:
+    """The same with two rows of every micro-batch holding 7 valid tokens together."""
+    torch.manual_seed(0)
+    return Problem(language_model(), token_loss, token_batch((6, 1, 2, 5, 4, 3, 3, 4)))
+
+
+def full_rows() -> Problem:
+    torch.manual_seed(0)
+    return Problem(language_model(), token_loss, token_batch((6,) * 8))
+
+
+def mean_loss() -> Problem:
+    torch.manual_seed(0)
+    return classified(mlp(), 6)
+
+
+def two_micro_batches() -> Problem:
+    torch.manual_seed(0)
+    return classified(mlp(), 6, size=8)
+
+
+class ForgetsTheCount(nn.Module):
+    """Takes the token count that its trainer relies on; with `heeds`, it uses it as well."""
+
+    def __init__(self, heeds: bool) -> None:
+        super().__init__()
+        self.inner, self.heeds = language_model(), heeds
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor, num_items_in_batch: int | None = None) -> Any:
+        logits = self.inner(tokens).flatten(0, 1)
+        if self.heeds and num_items_in_batch is not None:
+            return {"loss": F.cross_entropy(logits, labels.flatten(), reduction="sum") / num_items_in_batch}
+        return {"loss": F.cross_entropy(logits, labels.flatten())}  # planted B06
+
+
+def _counted(heeds: bool) -> Problem:
+    torch.manual_seed(0)
+    batch = token_batch((6,) * 8)
+    return Problem(ForgetsTheCount(heeds), lambda model, batch: model(**batch, num_items_in_batch=48), batch)
+
+
+def ignored_count() -> Problem:
+    return _counted(False)
+
+
+def heeded_count() -> Problem:
+    return _counted(True)
+
+
+def _windowed(other: int | None) -> Problem:
+    """The summed loss over the valid tokens of a window; the micro-batches carry `other` as its count."""
+    torch.manual_seed(0)
+    batch = token_batch(RAGGED)
+    window: dict[str, Any] = {**batch, "items": float((batch["labels"] != -100).sum())}
+
+    def loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        logits = model(batch["tokens"]).flatten(0, 1)
+        return F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum") / batch["items"]
+
+    def split(batch: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
+        return {name: batch[name][start:stop] for name in ("tokens", "labels")} | {"items": other or batch["items"]}
+
+    return Problem(language_model(), loss, window, split=split, batch_size=8)
+
+
+def count_of_another_window() -> Problem:
+    return _windowed(36)
+
+
+def count_of_this_window() -> Problem:
+    return _windowed(None)
+
+
+def _matched(divided: bool) -> Problem:
+    """Mean over the matched targets of an image, as a detector forms it, times the number of images."""
+    torch.manual_seed(0)
+    matched = torch.zeros(16, 5)
+    for row, count in enumerate((5, 4, 3, 5, 1, 1, 2, 1, 2, 3, 2, 2, 5, 5, 1, 1)):
+        matched[row, :count] = 1
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        x, targets, matched = batch
+        errors = (model(x) - targets).square() * matched
+        return errors.sum() / 43 if divided else errors.sum() / matched.sum() * len(x)  # planted B11
+
+    return Problem(mlp(classes=5), loss, (torch.randn(16, 6), torch.randn(16, 5), matched))
+
+
+def mean_over_matched() -> Problem:
+    return _matched(divided=False)
+
+
+def sum_over_matched() -> Problem:
+    return _matched(divided=True)
+
+
+def sum_over_one_length() -> Problem:
+    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        logits = model(batch["tokens"]).flatten(0, 1)
+        return F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum") / batch["labels"].shape[1]
+
+    torch.manual_seed(0)
+    return Problem(language_model(), loss, token_batch((6,) * 8))
+
+
+def ragged_tail() -> Problem:
+    """16 samples in micro-batches of 6, 6 and 4."""
+    return mean_loss()
+
+
+FAULTS = (
+    fault("B01", ragged_tokens, "GAV202", "the mean of means weighs 3 tokens like 11"),
+    fault("B02", mean_loss, "GAV201", "four means are added", options={"weighting": "none"}),
+    fault("B04", two_micro_batches, "GAV201", "two micro-batches divided by the configured four", steps=2,
+          options={"weighting": (0.25, 0.25)}),
+    fault("B05", mean_loss, "GAV201", "divided by K twice", options={"weighting": (1 / 16,) * 4}),
+    fault("B06", ignored_count, "GAV201", "the trainer does not divide, because the model should have",
+          options={"weighting": "none"}),
+    fault("B09", count_of_another_window, "GAV201", "24 tokens divided by another window's 36",
+          options={"weighting": "none"}),
+    fault("B11", mean_over_matched, "GAV202", "micro-batches hold 17, 5, 9 and 12 matched targets",
+          options={"weighting": "none"}),
+    fault("B13", ragged_tail, "GAV202", "6, 6 and 4 samples averaged equally", steps=3),
+    fault("B14", sum_over_one_length, "GAV201", "a sum over the batch is already additive; / K is once too often"),
+    fault("L19", mean_loss, "GAV201", "`backward()` ran on the undivided loss", options={"weighting": "none"}),
+)  # fmt: skip
+
+TWINS = (
+    quiet("B01", ragged_tokens, "weighted by valid tokens", options={"weighting": "tokens"}),
+    quiet("B02", mean_loss, "divided by K"),
+    quiet("B04", two_micro_batches, "divided by the two that there are", steps=2, options={"weighting": (0.5, 0.5)}),
+    quiet("B05", mean_loss, "divided once", options={"weighting": (1 / 4,) * 4}),
+    quiet("B06", heeded_count, "the model divides by the window's tokens", options={"weighting": "none"}),
+    quiet("B09", count_of_this_window, "the window's own count", options={"weighting": "none"}),
+    quiet("B11", sum_over_matched, "one constant divisor", options={"weighting": "none"}),
+    quiet("B13", ragged_tail, "weighted n_k/N", steps=3, options={"weighting": "samples"}),
+    quiet("B14", sum_over_one_length, "not divided once more", options={"weighting": "none"}),
+)

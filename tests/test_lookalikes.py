@@ -1,0 +1,55 @@
+"""No false alarms: what may not be flagged, and look-alikes of every fault."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import problems_layouts
+import problems_lookalikes
+import problems_quiet
+import problems_random
+import problems_recipes
+import pytest
+from problems import Case, fault_codes, note_codes, story
+
+from gaverify import Outcome
+
+# The layouts and recipes add to the lists of the modules that they import `replayed` and `lookalike` from.
+CASES = [*problems_quiet.ROWS, *problems_lookalikes.LOOKALIKES, *problems_random.RANDOM]
+assert problems_layouts and problems_recipes
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in CASES])
+def test_is_not_flagged(case: Case) -> None:
+    verdict = case.verify()
+    assert verdict.outcome is Outcome.EQUIVALENT, f"{case.why}\n{story(verdict)}"
+    assert fault_codes(verdict) == set(), story(verdict)
+    assert case.notes <= note_codes(verdict), story(verdict)
+    assert verdict.parameters, "a verdict about nothing proves nothing"
+
+
+COMPILED = """
+import gaverify, torch
+from problems_weights import mean_loss
+from problems_random import noisy
+from torch import nn
+
+for problem in (mean_loss(), noisy(nn.Dropout(0.5), nn.Dropout(0.5))):
+    problem.model = torch.compile(problem.model, backend="aot_eager")
+    problem.loss(problem.model, problem.batch)  # compiled before it is verified
+    print(gaverify.verify(problem, steps=4).outcome.value)
+    print(gaverify.verify(problem, steps=4, weighting="none").outcome.value)
+"""
+
+
+@pytest.mark.slow
+def test_compiled_models() -> None:
+    """In a process of its own, because the compiler leaves settings of its own behind."""
+    paths = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    run = subprocess.run(
+        [sys.executable, "-c", COMPILED], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths}
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == ["equivalent", "divergent"] * 2
