@@ -60,6 +60,12 @@ def bias_before_instance_norm() -> Problem:
     return classified(model, 3, 6, 6, size=8)
 
 
+@lookalike("the last bias shifts all scores of a list and cancels in its softmax")
+def listwise_ranking() -> Problem:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1), nn.Flatten())
+    return classified(model, 5, 6, classes=5)
+
+
 @lookalike("groups lie within a sample")
 def group_norm() -> Problem:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 4))

@@ -12,8 +12,10 @@ import problems_quiet
 import problems_random
 import problems_recipes
 import pytest
+import torch
 from problems import Case, fault_codes, note_codes, story
 
+import gaverify
 from gaverify import Outcome
 
 # The layouts and recipes add to the lists of the modules that they import `replayed` and `lookalike` from.
@@ -28,6 +30,32 @@ def test_is_not_flagged(case: Case) -> None:
     assert fault_codes(verdict) == set(), story(verdict)
     assert case.notes <= note_codes(verdict), story(verdict)
     assert verdict.parameters, "a verdict about nothing proves nothing"
+
+
+ZERO = {case.id: case for case in CASES if case.id in ("key_bias", "bias_before_instance_norm", "listwise_ranking")}
+PRECISIONS = [
+    {"dtype": "float32"},
+    {"dtype": "float64"},
+    {"dtype": "bfloat16"},
+    {"dtype": "float16"},
+    {"autocast": "bfloat16"},
+]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS, ids=lambda options: "-".join(map(str, options.values())))
+@pytest.mark.parametrize("name", sorted(ZERO))
+def test_gradient_that_is_zero_in_exact_arithmetic(name: str, precision: dict[str, str]) -> None:
+    """Nothing but rounding is left of it, in every precision and on any data; a relative difference means nothing."""
+    for seed in range(3):
+        problem = ZERO[name].build()
+        torch.manual_seed(seed)
+        inputs, classes = problem.batch
+        problem.batch = (torch.randn_like(inputs), classes)
+        verdict = gaverify.verify(problem, steps=4, **precision)
+        assert verdict.outcome is Outcome.EQUIVALENT, f"seed {seed}\n{story(verdict)}"
+        verdict = gaverify.verify(problem, steps=4, weighting="none", **precision)
+        assert verdict.outcome is Outcome.DIVERGENT, f"seed {seed}\n{story(verdict)}"
+        assert fault_codes(verdict) == {"GAV201"}, f"seed {seed}\n{story(verdict)}"
 
 
 COMPILED = """

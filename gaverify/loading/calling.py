@@ -32,7 +32,9 @@ def call_factory(
     """
     accepted, anything, required = _parameters(factory)
     if required[:1] == ["self"]:
-        raise SpecError(f"`{name}` is a method that needs an object; name a function, a class or a static method")
+        raise SpecError(
+            f"`{name}` is a method that needs an object; name a function, a class or a static method", "model"
+        )
     passed = {option: value for option, value in options.items() if option in accepted}
     problems = (
         [] if anything else [_unknown(argument, name, accepted) for argument in arguments if argument not in accepted]
@@ -44,7 +46,7 @@ def call_factory(
         if parameter not in passed and parameter not in arguments
     ]
     if problems:
-        raise SpecError(problems)
+        raise SpecError(problems, "model")
     try:
         return factory(**{**passed, **arguments})
     except (GaverifyError, MemoryError):
@@ -70,7 +72,7 @@ def check_types(build: Callable[..., Any], name: str, arguments: Mapping[str, An
                 f"its default is {parameter.default!r}"
             )
     if problems:
-        raise SpecError(problems)
+        raise SpecError(problems, "model")
 
 
 def _parameters(factory: Callable[..., Any]) -> tuple[list[str], bool, list[str]]:

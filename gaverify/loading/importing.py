@@ -29,15 +29,13 @@ def import_factory(name: str) -> Any:
     """
     place, colon, attribute = name.rpartition(":")
     if not colon:
-        raise SpecError(f"--model `{name}` names a file without a factory; write `{name}:{_first_function(name)}`")
+        raise SpecError(f"`{name}` names a file without a factory; write `{name}:{_first_function(name)}`", "model")
     if not place or not attribute:
-        raise SpecError(f"--model `{name}` is half a name; write `package.module:factory` or `file.py:factory`")
+        raise SpecError(f"`{name}` is half a name; write `package.module:factory` or `file.py:factory`", "model")
     if place.endswith(".py"):
         module = _import_file(Path(place))
     elif os.sep in place or "/" in place:
-        raise SpecError(
-            f"--model `{name}`: `{place}` is neither a module nor a .py file; write `{place}.py:{attribute}`"
-        )
+        raise SpecError(f"`{place}` is neither a module nor a .py file; write `{place}.py:{attribute}`", "model")
     else:
         module = _import_module(place)
     return _attribute(module, place, attribute)
@@ -52,7 +50,7 @@ def _import_module(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise _failed(name, error) from error  # the module is there; it imports one that is not
-        raise SpecError(_no_module(name, error.name)) from error
+        raise SpecError(_no_module(name, error.name), "model") from error
     except (Exception, SystemExit) as error:
         raise _failed(name, error) from error
 
@@ -64,16 +62,14 @@ def _no_module(name: str, missing: str) -> str:
     folders = list(getattr(package, "__path__", [])) if parent else [os.getcwd()]
     siblings = [entry.name for entry in pkgutil.iter_modules(folders)]
     if parent and not folders:
-        return (
-            f"--model `{name}`: `{parent}` is a module, not a package; an attribute follows a colon: `{parent}:{last}`"
-        )
+        return f"`{parent}` is a module, not a package; an attribute follows a colon: `{parent}:{last}`"
     where = f"package `{parent}`" if parent else "current folder or among the installed packages"
     path = Path(*name.split("."))
     file = path.with_suffix(".py") if name.count(".") else path
     advice = f"did you mean `{_join(parent, near)}`?" if (near := _nearest(last, siblings)) else (
         f"start gaverify in the folder that holds `{file.parts[0]}`, or write `path/to/{file.stem}.py:factory`"
     )  # fmt: skip
-    return f"--model: there is no module `{missing}` in the {where}; {advice}"
+    return f"there is no module `{missing}` in the {where}; {advice}"
 
 
 def _join(parent: str, name: str) -> str:
@@ -85,7 +81,7 @@ def _import_file(file: Path) -> ModuleType:
     if not file.is_file():
         near = _nearest(file.name, [entry.name for entry in file.parent.glob("*.py") if entry.is_file()])
         advice = f"did you mean `{file.parent / near}`?" if near else "paths start from the current folder"
-        raise SpecError(f"--model: there is no file `{file}`; {advice}")
+        raise SpecError(f"there is no file `{file}`; {advice}", "model")
     _put_first(os.getcwd())
     _put_first(str(file.resolve().parent))
     importlib.invalidate_caches()
@@ -93,7 +89,7 @@ def _import_file(file: Path) -> ModuleType:
     name = f"_gaverify_{file.stem}"
     specification = importlib.util.spec_from_file_location(name, file.resolve())
     if specification is None or specification.loader is None:
-        raise SpecError(f"--model: `{file}` cannot be imported as Python")
+        raise SpecError(f"`{file}` cannot be imported as Python", "model")
     module = importlib.util.module_from_spec(specification)
     sys.modules[name] = module  # dataclasses and pickle look their module up here
     try:
@@ -165,7 +161,7 @@ def _attribute(module: ModuleType, place: str, dotted: str) -> Any:
             own = [entry for entry in dir(found) if not entry.startswith("_")]
             near = _nearest(name, own)
             advice = f"did you mean `{near}`?" if near else f"it has {_listed(_likely(found, own))}"
-            raise SpecError(f"--model: `{path}` has no attribute `{name}`; {advice}") from error
+            raise SpecError(f"`{path}` has no attribute `{name}`; {advice}", "model") from error
         path = f"{path}:{name}" if path == place else f"{path}.{name}"
     return found
 

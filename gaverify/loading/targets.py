@@ -97,14 +97,15 @@ def find_loss(name: str) -> LossKind:
         return _KINDS[name]
     if name in _MORE:
         raise SpecError(
-            f"--loss {name} takes {_MORE[name]} beside the model's output; "
-            "write a factory that returns a gaverify.Problem with your own `loss(model, batch)`"
+            f"`{name}` takes {_MORE[name]} beside the model's output; "
+            "write a factory that returns a gaverify.Problem with your own `loss(model, batch)`",
+            "loss",
         )
     word = name.lower().removesuffix("loss").strip("_")
     short = {known.removesuffix("_loss").replace("_", ""): known for known in _KINDS}
     near = difflib.get_close_matches(word.replace("_", ""), short, n=1)
     advice = f"did you mean `{short[near[0]]}`?" if near else f"they are {', '.join(_KINDS)}"
-    raise SpecError(f"--loss: torch.nn.functional has no loss `{name}` of an input and a target; {advice}")
+    raise SpecError(f"torch.nn.functional has no loss `{name}` of an input and a target; {advice}", "loss")
 
 
 def _like_output(target: Target) -> torch.Tensor:

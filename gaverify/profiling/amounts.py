@@ -54,8 +54,9 @@ def seconds_text(seconds: float) -> str:
 
 
 def _digits(value: float) -> str:
-    """Three significant digits without an exponent: `1.23`, `12.3`, `123`, `12345`."""
-    if value == 0 or not math.isfinite(value):
-        return f"{value:.0f}"
-    places = max(0, 2 - math.floor(math.log10(value) + 1e-12))
-    return f"{value:.{min(places, 6)}f}"
+    """Three significant digits without an exponent: `1.23`, `12.3`, `123`; a fourth place at most for the tiniest."""
+    if value == 0:
+        return "0"
+    rounded = float(f"{value:.2e}")  # first, since 999.96 has one place less than it seems
+    places = max(0, 2 - math.floor(math.log10(rounded) + 1e-12))
+    return f"{rounded:.{min(places, 4)}f}"

@@ -72,7 +72,7 @@ def profile_spec(
         if not rows:
             raise
         interrupted = True
-    rows += [Row(plan.strategy, plan.steps, "not-run", "interrupted") for plan in plans[len(rows) :]]
+    rows += [Row(plan.strategy, plan.steps, "not-run") for plan in plans[len(rows) :]]
     limit = memory_limit if memory_limit or setting is None else setting.device_memory
     wanted = wanted_batch if wanted_batch or setting is None else setting.batch_size
     return Profile(setting, tuple(rows), tuple(steps), limit, wanted, interrupted, spec.to_dict())

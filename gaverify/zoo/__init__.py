@@ -100,8 +100,9 @@ def find_builtin(name: str) -> Builtin:
         return known[name]
     near = difflib.get_close_matches(name.lower().replace("_", "-"), known, n=1, cutoff=0.5)
     if near:
-        raise SpecError(f"there is no built-in `{name}`; did you mean `{near[0]}`?")
+        raise SpecError(f"there is no built-in `{name}`; did you mean `{near[0]}`?", "model")
     raise SpecError(
         f"there is no built-in `{name}`; the built-ins are {', '.join(known)}, "
-        "and your own model is `package.module:factory` or `file.py:factory`"
+        "and your own model is `package.module:factory` or `file.py:factory`",
+        "model",
     )
