@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
@@ -27,6 +27,8 @@ _CAPPED = 4.0 * U32
 # thresholds nothing is claimed.
 _FLOOR_EQUIVALENT, _FLOOR_DIVERGENT = 32.0, 320.0
 _PERTURBED_RUNS = 3
+# A gradient this far below the model's largest one is a sum that cancels; float64 leaves 1e-16 of its terms.
+_VANISHING = 1e-9
 
 
 @dataclass
@@ -71,12 +73,31 @@ def float64_control(task: Task, state: ModelState, record: DrawRecord) -> Contro
     return Control(rows, full, accumulated)
 
 
+def vanishing(rows: Sequence[ParameterComparison]) -> bool:
+    """Whether a gradient that is zero but for float64's own rounding is what diverges.
+
+    Its difference may be exactly zero in low precision (everything rounded to the same bits) and then cannot shrink.
+    """
+    largest = max((row.reference_norm for row in rows if math.isfinite(row.reference_norm)), default=0.0)
+    return any(
+        row.outcome is Outcome.DIVERGENT and max(row.reference_norm, row.accumulated_norm) <= _VANISHING * largest
+        for row in rows
+    )
+
+
+def control_floor(task: Task, state: ModelState, record: DrawRecord, control: Control) -> dict[str, float]:
+    """Returns the noise floor of the float64 control: its full batch with each weight moved by one unit roundoff."""
+    with in_float64(task, state) as (lifted, lifted_state):
+        return noise_floor(lifted, lifted_state, record, control.full, U64, lift=True)
+
+
 def judge_by_control(
-    working: Mapping[str, Difference], control: Control, scales: Mapping[str, float], working_unit: float
-) -> list[ParameterComparison]:
+    working: Mapping[str, Difference], control: Control, scales: Mapping[str, float], working_unit: float,
+    floor: Mapping[str, float] | None = None,
+) -> list[ParameterComparison]:  # fmt: skip
     """Decides every parameter by how its difference shrank from working precision to float64.
 
-    Rounding where Δ64 ≤ max(16 u64 · scale, sqrt(u64 / u) · Δ, 4 u32 · scale); a fault otherwise.
+    Rounding where Δ64 ≤ max(16 u64 · scale, sqrt(u64 / u) · Δ, 4 u32 · scale, 32 floor64); a fault otherwise.
     """
     shrink = math.sqrt(U64 / working_unit) if working_unit > U64 else 0.0
     rows = []
@@ -85,12 +106,15 @@ def judge_by_control(
         before = working[name].difference
         explained = shrink * before if math.isfinite(before) else 0.0
         allowed = max(WORKING_UNITS * U64 * scale, explained, _CAPPED * scale)
+        allowed = max(allowed, _FLOOR_EQUIVALENT * floor[name]) if floor is not None else allowed
         outcome = Outcome.EQUIVALENT if row.difference <= allowed else Outcome.DIVERGENT
         rows.append(judged(row, outcome, "float64-control", allowed, before))
     return rows
 
 
-def noise_floor(task: Task, state: ModelState, record: DrawRecord, full: PassResult, unit: float) -> dict[str, float]:
+def noise_floor(
+    task: Task, state: ModelState, record: DrawRecord, full: PassResult, unit: float, *, lift: bool = False
+) -> dict[str, float]:
     """Returns per parameter how far the full-batch gradient moves when each weight moves by one unit roundoff.
 
     The largest of three runs, each with its own random signs; the weights come back bit for bit.
@@ -100,7 +124,7 @@ def noise_floor(task: Task, state: ModelState, record: DrawRecord, full: PassRes
     for run in range(_PERTURBED_RUNS):
         task.progress(f"noise floor: run {run + 1} of {_PERTURBED_RUNS}")
         with _perturbed(task, unit, run):
-            moved, _ = full_batch_gradients(task, ModelState(task.modules, (task.problem.loss,)), record)
+            moved, _ = full_batch_gradients(task, ModelState(task.modules, (task.problem.loss,)), record, lift=lift)
         for row in measure(moved.gradients, full.gradients):
             if math.isfinite(row.difference):
                 floor[row.name] = max(floor[row.name], row.difference)

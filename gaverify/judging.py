@@ -13,11 +13,13 @@ from gaverify.comparison import WORKING_UNITS, Difference, judged, measure
 from gaverify.control import (
     U64,
     Control,
+    control_floor,
     failure_sentence,
     float64_control,
     judge_by_control,
     judge_by_floor,
     noise_floor,
+    vanishing,
 )
 from gaverify.errors import ProblemError
 from gaverify.gradients import Gradients, PassResult, Task, accumulated_gradients, full_batch_gradients
@@ -185,7 +187,11 @@ def _decide(task: Task, judgement: Judgement) -> None:
         except Exception as error:
             judgement.control_failure = failure_sentence(error)
         else:
-            judgement.rows = judge_by_control(judgement.working, judgement.control, judgement.scales, unit)
+            control, scales = judgement.control, judgement.scales
+            judgement.rows = judge_by_control(judgement.working, control, scales, unit)
+            if vanishing(judgement.rows):
+                floor = control_floor(task, judgement.state, judgement.record, control)
+                judgement.rows = judge_by_control(judgement.working, control, scales, unit, floor)
             judgement.method = "float64-control"
             return
     full = full_batch_gradients(task, judgement.state, judgement.record)[0]

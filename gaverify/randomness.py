@@ -27,7 +27,10 @@ class Draw:
     arguments: tuple[Any, ...]
     input_shape: tuple[int, ...] | None
     rows: dict[int, torch.Tensor] = field(default_factory=dict)
-    dealt: int = 0  # rows handed out so far, where the samples do not lie at a fixed multiple of B
+    # Where the rows of the micro-batch that starts at a sample begin, and how many are handed out so far: rows that a
+    # graph's nodes or a selection drew do not lie at a fixed multiple of the sample's number.
+    offsets: dict[int, int] = field(default_factory=dict)
+    dealt: int = 0
 
 
 @dataclass
@@ -47,6 +50,7 @@ class DrawRecord:
         self.unaligned.clear()
         for draw in self.draws:
             draw.dealt = 0
+            draw.offsets.clear()
 
 
 class Recorder:
@@ -81,7 +85,6 @@ class Dealer:
         self.record = record
         self._start, self._stop, self._size = start, stop, batch_size
         self._index: dict[Any, int] = {}
-        self._offsets: dict[int, int] = {}
         self._next = 0
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -102,7 +105,11 @@ class Dealer:
         return result if dealt is None else _replaced(operation, args, result, drawn, dealt)
 
     def finish(self) -> None:
-        """Notes when the micro-batch made fewer draws than the full batch."""
+        """Notes when the micro-batch made fewer draws than the full batch, or the last one left rows over."""
+        if self._stop == self._size:
+            for draw in self.record.draws:
+                if draw.dealt and draw.dealt not in draw.value.shape:
+                    self._refuse(draw.operation, "the rows that the micro-batches drew are not the full batch's")
         if self._next < len(self.record.draws):
             draw = self.record.draws[self._next]
             self.record.unaligned.setdefault(draw.operation, "the micro-batch made fewer draws than the full batch")
@@ -115,7 +122,7 @@ class Dealer:
             return self._refuse(operation, f"the full batch drew `{draw.operation}` in its place")
         if operation == "randperm" and drawn.shape != draw.value.shape:
             return self._refuse(operation, "a permutation of the batch has no rows of its own for a micro-batch")
-        if _scalars(args) != draw.arguments:
+        if not _same_arguments(draw, _scalars(args), drawn):
             return self._refuse(operation, f"its arguments depend on the batch: {draw.arguments} and {_scalars(args)}")
         if operation == "multinomial" and _rows_differ(draw.input_shape, args):
             return self._refuse(operation, "it draws samples of the batch itself")
@@ -132,13 +139,14 @@ class Dealer:
             return self._refuse(draw.operation, f"shapes {list(full)} and {list(micro)} do not correspond")
         count = self._stop - self._start
         value = draw.value
-        for dim, (whole, part) in enumerate(zip(full, micro, strict=True)):
-            if whole == part:
-                continue
-            if whole % self._size == 0 and part == whole // self._size * count:
-                value = self._narrow(draw, value, dim, whole // self._size, args)
-            elif dim == 0 and full[1:] == micro[1:] and self._offset(draw, index, part) + part <= whole:
-                value = value.narrow(0, self._offset(draw, index, part), part)
+        changed = [dim for dim in range(len(full)) if full[dim] != micro[dim]]
+        for dim in changed:
+            whole, part = full[dim], micro[dim]
+            fold = whole // self._size if whole % self._size == 0 and part == whole // self._size * count else 0
+            if fold and (fold == 1 or len(changed) > 1 or self._batch_is_inner(draw, dim, fold, args)):
+                value = self._narrow(draw, value, dim, fold, args)
+            elif len(changed) == 1 and self._offset(draw, part) + part <= whole:
+                value = value.narrow(dim, self._offset(draw, part), part)
             elif part < whole:
                 value = value.narrow(dim, 0, part)  # padded to the longest row of a shorter micro-batch
             else:
@@ -146,12 +154,12 @@ class Dealer:
         self.record.sliced += 1
         return value
 
-    def _offset(self, draw: Draw, index: int, part: int) -> int:
+    def _offset(self, draw: Draw, part: int) -> int:
         """The first row of rows that were selected out of the batch in its order; a repeated draw keeps its own."""
-        if index not in self._offsets:
-            self._offsets[index] = draw.dealt
+        if self._start not in draw.offsets:
+            draw.offsets[self._start] = draw.dealt
             draw.dealt += part
-        return self._offsets[index]
+        return draw.offsets[self._start]
 
     def _narrow(self, draw: Draw, value: torch.Tensor, dim: int, fold: int, args: tuple[Any, ...]) -> torch.Tensor:
         """Takes the samples' rows of one dimension; folded ones hold the batch as outer or as inner index."""
@@ -236,6 +244,16 @@ def _row_sums(tensor: torch.Tensor, dim: int) -> torch.Tensor:
 
 def _scalars(args: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(arg for arg in args if isinstance(arg, int | float | bool))
+
+
+def _same_arguments(draw: Draw, arguments: tuple[Any, ...], drawn: torch.Tensor) -> bool:
+    """Whether two draws were asked for the same; an argument that is a size may follow the batch, as the result does."""
+    if len(arguments) != len(draw.arguments):
+        return False
+    return all(
+        ours == full or (full in draw.value.shape and ours in drawn.shape)
+        for ours, full in zip(arguments, draw.arguments, strict=True)
+    )
 
 
 def _rows_differ(shape: tuple[int, ...] | None, args: tuple[Any, ...]) -> bool:

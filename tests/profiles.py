@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from gaverify.profiling.records import Memory, Profile, Row, Seconds, Setting, Strategy
+from gaverify.profiling.records import STRATEGIES, Memory, Profile, Row, Seconds, Setting, Strategy
 from gaverify.results import Outcome
 
 B = 32
@@ -37,7 +37,8 @@ def row(strategy: Strategy, steps: int, **changes: Any) -> Row:
 
 def profile(**changes: Any) -> Profile:
     """The full batch, and the two other strategies with K = 2, 4, 8."""
-    rows = (row("full-batch", 1), *(row("summed-loss", k) for k in (2, 4, 8)), *(row("accumulate", k) for k in (2, 4, 8)))
+    summed, accumulated = ([row(strategy, k) for k in (2, 4, 8)] for strategy in STRATEGIES[1:])
+    rows = (row("full-batch", 1), *summed, *accumulated)
     sample = Profile(setting(), rows, (1, 2, 4, 8), 1_000_000_000, 1024, spec={"model": "mnist-mlp", "steps": 1})
     return replace(sample, **changes)
 

@@ -31,6 +31,6 @@ def judge(measured: Measurements, found: tuple[Finding, ...]) -> Iterator[Findin
     ruled_out += [f"{name} could not run: {why}" for name, why in measured.failures.items()]
     yield Finding(
         CODE, NAME, "note", "the divergence is real; no rule explains it",
-        evidence=(Evidence("all", "ruled out", "; ".join(ruled_out) or "nothing", {})),
+        evidence=(Evidence("all", "ruled out", "; ".join(ruled_out) or "nothing", {}),),
         remedy="bisect: run with half of the layers frozen or bypassed; please report a small example",
     )  # fmt: skip

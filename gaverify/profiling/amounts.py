@@ -1,4 +1,4 @@
-"""Amounts of memory and time, read from words and written as words."""
+"""Amounts of memory, time and things, read from words and written as words."""
 
 from __future__ import annotations
 
@@ -51,6 +51,11 @@ def seconds_text(seconds: float) -> str:
         if seconds * factor < 999.5:
             return f"{_digits(seconds * factor)} {unit}"
     return f"{_digits(seconds)} s"
+
+
+def count_text(count: int, noun: str) -> str:
+    """Returns `1 thread`, `567,434 parameters`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _digits(value: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gaverify.profiling.amounts import bytes_text, seconds_text
+from gaverify.profiling.amounts import bytes_text, count_text, seconds_text
 from gaverify.profiling.fitting import Line as Fit
 from gaverify.profiling.fitting import Prediction, activation_line, peak_line, predict
 from gaverify.profiling.records import LABELS, Memory, Profile, Row, Setting
@@ -39,10 +39,10 @@ def _header(setting: Setting | None, layout: Layout) -> list[Line]:
         return []
     trainable = "all" if setting.trainable == setting.parameters else f"{setting.trainable:,}"
     memory = f" with {bytes_text(setting.device_memory)}" if setting.device_memory else ""
-    threads = f", {setting.threads} thread{'s' if setting.threads > 1 else ''}" if setting.device == "cpu" else ""
+    threads = f", {count_text(setting.threads, 'thread')}" if setting.device == "cpu" else ""
     step = f"step of {setting.optimizer}" if setting.optimizer else "no optimizer step (`--optimizer` adds one)"
     rows = (
-        ("model", f"{setting.model}: {setting.parameters:,} parameter{'' if setting.parameters == 1 else 's'}, {trainable} trainable"),
+        ("model", f"{setting.model}: {count_text(setting.parameters, 'parameter')}, {trainable} trainable"),
         ("batch", f"B = {setting.batch_size}, in K micro-batches of at most n samples"),
         ("update", f"forward and backward of every micro-batch, {step}; {setting.mode} mode, seed {setting.seed}"),
         ("where", f"{setting.device} ({setting.device_name}{memory}{threads}), {setting.dtype}, "

@@ -1,0 +1,96 @@
+"""Trains a small classifier; `--loop` picks one of the ways in which people get the scale of the loss wrong."""
+
+import torch
+from points import loader_for, network, options
+from torch import nn
+
+criterion = nn.CrossEntropyLoss()
+
+
+def division_forgotten(args, model, optimizer, loader):
+    for i, (features, labels) in enumerate(loader):
+        loss = criterion(model(features), labels)
+        loss.backward()  # here: division_forgotten
+        if (i + 1) % args.accum == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def divided_twice(args, model, optimizer, loader):
+    def compute_loss(features, labels):
+        return criterion(model(features), labels) / args.accum
+
+    for i, (features, labels) in enumerate(loader):
+        loss = compute_loss(features, labels) / args.accum
+        loss.backward()  # here: divided_twice
+        if (i + 1) % args.accum == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def scaled_after_backward(args, model, optimizer, loader):
+    for i, (features, labels) in enumerate(loader):
+        loss = criterion(model(features), labels)
+        loss.backward()  # here: scaled_after_backward
+        loss = loss / args.accum
+        if (i + 1) % args.accum == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def short_window(args, model, optimizer, loader):
+    """The last window of an epoch is short, and divided by the configured number all the same."""
+    for i, (features, labels) in enumerate(loader):
+        loss = criterion(model(features), labels) / args.accum
+        loss.backward()  # here: short_window
+        if (i + 1) % args.accum == 0 or i + 1 == len(loader):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def ragged_batches(args, model, optimizer, loader):
+    """16 samples in micro-batches of 6, 6 and 4, whose means are averaged as if they were equally many."""
+    for features, labels in loader:
+        parts = list(zip(features.split(args.micro), labels.split(args.micro), strict=True))
+        for part, answers in parts:
+            loss = criterion(model(part), answers) / len(parts)
+            loss.backward()  # here: ragged_batches
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def matched_targets(args, model, optimizer, loader):
+    """The mean over the matched samples times the batch size, as detectors do it; nothing is divided."""
+    for i, (features, labels) in enumerate(loader):
+        matched = features[:, 0] > -0.5
+        loss = criterion(model(features)[matched], labels[matched]) * len(labels)
+        loss.backward()  # here: matched_targets
+        if (i + 1) % args.accum == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+LOOPS = {
+    loop.__name__: loop
+    for loop in (
+        division_forgotten, divided_twice, scaled_after_backward, short_window, ragged_batches, matched_targets,
+    )
+}  # fmt: skip
+
+
+def main():
+    parser = options(__doc__)
+    parser.add_argument("--loop", choices=sorted(LOOPS), required=True)
+    parser.add_argument("--optimizer", choices=["SGD", "Adam"], default="SGD")
+    parser.add_argument("--micro", type=int, default=16, help="rows of a micro-batch cut from the batch")
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    model = network()
+    optimizer = getattr(torch.optim, args.optimizer)(model.parameters(), lr=args.lr)
+    loader = loader_for(args)
+    for _ in range(args.epochs):
+        LOOPS[args.loop](args, model, optimizer, loader)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Trains a small classifier; `--loop` picks one of the ways in which people step or clear at the wrong place."""
+
+import torch
+from points import loader_for, network, options
+from torch import nn
+
+criterion = nn.CrossEntropyLoss()
+
+
+def cleared_inside(args, model, optimizer, loader):
+    for _ in range(args.epochs):
+        for i, (features, labels) in enumerate(loader):
+            optimizer.zero_grad()  # here: cleared_inside
+            loss = criterion(model(features), labels) / args.accum
+            loss.backward()
+            if (i + 1) % args.accum == 0:
+                optimizer.step()
+
+
+def cleared_at_epoch(args, model, optimizer, loader):
+    """Micro-batches after the last full window of an epoch are thrown away."""
+    for _ in range(args.epochs):
+        optimizer.zero_grad()  # here: cleared_at_epoch
+        for i, (features, labels) in enumerate(loader):
+            loss = criterion(model(features), labels) / args.accum
+            loss.backward()
+            if (i + 1) % args.accum == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def leaks_into_next_epoch(args, model, optimizer, loader):
+    for _ in range(args.epochs):
+        for i, (features, labels) in enumerate(loader):
+            loss = criterion(model(features), labels) / args.accum
+            loss.backward()
+            if (i + 1) % args.accum == 0:
+                optimizer.step()  # here: leaks_into_next_epoch
+                optimizer.zero_grad()
+
+
+def never_cleared(args, model, optimizer, loader):
+    for _ in range(args.epochs):
+        for i, (features, labels) in enumerate(loader):
+            loss = criterion(model(features), labels) / args.accum
+            loss.backward()
+            if (i + 1) % args.accum == 0:
+                optimizer.step()  # here: never_cleared
+
+
+def all_but_the_boundary(args, model, optimizer, loader):
+    for _ in range(args.epochs):
+        for i, (features, labels) in enumerate(loader):
+            loss = criterion(model(features), labels) / args.accum
+            loss.backward()
+            if args.accum == 1 or (i + 1) % args.accum != 0:
+                optimizer.step()  # here: all_but_the_boundary
+                optimizer.zero_grad()
+
+
+def step_outside_the_if(args, model, optimizer, loader):
+    updates = 0
+    for _ in range(args.epochs):
+        for i, (features, labels) in enumerate(loader):
+            loss = criterion(model(features), labels) / args.accum
+            loss.backward()
+            if (i + 1) % args.accum == 0:
+                updates += 1
+                print(f"update {updates}: loss {loss.item():.3f}")
+            optimizer.step()  # here: step_outside_the_if
+            optimizer.zero_grad()
+
+
+def too_early(args, model, optimizer, loader):
+    """The published loop: `i` counts from 0, and the loss is not divided."""
+    for _ in range(args.epochs):
+        for i, (features, labels) in enumerate(loader):
+            loss = criterion(model(features), labels)
+            loss.backward()  # here: too_early, the scale
+            if i % args.accum == 0:
+                optimizer.step()  # here: too_early
+                optimizer.zero_grad()
+
+
+def decay_by_hand(args, model, optimizer, loader):
+    for _ in range(args.epochs):
+        for i, (features, labels) in enumerate(loader):
+            loss = criterion(model(features), labels) / args.accum
+            loss.backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1 - args.lr * 0.1)  # here: decay_by_hand
+            if (i + 1) % args.accum == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def step_in_a_hook(args, model, optimizer, loader):
+    """One optimizer per parameter steps and clears while the backward pass runs, to save memory."""
+    optimizers = {p: torch.optim.SGD([p], lr=args.lr) for p in model.parameters()}
+
+    def update(parameter):
+        optimizers[parameter].step()  # here: step_in_a_hook
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+    for _ in range(args.epochs):
+        for features, labels in loader:
+            loss = criterion(model(features), labels) / args.accum
+            loss.backward()
+
+
+LOOPS = {
+    loop.__name__: loop
+    for loop in (
+        cleared_inside, cleared_at_epoch, leaks_into_next_epoch, never_cleared, all_but_the_boundary,
+        step_outside_the_if, too_early, decay_by_hand, step_in_a_hook,
+    )
+}  # fmt: skip
+
+
+def main():
+    parser = options(__doc__)
+    parser.add_argument("--loop", choices=sorted(LOOPS), required=True)
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
+    LOOPS[args.loop](args, model, optimizer, loader_for(args))
+
+
+if __name__ == "__main__":
+    main()
