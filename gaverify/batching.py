@@ -46,6 +46,8 @@ def batch_size_of(batch: Any, steps: int = 1, batch_size: int | None = None, spl
     if batch_size is not None:
         return batch_size
     candidates = _candidates(batch)
+    if _fields_disagree(batch):
+        candidates = []
     if candidates:
         return next((size for size in candidates if size >= steps), candidates[0])
     for name in ("num_graphs", "batch_size"):
@@ -64,6 +66,14 @@ def batch_size_of(batch: Any, steps: int = 1, batch_size: int | None = None, spl
         f"the leading dimensions of the batch disagree: {shapes}; make them all B, "
         "or give the Problem a `split(batch, start, stop)` and its `batch_size`"
     )
+
+
+def other_reading(batch: Any, batch_size: int) -> str:
+    """Returns a hint where the batch could hold another number of samples than `batch_size`; empty otherwise."""
+    others = [size for size in _candidates(batch) or [] if size != batch_size]
+    if not others:
+        return ""
+    return f"; the batch was read as {batch_size} samples: if it holds {others[0]}, say batch_size={others[0]}"
 
 
 def micro_batch_sizes(batch_size: int, steps: int) -> tuple[int, ...]:
@@ -175,6 +185,14 @@ def _readings(node: list[Any] | tuple[Any, ...], structure: list[int]) -> list[i
     )
     ordered = [len(node), *structure] if records and isinstance(node, list) else [*structure, len(node)]
     return list(dict.fromkeys(ordered))
+
+
+def _fields_disagree(batch: Any) -> bool:
+    """Whether a batch is a tuple of tensors of different kinds and lengths: inputs and targets, never two samples."""
+    if not isinstance(batch, tuple) or _is_namedtuple(batch) or not all(is_array(entry) for entry in batch):
+        return False
+    kinds = {(len(entry.shape), str(entry.dtype)) for entry in batch}
+    return len(kinds) > 1 and len({_leading(entry) for entry in batch if len(entry.shape)}) > 1
 
 
 def _agreed(options: list[list[int] | None]) -> list[int] | None:

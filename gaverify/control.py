@@ -123,7 +123,7 @@ def noise_floor(
     restore = generator_states()
     for run in range(_PERTURBED_RUNS):
         task.progress(f"noise floor: run {run + 1} of {_PERTURBED_RUNS}")
-        with _perturbed(task, unit, run):
+        with perturbed(task, unit, run):
             moved, _ = full_batch_gradients(task, ModelState(task.modules, (task.problem.loss,)), record, lift=lift)
         for row in measure(moved.gradients, full.gradients):
             if math.isfinite(row.difference):
@@ -150,7 +150,7 @@ def judge_by_floor(
 
 
 @contextmanager
-def _perturbed(task: Task, unit: float, run: int) -> Iterator[None]:
+def perturbed(task: Task, unit: float, run: int = 0) -> Iterator[None]:
     """Moves each weight up or down by one unit in the last place, by a coin of its own."""
     kept = {name: parameter.detach().clone() for name, parameter in task.parameters.items()}
     generator = torch.Generator().manual_seed(run)

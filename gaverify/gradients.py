@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gaverify.batching import fresh, take
+from gaverify.batching import fresh, other_reading, take
 from gaverify.dispatch import Observed, PassMode
 from gaverify.errors import GaverifyError, ProblemError
 from gaverify.isolation import ModelState, foreign_generator_states, generator_states
@@ -236,8 +236,14 @@ def _blame(where: str, task: Task) -> Iterator[None]:
         raise ProblemError(
             f"the model or loss raised on {where}: {type(error).__name__}: {text or 'no message'}"
             + (f" ({frame})" if frame else "")
-            + hint
+            + (hint or _other_reading(task))
         ) from error
+
+
+def _other_reading(task: Task) -> str:
+    problem = task.problem
+    settled = problem.batch_size is not None or problem.split is not None
+    return "" if settled else other_reading(problem.batch, task.batch_size)
 
 
 def _out_of_memory(where: str, task: Task) -> ProblemError:

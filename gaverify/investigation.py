@@ -19,7 +19,7 @@ from gaverify.probes import proof
 from gaverify.probes.batch_quality import identical_samples
 from gaverify.probes.controls import Bench, relative_difference
 from gaverify.probes.first_divergence import Divergences, trace_divergences
-from gaverify.probes.micro_batch_weights import fit_micro_batch_weights
+from gaverify.probes.micro_batch_weights import fitted
 from gaverify.probes.normalisation import normalises_channels
 from gaverify.probes.state import StateWatch
 from gaverify.results import Outcome
@@ -45,7 +45,7 @@ def collected(task: Task, judgement: Judgement) -> Measurements:
         weights=accumulated.weights, weighting=weighting, micro_losses=accumulated.micro_losses,
         method=judgement.method, valid_targets=valid, ignored_targets=ignored, draws=len(record.draws),
         draws_sliced=record.sliced, draws_unaligned=dict(record.unaligned),
-        foreign_draws_differ=accumulated.foreign_draws_differ,
+        draw_places=dict(record.places), foreign_draws_differ=accumulated.foreign_draws_differ,
         identical=identical_samples(task.problem.batch, task.batch_size), control_failure=judgement.control_failure,
         precision=judgement.precision, drift=_drift(judgement),
         hooked=tuple(name for name, p in task.parameters.items() if p._backward_hooks or _post_hooks(p)),
@@ -90,17 +90,23 @@ class _Search:
     def __init__(self, bench: Bench, measured: Measurements) -> None:
         self.bench, self.measured = bench, measured
         self.failures: dict[str, str] = {}
+        self.residual = 0.0  # what the best weights leave over at this point of the search
         self.explained = EXPLAINED_FLOAT64 if bench.rounding < 1e-5 else EXPLAINED_FLOAT32
 
     def run(self, before: PassResult | None) -> None:
-        """Weights first, as they need no suspect; then state; then the first diverging operations, one by one."""
+        """Draws that could not be dealt out, then weights that mean something, state, other weights, operations."""
         measured = self.measured
         measured.left = measured.total
         watch = StateWatch(self.bench.task, self.bench.state)
-        if not self._weights(watch, before):
-            measured.state = self._attempt("state", lambda: proof.blame_state(self.bench, watch.changes()))
-            if not self._state_explains():
-                self._operations()
+        if not self._draws():
+            fit = self._fit(watch, before)
+            twice = measured.repeatability
+            if twice is not None and twice.forward > measured.repeats:
+                return  # a batch that differs from itself tells nothing about micro-batches
+            if not (self._means(fit) and self._weights(fit)):
+                measured.state = self._attempt("state", lambda: proof.blame_state(self.bench, watch.changes()))
+                if not self._state_explains() and not self._weights(self._joint(fit)):
+                    self._operations()
         measured.cleared = measured.left <= self.bench.rounding
         measured.failures = self.failures
 
@@ -111,26 +117,58 @@ class _Search:
             self.failures[name] = failure_sentence(error)
             return None
 
-    def _weights(self, watch: StateWatch | None, before: PassResult | None) -> bool:
-        """Fits the micro-batch weights; whether they explain what is left."""
-        fit = self._attempt("micro-batch weights", lambda: self._fit(watch, before))
+    def _draws(self) -> bool:
+        """Whether draws that could not be dealt out explain everything; the search goes on without them otherwise."""
+        if not self.measured.draws_unaligned:
+            return False
+        tried = self._attempt("random draws", lambda: proof.drawing_constants(self.bench))
+        if tried is None or tried[0].left == float("inf"):
+            return False
+        self.measured.draw_control, self.bench = tried
+        self.measured.left = self.measured.draw_control.left
+        return self.measured.draw_control.rounding
+
+    def _fit(self, watch: StateWatch | None, before: PassResult | None) -> WeightFit | None:
+        """Fits the micro-batch weights to what is left."""
+        fit = self._attempt("micro-batch weights", lambda: self._fitted(watch, before))
+        self.residual = fit.residual if fit is not None and not fit.vacuous else 0.0
+        if fit is not None and (self.measured.fit is None or fit.residual < self.explained):
+            self.measured.fit = fit
+        return fit
+
+    def _means(self, fit: WeightFit | None) -> bool:
+        """Whether weights explain what is left and are shares of something, or one factor: no coincidence."""
+        if fit is None or not fit.residual < self.explained:
+            return False
+        measured = self.measured
+        factor = [c / w for c, w in zip(fit.weights, measured.weights, strict=True) if w]
+        shares = [measured.valid_targets, tuple(map(float, measured.sizes))]
+        known = any(are_shares(fit.weights, share) for share in shares if share)
+        return known or is_constant(factor, fit.residual)
+
+    def _joint(self, fit: WeightFit | None) -> WeightFit | None:
+        """The weights that hold for moved parameters too; None where there are none."""
+        if fit is None or fit.vacuous or not fit.residual < self.explained:
+            return None
+        joint = self._attempt("weights at moved parameters", lambda: proof.joint_fit(self.bench))
+        return joint if joint is not None and joint.residual < self.explained else None
+
+    def _weights(self, fit: WeightFit | None) -> bool:
+        """Runs the accumulation with fitted weights; whether that was done."""
         if fit is None:
             return False
-        if self.measured.fit is None or fit.residual < self.explained:
-            self.measured.fit = fit
-        if not fit.residual < self.explained or (fit.vacuous and not self._meant(fit)):
-            return False
+        self.measured.fit = fit
         remedy = self._attempt("weights", lambda: proof.weights_remedy(self.bench, fit))
         self.measured.weight_remedy = remedy
         if remedy is not None:
             self.measured.left = remedy.left
         return True
 
-    def _fit(self, watch: StateWatch | None, before: PassResult | None) -> WeightFit:
+    def _fitted(self, watch: StateWatch | None, before: PassResult | None) -> WeightFit:
         bench = self.bench
         probe = bench.with_probe(watch)
         full, _ = full_batch_gradients(bench.task, bench.state, bench.record, lift=bench.lift, probe=probe)
-        if before is not None:
+        if before is not None and not bench.record.constant:
             backward = relative_difference(full.gradients, before.gradients)
             forward = abs(full.loss - before.loss) / max(abs(before.loss), 1e-300)
             self.measured.repeatability = Repeatability(forward, backward)
@@ -139,14 +177,7 @@ class _Search:
             again, _ = full_batch_gradients(bench.task, bench.state, bench.record, lift=bench.lift, probe=probe)
             gap = abs(full.loss - again.loss) / max(abs(full.loss), 1e-300)
             self.measured.repeatability = Repeatability(gap, relative_difference(again.gradients, full.gradients))
-        return fit_micro_batch_weights(bench.task, bench.state, bench.record, full, lift=bench.lift, probe=probe)
-
-    def _meant(self, fit: WeightFit) -> bool:
-        """Whether fitted weights are more than a coincidence of a tiny model: shares of something, or one factor."""
-        measured = self.measured
-        factor = [c / w for c, w in zip(fit.weights, measured.weights, strict=True) if w]
-        shares = [measured.valid_targets, tuple(map(float, measured.sizes))]
-        return is_constant(factor) or any(are_shares(fit.weights, share) for share in shares if share)
+        return fitted([bench.sketched(full, probe)[0]])
 
     def _state_explains(self) -> bool:
         state = self.measured.state
@@ -177,12 +208,16 @@ class _Search:
             if control is None or control.rounding or tried.neutral is None:
                 return
             self.bench = replace(self.bench, neutral=(*self.bench.neutral, tried.neutral))
-            if self._weights(None, None):
+            fit = self._fit(None, None)
+            if self._weights(fit if self._means(fit) else self._joint(fit)):
                 return
 
     def _trace(self) -> Divergences:
         measured = self.measured
-        return trace_divergences(self.bench, weights=measured.weights, valid_targets=measured.valid_targets)
+        return trace_divergences(
+            self.bench, weights=measured.weights, valid_targets=measured.valid_targets,
+            foreign=measured.foreign_draws_differ,
+        )  # fmt: skip
 
     def _tried(self, found: Divergences, causes: list[Cause]) -> proof.Tried | None:
         """The first suspect whose control run helps; one whose control could not run, where there is no better."""
@@ -202,7 +237,7 @@ class _Search:
         return unproven
 
     def _try(self, suspect: Suspect) -> proof.Tried | None:
-        return proof.try_suspect(self.bench, suspect, self.measured.left)
+        return proof.try_suspect(self.bench, suspect, self.measured.left, self.residual)
 
     def _normalises(self, suspect: Suspect) -> bool:
         path = suspect.operation.module

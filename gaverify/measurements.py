@@ -85,13 +85,14 @@ class Suspect:
 class ControlRun:
     """Both strategies run again with a suspect neutralised, or with a remedy applied.
 
-    `left` is the difference that stays, relative to the full-batch gradient's norm.
+    `left` is the difference that stays, relative to the full-batch gradient's norm; `fit` the weights that would be
+    right in this run, where they were asked for.
     """
 
     what: str
     left: float
     rounding: bool
-    statement: str = ""
+    fit: WeightFit | None = None
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,8 @@ class Measurements:
     draws_unaligned: dict[str, str]
     foreign_draws_differ: bool
     identical: bool
+    draw_control: ControlRun | None = None
+    draw_places: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     control_failure: str = ""
     fit: WeightFit | None = None
     weight_remedy: ControlRun | None = None
@@ -185,6 +188,11 @@ class Measurements:
     ruled_out: tuple[str, ...] = ()
     failures: Mapping[str, str] = field(default_factory=dict)
     diagnosed: bool = False
+
+    @property
+    def repeats(self) -> float:
+        """The relative difference of two runs of the same batch that arithmetic without a fixed order may leave."""
+        return 1e-9 if self.method == "float64-control" else 1e-4
 
     @property
     def divergent(self) -> tuple[ParameterComparison, ...]:
@@ -245,6 +253,7 @@ def are_shares(fitted: tuple[float, ...], amounts: tuple[float, ...]) -> bool:
     )
 
 
-def is_constant(values: Sequence[float]) -> bool:
-    """Whether all values are the same number."""
-    return bool(values) and all(math.isclose(value, values[0], rel_tol=1e-5) for value in values)
+def is_constant(values: Sequence[float], residual: float = 0.0) -> bool:
+    """Whether all values are the same number, as far as a fit with this residual can tell."""
+    tolerance = max(1e-7, 10 * residual)
+    return bool(values) and all(math.isclose(value, values[0], rel_tol=tolerance) for value in values)

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from gaverify.tracebacks import calling_frame, shown
+
 MASKED = ("native_dropout", "_fused_dropout")
 
 
@@ -40,9 +42,11 @@ class DrawRecord:
     draws: list[Draw] = field(default_factory=list)
     fused: set[str] = field(default_factory=set)
     unaligned: dict[str, str] = field(default_factory=dict)
+    places: dict[str, tuple[str, int]] = field(default_factory=dict)  # file and line of what could not be dealt out
     sliced: int = 0
     ambiguous: bool = False
     inner: bool = False  # the folded dimension holds the batch as its inner index
+    constant: bool = False  # every draw gives one typical value instead (a control run)
 
     def rewind(self) -> None:
         """Starts dealing anew, for another pass over the micro-batches."""
@@ -95,6 +99,8 @@ class Dealer:
         drawn = _drawn(operation, args, result)
         if drawn is None:
             return result
+        if self.record.constant:
+            return _replaced(operation, args, result, drawn, _typical(operation, args, kwargs, drawn))
         if before not in self._index or drawn.numel() == 0:
             if _generator_key(args, kwargs) == before and drawn.numel() > 0:
                 return result
@@ -130,6 +136,9 @@ class Dealer:
 
     def _refuse(self, operation: str, why: str) -> None:
         self.record.unaligned.setdefault(operation, why)
+        frame = calling_frame()
+        if frame is not None:
+            self.record.places.setdefault(operation, (shown(frame[0]), frame[1]))
 
     def _rows_of(self, draw: Draw, index: int, drawn: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor | None:
         full, micro = draw.value.shape, drawn.shape
@@ -244,6 +253,22 @@ def _row_sums(tensor: torch.Tensor, dim: int) -> torch.Tensor:
 
 def _scalars(args: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(arg for arg in args if isinstance(arg, int | float | bool))
+
+
+def _typical(operation: str, args: tuple[Any, ...], kwargs: dict[str, Any], drawn: torch.Tensor) -> torch.Tensor:
+    """A value that the operation might have drawn, the same for every sample."""
+    if operation == "randperm":
+        # not the identity: it would hide that samples meet through a permutation
+        return torch.arange(drawn.numel() - 1, -1, -1, device=drawn.device, dtype=drawn.dtype)
+    if operation in ("multinomial", "random"):
+        return torch.zeros_like(drawn)
+    if operation.startswith("randint"):
+        numbers = [arg for arg in args if isinstance(arg, int)]
+        return torch.full_like(drawn, min(numbers) if len(numbers) > 1 else 0)
+    if operation in ("uniform", "rand", "rand_like"):
+        low, high = (*_scalars(args), 0.0, 1.0)[:2] if len(_scalars(args)) > 1 else (0.0, 1.0)
+        return torch.full_like(drawn, (low + high) / 2)
+    return torch.ones_like(drawn)
 
 
 def _same_arguments(draw: Draw, arguments: tuple[Any, ...], drawn: torch.Tensor) -> bool:

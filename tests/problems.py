@@ -39,7 +39,6 @@ class Case:
         notes: Codes of notes that must be there.
         module: The module path where the fault lies, where it lies in a library module.
         planted: Whether a line of `build`'s file carries `# planted ID`.
-        pending: Belongs to the diagnosis (issue 3), which is not finished.
     """
 
     id: str
@@ -52,7 +51,6 @@ class Case:
     notes: frozenset[str] = frozenset()
     module: str | None = None
     planted: bool = False
-    pending: bool = False
 
     def verify(self) -> Verdict:
         """Verifies a fresh problem with the options of the case."""

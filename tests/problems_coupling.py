@@ -258,7 +258,7 @@ FAULTS = (
     fault("A02", contrastive, "GAV103", "a sample has fewer negatives in a micro-batch", planted=True),
     fault("A05", balanced_experts, "GAV102 GAV103", "a product of two batch means is no mean", planted=True),
     fault("A08", recollated_waveforms, "GAV102 GAV103", "GroupNorm counts the padding, which depends on the batch"),
-    fault("A09-randperm", mix_up_at_random, "GAV102 GAV103", "partners outside the micro-batch are lost", pending=True),
+    fault("A09-randperm", mix_up_at_random, "GAV102 GAV103", "partners outside the micro-batch are lost"),
     fault("A09-flip", mix_up_flipped, "GAV102 GAV103", "partners outside the micro-batch are lost", planted=True),
     fault("A11", whitened_advantages, "GAV103", "mean and deviation are those of the micro-batch", planted=True),
     fault("A13", unfrozen_by_train, "GAV101", "`model.train()` reaches every child", module="1"),

@@ -255,24 +255,20 @@ def tracked_language_model() -> Problem:
 
 
 FAULTS = (
-    fault("C02", recomputed_with_another_mask, "GAV302 GAV303", "the gradient of one mask is used with another",
-          pending=True),
-    fault("D01", tracked_batch_norm, "GAV101", "running statistics move once per forward", notes="GAV402", module="1",
-          pending=True),
-    fault("D03", tied_max_norm, "GAV401", "the head sees rows that a lookup scaled before", pending=True,
+    fault("C02", recomputed_with_another_mask, "GAV302 GAV303", "the gradient of one mask is used with another"),
+    fault("D01", tracked_batch_norm, "GAV101", "running statistics move once per forward", notes="GAV402", module="1"),
+    fault("D03", tied_max_norm, "GAV401", "the head sees rows that a lookup scaled before",
           module="embedding"),
     fault("D05", moving_divisor, "GAV401", "the second micro-batch is divided by what the first one left",
-          options={"weighting": "none"}, planted=True, pending=True),
+          options={"weighting": "none"}, planted=True),
     fault("D08", moving_maximum, "GAV401", "the second micro-batch is rounded to what the first one left",
-          planted=True, pending=True),
+          planted=True),
     fault("hidden-counter", hidden_counter, "GAV403", "the factor is a Python number that each forward increments",
-          planted=True, pending=True),
-    fault("codebook", moving_codebook, "GAV401", "the second micro-batch finds other codes", planted=True,
-          pending=True),
-    fault("hidden-state", carried_hidden_state, "GAV403", "the second micro-batch starts where the first one ended",
-          pending=True),
-    fault("spectral-norm", spectral_norm, "GAV401", "the power iteration goes on with every forward", pending=True),
-    fault("counting-loss", counting_loss, "GAV403", "the factor is kept on the loss function", pending=True),
+          planted=True),
+    fault("codebook", moving_codebook, "GAV401", "the second micro-batch finds other codes", planted=True),
+    fault("hidden-state", carried_hidden_state, "GAV403", "the second micro-batch starts where the first one ended"),
+    fault("spectral-norm", spectral_norm, "GAV401", "the power iteration goes on with every forward"),
+    fault("counting-loss", counting_loss, "GAV403", "the factor is kept on the loss function"),
 )  # fmt: skip
 
 TWINS = (
@@ -289,4 +285,4 @@ TWINS = (
 )
 
 # F01 is a note on an equivalent run: the accumulation in bfloat16 loses bits, the recipe is right.
-LOW_PRECISION = quiet("F01", low_precision, "32 roundings to 8 bits add up", steps=32, notes="GAV501", pending=True)
+LOW_PRECISION = quiet("F01", low_precision, "32 roundings to 8 bits add up", steps=32, notes="GAV501")

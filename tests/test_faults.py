@@ -16,11 +16,10 @@ from gaverify import Outcome, ProblemError
 
 FAULTS = problems_coupling.FAULTS + problems_weights.FAULTS + problems_state.FAULTS + problems_traps.FAULTS
 TWINS = problems_coupling.TWINS + problems_weights.TWINS + problems_state.TWINS + problems_traps.TWINS
-ISSUE_3 = pytest.mark.xfail(strict=False, reason="issue 3")
 
 
 def _cases(cases: tuple[Case, ...]) -> list:
-    return [pytest.param(case, id=case.id, marks=[ISSUE_3] if case.pending else []) for case in cases]
+    return [pytest.param(case, id=case.id) for case in cases]
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in FAULTS])
@@ -67,7 +66,7 @@ def test_fault_is_located_in_its_module(case: Case) -> None:
     assert case.module in modules, story(verdict)
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.id, marks=ISSUE_3) for case in FAULTS if case.planted])
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in FAULTS if case.planted])
 def test_fault_is_located_at_its_line(case: Case) -> None:
     name, line = case.planted_line
     verdict = case.verify()
@@ -137,7 +136,6 @@ def test_two_causes_are_not_blamed_on_the_weights() -> None:
     assert fault_codes(verdict) <= {"GAV101", "GAV201"}, story(verdict)
 
 
-@ISSUE_3
 def test_two_causes_are_both_named() -> None:
     assert fault_codes(_verify(problems_traps.two_causes(), weighting="none")) == {"GAV101", "GAV201"}
 

@@ -159,7 +159,7 @@ def test_the_model_is_left_as_it_was() -> None:
     state = torch.get_rng_state()
     with workload(problem, Spec(model="m", mode="train"), Plan("accumulate", 2), "adam") as work:
         work.start_optimizer()
-        work.update(work.prepared())
+        work.update(work.micro_batches())
     assert all(torch.equal(value, before[name]) for name, value in problem.model.state_dict().items())
     assert all(parameter.grad is None for parameter in problem.model.parameters())
     assert torch.equal(torch.get_rng_state(), state)
@@ -174,6 +174,6 @@ def test_a_forward_may_take_its_batch_apart() -> None:
     with workload(problem, Spec(model="m"), Plan("accumulate", 2)) as work:
         gradients = []
         for _ in range(2):
-            work.update(work.prepared())
+            work.update(work.micro_batches())
             gradients.append([parameter.grad.clone() for parameter in problem.model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))

@@ -145,11 +145,12 @@ def test_the_picture_shows_both_plots_with_every_k() -> None:
     assert "Saved activations" in text and "Time per update" in text
     for k in (1, 2, 4, 8):
         assert text.count(f">{k}</text>") == 2
-    assert text.count("<circle") == 2 * 3 + 1  # a mark per row and plot, one in the legend
+    assert text.count('class="mark accumulate"') == 2 * 3 + 1  # a mark per row and plot, one in the legend
+    assert text.count('class="mark full-batch"') == 2 * 1 + 1
 
 
 def test_peaks_are_drawn_where_they_follow_the_micro_batch() -> None:
-    assert "dashed: peak device memory" in profile_svg(profile())
+    assert "dashed: peak above the baseline" in profile_svg(profile())
     flat = tuple(row("accumulate", k, memory=Memory("resident", 1, 10)) for k in (2, 4))
     assert "dashed" not in profile_svg(profile(rows=flat)).partition("</style>")[2]
 

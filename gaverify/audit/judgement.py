@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ from gaverify.precision import unit_roundoff
 from gaverify.results import Outcome, ParameterComparison
 
 _BUFFER_NOISE = 1e-4  # buffers that differ by less differ by rounding
+FLOOR_EQUIVALENT = 32.0  # the multiple of the floor that `judge_by_floor` allows
+_START = 64.0  # weights start equal, or moved by 2 u; as many units apart they were drawn anew
+_VISIBLE = 0.5  # K = 2 forgotten or divided twice is the smallest constant factor; a floor above it hides all
 
 
 def compare_updates(full: Run, perturbed: Run, accumulated: Run, updates: int) -> tuple[UpdateComparison, ...]:
@@ -31,13 +35,14 @@ def compare_updates(full: Run, perturbed: Run, accumulated: Run, updates: int) -
     judged = True
     for number in range(1, min(full.updates, accumulated.updates, updates) + 1):
         data = check_rows(full.rows(number), accumulated.rows(number))
-        judged = judged and data.same
-        rows = _rows(full, perturbed, accumulated, number, unit)
-        outcome = _outcome(rows)
-        compared.append(
-            _comparison(full.samples(number), accumulated.samples(number), windows.get(number), rows, outcome, data,
-                        judged, number)
-        )  # fmt: skip
+        rows, unrepeatable = _rows(full, perturbed, accumulated, number, unit)
+        apart = _distance(full.samples(number), accumulated.samples(number), "before")
+        judged = judged and data.same and not unrepeatable and not apart > _START * unit
+        outcome = Outcome.INCONCLUSIVE if unrepeatable else _outcome(rows)
+        comparison = _comparison(
+            full.samples(number), accumulated.samples(number), windows.get(number), rows, outcome, data, judged, number
+        )
+        compared.append(replace(comparison, started_apart=apart, unrepeatable=unrepeatable))
         judged = judged and outcome is Outcome.EQUIVALENT
     return tuple(compared)
 
@@ -60,16 +65,37 @@ def _check_parameters(full: Run, accumulated: Run) -> None:
         )
 
 
-def _rows(full: Run, perturbed: Run, accumulated: Run, number: int, unit: float) -> tuple[ParameterComparison, ...]:
+def _rows(
+    full: Run, perturbed: Run, accumulated: Run, number: int, unit: float
+) -> tuple[tuple[ParameterComparison, ...], str]:
+    """Every parameter's comparison, and how the full-batch run differs from its own repetition (empty: by rounding)."""
     reference, actual = _aligned(full.gradients(number), accumulated.gradients(number))
     working = {row.name: row for row in measure(actual, reference)}
     floor = dict.fromkeys(working, 0.0)
+    unrepeatable = ""
     if perturbed.updates >= number:
         reference, moved = _aligned(full.gradients(number), perturbed.gradients(number))
         floor |= {row.name: row.difference for row in measure(moved, reference) if math.isfinite(row.difference)}
-    return tuple(judge_by_floor(working, floor, {}, unit))
+        unrepeatable = _unrepeatable(full, perturbed, number, unit, _visible(working, floor))
+    return tuple(judge_by_floor(working, floor, {}, unit)), unrepeatable
 
 
+def _visible(working: Mapping[str, Difference], floor: Mapping[str, float]) -> float:
+    """The smallest relative difference of the whole gradient that the noise floor lets through."""
+    size = math.sqrt(sum(row.reference**2 for row in working.values() if math.isfinite(row.reference)))
+    noise = math.sqrt(sum(value**2 for value in floor.values()))
+    return FLOOR_EQUIVALENT * noise / size if size else 0.0
+
+
+def _unrepeatable(full: Run, perturbed: Run, number: int, unit: float, visible: float) -> str:
+    start = _distance(full.samples(number), perturbed.samples(number), "before")
+    if number == 1 and start > _START * unit:
+        return f"its weights start {start:.1e} apart (relative) although only rounding was added"
+    if visible > _VISIBLE:
+        rows = check_rows(full.rows(number), perturbed.rows(number))
+        seen = "" if rows.same else f", and {rows.differing} of its {rows.full} rows are others"
+        return f"its gradients differ by {visible / FLOOR_EQUIVALENT:.1e} (relative) when run again{seen}"
+    return ""
 
 
 def _aligned(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -98,8 +124,9 @@ def _comparison(
         fit=fit_weights(full, accumulated), backwards=len(backwards),
         sizes=tuple(event.values.get("rows") or 0 for event in forwards),
         valid_targets=valid if valid and min(valid) >= 0 else (),
+        ignored_targets=any(count < total for event in backwards for count, total in event.values.get("targets", ())),
         learning_rates=_rates(accumulated), learning_rates_full=_rates(full),
-        weights_difference=_weights_difference(full, accumulated), drifted=_drifted(full, accumulated),
+        weights_difference=_distance(full, accumulated, "weights"), drifted=_drifted(full, accumulated),
     )  # fmt: skip
 
 
@@ -107,11 +134,11 @@ def _rates(samples: Mapping[str, Any]) -> tuple[float, ...]:
     return tuple(rate for rates in samples["lrs"].values() for rate in rates)
 
 
-def _weights_difference(full: Mapping[str, Any], accumulated: Mapping[str, Any]) -> float:
-    """Relative, over the sampled elements, each standing for its share of its parameter."""
+def _distance(full: Mapping[str, Any], accumulated: Mapping[str, Any], when: str) -> float:
+    """How far the weights are apart, relative, over the sampled elements, each standing for its share of its parameter."""
     difference = size = 0.0
-    for at, weights in full["weights"].items():
-        other = accumulated["weights"].get(at)
+    for at, weights in full[when].items():
+        other = accumulated[when].get(at)
         if other is None or len(other) != len(weights):
             return math.nan
         stretch = full["stretches"][at]

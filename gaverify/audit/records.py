@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -68,6 +69,8 @@ class UpdateComparison:
 
     `judged`: the runs had the same samples and, up to rounding, the same weights, so that a difference means something.
     `weights_difference` is relative, over sampled elements; `drifted` names buffers that differ after the update.
+    `started_apart` is how far the weights were apart before the update; `unrepeatable` says how the full-batch run
+    differed from its own repetition, where that was more than rounding.
     """
 
     number: int
@@ -79,10 +82,13 @@ class UpdateComparison:
     backwards: int = 0
     sizes: tuple[int, ...] = ()
     valid_targets: tuple[int, ...] = ()
+    ignored_targets: bool = False
     learning_rates: tuple[float, ...] = ()
     learning_rates_full: tuple[float, ...] = ()
     weights_difference: float = math.nan
     drifted: tuple[str, ...] = ()
+    started_apart: float = 0.0
+    unrepeatable: str = ""
 
     @property
     def largest(self) -> ParameterComparison | None:
@@ -123,6 +129,7 @@ class Record:
         full_windows: Of the full-batch run; empty with events only.
         updates: The comparisons; empty with events only.
         steps: K where the user said it.
+        numbers: The whole numbers among the accumulated run's own arguments: K is one of them as a rule.
         unit: Unit roundoff of the coarsest arithmetic.
         held: The weights that fit when every step is undone, so that all micro-batches see the same weights.
         dealt: Random draws dealt out per sample.
@@ -138,6 +145,7 @@ class Record:
     held: WeightFit | None = None
     dealt: int = 0
     unaligned: Mapping[str, str] = field(default_factory=dict)
+    numbers: tuple[int, ...] = ()
 
     @property
     def tolerance(self) -> float:
@@ -165,6 +173,41 @@ class Record:
         if whole is None or not whole.rows or not window.rows:
             return None
         return max(1, round(window.backwards * whole.rows / window.rows))
+
+    def expected_of(self, number: int) -> int | None:
+        """The same for the window of an update by its number."""
+        window = self.window_of(number)
+        return self.expected(window) if window is not None else None
+
+    def window_of(self, number: int) -> Window | None:
+        """The window of an update."""
+        return next((window for window in self.windows if window.number == number), None)
+
+    @property
+    def usual(self) -> int:
+        """The backward passes that most windows have; of equally frequent counts the largest. 0 without windows."""
+        counts = Counter(window.backwards for window in self.complete)
+        return max(counts, key=lambda count: (counts[count], count), default=0)
+
+    def inside(self, kind: str) -> list[Event]:
+        """The events of a kind strictly inside windows, unless the full batch's run has such in the same window."""
+        ordinary = {full.number for full in self.full_windows if any(e.kind == kind for e in full.before_last_backward)}
+        return [
+            event
+            for window in self.windows
+            if window.number not in ordinary
+            for event in window.before_last_backward
+            if event.kind == kind
+        ]
+
+    @property
+    def same_pieces(self) -> bool:
+        """Whether the first update was fed in the same pieces in both runs."""
+        if not self.full_windows or self.first is None:
+            return False
+        pieces = [[event.values.get("rows") for event in window.of("forward")]
+                  for window in (self.full_windows[0], self.first)]  # fmt: skip
+        return bool(pieces[0]) and pieces[0] == pieces[1] and self.full_windows[0].backwards == self.first.backwards
 
     @property
     def divergent(self) -> UpdateComparison | None:

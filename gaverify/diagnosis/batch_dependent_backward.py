@@ -1,4 +1,72 @@
-"""GAV104 batch-dependent-backward."""
+"""GAV104 batch-dependent-backward: all forwards agree, and a gradient depends on the batch all the same.
+
+What it finds
+
+A backward that is not linear in the gradient that it receives, or that looks at the whole micro-batch: a tensor
+hook that normalises or clips, a hand-written `autograd.Function` with a norm, rank or quantisation in its
+`backward`, a gradient reversal whose strength depends on the batch.
+
+Why gradients diverge
+
+Accumulation relies on two properties of the backward pass: it is linear in the incoming gradient, and it treats
+samples independently.
+
+    Σ_k w_k backward(g_k) = backward(Σ_k w_k g_k)
+
+Autograd's own formulas have both. A hook such as g → g / ‖g‖ has neither: each micro-batch's gradient gets norm 1,
+and their mean is no unit vector. Clipping inside a hook is the same: K small gradients are cut differently from one
+large one, since clip(a) + clip(b) is not clip(a + b).
+
+Signature in the numbers
+
+- All operations of the forward agree, and so do the losses, to about 1e-16 in float64.
+- The gradients of some parameters differ: of one alone where a hook sits on it, of everything before the function
+  where it is an `autograd.Function`.
+- The full batch agrees with itself (otherwise it is GAV303).
+
+Example
+
+    import torch
+    from torch import nn
+
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    model[0].weight.register_hook(lambda gradient: gradient / gradient.norm())
+    batch = torch.randn(16, 6), torch.randint(3, (16,))
+
+    def loss(model, batch):
+        inputs, classes = batch
+        return nn.functional.cross_entropy(model(inputs), classes)
+
+Use instead
+
+Backward passes that are linear and per sample; whatever normalises or clips, once per window, after the last
+`backward()` and before `optimizer.step()`:
+
+    import torch
+    from torch import nn
+
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    batch = torch.randn(16, 6), torch.randint(3, (16,))
+
+    def loss(model, batch):
+        inputs, classes = batch
+        return nn.functional.cross_entropy(model(inputs), classes)
+
+    def before_step(model):  # called by the training loop, once per window
+        weight = model[0].weight
+        weight.grad /= weight.grad.norm()
+
+When it is harmless
+
+A hook that only watches, or scales by a constant, is linear and not reported. A clip that never becomes active on
+this batch does not show either: gaverify reports what these numbers did.
+
+References
+
+- PyTorch, Tensor.register_hook, https://docs.pytorch.org/docs/stable/generated/torch.Tensor.register_hook.html
+- PyTorch, Extending torch.autograd, https://docs.pytorch.org/docs/stable/notes/extending.html
+- PyTorch, clip_grad_norm_, https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_norm_.html
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,47 @@
-"""GAV000 unexplained (note): a divergence that no rule names, and what was ruled out."""
+"""GAV000 unexplained (note): the divergence is real, and no rule explains it.
+
+What it finds
+
+Gradients that differ beyond rounding where every probe that could run found nothing, or where neutralising what it
+found did not help. A wrong name would be worse than none: gaverify prints what it ruled out instead.
+
+Why gradients diverge
+
+Unknown. The float64 control (or the noise floor) says that it is no rounding; the list of what was ruled out says
+where not to look: weights that do not repair it, a forward that agrees operation by operation, state that does not
+change, a full batch that repeats.
+
+Signature in the numbers
+
+- A divergent verdict without a finding of severity fault.
+- The line `ruled out`: each probe with its number, and each probe that could not run with the reason (an operation
+  without float64, a custom kernel, a model that other threads or processes work on).
+
+Example
+
+There is no example that stays unexplained on purpose: one that is known becomes a rule. Typical candidates are
+kernels written by hand, code that hides its operations from the dispatcher, and causes that neutralise each other's
+controls.
+
+Use instead
+
+Bisect: verify a part of the model on detached inputs, then halve the part that diverges.
+
+    import gaverify
+
+    def verify_block(block, inputs):
+        def loss(block, batch):
+            return block(batch).square().mean()
+        return gaverify.verify(block, loss, inputs.detach(), steps=4)
+
+When it is harmless
+
+Nobody knows until it is explained; the line `harm` says how large it is against the gradient's sampling noise.
+
+References
+
+- gaverify's other rules: `gaverify rules`
+"""
 
 from __future__ import annotations
 

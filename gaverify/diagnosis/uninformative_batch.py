@@ -1,4 +1,71 @@
-"""GAV901 uninformative-batch."""
+"""GAV901 uninformative-batch (note): the data of this verification could not have shown a fault.
+
+What it finds
+
+A batch on which a faulty and a right recipe give the same gradient: identical samples, equal numbers of valid
+targets under `ignore_index`, gradients that are all zero, or K = 1.
+
+Why gradients diverge
+
+They do not, and that is the trouble: an equivalent verdict on such a batch says nothing about the data of the training.
+
+- Identical samples have the same statistics in every micro-batch: BatchNorm agrees to rounding.
+- With equal counts n_k = N / K the average of means is the mean: GAV202 vanishes.
+- With zero gradients every recipe gives zero.
+- With K = 1 the full batch is compared with itself.
+
+Signature in the numbers
+
+- The verdict is equivalent (or inconclusive), and the note says what the batch lacks.
+- In the example every micro-batch has 8 valid targets; ragged rows give a difference of 52 % (GAV202).
+
+Example
+
+    import torch
+    from torch import nn
+
+    model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11))
+    tokens = torch.randint(11, (8, 6))
+    labels = tokens.roll(-1, dims=1)
+    labels[:, 4:] = -100  # the same padding in every row
+    batch = tokens, labels
+
+    def loss(model, batch):
+        tokens, labels = batch
+        logits = model(tokens).flatten(0, 1)
+        return nn.functional.cross_entropy(logits, labels.flatten())
+
+Use instead
+
+Different samples of different lengths, as the training will see them: a batch from the real loader. Here with the
+weights that such a batch needs.
+
+    import torch
+    from torch import nn
+
+    model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11))
+    tokens = torch.randint(11, (8, 6))
+    labels = tokens.roll(-1, dims=1)
+    for row, length in enumerate((6, 2, 1, 3, 5, 6, 2, 4)):
+        labels[row, length:] = -100
+    batch = tokens, labels
+    options = {"weighting": "tokens"}
+
+    def loss(model, batch):
+        tokens, labels = batch
+        logits = model(tokens).flatten(0, 1)
+        return nn.functional.cross_entropy(logits, labels.flatten())
+
+When it is harmless
+
+Where the training data are like that: all rows packed to the same length, no ignored targets. The verdict then
+holds for them, and only for them.
+
+References
+
+- huggingface/transformers#34191 (counts that differ between micro-batches),
+  https://github.com/huggingface/transformers/pull/34191
+"""
 
 from __future__ import annotations
 

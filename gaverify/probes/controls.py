@@ -18,9 +18,10 @@ from torch.overrides import TorchFunctionMode
 
 from gaverify.comparison import measure
 from gaverify.errors import GaverifyError
-from gaverify.gradients import Gradients, PassProbe, Task, accumulated_gradients, full_batch_gradients
+from gaverify.gradients import Gradients, PassProbe, PassResult, Task, accumulated_gradients, full_batch_gradients
 from gaverify.isolation import ModelState
 from gaverify.measurements import ControlRun
+from gaverify.probes.micro_batch_weights import Sketches, fitted, sketched
 from gaverify.randomness import DrawRecord
 
 # What rounding leaves: 4 u of float32 where a cast inside the model hides from the lift, far less in pure float64;
@@ -56,14 +57,23 @@ class Bench:
     def _double(self) -> bool:
         return all(p.dtype in (torch.float64, torch.complex128) for p in self.task.parameters.values())
 
-    def run(self, what: str, probe: PassProbe | None = None) -> ControlRun:
-        """Runs both strategies and returns what difference is left."""
+    def run(self, what: str, probe: PassProbe | None = None, *, fit: bool = False) -> ControlRun:
+        """Runs both strategies and returns what difference is left, with the weights that fit on request."""
         self.task.progress(f"control: {what}")
         probe = self.with_probe(probe)
         full, _ = full_batch_gradients(self.task, self.state, self.record, lift=self.lift, probe=probe)
-        accumulated = accumulated_gradients(self.task, self.state, self.record, full, lift=self.lift, probe=probe)
+        right = None
+        if fit:
+            sketches, accumulated = self.sketched(full, probe)
+            right = fitted([sketches])
+        else:
+            accumulated = accumulated_gradients(self.task, self.state, self.record, full, lift=self.lift, probe=probe)
         left = relative_difference(accumulated.gradients, full.gradients)
-        return ControlRun(what, left, left <= self.rounding)
+        return ControlRun(what, left, left <= self.rounding, right)
+
+    def sketched(self, full: PassResult, probe: PassProbe | None) -> tuple[Sketches, PassResult]:
+        """Accumulates once more, with a sketch of every micro-batch's gradient."""
+        return sketched(self.task, self.state, self.record, full, lift=self.lift, probe=probe)
 
 
 def relative_difference(accumulated: Gradients, reference: Gradients) -> float:

@@ -68,7 +68,7 @@ def layout_of(full: tuple[int, ...], micro: tuple[int, ...], batch_size: int, co
     return Layout("matrix") if len(scaled) == len(changed) else None
 
 
-def fingerprint(tensor: torch.Tensor, layout: Layout) -> torch.Tensor | None:
+def fingerprint(tensor: torch.Tensor, layout: Layout, *, integers: bool = False) -> torch.Tensor | None:
     """Returns fingerprints of shape (variants, rows, 3): two projections and the norm of each row, in float64.
 
     Folded rows (`fold` > 1) may hold the batch as their outer or as their inner index: both variants are kept.
@@ -76,7 +76,7 @@ def fingerprint(tensor: torch.Tensor, layout: Layout) -> torch.Tensor | None:
     if tensor.numel() == 0 or layout.kind == "matrix":
         return None
     values = tensor.detach()
-    if not (values.is_floating_point() or values.is_complex()) and layout.kind != "global":
+    if not (values.is_floating_point() or values.is_complex() or integers) and layout.kind != "global":
         return None
     values = torch.view_as_real(values.resolve_conj()).flatten(-2) if values.is_complex() else values
     values = values.to(torch.float32 if values.device.type == "mps" else torch.float64)

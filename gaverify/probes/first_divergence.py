@@ -37,7 +37,9 @@ class Divergences:
         return not self.suspects and self.aligned == len(self.full.steps)
 
 
-def trace_divergences(bench: Bench, *, weights: Sequence[float], valid_targets: Sequence[float] = ()) -> Divergences:
+def trace_divergences(
+    bench: Bench, *, weights: Sequence[float], valid_targets: Sequence[float] = (), foreign: bool = False
+) -> Divergences:
     """Runs every forward once, from the same state, and returns the suspects in the order of execution.
 
     A first short run of micro-batch 1 only takes shapes: comparing them with the full batch's tells in which dimension
@@ -47,6 +49,7 @@ def trace_divergences(bench: Bench, *, weights: Sequence[float], valid_targets: 
         bench: Where to run, and what has been neutralised already.
         weights: The micro-batch weights, for the gap between the full loss and their weighted sum.
         valid_targets: Valid targets per micro-batch, where the loss counts them.
+        foreign: Generators of Python or NumPy moved differently; rows that come from outside torch are then draws.
     """
     task, record = bench.task, bench.record
     names = {module: name for root in task.modules for name, module in root.named_modules()}
@@ -71,7 +74,7 @@ def trace_divergences(bench: Bench, *, weights: Sequence[float], valid_targets: 
     for trace in (full, *parts):
         _to_host(trace)
     agree = AGREE_FLOAT64 if bench.rounding < 1e-5 else AGREE_FLOAT32
-    reader = _Reader(full, parts, list(task.bounds()), task.batch_size, agree)
+    reader = _Reader(full, parts, list(task.bounds()), task.batch_size, agree, foreign)
     wide = torch.float64
     shares = [torch.ones(task.steps, dtype=wide), torch.tensor(task.sizes, dtype=wide) / task.batch_size]
     if len(valid_targets) == task.steps and sum(valid_targets) > 0:
@@ -95,9 +98,11 @@ class _Reader:
     """Aligns the traces and finds what differs."""
 
     def __init__(
-        self, full: Trace, parts: list[Trace], bounds: list[tuple[int, int]], batch_size: int, agree: float
+        self, full: Trace, parts: list[Trace], bounds: list[tuple[int, int]], batch_size: int, agree: float,
+        foreign: bool,
     ) -> None:
         self._full, self._parts, self._bounds, self._size, self._agree = full, parts, bounds, batch_size, agree
+        self._foreign = foreign
         self.aligned = self._aligned()
         # (difference, samples) of every step's rows; None where its samples cannot be told apart
         self._rows = [self._rows_of(index) for index in range(self.aligned)]
@@ -133,8 +138,9 @@ class _Reader:
     def _kind(self, index: int) -> str | None:
         step = self._full.steps[index]
         rows = self._rows[index]
-        if rows is not None and rows[0] > self._agree and (step.tensor_inputs or step.random):
-            return "random" if step.random else "rows"
+        outside = not step.tensor_inputs
+        if rows is not None and rows[0] > self._agree and (self._foreign or step.random or not outside):
+            return "random" if step.random or outside else "rows"
         matrix = any(result.layout and result.layout.kind == "matrix" and result.floating for result in step.results)
         return "matrix" if matrix and step.differentiable else None
 

@@ -5,7 +5,8 @@ Shapes: K micro-batches; sketches of length S = 4096 stand for the gradients, so
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,37 +16,64 @@ from gaverify.measurements import WeightFit
 from gaverify.probes.fingerprints import sketch
 from gaverify.randomness import DrawRecord
 
+_SINGULAR = 1e-10  # relative singular value below which micro-batch gradients cannot be told apart
 
-def fit_micro_batch_weights(
+
+@dataclass
+class Sketches:
+    """One accumulated run in sketches: g_k as `columns` (S, K), g_full as `target` (S,), the weights that were used."""
+
+    columns: torch.Tensor
+    target: torch.Tensor
+    used: torch.Tensor
+    elements: int
+
+
+def sketched(
     task: Task, state: ModelState, record: DrawRecord, full: PassResult, *, lift: bool, probe: PassProbe | None = None
-) -> WeightFit:
-    """Returns the least-squares weights of the micro-batch gradients.
+) -> tuple[Sketches, PassResult]:
+    """Accumulates once more and sketches every micro-batch's gradient on the way.
 
     The gradients accumulate in `.grad`; the sketch is linear, so the difference of two sketches is the sketch of one
-    micro-batch's share. Where c is not unique, the one nearest to the weights that were used is returned.
+    micro-batch's share.
     """
-    accumulated: list[torch.Tensor] = []
+    sums: list[torch.Tensor] = []
 
     def note(_: int) -> None:
-        accumulated.append(sketch([parameter.grad for parameter in task.parameters.values()]))
+        sums.append(sketch([parameter.grad for parameter in task.parameters.values()]))
 
     task = replace(task, strategy="accumulate")  # one backward over the sum would not tell the shares apart
-    used = accumulated_gradients(task, state, record, full, lift=lift, after_backward=note, probe=probe).weights
+    accumulated = accumulated_gradients(task, state, record, full, lift=lift, after_backward=note, probe=probe)
     target = sketch(list(full.gradients.values()))
-    steps = torch.stack([accumulated[0], *(b - a for a, b in zip(accumulated, accumulated[1:], strict=False))], dim=1)
-    weights = torch.tensor(used, dtype=steps.dtype, device=steps.device)
+    steps = torch.stack([sums[0], *(b - a for a, b in zip(sums, sums[1:], strict=False))], dim=1)
+    weights = torch.tensor(accumulated.weights, dtype=steps.dtype, device=steps.device)
     columns = steps / torch.where(weights == 0, torch.ones_like(weights), weights)
+    elements = sum(gradient.numel() for gradient in full.gradients.values() if gradient is not None)
+    return Sketches(columns, target, weights, elements), accumulated
+
+
+def fitted(runs: Sequence[Sketches]) -> WeightFit:
+    """Returns the least-squares weights that explain all runs at once; each run counts relative to its own gradient.
+
+        min ‖g_full − Σ c_k g_k‖
+
+    Where c is not unique, the one nearest to the weights that were used is returned.
+    """
+    norms = [torch.linalg.vector_norm(run.target).clamp_min(1e-300) for run in runs]
+    columns = torch.cat([run.columns / norm for run, norm in zip(runs, norms, strict=True)])
+    target = torch.cat([run.target / norm for run, norm in zip(runs, norms, strict=True)])
+    weights = runs[0].used
     left = target - columns @ weights
     # The singular values tell which combinations of micro-batches the gradients can distinguish at all.
     u, s, vh = torch.linalg.svd(columns, full_matrices=False)
-    kept = s > s.max() * 1e-10
-    correction = vh[kept].T @ ((u[:, kept].T @ left) / s[kept])
-    fitted = weights + correction
-    residual = torch.linalg.vector_norm(target - columns @ fitted) / torch.linalg.vector_norm(target)
-    shares = columns * fitted
+    kept = s > s.max() * _SINGULAR
+    best = weights + vh[kept].T @ ((u[:, kept].T @ left) / s[kept])
+    residual = torch.linalg.vector_norm(target - columns @ best) / torch.linalg.vector_norm(target).clamp_min(1e-300)
+    shares = runs[0].columns / norms[0] * best
+    count = len(weights)
     spread = torch.linalg.vector_norm(shares - shares.mean(1, keepdim=True)).square()
-    noise = (spread * task.steps / max(task.steps - 1, 1)).sqrt() / torch.linalg.vector_norm(target)
-    elements = sum(gradient.numel() for gradient in full.gradients.values() if gradient is not None)
+    noise = (spread * count / max(count - 1, 1)).sqrt()
+    equations = sum(run.elements for run in runs)
     return WeightFit(
-        tuple(fitted.tolist()), float(residual), bool(kept.all()), float(noise), vacuous=elements <= int(kept.sum())
+        tuple(best.tolist()), float(residual), bool(kept.all()), float(noise), vacuous=equations <= int(kept.sum())
     )

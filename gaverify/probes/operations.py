@@ -21,6 +21,7 @@ from gaverify.probes.fingerprints import Layout, fingerprint, layout_of
 from gaverify.tracebacks import calling_frame
 
 Shape = tuple[int, ...]
+INPUT = "input"  # the name of a step that stands for a tensor which no operation wrote
 
 
 @dataclass
@@ -96,6 +97,12 @@ class OperationTracer(PassProbe):
         self._template, self._plan = template, plan
         self._stack: list[int] = []
         self._writers: dict[int, int] = {}
+        self._state = {
+            _address(value)
+            for module in names
+            for value in (*module._parameters.values(), *module._buffers.values())
+            if value is not None
+        }
         self._function = -1
 
     @contextmanager
@@ -118,7 +125,8 @@ class OperationTracer(PassProbe):
         name, view, random = _traits(func)
         if view:
             return
-        tensors = [t for t in _tensors((args, kwargs))]
+        tensors = list(_tensors((args, kwargs)))
+        self._note_inputs(tensors)
         writers = tuple(dict.fromkeys(self._writers[p] for t in tensors if (p := _address(t)) in self._writers))
         step = Step(
             name, self._stack[-1] if self._stack else None, self._function, calling_frame(), writers,
@@ -129,6 +137,18 @@ class OperationTracer(PassProbe):
         for position, tensor in enumerate(_tensors(result)):
             step.results.append(self._result(index, position, name, tensor))
             self._writers[_address(tensor)] = index
+
+    def _note_inputs(self, tensors: list[torch.Tensor]) -> None:
+        """Adds a step for every tensor that no operation wrote: the batch, and what comes from outside torch."""
+        for tensor in tensors:
+            address = _address(tensor)
+            if address in self._writers or address in self._state:
+                continue
+            call = self._stack[-1] if self._stack else None
+            index = len(self.trace.steps)
+            self._writers[address] = index
+            self.trace.steps.append(Step(INPUT, call, self._function, calling_frame(), (), False, False, 0))
+            self.trace.steps[index].results.append(self._result(index, 0, INPUT, tensor))
 
     def _result(self, index: int, position: int, name: str, tensor: torch.Tensor) -> Result:
         shape = tuple(tensor.shape)
@@ -141,7 +161,7 @@ class OperationTracer(PassProbe):
             result.layout = layout_of(shape, seen.shape, self._size, self._count) if seen is not None else None
         if result.layout is not None and tensor.layout is torch.strided:
             with _disable_current_modes():
-                result.prints = fingerprint(tensor, result.layout)
+                result.prints = fingerprint(tensor, result.layout, integers=name == INPUT)
         return result
 
     def _enter(self, module: nn.Module, _: Any) -> None:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from gaverify.control import failure_sentence
-from gaverify.gradients import PassProbe
+from gaverify.control import failure_sentence, perturbed
+from gaverify.gradients import PassProbe, full_batch_gradients
+from gaverify.isolation import ModelState
 from gaverify.measurements import Cause, ControlRun, StateChange, StateProbe, Suspect, WeightFit
 from gaverify.probes.controls import Bench, Evaluated, Held, cached_gradients
+from gaverify.probes.micro_batch_weights import fitted
 from gaverify.probes.state import StateHeld, StateRestored
 
 _HELPS = 0.5  # a neutralised suspect that leaves more than half of the difference was not (the larger part of) the cause
+_MOVED = 0.01  # of each weight, up or down: far from rounding, near enough that the loss stays finite
 _SINGLE = 4  # changed values that are tried one by one
 
 
@@ -59,13 +62,36 @@ def _blamed(bench: Bench, changes: tuple[StateChange, ...]) -> tuple[StateChange
     return tuple(alone) or changes
 
 
-def try_suspect(bench: Bench, suspect: Suspect, left: float) -> Tried | None:
+def drawing_constants(bench: Bench) -> tuple[ControlRun, Bench]:
+    """Holds every random draw at one typical value, in both runs; returns what is left, and the bench in that state."""
+    still = replace(bench, record=replace(bench.record, constant=True, unaligned={}))
+    return still.run("every random draw held constant"), still
+
+
+def joint_fit(bench: Bench) -> WeightFit:
+    """Fits the weights at the model's parameters and at moved ones together.
+
+    Weights that belong to the data (counts, class weights, masks) explain both; factors that come out of the model
+    itself, such as 1/√L_k of a root mean squared error, change with its parameters.
+    """
+    runs = []
+    for moved in (False, True):
+        with perturbed(bench.task, _MOVED) if moved else nullcontext():
+            there = replace(bench, state=ModelState(bench.task.modules, (bench.task.problem.loss,)))
+            probe = there.with_probe(None)
+            full, _ = full_batch_gradients(there.task, there.state, there.record, lift=there.lift, probe=probe)
+            runs.append(there.sketched(full, probe)[0])
+    return fitted(runs)
+
+
+def try_suspect(bench: Bench, suspect: Suspect, left: float, residual: float) -> Tried | None:
     """Runs the controls that fit the suspect until one helps; None where none did.
 
     Args:
         bench: Where to run.
         suspect: Whom to try.
         left: The relative difference before.
+        residual: What the best micro-batch weights left over before: wrong weights may hide that a control helps.
     """
     failures = []
     for make in _controls(bench, suspect):
@@ -74,8 +100,10 @@ def try_suspect(bench: Bench, suspect: Suspect, left: float) -> Tried | None:
         except Exception as error:
             failures.append(failure_sentence(error))
             continue
-        if control.rounding or control.left < _HELPS * left:
-            explained = 1.0 - control.left / left if left > 0 else 1.0
+        fit = control.fit
+        weighted = fit.residual / residual if fit is not None and not fit.vacuous and residual > 0 else 1.0
+        if control.rounding or min(control.left / max(left, 1e-300), weighted) < _HELPS:
+            explained = 1.0 - min(control.left / max(left, 1e-300), weighted)
             remedies = tuple(_remedies(bench, suspect)) if control.rounding else ()
             return Tried(Cause(suspect, control, remedies, explained), neutral, tuple(failures))
     if failures:
@@ -83,12 +111,12 @@ def try_suspect(bench: Bench, suspect: Suspect, left: float) -> Tried | None:
     return None
 
 
-def _controls(bench, suspect):  # type: ignore[no-untyped-def]
+def _controls(bench: Bench, suspect: Suspect) -> Iterator[Callable[[], tuple[ControlRun, PassProbe | None]]]:
     """Yields the controls in the order of how much of the model they leave running."""
     path = suspect.operation.module
 
-    def run(what, probe):  # type: ignore[no-untyped-def]
-        return lambda: (bench.run(what, probe), probe)
+    def run(what: str, probe: PassProbe) -> Callable[[], tuple[ControlRun, PassProbe | None]]:
+        return lambda: (bench.run(what, probe, fit=True), probe)
 
     if suspect.statistics and path is not None:
         modules = _same_kind(bench, path)
@@ -128,7 +156,7 @@ def _remedies(bench: Bench, suspect: Suspect) -> Iterator[ControlRun]:
 
 
 @contextmanager
-def _group_norms(bench: Bench, layers: list[nn.Module]) -> Iterator[str]:
+def _group_norms(bench: Bench, layers: Sequence[nn.Module]) -> Iterator[str]:
     """Puts GroupNorm in the place of BatchNorm layers, with their own scale and shift, and back in the end."""
     swapped: list[tuple[nn.Module, str, nn.Module]] = []
     names = []

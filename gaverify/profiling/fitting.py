@@ -1,7 +1,7 @@
 """The straight line through measured rows, and what it predicts.
 
-Legend: n samples in the largest micro-batch; a line a + b·n through the rows of accumulation and the full batch.
-What autograd keeps grows with the samples that are in flight, so memory is a constant (weights, gradients, workspace)
+Legend: n samples in the largest micro-batch; a line a + b·n through the rows of accumulation, K = 1 among them where
+that is the same for all. What autograd keeps grows with the samples that are in flight, so memory is a constant (weights, gradients, workspace)
 plus a share per sample.
 """
 
@@ -100,9 +100,16 @@ def activation_line(rows: Sequence[Row]) -> Line | None:
 
 
 def peak_line(rows: Sequence[Row]) -> Line | None:
-    """Returns the line through the peaks of device memory."""
-    return fit([(row.micro_batch, row.memory.peak) for row in _fitted_rows(rows)
-                if row.micro_batch is not None and row.memory is not None])  # fmt: skip
+    """Returns the line through the peaks of device memory.
+
+    From the second micro-batch on the gradients of the one before lie in memory; the full batch starts without any.
+    It stands below the line of accumulation by up to the size of the gradients, and would tilt it, so that it takes
+    part only where accumulation alone has fewer than two sizes.
+    """
+    found = [row for row in _fitted_rows(rows) if row.micro_batch is not None and row.memory is not None]
+    accumulated = [row for row in found if len(row.micro_batches) > 1]
+    chosen = accumulated if len({row.micro_batch for row in accumulated}) > 1 else found
+    return fit([(row.micro_batch, row.memory.peak) for row in chosen if row.micro_batch and row.memory])
 
 
 def predict(profile: Profile) -> Prediction | str:

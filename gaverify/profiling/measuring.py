@@ -26,10 +26,10 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 
 def activation_bytes(work: Workload) -> int:
     """Returns what autograd keeps for the backward at its highest point in one update, in bytes."""
-    micro_batches = work.prepared()
+    work.start()
     meter = ActivationMeter(work.kept_anyway())
     with meter.counting():
-        work.update(micro_batches)
+        work.update(work.micro_batches())
     work.clear()
     return meter.peak
 
@@ -52,7 +52,8 @@ def update_seconds(work: Workload, repeats: int, report: Callable[[int], None] =
     times = []
     with _few_collections():
         for repeat in range(WARM_UP + repeats):
-            micro_batches = work.prepared()
+            work.start()
+            micro_batches = list(work.micro_batches())
             gc.collect()
             seconds = clock(work, micro_batches)
             if repeat >= WARM_UP:
@@ -102,14 +103,15 @@ def _cuda_seconds(work: Workload, micro_batches: list[Any]) -> float:
 
 def _cuda_peak(work: Workload, device: torch.device) -> Memory:
     # the first update makes what stays from then on (cuBLAS workspace, kernels): it belongs to the baseline
-    work.update(work.prepared())
-    micro_batches = work.prepared()
+    work.start()
+    work.update(work.micro_batches())
+    work.start()
     gc.collect()
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     baseline = torch.cuda.memory_allocated(device)
-    work.update(micro_batches)
+    work.update(work.micro_batches())
     torch.cuda.synchronize(device)
     peak, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
     work.clear()
@@ -119,12 +121,12 @@ def _cuda_peak(work: Workload, device: torch.device) -> Memory:
 def _resident_peak(work: Workload) -> Memory | None:
     _wake()
     work.start_optimizer()
-    micro_batches = work.prepared()
+    work.start()
     gc.collect()
     with _freed_at_once():
         _reset_high_water()
         baseline = _resident()[0]
-        work.update(micro_batches)
+        work.update(work.micro_batches())
         peak = _resident()[1]
     work.clear()
     if baseline is None or peak is None:

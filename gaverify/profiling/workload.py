@@ -5,7 +5,7 @@ Legend: B samples in K micro-batches; the full batch is one micro-batch of B sam
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gaverify.batching import fresh, take
-from gaverify.gradients import Task, _blame, _loss, seed_everything
+from gaverify.batching import fresh
+from gaverify.gradients import Task, _blame, _loss, _micro_batch, seed_everything
 from gaverify.isolation import ModelState, isolated_generators, mode_set
 from gaverify.problem import Problem
 from gaverify.profiling.records import Plan
@@ -33,26 +33,31 @@ class Workload:
     seed: int
     optimizer: torch.optim.Optimizer | None = None
 
-    def prepared(self) -> list[Any]:
-        """Returns micro-batches of their own, as a data loader hands them over; every pass starts from the same state.
+    def micro_batches(self) -> Iterator[Any]:
+        """Yields the micro-batches one after the other, as a data loader hands them over.
 
         A forward may change its inputs (`batch.pop("labels")`, `x.add_`), so each pass gets new ones.
         """
+        if self.task.steps == 1:
+            yield fresh(self.task.problem.batch)
+            return
+        for k, (start, stop) in enumerate(self.task.bounds(), 1):
+            yield fresh(_micro_batch(self.task, start, stop, f"micro-batch {k} of {self.task.steps}"))
+
+    def start(self) -> None:
+        """Makes every pass start from the same state and the same random draws."""
         self.clear()
         seed_everything(self.seed)
-        problem, size = self.task.problem, self.task.batch_size
-        if self.task.steps == 1:
-            return [fresh(problem.batch)]
-        return [fresh(take(problem.batch, a, b, size, problem.split)) for a, b in self.task.bounds()]
 
-    def update(self, micro_batches: list[Any]) -> None:
+    def update(self, micro_batches: Iterable[Any]) -> None:
         """Runs one window: gradients cleared, forward and backward over every micro-batch, the optimizer's step."""
         for parameter in self.task.parameters.values():
             parameter.grad = None
-        steps, total = len(micro_batches), None
+        steps, total, k = self.task.steps, None, 0
         # 1/K stands for any recipe's weight: the value of a factor changes neither time nor bytes
-        for k, micro_batch in enumerate(micro_batches):
-            where = "the full batch" if steps == 1 else f"micro-batch {k + 1} of {steps}"
+        for micro_batch in micro_batches:  # no enumerate: it would keep the one before alive beside the next
+            k += 1
+            where = "the full batch" if steps == 1 else f"micro-batch {k} of {steps}"
             with _blame(where, self.task):
                 loss = _loss(self.task, micro_batch, where)
                 loss = loss if steps == 1 else loss * (1.0 / steps)
@@ -60,7 +65,7 @@ class Workload:
                     loss.backward()  # type: ignore[no-untyped-call]
                 else:
                     total = loss if total is None else total + loss
-            del loss  # its graph must not live on beside the next one
+            del loss, micro_batch  # the graph must not live on beside the next one
         if total is not None:
             with _blame("the summed loss", self.task):
                 total.backward()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Trains a small classifier; `--loop` picks one of the right ways to accumulate, which look less usual than they are."""
+"""Trains a small classifier; `--loop` picks one of the right ways to accumulate that look unusual."""
 
 import torch
 from points import loader_for, network, options
@@ -115,7 +115,7 @@ def weighted_by_samples(args, model, optimizer, loader):
         optimizer.zero_grad()
 
 
-def steps_on_request(args, model, optimizer, loader):
+def validates(args, model, optimizer, loader):
     """Validates after each update; a forward without gradients is no micro-batch."""
     features, labels = next(iter(loader))
     for i, batch in enumerate(loader):
@@ -133,7 +133,7 @@ LOOPS = {
     loop.__name__: loop
     for loop in (
         usual, gradients_divided, losses_summed, cleared_at_start, cleared_by_hand, logged_loss_off, constant_divisor,
-        other_order, short_window_divided, weighted_by_samples, steps_on_request,
+        other_order, short_window_divided, weighted_by_samples, validates,
     )
 }  # fmt: skip
 

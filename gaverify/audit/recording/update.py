@@ -27,6 +27,7 @@ class Update:
         self.increments: list[dict[int, torch.Tensor]] = []
         self._final: dict[int, torch.Tensor] = {}
         self._stretches: dict[int, torch.Tensor] = {}
+        self._before: dict[int, torch.Tensor] = {}
         self._after: dict[str, Any] = {"weights": {}, "buffers": {}, "lrs": {}}
 
     def joins(self, optimizer: int) -> bool:
@@ -39,6 +40,7 @@ class Update:
         self.steps.append(entry.index)
         self._final[entry.index] = entry.gradients / float(scale) if scale is not None else entry.gradients
         self._stretches[entry.index] = entry.sample.stretches()
+        self._before[entry.index] = entry.weights
         if storage is None:
             return
         gradients = {}
@@ -62,6 +64,7 @@ class Update:
 
     def write(self, storage: Storage) -> None:
         """Writes the samples and rows of the window."""
-        content = {"increments": self.increments, "final": self._final, "stretches": self._stretches}
+        content = {"increments": self.increments, "final": self._final, "stretches": self._stretches,
+                   "before": self._before}  # fmt: skip
         storage.tensors(f"samples-{self.number}", {**content, **self._after})
         storage.tensors(f"rows-{self.number}", self.rows)

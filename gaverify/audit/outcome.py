@@ -1,0 +1,142 @@
+"""From the record and its findings to the report: the outcome, and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gaverify.audit.records import AuditReport, Record, RunSummary, UpdateComparison, counts_of
+from gaverify.audit.request import Request
+from gaverify.results import Finding, Outcome
+from gaverify.version import __version__
+
+
+def report_of(
+    request: Request,
+    record: Record,
+    findings: tuple[Finding, ...],
+    summaries: Sequence[RunSummary],
+    meta: Mapping[str, Any],
+    timings: Mapping[str, float],
+) -> AuditReport:
+    """Returns the answer of an audit.
+
+    Args:
+        request: What was asked for.
+        record: What the rules read.
+        findings: What they found.
+        summaries: The runs.
+        meta: The closing record of the accumulated run, or of the only one.
+        timings: Seconds of each part.
+    """
+    outcome, reason = _decided(request, record, findings)
+    working = meta["working"]
+    return AuditReport(
+        script=request.script, outcome=outcome, reason=reason, findings=findings, updates=record.updates,
+        counts=counts_of(record.windows), runs=tuple(summaries), device=working["device"], dtype=working["dtype"],
+        autocast=working["autocast"], torch=meta["torch"], gaverify=__version__, modules=tuple(meta["modules"]),
+        optimizers=tuple(meta["optimizers"]),
+        trainable=sum(math.prod(shape) for shape in meta["parameters"].values()),
+        method="events" if request.events_only else "noise-floor", events_only=request.events_only,
+        timings=dict(timings),
+    )  # fmt: skip
+
+
+def same_arguments(request: Request) -> AuditReport:
+    """Returns the report of an audit whose two runs would have had the same arguments: nothing was run."""
+    told = "no `--full` and `--accumulated`" if not request.full else "the same arguments for `--full` and `--accumulated`"
+    return AuditReport(
+        script=request.script, outcome=Outcome.INCONCLUSIVE,
+        reason=f"nothing was compared: {told} would make two equal runs; "
+        'give a large batch and its micro-batches, such as --full "--batch-size 8 --accum 1" '
+        '--accumulated "--batch-size 2 --accum 4"',
+        findings=(), updates=(), counts=(), runs=(), device="unknown", dtype="unknown", autocast=None,
+        torch="not loaded", gaverify=__version__, modules=(), optimizers=(), trainable=0, method="not-compared",
+        events_only=False,
+    )  # fmt: skip
+
+
+def _decided(request: Request, record: Record, findings: tuple[Finding, ...]) -> tuple[Outcome, str]:
+    faults = [finding for finding in findings if finding.severity == "fault"]
+    differing = record.divergent
+    if differing is not None:
+        return Outcome.DIVERGENT, f"update {differing.number}: {_differing(differing)}"
+    if faults:
+        codes = ", ".join(dict.fromkeys(f"{finding.code} {finding.name}" for finding in faults))
+        return Outcome.DIVERGENT, f"{_compared(record)}the loop is at fault: {codes}"
+    if request.events_only:
+        seen = len(record.complete)
+        return Outcome.INCONCLUSIVE, (
+            f"the calls of {seen} update{'s' if seen > 1 else ''} are in order; gradients were not compared (--events-only)"
+        )
+    for update in record.updates:
+        why = _undecided(record, update)
+        if why:
+            return Outcome.INCONCLUSIVE, why
+    if not record.updates:
+        return Outcome.INCONCLUSIVE, "nothing was compared: the runs have no update in common"
+    return Outcome.EQUIVALENT, _compared(record).rstrip("; ") + _fewer(request, record)
+
+
+def _undecided(record: Record, update: UpdateComparison) -> str:
+    """Why an update leaves the question open; empty where it does not."""
+    earlier = "" if update.number == 1 else (
+        f"update {update.number - 1} agrees, and `--updates {update.number - 1}` would settle for that; "
+    )  # fmt: skip
+    if update.number == 1 and record.same_pieces:
+        return "nothing was compared: both runs fed the first update in the same pieces; do the arguments cut the batch?"
+    if update.unrepeatable:
+        return f"{earlier}update {update.number}: the full-batch run does not repeat itself: {update.unrepeatable}"
+    if not update.data.same:
+        return earlier + _other_data(update)
+    if not update.judged:
+        return f"{earlier}update {update.number}: the runs start from different weights " \
+            f"(relative difference {update.started_apart:.1e}); seed the script before it builds its model"  # fmt: skip
+    if update.outcome is Outcome.INCONCLUSIVE:
+        reason = next((row.reason for row in update.parameters if row.reason), "")
+        count = sum(row.outcome is Outcome.INCONCLUSIVE for row in update.parameters)
+        noun = f"{count} of {len(update.parameters)} parameters could not be decided" if count else "every gradient is zero"
+        return f"{earlier}update {update.number}: {noun}" + (f": {reason}" if reason else "")
+    return ""
+
+
+def _other_data(update: UpdateComparison) -> str:
+    data = update.data
+    if data.full != data.accumulated:
+        rows = f"{data.full} rows in the full-batch run, {data.accumulated} in the accumulated one"
+        advice = "do batch size × accumulation make the same batch?"
+    else:
+        rows = f"{data.full} rows in both"
+        advice = "shuffling, another seed, a dropped last batch or packing make such differences"
+    padded = " (after padding was taken off)" if data.padded else ""
+    return (
+        f"update {update.number}: the runs did not see the same samples: {data.differing} rows of `{data.path}` "
+        f"differ{padded}; {rows}; {advice}"
+    )
+
+
+def _differing(update: UpdateComparison) -> str:
+    rows = [row for row in update.parameters if row.outcome is Outcome.DIVERGENT]
+    total = len(update.parameters)
+    text = f"{len(rows)} of {total} parameter{'s' if total > 1 else ''} differ{'s' if len(rows) == 1 else ''}"
+    whole = update.relative_difference
+    return f"{text}; all together by {whole:.2g} of the full batch's gradient, norm ratio {update.norm_ratio:.3g}" \
+        if math.isfinite(whole) else f"{text}; not every gradient is finite and there on both sides"  # fmt: skip
+
+
+def _compared(record: Record) -> str:
+    """How far the gradients agree, for a sentence that goes on; empty where none were judged."""
+    judged = [update for update in record.updates if update.judged and update.outcome is Outcome.EQUIVALENT]
+    if not judged:
+        return ""
+    names = f"update {judged[0].number}" if len(judged) == 1 else f"updates {judged[0].number} to {judged[-1].number}"
+    rows = judged[0].parameters
+    return f"{names}: {len(rows)} of {len(rows)} gradients agree to rounding; "
+
+
+def _fewer(request: Request, record: Record) -> str:
+    missing = request.updates - len(record.updates)
+    if missing <= 0:
+        return ""
+    return f"; the runs have {len(record.updates)} of the {request.updates} wanted updates in common"

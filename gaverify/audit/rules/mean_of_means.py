@@ -1,0 +1,92 @@
+"""GAV202 mean-of-means: micro-batches of unequal weight are averaged equally.
+
+What it finds
+Micro-batches whose losses are means over unequal numbers of samples or tokens, each divided by the same K.
+
+Why gradients diverge
+A mean of means is the mean only where all have the same number of terms. Padding that the loss ignores and a short last
+micro-batch break that.
+
+Signature in the numbers
+g_full = Σ c_k g_k exactly, with unequal c_k: the shares of valid targets, or n_k/N.
+
+Example
+    for i, (tokens, targets) in enumerate(loader):
+        loss = cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), ignore_index=-100)
+        (loss / K).backward()
+        if (i + 1) % K == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+Use instead
+    for window in windows(loader, K):
+        total = sum((targets != -100).sum() for _, targets in window)
+        for tokens, targets in window:
+            loss = cross_entropy(
+                model(tokens).flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
+            )
+            (loss / total).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+When it is harmless
+Where all micro-batches have the same number of valid targets; on other data they have not.
+
+References
+huggingface/transformers PR#34191, huggingface/trl#2175, Lightning-AI/pytorch-lightning#2199, ultralytics/yolov5#464
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gaverify.audit.records import Record, UpdateComparison, WeightFit
+from gaverify.audit.rules.scale import factor_of, weights_of
+from gaverify.audit.rules.wording import backward_place, difference, weights_text, window_of
+from gaverify.measurements import are_shares
+from gaverify.results import Evidence, Finding
+
+CODE, NAME = "GAV202", "mean-of-means"
+
+
+def judge(record: Record) -> Iterator[Finding]:
+    """Yields a finding where other micro-batch weights give the full-batch gradient exactly."""
+    found = weights_of(record)
+    if found is None:
+        return
+    update, fit = found
+    if factor_of(record, update) is not None:
+        return
+    total = sum(fit.multipliers)
+    shares = tuple(multiplier / total for multiplier in fit.multipliers) if total else fit.multipliers
+    meaning, remedy = _meaning(update, shares)
+    unsure = "" if fit.determined else " (other weights fit as well: these micro-batches cannot tell them apart)"
+    yield Finding(
+        CODE, NAME, "fault", f"micro-batches of unequal weight are averaged equally in update {update.number}",
+        location=backward_place(window_of(record, update.number)),
+        evidence=(
+            Evidence("micro-batch-weights", "measured", difference(update), {"update": update.number}),
+            Evidence("micro-batch-weights", "weights",
+                     f"{weights_text(shares)} give the full-batch gradient to {fit.residual:.0e}{meaning}{unsure}",
+                     {"weights": list(shares), "multipliers": list(fit.multipliers), "residual": fit.residual,
+                      "determined": fit.determined}),
+        ),
+        remedy=remedy + _multiply(fit), proven=True,
+    )  # fmt: skip
+
+
+def _meaning(update: UpdateComparison, shares: tuple[float, ...]) -> tuple[str, str]:
+    """What the fitted weights are, and what to do to get them."""
+    if are_shares(shares, tuple(map(float, update.valid_targets))):
+        return (
+            "; they are the shares of valid targets",
+            "sum the losses and divide by the valid targets of the whole window",
+        )
+    if are_shares(shares, tuple(map(float, update.sizes))):
+        return "; they are the shares of samples n_k/N", "weight each micro-batch by n_k/N"
+    return "", "weight each micro-batch by its share of what the full batch's mean counts"
+
+
+def _multiply(fit: WeightFit) -> str:
+    """The factors for the losses as the script has them now."""
+    return f": here, multiply the losses by {weights_text(fit.multipliers)}"

@@ -1,0 +1,45 @@
+"""What a difference is worth in weights: one factor for everything, or other weights for the micro-batches."""
+
+from __future__ import annotations
+
+import math
+
+from gaverify.audit.records import Record, UpdateComparison, WeightFit
+from gaverify.results import Outcome
+
+
+def factor_of(record: Record, update: UpdateComparison) -> float | None:
+    """Returns c where the accumulated gradient of an update is c ≠ 1 times the full batch's, to rounding."""
+    if not update.judged or update.outcome is not Outcome.DIVERGENT or update.fit is None:
+        return None
+    return constant_factor(update.fit, record.tolerance)
+
+
+def constant_factor(fit: WeightFit, tolerance: float) -> float | None:
+    """Returns c ≠ 1 where used = c · full, or where every micro-batch is short of its right weight by the same c."""
+    factor = fit.factor
+    if fit.factor_residual > tolerance:
+        if fit.residual > tolerance or not _constant(fit.multipliers, tolerance):
+            return None
+        factor = 1 / fit.multipliers[0]
+    if not math.isfinite(factor) or abs(factor - 1) < tolerance:
+        return None
+    return factor
+
+
+def weights_of(record: Record) -> tuple[UpdateComparison, WeightFit] | None:
+    """Returns the first differing update whose micro-batches give the full-batch gradient with other weights."""
+    update = record.divergent
+    fit = update.fit if update is not None else None
+    if update is None or fit is None or fit.residual > record.tolerance or not fit.right:
+        return None
+    multipliers = fit.multipliers
+    if not all(map(math.isfinite, multipliers)) or _constant(multipliers, record.tolerance):
+        return None
+    return update, fit
+
+
+def _constant(values: tuple[float, ...], tolerance: float) -> bool:
+    if not values or not all(map(math.isfinite, values)) or values[0] == 0:
+        return False
+    return all(math.isclose(value, values[0], rel_tol=10 * tolerance) for value in values)

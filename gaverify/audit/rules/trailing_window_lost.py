@@ -1,0 +1,79 @@
+"""GAV604 trailing-window-lost: backward passes after the last step never reach an update.
+
+What it finds
+Micro-batches at the end of an epoch, or of the script, whose gradients no optimizer uses, because K does not divide
+their number.
+
+Why gradients diverge
+The work of those backward passes is lost and their samples are not learned from; when they are always the same ones,
+the model never sees them.
+
+Signature in the numbers
+Backward passes after the last step, then `zero_grad` or the end of the script; every complete window agrees.
+
+Example
+    for epoch in range(epochs):
+        optimizer.zero_grad()
+        for i, (x, y) in enumerate(loader):
+            (criterion(model(x), y) / K).backward()
+            if (i + 1) % K == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+Use instead
+    for epoch in range(epochs):
+        optimizer.zero_grad()
+        for i, (x, y) in enumerate(loader):
+            window = min(K, len(loader) - i // K * K)
+            (criterion(model(x), y) / window).backward()
+            if (i + 1) % K == 0 or i + 1 == len(loader):
+                optimizer.step()
+                optimizer.zero_grad()
+
+When it is harmless
+With shuffled data and many windows in an epoch: it is then `drop_last` for windows.
+
+References
+ultralytics/ultralytics PR#11217
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from gaverify.audit.records import Record
+from gaverify.audit.rules.wording import counted, passes, place
+from gaverify.audit.windows import Loss
+from gaverify.results import Finding
+
+CODE, NAME = "GAV604", "trailing-window-lost"
+
+
+def judge(record: Record) -> Iterator[Finding]:
+    """Yields a finding where the last backward passes of an epoch or of the script are thrown away."""
+    tails = [loss for loss in record.ledger.losses if is_tail(record, loss)]
+    if not tails:
+        return
+    first = tails[0]
+    after = f"after update {first.window - 1}" if first.window > 1 else "before the first update"
+    how = "are cleared before a step uses them" if first.by is not None else "are never used: the script ends"
+    place_of = first.by if first.by is not None and first.by.file is not None else first.backwards[-1]
+    yield Finding(
+        CODE, NAME, "fault", f"{passes(len(first.backwards))} {after} {how}",
+        location=place(place_of), evidence=(counted(record.windows[:8]),),
+        remedy="step after the last micro-batch of an epoch too, and divide its window by its own number of micro-batches",
+        proven=True,
+    )  # fmt: skip
+
+
+def is_tail(record: Record, loss: Loss) -> bool:
+    """Whether what was lost is a whole group of micro-batches that a full window, or nothing, followed."""
+    if loss.by is None or loss.survivors == 0:
+        return True
+    lost = {other.window for other in record.ledger.losses}
+    whole = Counter(window.backwards for window in record.complete if window.number not in lost)
+    if record.steps is not None:
+        whole[record.steps] += len(record.windows) + 1
+    wanted = whole.most_common(1)[0][0] if whole else record.expected_of(loss.window)
+    return wanted is not None and loss.survivors >= wanted

@@ -1,0 +1,129 @@
+"""Runs `gaverify audit` on the training scripts in `tests/scripts` and holds what it said against what is expected.
+
+The command is called in this process (its runs of the script are processes of their own), with JSON out. A line that an
+audit has to name carries the comment `# here: NAME` in its script.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from gaverify.cli import main
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+@dataclass(frozen=True)
+class Audited:
+    """What one audit printed, and how it exited."""
+
+    code: int
+    out: str
+    err: str
+
+    def __str__(self) -> str:
+        return f"exit {self.code}\n{self.out}\n{self.err}"
+
+    @cached_property
+    def document(self) -> dict[str, Any]:
+        """The JSON document."""
+        assert self.out, self.err
+        return json.loads(self.out)  # type: ignore[no-any-return]
+
+    @property
+    def outcome(self) -> str:
+        """The outcome in a word."""
+        return str(self.document["outcome"])
+
+    @property
+    def faults(self) -> set[str]:
+        """The codes of the faults that were found."""
+        return {finding["code"] for finding in self.document["findings"] if finding["severity"] == "fault"}
+
+    @property
+    def notes(self) -> set[str]:
+        """The codes of the notes."""
+        return {finding["code"] for finding in self.document["findings"] if finding["severity"] == "note"}
+
+    def finding(self, code: str) -> dict[str, Any]:
+        """The first finding with this code."""
+        found = [finding for finding in self.document["findings"] if finding["code"] == code]
+        assert found, f"no {code} in {self}"
+        return found[0]  # type: ignore[no-any-return]
+
+    def text(self, code: str) -> str:
+        """Everything that the finding says, as one string."""
+        return json.dumps(self.finding(code), ensure_ascii=False)
+
+    def line(self, code: str) -> tuple[str, int]:
+        """File name and line of the finding."""
+        location = self.finding(code)["location"]
+        assert location and location["file"], f"{code} names no line: {self}"
+        return Path(location["file"]).name, location["line"]
+
+    def update(self, number: int) -> dict[str, Any]:
+        """The comparison of one update."""
+        return next(update for update in self.document["updates"] if update["number"] == number)
+
+
+def marked(script: str, mark: str) -> tuple[str, int]:
+    """Returns file name and number of the line that carries `# here: mark`."""
+    path = SCRIPTS / script
+    lines = path.read_text(encoding="utf-8").splitlines()
+    numbers = [at for at, line in enumerate(lines, 1) if line.endswith(f"# here: {mark}")]
+    assert len(numbers) == 1, f"{script} has {len(numbers)} lines marked {mark!r}"
+    return path.name, numbers[0]
+
+
+def gaverify(words: Sequence[str]) -> Audited:
+    """Runs the command line in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(list(words))
+    return Audited(code, out.getvalue(), err.getvalue())
+
+
+def audit(
+    script: str | Path,
+    full: str | None = "--batch-size 16 --accum 1",
+    accumulated: str | None = "--batch-size 4 --accum 4",
+    common: str = "",
+    options: Sequence[str] = (),
+) -> Audited:
+    """Audits a script of `tests/scripts` (or one by its full path)."""
+    words = ["audit", *_script(script)]
+    for option, value in (("--full", full), ("--accumulated", accumulated)):
+        if value is not None:
+            words += [option, value]
+    return gaverify([*words, "--format", "json", *options, "--", *common.split()])
+
+
+def events_of(script: str | Path, arguments: str, options: Sequence[str] = ()) -> Audited:
+    """Audits the events of one run alone."""
+    words = ["audit", *_script(script), "--events-only", "--format", "json", *options, "--", *arguments.split()]
+    return gaverify(words)
+
+
+def _script(script: str | Path) -> list[str]:
+    if isinstance(script, Path):
+        return [str(script)]
+    return [str(SCRIPTS / script)] if script.endswith(".py") else ["-m", script]
+
+
+@contextlib.contextmanager
+def folder(path: Path) -> Iterator[None]:
+    """Works in another folder for a while."""
+    before = Path.cwd()
+    os.chdir(path)
+    try:
+        yield
+    finally:
+        os.chdir(before)

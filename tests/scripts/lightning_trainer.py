@@ -1,0 +1,38 @@
+"""Trains a small classifier with Lightning's `Trainer`, which accumulates and divides by itself."""
+
+import lightning
+import torch
+from points import loader_for, network, options
+from torch import nn
+
+
+class Classifier(lightning.LightningModule):
+    def __init__(self, divide_by):
+        super().__init__()
+        self.network = network(dropout=0.1)
+        self.divide_by = divide_by
+
+    def training_step(self, batch, index):
+        features, labels = batch
+        loss = nn.functional.cross_entropy(self.network(features), labels)
+        self.log("loss", loss)
+        return loss / self.divide_by
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def main():
+    parser = options(__doc__)
+    parser.add_argument("--divide", action="store_true", help="divide the loss although the Trainer does it")
+    args = parser.parse_args()
+    lightning.seed_everything(args.seed)
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=1, max_epochs=args.epochs, accumulate_grad_batches=args.accum, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+    )  # fmt: skip
+    trainer.fit(Classifier(args.accum if args.divide else 1), loader_for(args))
+
+
+if __name__ == "__main__":
+    main()

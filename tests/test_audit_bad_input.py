@@ -1,0 +1,280 @@
+"""Scripts that fail, hang, or do odd things, and requests that make no sense: a sentence, never a traceback of ours."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from audits import SCRIPTS, Audited, audit, events_of, folder, gaverify
+
+slow = pytest.mark.slow
+RIGHT = str(SCRIPTS / "loops_right.py")
+
+HEAD = """
+import argparse, os, sys, threading, time
+import torch
+from torch.nn.functional import mse_loss
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch-size", type=int, default=8)
+parser.add_argument("--accum", type=int, default=1)
+parser.add_argument("--odd", action="store_true")
+args = parser.parse_args()
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+inputs = torch.randn(32, 4)
+targets = inputs.sum(1, keepdim=True)
+batches = list(zip(inputs.split(args.batch_size), targets.split(args.batch_size)))
+"""
+TRAIN = """
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for i, (x, y) in enumerate(batches):
+    (mse_loss(model(x), y) / args.accum).backward()
+    if (i + 1) % args.accum == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    return tmp_path / "train.py"
+
+
+def audited(
+    script: Path, body: str, accumulated: str = "--batch-size 2 --accum 4", options: tuple[str, ...] = ()
+) -> Audited:
+    script.write_text(HEAD + body, encoding="utf-8")
+    return audit(script, "--batch-size 8", accumulated, options=options)
+
+
+def refused(result: Audited, *words: str) -> None:
+    """Exit 2, nothing on stdout, the words in the message, and no frame of gaverify."""
+    assert result.code == 2, result
+    for word in words:
+        assert word in result.err, f"{word!r} is missing in\n{result}"
+    assert "gaverify/audit" not in result.err, result
+    assert result.out == "", result
+
+
+class TestTheRequest:
+    """Refused before anything runs."""
+
+    def test_a_script_that_is_not_there(self, tmp_path: Path) -> None:
+        refused(audit(tmp_path / "absent.py", "--a", "--b"), "absent.py", "not there")
+
+    def test_a_folder(self, tmp_path: Path) -> None:
+        refused(audit(tmp_path, "--a", "--b"), "__main__.py")
+
+    def test_a_module_that_is_not_there(self) -> None:
+        refused(audit("no_such_package.train", "--a", "--b"), "no_such_package.train")
+
+    def test_no_script_at_all(self) -> None:
+        refused(gaverify(["audit", "--full", "--a", "--accumulated", "--b"]), "SCRIPT")
+
+    def test_only_one_of_the_runs(self) -> None:
+        refused(audit(Path(RIGHT), "--batch-size 8", None), "--accumulated")
+
+    def test_a_quote_that_is_not_closed(self) -> None:
+        refused(audit(Path(RIGHT), "--name 'x", "--accum 4"), "--full", "quot")
+
+    @pytest.mark.parametrize("option", ["--updates 0", "--timeout 0", "--timeout nan", "--steps 0", "--updates two"])
+    def test_numbers_out_of_range(self, option: str) -> None:
+        refused(audit(Path(RIGHT), "--accum 1", "--accum 4", options=option.split()), option.split()[0])
+
+    def test_the_same_arguments_compare_nothing(self) -> None:
+        result = audit(Path(RIGHT), "--accum 4", "--accum 4")
+        assert result.code == 3, result
+        assert result.outcome == "inconclusive"
+        assert "same" in result.out, result
+
+
+class TestTheScriptFails:
+    def test_its_own_traceback_is_shown(self, script: Path) -> None:
+        result = audited(script, "def shape(x):\n    return x.view(3, 5)\n\nprint('epoch 1')\nshape(inputs)\n")
+        refused(result, "full-batch run", "in shape", "x.view(3, 5)", "shape '[3, 5]' is invalid", "epoch 1")
+        assert "runpy" not in result.err
+
+    @slow
+    def test_the_run_that_failed_is_named(self, script: Path) -> None:
+        body = "assert args.accum == 1, 'no accumulation here'\n"
+        refused(audited(script, body + TRAIN), "accumulated run", "no accumulation here")
+
+    @slow
+    def test_an_argument_that_it_does_not_know(self, script: Path) -> None:
+        result = audited(script, TRAIN, "--batch-size 2 --accumulate 4 --strange")
+        refused(result, "accumulated run", "unrecognized arguments", "--strange")
+
+    @slow
+    def test_a_syntax_error(self, script: Path) -> None:
+        script.write_text("for x in:\n    pass\n", encoding="utf-8")
+        refused(audit(script, "--a", "--b"), "train.py", "SyntaxError", "for x in:")
+
+    @slow
+    def test_a_failed_import(self, script: Path) -> None:
+        script.write_text("import no_such_library\n", encoding="utf-8")
+        refused(audit(script, "--a", "--b"), "ModuleNotFoundError", "no_such_library")
+
+    @slow
+    def test_left_with_a_status_before_training(self, script: Path) -> None:
+        refused(audited(script, "sys.exit(5)\n"), "full-batch run", "sys.exit(5)")
+
+    @slow
+    def test_left_past_python(self, script: Path) -> None:
+        refused(audited(script, "os._exit(0)\n"), "full-batch run", "os._exit")
+
+    @slow
+    def test_killed(self, script: Path) -> None:
+        refused(audited(script, "import signal; os.kill(os.getpid(), signal.SIGKILL)\n"), "SIGKILL")
+
+    @slow
+    def test_a_hang_is_ended(self, script: Path) -> None:
+        started = time.monotonic()
+        refused(audited(script, "time.sleep(600)\n", options=("--timeout", "5")), "5 s", "--timeout")
+        assert time.monotonic() - started < 120
+
+    @slow
+    def test_an_endless_loop_that_ignores_sigterm_is_ended(self, script: Path) -> None:
+        body = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('stuck')\nwhile True: pass\n"
+        refused(audited(script, body, options=("--timeout", "5")), "--timeout", "stuck")
+
+
+class TestNothingToCompare:
+    @slow
+    def test_no_backward(self, script: Path) -> None:
+        refused(audited(script, "model(inputs)\n"), "neither a backward pass nor an optimizer step")
+
+    @slow
+    def test_no_optimizer_step(self, script: Path) -> None:
+        result = audited(script, TRAIN.replace("        optimizer.step()\n", ""))
+        refused(result, "no optimizer step")
+
+    @slow
+    def test_too_few_micro_batches_for_one_update(self, script: Path) -> None:
+        result = audited(script, TRAIN, "--batch-size 8 --accum 64")
+        refused(result, "accumulated run", "no optimizer step")
+
+    @slow
+    def test_a_step_without_backward(self, script: Path) -> None:
+        body = "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\noptimizer.step()\n"
+        refused(audited(script, body), "without any backward pass")
+
+    @slow
+    @pytest.mark.parametrize(
+        ("model", "words"),
+        [
+            ("torch.nn.Sequential(torch.nn.Linear(4, 1))", ("`weight` only in", "`0.weight` only in")),
+            ("torch.nn.Linear(4, 2)", ("`weight` is [1, 4] and [2, 4]",)),
+        ],
+        ids=["names", "shapes"],
+    )
+    def test_different_parameters(self, script: Path, model: str, words: tuple[str, ...]) -> None:
+        result = audited(script, f"if args.odd:\n    model = {model}\n" + TRAIN, "--batch-size 2 --accum 4 --odd")
+        refused(result, "different parameters", *words)
+
+    @slow
+    def test_other_samples_are_not_compared(self, script: Path) -> None:
+        """Shuffled without a seed of its own: the outcome is open, and it says how many rows differ."""
+        body = "torch.manual_seed(args.accum)\norder = torch.randperm(32)\n"
+        body += "batches = [(inputs[i], targets[i]) for i in order.split(args.batch_size)]\n"
+        result = audited(script, body + TRAIN)
+        assert (result.code, result.outcome, result.faults) == (3, "inconclusive", set()), result
+        data = result.update(1)["data"]
+        assert 0 < data["differing"] <= 8, result
+
+    @slow
+    def test_a_gradient_that_is_not_a_number(self, script: Path) -> None:
+        result = audited(script, TRAIN.replace("mse_loss(model(x), y)", "(mse_loss(model(x), y) * float('nan'))"))
+        assert result.code == 3 or "GAV503" in result.faults, result
+
+    @slow
+    def test_one_update_is_enough(self, script: Path) -> None:
+        """The script ends after one of two updates: that one is compared."""
+        result = audited(script, "batches = batches[: args.accum]\n" + TRAIN)
+        assert (result.code, result.outcome) == (0, "equivalent"), result
+        assert len(result.document["updates"]) == 1
+
+
+ODD = {
+    "leaves with sys.exit(0)": TRAIN + "sys.exit(0)\n",
+    "leaves with sys.exit(1) after its updates": TRAIN + "sys.exit(1)\n",
+    "fails after its updates": TRAIN + "raise RuntimeError('no validation set')\n",
+    "would go on for an hour": TRAIN + "time.sleep(3600)\n",
+    "threads that never end": "threading.Thread(target=lambda: time.sleep(3600)).start()\n" + TRAIN,
+    "an exit handler that waits": "import atexit\natexit.register(time.sleep, 3600)\n" + TRAIN,
+    "another folder": "import tempfile\nos.chdir(tempfile.mkdtemp())\n" + TRAIN,
+    "a lot of output": "for n in range(200_000): print('epoch', n, file=sys.stderr if n % 2 else sys.stdout)\n" + TRAIN,
+    "closes its output": "sys.stdout.close()\nsys.stderr.close()\n" + TRAIN,
+    "reads its input": "sys.stdin.read()\n" + TRAIN,
+    "catches everything": f"try:\n{textwrap.indent(TRAIN, '    ')}except BaseException: pass\n",
+    "deletes the optimizer": TRAIN + "del optimizer, model\nimport gc\ngc.collect()\n",
+}  # fmt: skip
+
+
+@slow
+@pytest.mark.parametrize("what", ODD, ids=str)
+def test_an_odd_script_is_audited_all_the_same(what: str, script: Path) -> None:
+    before = Path.cwd()
+    result = audited(script, ODD[what], options=("--timeout", "120"))
+    assert (result.code, result.outcome, result.faults) == (0, "equivalent", set()), result
+    assert Path.cwd() == before
+
+
+@slow
+def test_a_script_that_is_given_by_a_relative_path(script: Path) -> None:
+    script.write_text(HEAD + TRAIN, encoding="utf-8")
+    with folder(script.parent):
+        result = audit(Path("train.py"), "--batch-size 8", "--batch-size 2 --accum 4")
+    assert (result.code, result.outcome) == (0, "equivalent"), result
+
+
+@slow
+def test_events_of_a_script_that_fails_after_some_updates(script: Path) -> None:
+    script.write_text(HEAD + TRAIN + "raise RuntimeError('late')\n", encoding="utf-8")
+    result = events_of(script, "--batch-size 2 --accum 4", ("--updates", "2"))
+    assert result.code in (0, 3), result
+
+
+@slow
+@pytest.mark.skipif(not hasattr(signal, "SIGXFSZ"), reason="no limit of file sizes")
+def test_a_full_disk(script: Path) -> None:
+    body = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (300_000, resource.RLIM_INFINITY))\n"
+    body += "model = torch.nn.Sequential(torch.nn.Linear(4, 20_000), torch.nn.Linear(20_000, 1))\n"
+    refused(audited(script, body + TRAIN), "full-batch run", "TMPDIR")
+
+
+@slow
+def test_an_interrupt_leaves_nothing_behind(script: Path, tmp_path: Path) -> None:
+    script.write_text(HEAD + "print(os.getpid(), flush=True)\ntime.sleep(600)\n", encoding="utf-8")
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    arguments = [str(script), "--full", "--accum 1", "--accumulated", "--accum 4"]
+    root = str(SCRIPTS.parent.parent)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gaverify", "audit", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, env={**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": root},
+    )  # fmt: skip
+    child = _child(temporary)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode not in (0, 1), err
+    assert list(temporary.iterdir()) == []
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+
+
+def _child(folder: Path) -> int:
+    """Waits until the script runs, and returns its process id."""
+    for _ in range(600):
+        for log in folder.rglob("log.txt"):
+            words = log.read_text(encoding="utf-8").split()
+            if words:
+                return int(words[0])
+        time.sleep(0.1)
+    raise AssertionError("the script has not begun")
