@@ -28,7 +28,7 @@ _CAPPED = 4.0 * U32
 _FLOOR_EQUIVALENT, _FLOOR_DIVERGENT = 32.0, 320.0
 _PERTURBED_RUNS = 3
 # A gradient this far below the model's largest one is a sum that cancels; float64 leaves 1e-16 of its terms.
-_VANISHING = 1e-9
+VANISHING = 1e-9
 
 
 @dataclass
@@ -80,7 +80,7 @@ def vanishing(rows: Sequence[ParameterComparison]) -> bool:
     """
     largest = max((row.reference_norm for row in rows if math.isfinite(row.reference_norm)), default=0.0)
     return any(
-        row.outcome is Outcome.DIVERGENT and max(row.reference_norm, row.accumulated_norm) <= _VANISHING * largest
+        row.outcome is Outcome.DIVERGENT and max(row.reference_norm, row.accumulated_norm) <= VANISHING * largest
         for row in rows
     )
 

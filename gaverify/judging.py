@@ -12,6 +12,7 @@ import torch
 from gaverify.comparison import WORKING_UNITS, Difference, judged, measure
 from gaverify.control import (
     U64,
+    VANISHING,
     Control,
     control_floor,
     failure_sentence,
@@ -51,8 +52,10 @@ class Judgement:
     @property
     def resolution(self) -> float:
         """The smallest relative difference that the deciding method could have seen in its least clear parameter."""
-        compared = [row.relative_allowed for row in self.rows if math.isfinite(row.relative_allowed)]
-        return max((value for value in compared if value > 0), default=0.0)
+        rows = [row for row in self.rows if math.isfinite(row.relative_allowed) and row.relative_allowed > 0]
+        most = max((row.reference_norm for row in rows), default=0.0)
+        # a gradient that is zero but for rounding has no relative difference to speak of
+        return max((row.relative_allowed for row in rows if row.reference_norm > VANISHING * most), default=0.0)
 
     def outcome(self, findings: tuple[Finding, ...]) -> Outcome:
         """The verdict of all parameters together."""

@@ -76,7 +76,7 @@ class TestTheRequest:
         refused(audit("no_such_package.train", "--a", "--b"), "no_such_package.train")
 
     def test_no_script_at_all(self) -> None:
-        refused(gaverify(["audit", "--full", "--a", "--accumulated", "--b"]), "SCRIPT")
+        refused(gaverify(["audit", "--full", "--a", "--accumulated", "--b"]), "name the training script")
 
     def test_only_one_of_the_runs(self) -> None:
         refused(audit(Path(RIGHT), "--batch-size 8", None), "--accumulated")

@@ -13,13 +13,15 @@ from collections.abc import Sequence
 
 import click
 
+from gaverify.cli.auditing import audit
+from gaverify.cli.explaining import explain, rules
 from gaverify.cli.failures import Invocation, report_failure, report_interrupt, silence_stdout
 from gaverify.cli.listing import models, schema
 from gaverify.cli.profiling import profile
 from gaverify.cli.running import run
 from gaverify.cli.starting import init
 
-COMMANDS: tuple[click.Command, ...] = (run, profile, models, schema, init)
+COMMANDS: tuple[click.Command, ...] = (run, audit, profile, models, rules, explain, schema, init)
 BROKEN_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
 
 

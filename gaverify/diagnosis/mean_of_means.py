@@ -9,7 +9,7 @@ Why gradients diverge
 
 Let micro-batch k hold n_k valid targets with summed loss S_k. The full batch's mean and the average of means are
 
-    full         Σ_k S_k / Σ_k n_k      =  Σ_k (n_k / N) · (S_k / n_k),  N = Σ_k n_k
+    full         Σ_k S_k / Σ_k n_k  =  Σ_k (n_k / N) (S_k / n_k),  N = Σ_k n_k
     accumulated  (1/K) Σ_k (S_k / n_k)
 
 They agree only where all n_k are equal. A target in a short micro-batch counts more than one in a long one, by the

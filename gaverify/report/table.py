@@ -9,11 +9,11 @@ from gaverify.report.layout import Layout, Line, cells, columns, pad
 from gaverify.report.wording import number, ordered, shape, value, worst
 from gaverify.results import Outcome, ParameterComparison, Verdict
 
-SMALL = 12
+SMALL = 10
 """A table of at most so many parameters is never folded."""
 
-FOLDED = 20
-"""A folded table shows at most so many rows: they fill a screen, and the worst are first."""
+FOLDED = 10
+"""A folded table shows at most so many rows: with their worst elements they fill a screen, and the worst are first."""
 
 STYLES = {Outcome.EQUIVALENT: "green", Outcome.DIVERGENT: "bold red", Outcome.INCONCLUSIVE: "bold yellow"}
 

@@ -1,4 +1,4 @@
-"""GAV606 clip-per-micro-batch: gradients are clipped before the window's last backward pass.
+"""GAV606 clip-per-micro-batch (fault or note): gradients are clipped before the window's last backward pass.
 
 What it finds
 `clip_grad_norm_` or `clip_grad_value_` between the backward passes of one window.

@@ -38,7 +38,7 @@ from collections.abc import Iterator
 
 from gaverify.audit.records import Record
 from gaverify.audit.rules.trailing_window_lost import is_tail
-from gaverify.audit.rules.wording import counted, passes, place, times
+from gaverify.audit.rules.wording import counted, passes, place, updates
 from gaverify.audit.windows import Loss
 from gaverify.results import Evidence, Finding
 
@@ -57,8 +57,7 @@ def judge(record: Record) -> Iterator[Finding]:
         f"update {first.window} uses {first.survivors} of {passes(total)}: the others' gradients were cleared before the step",
         location=place(first.by),
         evidence=(counted(record.windows[:8]),
-                  Evidence("events", "cleared", f"gradients were thrown away inside {times(len(losses))} windows"
-                           if len(losses) > 1 else "gradients were thrown away inside the window",
+                  Evidence("events", "cleared", f"gradients were thrown away in {updates(loss.window for loss in losses)}",
                            {"updates": [loss.window for loss in losses]})),
         remedy="clear the gradients once per update, after the step", proven=True,
     )  # fmt: skip

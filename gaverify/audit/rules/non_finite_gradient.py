@@ -1,4 +1,4 @@
-"""GAV503 non-finite-gradient: NaN or infinity in the gradient of one run or of both.
+"""GAV503 non-finite-gradient (fault or note): NaN or infinity in the gradient of one run or of both.
 
 What it finds
 Gradients at the optimizer's step that are not finite.

@@ -1,4 +1,4 @@
-"""GAV302 unalignable-randomness: a random draw could not be dealt out per sample.
+"""GAV302 unalignable-randomness (fault or note): a random draw could not be dealt out per sample.
 
 What it finds
 Draws inside the forward whose shape or number depends on the batch in another way than row by row: a permutation of the

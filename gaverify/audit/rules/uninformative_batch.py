@@ -1,4 +1,4 @@
-"""GAV901 uninformative-batch: what was compared could not have shown a fault.
+"""GAV901 uninformative-batch (note): what was compared could not have shown a fault.
 
 What it finds
 Runs that fed the same micro-batches, gradients that are all zero, and padded batches whose micro-batches happen to have

@@ -1,4 +1,4 @@
-"""GAV303 unrepeatable-backward: the full-batch run differs from itself.
+"""GAV303 unrepeatable-backward (note): the full-batch run differs from itself.
 
 What it finds
 A script whose two full-batch runs, with weights that differ by one unit roundoff, do not train on the same thing: other

@@ -1,0 +1,162 @@
+"""`gaverify explain` and `gaverify rules`: the rule pages on a terminal, and as text on a pipe."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+    from gaverify.rulebook import RulePage
+
+WIDTH = 80
+LONGEST = 500
+"""Columns that the table may take where nothing is known of the reader."""
+VERSION = 1
+"""Version of the document that `rules --format json` prints."""
+
+
+@click.command(short_help="Print the page of a rule.")
+@click.argument("rule", metavar="CODE")
+def explain(rule: str) -> int:
+    """Prints what a rule finds, why gradients diverge, an example and its repair.
+
+    CODE is a code (GAV101) or a name (batch-statistics) that a report printed; `gaverify rules` lists them.
+    """
+    from gaverify.rulebook import find_page
+
+    page = find_page(rule)
+    console = _console()
+    _print_page(console, page)
+    return 0
+
+
+@click.command(short_help="List the rules.")
+@click.option("--format", "format_", type=click.Choice(["text", "json"]), default="text", help="How to print.")
+def rules(format_: str) -> int:
+    """Lists every rule: code, name, severity and what it says."""
+    from gaverify.rulebook import rule_pages
+
+    pages = rule_pages()
+    if format_ == "json":
+        rows = [{"code": p.code, "name": p.name, "severity": p.severity, "summary": p.summary} for p in pages]
+        click.echo(json.dumps({"version": VERSION, "rules": rows}, indent=2, ensure_ascii=False))
+        return 0
+    _print_table(pages)
+    click.echo("\nRead one with `gaverify explain CODE`.")
+    return 0
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console.width = min(console.width, WIDTH)
+    return console
+
+
+def _print_table(pages: tuple[RulePage, ...]) -> None:
+    """One line per rule on a pipe; on a terminal what a rule finds wraps in its column."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("code", no_wrap=True)
+    table.add_column("name", no_wrap=True)
+    table.add_column("severity")
+    table.add_column("finds", overflow="fold")
+    for page in pages:
+        table.add_row(*(Text(cell) for cell in (page.code, page.name, page.severity, page.summary)))
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = LONGEST
+    with console.capture() as capture:
+        console.print(table)
+    for line in capture.get().splitlines():
+        click.echo(line.rstrip())
+
+
+def _print_page(console: Console, page: RulePage) -> None:
+    from rich.text import Text
+
+    severity = f" ({page.severity})" if page.severity != "fault" else ""
+    for line in _wrapped(f"{page.code} {page.name}{severity}: {page.summary}", console.width):
+        console.print(Text(line, "bold"), soft_wrap=True)
+    for heading, text in page.sections.items():
+        console.print()
+        console.print(Text(heading, "bold cyan"))
+        for line in _body(text, heading, console):
+            console.print(line, soft_wrap=True)
+
+
+def _body(text: str, heading: str, console: Console) -> Iterator[Text]:
+    """Yields the lines of a section: text wrapped, code and formulas as they stand."""
+    from rich.text import Text
+
+    for kind, lines in _blocks(text.splitlines()):
+        if kind == "indented" and heading in ("Example", "Use instead"):
+            yield from _python(lines, console)
+        elif kind != "text":
+            yield from (Text(line) for line in lines)
+        else:
+            for item in _items(lines, each_line=heading == "References"):
+                for line in _wrapped(item, console.width):
+                    shown = Text(line)
+                    shown.highlight_regex(r"`[^`]+`", "bold")
+                    shown.highlight_regex(r"https?://\S+", "underline")
+                    yield shown
+
+
+def _blocks(lines: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yields runs of lines that are "text", "indented" or "empty"; an empty line between indented ones is indented."""
+    kinds = ["indented" if line.startswith("    ") else "text" if line.strip() else "empty" for line in lines]
+    for at, kind in enumerate(kinds):
+        following = next((later for later in kinds[at:] if later != "empty"), "empty")
+        if kind == "empty" and at and kinds[at - 1] == following == "indented":
+            kinds[at] = "indented"
+    for kind, run in groupby(zip(kinds, lines, strict=True), key=lambda pair: pair[0]):
+        yield kind, [line for _, line in run]
+
+
+def _items(lines: list[str], *, each_line: bool) -> list[str]:
+    """Returns a paragraph, or its list items, as one line each; `each_line`: what is not indented starts an item."""
+    items: list[str] = []
+    for line in lines:
+        if not items or line.startswith("- ") or (each_line and not line.startswith(" ")):
+            items.append(line)
+        else:
+            items[-1] += " " + line.strip()
+    return items
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    indent = "  " if text.startswith("- ") else ""
+    return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _python(lines: list[str], console: Console) -> Iterator[Text]:
+    """Yields lines of Python with comments and keywords set apart, in styles that a light and a dark terminal show."""
+    from rich.syntax import ANSISyntaxTheme, Syntax
+    from rich.text import Text
+
+    if not console.is_terminal:  # the highlighter would be loaded for nothing
+        yield from (Text(line) for line in lines)
+        return
+    from pygments.token import Comment, Keyword, String, Token  # type: ignore[import-untyped]
+    from rich.style import Style
+
+    theme = ANSISyntaxTheme(
+        {Token: Style(), Comment: Style(dim=True), Keyword: Style(bold=True), String: Style(color="green")}
+    )
+    code = textwrap.dedent("\n".join(lines))
+    highlighted = Syntax(code, "python", theme=theme, background_color="default").highlight(code)
+    for line in highlighted.split("\n", allow_blank=False):
+        yield Text("    ") + line if line.plain.strip() else Text()

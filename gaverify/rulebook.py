@@ -1,0 +1,127 @@
+"""The rule pages: what `gaverify explain` and `gaverify rules` print. Each is the docstring of its rule's module.
+
+A page starts with `CODE name: one line.`, where `(note)` or `(fault or note)` behind the name tells the severity of its
+findings (a fault where nothing is said), and has the sections of `HEADINGS`, each heading alone on its line. Indented
+lines are formulas and code.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import re
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+
+from gaverify.errors import InternalError, SpecError
+
+HEADINGS = (
+    "What it finds",
+    "Why gradients diverge",
+    "Signature in the numbers",
+    "Example",
+    "Use instead",
+    "When it is harmless",
+    "References",
+)
+_FIRST = re.compile(r"(?P<code>GAV\d{3}) (?P<name>[a-z0-9-]+)(?: \((?P<severity>[a-z ]+)\))?: (?P<summary>.+)")
+
+
+@dataclass(frozen=True)
+class RulePage:
+    """One rule as people read it.
+
+    Args:
+        code: As in `GAV101`.
+        name: As in `batch-statistics`.
+        severity: "fault", "note" or "fault or note".
+        summary: One line.
+        sections: The text under each heading, in the order of `HEADINGS`.
+    """
+
+    code: str
+    name: str
+    severity: str
+    summary: str
+    sections: Mapping[str, str]
+
+    def code_block(self, heading: str) -> str:
+        """Returns the indented lines under a heading without their indentation; empty where there are none."""
+        lines = self.sections[heading].splitlines()
+        return textwrap.dedent("\n".join(line for line in lines if line.startswith("    ") or not line)).strip("\n")
+
+
+@cache
+def rule_pages() -> tuple[RulePage, ...]:
+    """Returns a page for every code, in the order of the codes; a code that both commands know has one page."""
+    from gaverify import diagnosis
+    from gaverify.audit import rules as audit_rules
+    from gaverify.diagnosis import unexplained
+
+    modules: dict[str, ModuleType] = {}
+    for rule in (*diagnosis.RULES, unexplained, *audit_rules.RULES):
+        modules.setdefault(str(rule.CODE), rule)
+    return tuple(_page(modules[code]) for code in sorted(modules))
+
+
+def find_page(wanted: str) -> RulePage:
+    """Returns the page for a code or a name, however it is capitalised.
+
+    Raises:
+        SpecError: There is none; the sentence names the nearest.
+    """
+    pages = {page.code: page for page in rule_pages()}
+    names = {page.name: page for page in rule_pages()}
+    word = wanted.strip().lower().replace("_", "-").replace(" ", "-")
+    code = re.fullmatch(r"(?:gav-?)?(\d{1,4})", word)
+    found = pages.get(f"GAV{code[1]}") if code else names.get(word)
+    if found is not None:
+        return found
+    near = _nearest_code(int(code[1]), pages) if code else _nearest_word(word, pages, names)
+    advice = f"did you mean {near.code} {near.name}?" if near else "`gaverify rules` lists all"
+    raise SpecError(f"there is no rule `{wanted}`; {advice}", "explain")
+
+
+def _nearest_code(number: int, pages: Mapping[str, RulePage]) -> RulePage:
+    return min(pages.values(), key=lambda page: abs(int(page.code[3:]) - number))
+
+
+def _nearest_word(word: str, pages: Mapping[str, RulePage], names: Mapping[str, RulePage]) -> RulePage | None:
+    both = {code.lower(): page for code, page in pages.items()} | dict(names)
+    near = difflib.get_close_matches(word, both, n=1, cutoff=0.5)
+    return both[near[0]] if near else None
+
+
+def _page(module: ModuleType) -> RulePage:
+    first, _, rest = _docstring(module).partition("\n")
+    read = _FIRST.fullmatch(first.strip())
+    if read is None:
+        raise InternalError(f"the page in {module.__name__} starts with {first!r}, not with `CODE name: one line.`")
+    summary = read["summary"].rstrip(".")
+    return RulePage(read["code"], read["name"], read["severity"] or "fault", summary, _sections(rest))
+
+
+def _docstring(module: ModuleType) -> str:
+    """Returns a module's docstring, from its source where Python runs with -OO and has thrown it away."""
+    text = module.__doc__
+    if text is None:
+        loader = getattr(module.__spec__, "loader", None)
+        source = loader.get_source(module.__name__) if hasattr(loader, "get_source") else None
+        text = ast.get_docstring(ast.parse(source)) if source else None
+    if not text:
+        raise InternalError(f"the rule page in {module.__name__} cannot be read: no docstring and no source")
+    return text
+
+
+def _sections(text: str) -> dict[str, str]:
+    found: dict[str, list[str]] = {}
+    lines: list[str] = []
+    for line in text.splitlines():
+        if line in HEADINGS:
+            lines = found.setdefault(line, [])
+        else:
+            lines.append(line.rstrip())
+    return {heading: "\n".join(lines).strip("\n") for heading, lines in found.items()}
