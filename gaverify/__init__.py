@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from gaverify.version import __version__
 
 if TYPE_CHECKING:
+    from gaverify import remedies as remedies
     from gaverify.errors import GaverifyError as GaverifyError
     from gaverify.errors import ProblemError as ProblemError
     from gaverify.errors import SpecError as SpecError
@@ -35,10 +36,14 @@ _HOMES = {
     "verify": "gaverify.verification",
 }
 
-__all__ = ["__version__", *_HOMES]
+_ROOMS = ("remedies",)
+
+__all__ = ["__version__", *_HOMES, *_ROOMS]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return import_module(f"gaverify.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'gaverify' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

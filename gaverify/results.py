@@ -201,8 +201,13 @@ class Verdict:
 
 
 def badness(row: ParameterComparison) -> tuple[int, float]:
-    """A sort key that puts the worst parameter last: outcome first, then the difference over what was allowed."""
+    """A sort key that puts the worst parameter last: outcome first, then how large the difference is.
+
+    Divergent ones by the relative difference, others by the difference over what was allowed.
+    """
     rank = {Outcome.EQUIVALENT: 0, Outcome.INCONCLUSIVE: 1, Outcome.DIVERGENT: 2}[row.outcome]
     if math.isnan(row.difference_norm):
         return rank, math.inf if row.outcome is Outcome.DIVERGENT else -1.0
+    if row.outcome is Outcome.DIVERGENT:
+        return rank, row.relative_difference
     return rank, _relative(row.difference_norm, row.allowed)

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 from gaverify.errors import InternalError, SpecError
 
@@ -108,7 +109,7 @@ def _docstring(module: ModuleType) -> str:
     """Returns a module's docstring, from its source where Python runs with -OO and has thrown it away."""
     text = module.__doc__
     if text is None:
-        loader = getattr(module.__spec__, "loader", None)
+        loader: Any = getattr(module.__spec__, "loader", None)
         source = loader.get_source(module.__name__) if hasattr(loader, "get_source") else None
         text = ast.get_docstring(ast.parse(source)) if source else None
     if not text:

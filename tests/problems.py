@@ -22,6 +22,7 @@ import gaverify
 from gaverify import Problem, Verdict
 
 Builder = Callable[[], Problem]
+_VERDICTS: dict[Any, Verdict] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +54,11 @@ class Case:
     planted: bool = False
 
     def verify(self) -> Verdict:
-        """Verifies a fresh problem with the options of the case."""
-        return gaverify.verify(self.build(), steps=self.steps, **self.options)
+        """Verifies a fresh problem with the options of the case; verdicts are frozen, so each is made once."""
+        key = (self.build, self.steps, repr(sorted(self.options.items())))
+        if key not in _VERDICTS:
+            _VERDICTS[key] = gaverify.verify(self.build(), steps=self.steps, **self.options)
+        return _VERDICTS[key]
 
     @property
     def planted_line(self) -> tuple[str, int]:

@@ -72,7 +72,7 @@ def _first_on_path(folder: str) -> None:
 
 
 def _trimmed(error: BaseException) -> str:
-    """The traceback without the frames that led to the script and, where some are its own, without libraries' frames."""
+    """The traceback without the frames that led to the script and, if it has any of its own, without libraries'."""
     from gaverify.audit.recording.places import is_user_file
 
     whole = traceback.TracebackException.from_exception(error)

@@ -56,7 +56,7 @@ def _update(update: UpdateComparison) -> dict[str, Any]:
         "relative_difference": update.relative_difference,
         "norm_ratio": update.norm_ratio,
         "resolution": update.resolution,
-        "backward_passes": update.backwards,
+        "backwards": update.backwards,
         "rows_per_forward": update.sizes,
         "valid_targets": update.valid_targets,
         "data": {**vars(update.data), "same": update.data.same},

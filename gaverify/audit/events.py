@@ -21,7 +21,7 @@ class Event:
     zero_grad    `cleared`: optimizers whose gradients it removed
     cleared      the same without a call: `.grad` was set to None or zero by hand
     step         `optimizer`, `inside`: whether a backward was running
-    moved        `optimizer`; `where`: parameters changed without a step "between" calls, in a "forward", in a "backward"
+    moved        `optimizers`; `where`: parameters changed without a step, "between" calls, in a "forward" or "backward"
     clip         `active`: whether it changed a gradient; `call`
     scheduler    `scheduler`, `lr`
     scaler       `call`: unscale_, step or update; `skipped`: a step that was left out because of infinities

@@ -57,16 +57,16 @@ def _columns(
         parts = []
         for at, stretch in zip(optimizers, scale, strict=True):
             part = increment.get(at)
-            parts.append(part * stretch if part is not None and len(part) == len(stretch) else torch.zeros_like(stretch))
+            if part is None or len(part) != len(stretch):
+                part = torch.zeros_like(stretch)
+            parts.append(part * stretch)
         columns.append(torch.cat(parts))
     if not columns:
         return torch.zeros(sum(len(stretch) for stretch in scale), 0, dtype=torch.float64)
     return torch.stack(columns, dim=1)
 
 
-def _solve(
-    columns: torch.Tensor, target: torch.Tensor, near: torch.Tensor | None
-) -> tuple[torch.Tensor, float, bool]:
+def _solve(columns: torch.Tensor, target: torch.Tensor, near: torch.Tensor | None) -> tuple[torch.Tensor, float, bool]:
     """Least squares; where the columns leave it open, the solution nearest to `near`, or to equal weights."""
     count = columns.shape[1]
     norm = torch.linalg.vector_norm(target)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from gaverify.audit.job import Job, Role
 from gaverify.audit.outcome import report_of, same_arguments
 from gaverify.audit.processes import TITLES, Child, run_jobs
-from gaverify.audit.records import AuditReport, Record, RunSummary
+from gaverify.audit.records import AuditReport, Record, RunSummary, WeightFit
 from gaverify.audit.request import Request
 from gaverify.audit.rules import findings_for
 from gaverify.audit.windows import ledger_of, windows_of
@@ -96,8 +96,10 @@ class _Audit:
             record = replace(record, held=self._held(full, record, options))
         return record
 
-    def _held(self, full: Run, record: Record, options: dict[str, object]) -> object:
+    def _held(self, full: Run, record: Record, options: dict[str, object]) -> WeightFit | None:
         """The control for a step inside the window: once more with every step undone, then fit all micro-batches."""
+        from torch import Tensor
+
         from gaverify.audit.fitting import fit_weights
 
         first = record.first
@@ -111,6 +113,8 @@ class _Audit:
         samples = [held.samples(number) for number in range(1, min(held.updates, steps) + 1)]
         increments = [increment for sample in samples for increment in sample["increments"]][:steps]
         used = {at: sum(step[at] for step in increments if at in step) for at in full.samples(1)["final"]}
+        if not all(isinstance(total, Tensor) for total in used.values()):
+            return None  # a step inside the backward left no gradient to be seen
         return fit_weights(full.samples(1), {"final": used, "increments": increments})
 
     def _job(self, role: Role, **options: object) -> Job:
@@ -129,8 +133,9 @@ class _Audit:
         runs = [Run(child.job.role, child.folder, child.seconds) for child in children]
         for child, run in zip(children, runs, strict=True):
             self.timings[child.job.role] = child.seconds
+            ended = run.meta["reason"]
             self.summaries.append(
-                RunSummary(child.job.role, child.command, run.updates, child.seconds, run.disk_bytes, run.meta["reason"])
+                RunSummary(child.job.role, child.command, run.updates, child.seconds, run.disk_bytes, ended)
             )
             _check_updates(child, run)
         return runs
@@ -144,7 +149,9 @@ def _check_updates(child: Child, run: Run) -> None:
     ended = run.meta["reason"]
     how = f"it left with sys.{ended.replace('exit ', 'exit(', 1)})" if ended.startswith("exit") else "it ran to its end"
     if not steps:
-        seen = "backward passes, but no optimizer step" if backwards else "neither a backward pass nor an optimizer step"
+        seen = "neither a backward pass nor an optimizer step"
+        if backwards:
+            seen = "backward passes, but no optimizer step"
         raise ProblemError(
             f"the {title} reached no optimizer step ({how}): {child.command}\n"
             f"it made {seen}; give arguments with which it trains for at least one update"

@@ -135,7 +135,7 @@ def _rates(samples: Mapping[str, Any]) -> tuple[float, ...]:
 
 
 def _distance(full: Mapping[str, Any], accumulated: Mapping[str, Any], when: str) -> float:
-    """How far the weights are apart, relative, over the sampled elements, each standing for its share of its parameter."""
+    """How far the weights are apart, relative, over sampled elements that stand for their share of a parameter."""
     difference = size = 0.0
     for at, weights in full[when].items():
         other = accumulated[when].get(at)

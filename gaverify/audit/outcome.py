@@ -45,7 +45,9 @@ def report_of(
 
 def same_arguments(request: Request) -> AuditReport:
     """Returns the report of an audit whose two runs would have had the same arguments: nothing was run."""
-    told = "no `--full` and `--accumulated`" if not request.full else "the same arguments for `--full` and `--accumulated`"
+    told = "the same arguments for `--full` and `--accumulated`"
+    if not request.full:
+        told = "no `--full` and `--accumulated`"
     return AuditReport(
         script=request.script, outcome=Outcome.INCONCLUSIVE,
         reason=f"nothing was compared: {told} would make two equal runs; "
@@ -67,9 +69,8 @@ def _decided(request: Request, record: Record, findings: tuple[Finding, ...]) ->
         return Outcome.DIVERGENT, f"{_compared(record)}the loop is at fault: {codes}"
     if request.events_only:
         seen = len(record.complete)
-        return Outcome.INCONCLUSIVE, (
-            f"the calls of {seen} update{'s' if seen > 1 else ''} are in order; gradients were not compared (--events-only)"
-        )
+        calls = f"the calls of {seen} update{'s' if seen > 1 else ''} are in order"
+        return Outcome.INCONCLUSIVE, f"{calls}; gradients were not compared (--events-only)"
     for update in record.updates:
         why = _undecided(record, update)
         if why:
@@ -85,7 +86,7 @@ def _undecided(record: Record, update: UpdateComparison) -> str:
         f"update {update.number - 1} agrees, and `--updates {update.number - 1}` would settle for that; "
     )  # fmt: skip
     if update.number == 1 and record.same_pieces:
-        return "nothing was compared: both runs fed the first update in the same pieces; do the arguments cut the batch?"
+        return "nothing was compared: both runs fed update 1 in the same pieces; do the arguments cut the batch?"
     if update.unrepeatable:
         return f"{earlier}update {update.number}: the full-batch run does not repeat itself: {update.unrepeatable}"
     if not update.data.same:
@@ -96,7 +97,9 @@ def _undecided(record: Record, update: UpdateComparison) -> str:
     if update.outcome is Outcome.INCONCLUSIVE:
         reason = next((row.reason for row in update.parameters if row.reason), "")
         count = sum(row.outcome is Outcome.INCONCLUSIVE for row in update.parameters)
-        noun = f"{count} of {len(update.parameters)} parameters could not be decided" if count else "every gradient is zero"
+        noun = f"{count} of {len(update.parameters)} parameters could not be decided"
+        if not count:
+            noun = "every gradient is zero"
         return f"{earlier}update {update.number}: {noun}" + (f": {reason}" if reason else "")
     return ""
 

@@ -95,7 +95,7 @@ def _start(job: Job, command: str) -> Child:
 
 
 def _wait(children: Sequence[Child], timeout: float) -> Child | None:
-    """Waits for all; one that fails or hangs ends the wait, because nothing can be compared any more: it is returned."""
+    """Waits for all; one that fails ends the wait and is returned: nothing can be compared any more."""
     open_children = list(children)
     while open_children:
         for child in list(open_children):

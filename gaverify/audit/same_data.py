@@ -87,7 +87,8 @@ def _matched(full: list[Any], accumulated: list[Any]) -> _Matched | None:
 def _batch_dimension(full: list[Any], accumulated: list[Any]) -> int:
     """The first of the two leading dimensions that accumulation made smaller; 0 where neither changed."""
     for dim in (0, 1):
-        sizes = [{rows["shape"][dim] if len(rows["shape"]) > dim else -1 for rows in side} for side in (full, accumulated)]
+        shapes = [[rows["shape"] for rows in side] for side in (full, accumulated)]
+        sizes = [{shape[dim] if len(shape) > dim else -1 for shape in side} for side in shapes]
         if sizes[0] != sizes[1]:
             return dim
     return 0

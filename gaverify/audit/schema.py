@@ -85,7 +85,7 @@ class UpdateItem(_Record):
     relative_difference: Number
     norm_ratio: Number
     resolution: Number
-    backward_passes: int
+    backwards: int
     rows_per_forward: list[int]
     valid_targets: list[int]
     data: DataItem

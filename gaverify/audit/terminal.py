@@ -16,6 +16,7 @@ from gaverify.results import Outcome, RunInfo, Verdict
 _LABEL = 14
 _COUNTS = 12  # windows whose counts are shown; the last ones stand in for the rest
 _MORE = 3
+_ROLES = {"full": "full batch", "accumulated": "accumulated", "events": "run"}
 
 
 def report_lines(report: AuditReport, layout: Layout, show_all: bool = False) -> list[Line]:
@@ -62,7 +63,7 @@ def _shown_outcome(update: UpdateComparison | None) -> Outcome:
 def _header(report: AuditReport, layout: Layout) -> list[Line]:
     rows = [("script", report.script)]
     for run in report.runs:
-        if run.role != "frozen" and not (run.role == "perturbed"):
+        if run.role in _ROLES:
             made = f"{run.updates} update{'' if run.updates == 1 else 's'} in {run.seconds:.1f} s"
             rows.append((_ROLES[run.role], f"{run.command} ({made})"))
     controls = [run for run in report.runs if run.role in ("perturbed", "frozen")]
@@ -71,14 +72,12 @@ def _header(report: AuditReport, layout: Layout) -> list[Line]:
     if report.runs:
         models = ", ".join(report.modules) or "no module"
         rows.append(("model", f"{models}: {report.trainable:,} trained parameters; {', '.join(report.optimizers)}"))
-        rows.append(("where", f"{report.device}, {report.dtype}, autocast {report.autocast or 'off'}, torch {report.torch}"))
+        autocast = f"autocast {report.autocast or 'off'}"
+        rows.append(("where", f"{report.device}, {report.dtype}, {autocast}, torch {report.torch}"))
     lines: list[Line] = [[(layout.text(f"gaverify {report.gaverify} audit"), "bold")]]
     for label, text in rows:
         lines += layout.wrap(text, first="  " + label, indent=_LABEL)
     return lines
-
-
-_ROLES = {"full": "full batch", "accumulated": "accumulated", "events": "run"}
 
 
 def _counts(counts: Sequence[WindowCount], layout: Layout) -> list[Line]:
@@ -93,7 +92,8 @@ def _counts(counts: Sequence[WindowCount], layout: Layout) -> list[Line]:
     if hidden > 0:
         lines.insert(1 + _COUNTS, [(f"  … {hidden} more", "dim")])
     if not counts[-1].complete:
-        lines += layout.wrap(f"({counts[-1].update}) has no step: the script ended or was stopped inside it", indent=2, style="dim")
+        text = f"({counts[-1].update}) has no step: the script ended or was stopped inside it"
+        lines += layout.wrap(text, indent=2, style="dim")
     return lines
 
 

@@ -5,7 +5,7 @@ Pure functions over frozen events; no torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -144,18 +144,20 @@ def _take(state: _State, event: Event) -> None:
         for optimizer in event.touched:
             state.pending.setdefault(optimizer, []).append(len(state.backwards) - 1)
     elif event.kind in ("zero_grad", "cleared"):
-        for optimizer in event.cleared:
-            for at in state.pending.pop(optimizer, []):
-                state.taken.setdefault(at, event)
+        _drop(state, [state.pending.pop(optimizer, []) for optimizer in event.cleared], event)
     elif event.kind == "scaler" and event.values.get("skipped"):
         state.used |= {at for pending in state.pending.values() for at in pending}
         state.pending.clear()
     elif event.kind == "step":
         _step(state, event)
     elif event.kind == "end" and event.values.get("reason") != "updates":
-        for pending in state.pending.values():
-            for at in pending:
-                state.taken.setdefault(at, None)
+        _drop(state, state.pending.values(), None)
+
+
+def _drop(state: _State, groups: Iterable[list[int]], by: Event | None) -> None:
+    for pending in groups:
+        for at in pending:
+            state.taken.setdefault(at, by)
 
 
 def _step(state: _State, event: Event) -> None:

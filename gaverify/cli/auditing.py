@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 _UPDATES, _TIMEOUT = 2, 3600.0
 
 
-@click.command(
-    short_help="Check a training script, unchanged.", context_settings={"ignore_unknown_options": False}
-)
+@click.command(short_help="Check a training script, unchanged.", context_settings={"ignore_unknown_options": False})
 @click.argument("script", metavar="SCRIPT", required=False)
 @click.argument("arguments", metavar="[-- ARGS]", nargs=-1, type=click.UNPROCESSED)
 @click.option("-m", "module", metavar="MODULE", help="Run `python -m MODULE` in place of a script.")

@@ -88,8 +88,8 @@ def _print_page(console: Console, page: RulePage) -> None:
     from rich.text import Text
 
     severity = f" ({page.severity})" if page.severity != "fault" else ""
-    for line in _wrapped(f"{page.code} {page.name}{severity}: {page.summary}", console.width):
-        console.print(Text(line, "bold"), soft_wrap=True)
+    for title in _wrapped(f"{page.code} {page.name}{severity}: {page.summary}", console.width):
+        console.print(Text(title, "bold"), soft_wrap=True)
     for heading, text in page.sections.items():
         console.print()
         console.print(Text(heading, "bold cyan"))

@@ -48,8 +48,8 @@ Example
 Use instead
 
 Compute the loss once over all embeddings of the window, then send its gradients back through the model one
-micro-batch at a time. `gaverify.remedies.CachedGradients(model, loss).step(batch, micro_batch_size)` does both
-passes, with the same dropout masks in both; written out, the second pass is
+micro-batch at a time. `gaverify.remedies.CachedGradients(model, embed, loss, steps)` does both passes, with the
+same dropout masks in both. Written out, the second pass is
 
     import torch
     from torch import nn

@@ -10,7 +10,8 @@ Why gradients diverge
 
 In the full batch all samples see the state s_0. In accumulation micro-batch k sees what the ones before it left:
 
-    s_k = update(s_{k−1}, micro-batch k),     g = Σ_k w_k ∂ L(micro-batch k; θ, s_{k−1}) / ∂θ
+    g   = Σ_k w_k ∂ L(micro-batch k; θ, s_{k−1}) / ∂θ
+    s_k = update(s_{k−1}, micro-batch k)
 
 Every micro-batch but the first is computed with another state than the full batch, and the state moves K times per
 optimizer step instead of once, so that momenta mean something else.

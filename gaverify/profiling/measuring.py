@@ -156,7 +156,6 @@ def _freed_at_once() -> Iterator[None]:
         return
     limit(_MMAP_THRESHOLD, 64 * 1024)
     trim(0)
-    print(library.prctl(41,1,0,0,0),file=sys.stderr)
     try:
         yield
     finally:

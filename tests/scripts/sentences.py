@@ -28,13 +28,13 @@ IGNORED = -100
 
 
 class Sentences(torch.utils.data.Dataset):
-    """`repeats` times the text; `equal` cuts every sentence to two words."""
+    """`repeats` times the text; `equal` makes every sentence five words."""
 
     def __init__(self, repeats=2, equal=False):
         lines = TEXT * repeats
         tokens = [[WORDS.index(word) + 1 for word in line.split()] for line in lines]
         if equal:
-            tokens = [(row * 4)[:5] for row in tokens]
+            tokens = [(row * 5)[:5] for row in tokens]
         self.rows = [torch.tensor([len(WORDS) + 1, *row]) for row in tokens]  # the first token begins a sentence
 
     def __len__(self):

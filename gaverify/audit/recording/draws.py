@@ -1,4 +1,4 @@
-"""Random draws of a script's forwards: kept in the full-batch run, dealt out sample by sample in the accumulated one."""
+"""Random draws of a script's forwards: kept in the full-batch run, dealt out per sample in the accumulated one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class DrawMode(TorchDispatchMode):
     """Gives every random operation to `handler`; everything else runs as it is."""
 
     def __init__(self, handler: Recorder | Dealer) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.handler = handler
 
     @classmethod

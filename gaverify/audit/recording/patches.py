@@ -28,6 +28,7 @@ def install(recorder: Recorder) -> None:
     _forwards(recorder)
     # `Tensor.backward` calls `autograd.backward`, and checkpointing calls that from inside: one backward pass.
     backward = [False]
+    owner: Any
     for owner in (torch.Tensor, torch.autograd):
         _surround(owner, "backward", recorder.backward, recorder, backward)
     for owner in (Optimizer, nn.Module):
@@ -92,7 +93,7 @@ def _forwards(recorder: Recorder) -> None:
         with recorder.forward(self, args, kwargs):
             return original(self, *args, **kwargs)
 
-    nn.Module.__call__ = call
+    nn.Module.__call__ = call  # type: ignore[method-assign]
 
 
 def _clipping(recorder: Recorder) -> None:
@@ -134,7 +135,7 @@ def _schedulers(recorder: Recorder) -> None:
         wrap(kind)
 
     base._initial_step = first
-    base.__init_subclass__ = classmethod(subclassed)
+    base.__init_subclass__ = classmethod(subclassed)  # type: ignore[arg-type]
 
 
 def _scheduler_step(recorder: Recorder, original: Any, nested: list[int]) -> Any:

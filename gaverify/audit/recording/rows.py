@@ -3,9 +3,9 @@
 Shapes: B rows along the batch dimension, T steps along the one after it.
 
 Rows are compared by prefix: a row that one run pads to 20 tokens and the other to 17 has the same first 17 and a
-constant tail. So the running hash after every step is kept, and where the constant tail begins; the same from the right,
-for padding on the left. Rows that the script computes (the output of another model) agree only to rounding; for floating
-point there are two projections beside the hash.
+constant tail. So the running hash after every step is kept, and where the constant tail begins; the same from the
+right, for padding on the left. Rows that the script computes (the output of another model) agree only to rounding; for
+floating point there are two projections beside the hash.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -58,8 +59,6 @@ class Storage:
 def leave(status: int) -> NoReturn:
     """Ends this process now: no handler, thread or worker of the script can hold it up."""
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with suppress(OSError, ValueError, AttributeError):
             stream.flush()
-        except (OSError, ValueError, AttributeError):
-            pass
     os._exit(status)

@@ -1,4 +1,4 @@
-"""Names what a training loop does wrong: one rule per file, from the record of an audit to findings. Imports no torch."""
+"""Names what a training loop does wrong: one rule per file, from an audit's record to findings. Imports no torch."""
 
 from __future__ import annotations
 

@@ -48,7 +48,8 @@ def judge(record: Record) -> Iterator[Finding]:
     draws = f"{record.dealt} random draw{'s' if record.dealt > 1 else ''}"
     yield Finding(
         CODE, NAME, "note", f"{draws} inside the forwards were dealt out per sample",
-        evidence=(Evidence("random-draws", "measured", "outside gaverify the runs agree in expectation, not draw by draw",
+        evidence=(Evidence("random-draws", "measured",
+                           "outside gaverify the runs agree in expectation, not draw by draw",
                            {"dealt": record.dealt}),),
         proven=True,
     )  # fmt: skip

@@ -55,7 +55,8 @@ def judge(record: Record) -> Iterator[Finding]:
             CODE, NAME, "note", f"buffers end up different: {names}{more} after update {update.number}",
             evidence=(Evidence("state", "measured", f"{len(update.drifted)} buffers differ by more than rounding",
                                {"buffers": list(update.drifted)}),),
-            remedy="scale the update rate (BatchNorm: momentum / K), if evaluation depends on these buffers", proven=True,
+            remedy="scale the update rate (BatchNorm: momentum / K), if evaluation depends on these buffers",
+            proven=True,
         )  # fmt: skip
     inside = record.inside("average")
     if inside:
@@ -65,7 +66,8 @@ def judge(record: Record) -> Iterator[Finding]:
             CODE, NAME, "note",
             f"the moving average of the weights is updated {times(total)} in the window of update {inside[0].update}",
             location=located(inside),
-            evidence=(Evidence("events", "measured", f"{len(inside)} updates before the last backward pass of their windows",
+            evidence=(Evidence("events", "measured",
+                               f"{len(inside)} updates before the last backward pass of their windows",
                                {"inside": len(inside)}),),
             remedy="update the average once per optimizer step", proven=True,
         )  # fmt: skip

@@ -55,11 +55,11 @@ def judge(record: Record) -> Iterator[Finding]:
     total = len(window.of("clip")) if window is not None else len(inside)
     did = f"{len(active)} of them changed it" if active else "none of them was active"
     yield Finding(
-        CODE, NAME, "fault" if active else "note", f"gradients are clipped {times(total)} in the window of update {inside[0].update}",
+        CODE, NAME, "fault" if active else "note",
+        f"gradients are clipped {times(total)} in the window of update {inside[0].update}",
         location=located([*active, *inside]),
         evidence=(Evidence("events", "measured",
                            f"{len(inside)} clippings of a half-summed gradient before the last backward pass; {did}",
                            {"inside": len(inside), "active": len(active)}),),
         remedy="clip once per update, between the last backward pass and the step", proven=True,
     )  # fmt: skip
-

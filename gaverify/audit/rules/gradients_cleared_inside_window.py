@@ -54,10 +54,10 @@ def judge(record: Record) -> Iterator[Finding]:
     total = len(first.backwards) + first.survivors
     yield Finding(
         CODE, NAME, "fault",
-        f"update {first.window} uses {first.survivors} of {passes(total)}: the others' gradients were cleared before the step",
+        f"update {first.window} uses {first.survivors} of {passes(total)}: the others' gradients were cleared",
         location=place(first.by),
         evidence=(counted(record.windows[:8]),
-                  Evidence("events", "cleared", f"gradients were thrown away in {updates(loss.window for loss in losses)}",
+                  Evidence("events", "cleared", f"thrown away in {updates(loss.window for loss in losses)}",
                            {"updates": [loss.window for loss in losses]})),
         remedy="clear the gradients once per update, after the step", proven=True,
     )  # fmt: skip

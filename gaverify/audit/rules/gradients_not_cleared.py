@@ -5,8 +5,8 @@ A step whose gradients hold backward passes that an earlier step has used alread
 end cut short.
 
 Why gradients diverge
-`backward()` adds to `.grad`. What is not cleared after a step is added to the next window, at weights that are no longer
-the current ones.
+`backward()` adds to `.grad`. What is not cleared after a step is added to the next window, at weights that are no
+longer the current ones.
 
 Signature in the numbers
 The first update agrees, the later ones do not; no `zero_grad` between two steps, or a window with more backward passes
@@ -51,7 +51,8 @@ def judge(record: Record) -> Iterator[Finding]:
         first = stale[0]
         numbers = updates(entry.step.update for entry in stale)
         yield Finding(
-            CODE, NAME, "fault", f"the step of update {first.step.update} uses {passes(first.backwards)} of earlier windows again",
+            CODE, NAME, "fault",
+            f"the step of update {first.step.update} uses {passes(first.backwards)} of earlier windows again",
             location=place(first.step),
             evidence=(counted(record.complete[:8]),
                       Evidence("events", "used again", f"{times(len(stale))}, in {numbers}",

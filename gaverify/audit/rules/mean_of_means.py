@@ -71,22 +71,25 @@ def judge(record: Record) -> Iterator[Finding]:
                      {"weights": list(shares), "multipliers": list(fit.multipliers), "residual": fit.residual,
                       "determined": fit.determined}),
         ),
-        remedy=remedy + _multiply(fit), proven=True,
+        remedy=remedy + _multiply(record, update, fit), proven=True,
     )  # fmt: skip
 
 
 def _meaning(update: UpdateComparison, shares: tuple[float, ...]) -> tuple[str, str]:
     """What the fitted weights are, and what to do to get them."""
+    if are_shares(shares, tuple(map(float, update.sizes))):
+        return "; they are the shares of samples n_k/N", "weight each micro-batch by n_k/N"
     if are_shares(shares, tuple(map(float, update.valid_targets))):
         return (
             "; they are the shares of valid targets",
             "sum the losses and divide by the valid targets of the whole window",
         )
-    if are_shares(shares, tuple(map(float, update.sizes))):
-        return "; they are the shares of samples n_k/N", "weight each micro-batch by n_k/N"
     return "", "weight each micro-batch by its share of what the full batch's mean counts"
 
 
-def _multiply(fit: WeightFit) -> str:
-    """The factors for the losses as the script has them now."""
-    return f": here, multiply the losses by {weights_text(fit.multipliers)}"
+def _multiply(record: Record, update: UpdateComparison, fit: WeightFit) -> str:
+    """The factors for the losses as the script has them now; without the ratio that clipping puts between the runs."""
+    window = window_of(record, update.number)
+    clipped = window is not None and any(event.values.get("active") for event in window.of("clip"))
+    mean = sum(fit.multipliers) / len(fit.multipliers) if clipped else 1.0
+    return f": here, multiply the losses by {weights_text([factor / mean for factor in fit.multipliers])}"

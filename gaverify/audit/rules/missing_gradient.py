@@ -4,8 +4,8 @@ What it finds
 A parameter whose `.grad` is None at the step of one run and a tensor in the other.
 
 Why gradients diverge
-The optimizer skips a parameter without a gradient: no decay, no momentum, no step count. A branch of the forward was not
-reached by any micro-batch, or frozen parameters differ between the runs.
+The optimizer skips a parameter without a gradient: no decay, no momentum, no step count. A branch of the forward was
+not reached by any micro-batch, or frozen parameters differ between the runs.
 
 Signature in the numbers
 `None` against a tensor; all other parameters agree or not.

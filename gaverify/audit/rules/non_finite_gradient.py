@@ -56,7 +56,8 @@ def judge(record: Record) -> Iterator[Finding]:
         yield Finding(
             CODE, NAME, "fault" if one_sided else "note",
             f"the gradient of `{row.name}`{more} is {row.reason} (update {update.number})",
-            evidence=(Evidence("comparison", "measured", f"{len(rows)} of {len(update.parameters)} gradients are not finite",
+            evidence=(Evidence("comparison", "measured",
+                               f"{len(rows)} of {len(update.parameters)} gradients are not finite",
                                {"parameters": [row.name for row in rows]}),),
             remedy="look for a mean over nothing (a micro-batch without valid targets), or an overflow", proven=True,
         )  # fmt: skip

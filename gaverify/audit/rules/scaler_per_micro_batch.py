@@ -61,9 +61,11 @@ def judge(record: Record) -> Iterator[Finding]:
     calls = Counter(f"`{event.values['call']}`" for event in inside if event.update == number)
     text = " and ".join(f"{call} {times(count)}" for call, count in calls.items())
     yield Finding(
-        CODE, NAME, "fault", f"the gradient scaler works inside the window of update {number}: {text} before its last backward pass",
+        CODE, NAME, "fault",
+        f"the gradient scaler works inside the window of update {number}: {text} before its last backward pass",
         location=located(inside),
-        evidence=(Evidence("events", "measured", f"{len(inside)} calls on a half-summed gradient in all recorded windows",
+        evidence=(Evidence("events", "measured",
+                           f"{len(inside)} calls on a half-summed gradient in all recorded windows",
                            {"inside": len(inside), "update": number}),),
         remedy="call `unscale_`, `step` and `update` once per update, after the last backward pass", proven=True,
     )  # fmt: skip

@@ -54,7 +54,7 @@ def judge(record: Record) -> Iterator[Finding]:
     same = [event for event in (window.of("scheduler") if window else ())
             if event.values.get("scheduler") == inside[0].values.get("scheduler")]  # fmt: skip
     yield Finding(
-        CODE, NAME, "fault", f"the learning-rate schedule steps {times(max(len(same), len(inside)))} in the window of update {number}",
+        CODE, NAME, "fault", f"the learning-rate schedule steps {times(len(same))} in the window of update {number}",
         location=located(inside),
         evidence=(Evidence("events", "measured", _rates(record, number, len(inside)),
                            {"inside": len(inside), "update": number}),),

@@ -65,9 +65,14 @@ def early_windows(record: Record) -> list[tuple[Window, int]]:
     if early and _is_meant(record, early):
         return _without_tails(record, early)
     first, usual = record.first, record.usual
-    if not early and first is not None and len(record.complete) > 1 and 0 < first.backwards < usual:
+    if not _knows_k(record) and first is not None and first.backwards == 1 < usual:
         return [(first, usual)]
     return []
+
+
+def _knows_k(record: Record) -> bool:
+    """Whether K is known for the first window."""
+    return record.first is not None and record.expected(record.first) is not None
 
 
 def _is_meant(record: Record, early: list[tuple[Window, int]]) -> bool:
@@ -112,13 +117,14 @@ def _step(record: Record, early: list[tuple[Window, int]]) -> Finding:
     if inside:
         remedy = "move the step out of the backward hook; a step in a hook cannot accumulate"
     return Finding(
-        CODE, NAME, "fault", f"update {window.number} steps after {window.backwards} of {passes(wanted)}{where}{others}",
+        CODE, NAME, "fault",
+        f"update {window.number} steps after {window.backwards} of {passes(wanted)}{where}{others}",
         location=place(step), evidence=tuple(evidence), remedy=remedy, proven=proven,
     )  # fmt: skip
 
 
 def _moved(record: Record) -> list[tuple[Window, Event]]:
-    """Parameters that changed without a step between two backward passes; not where the full batch's run does it too."""
+    """Parameters that changed between two backward passes without a step; not where the full batch's run does it."""
     full = {window.number for window in record.full_windows if any(map(_by_hand, window.before_last_backward))}
     found = []
     for window in record.windows:
@@ -135,7 +141,8 @@ def _movement(record: Record, moved: list[tuple[Window, Event]]) -> Finding:
     window = moved[0][0]
     count = sum(other is window for other, _ in moved)
     return Finding(
-        CODE, NAME, "fault", f"the parameters change {times(count)} inside the window of update {window.number}, without a step",
+        CODE, NAME, "fault",
+        f"the parameters change {times(count)} inside the window of update {window.number}, without a step",
         location=located(event for _, event in moved),
         evidence=(counted(record.complete[:8]),
                   Evidence("events", "weights", f"moved between two backward passes {times(len(moved))} in all",

@@ -62,7 +62,7 @@ def judge(record: Record) -> Iterator[Finding]:
     yield Finding(
         CODE, NAME, "fault", f"{passes(len(first.backwards))} {after} {how}",
         location=place(place_of), evidence=(counted(record.windows[:8]),),
-        remedy="step after the last micro-batch of an epoch too, and divide its window by its own number of micro-batches",
+        remedy="step after the last micro-batch of an epoch too, and divide by the micro-batches that its window has",
         proven=True,
     )  # fmt: skip
 

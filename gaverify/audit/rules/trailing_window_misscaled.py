@@ -55,7 +55,8 @@ def judge(record: Record) -> Iterator[Finding]:
         factor = short / whole
         yield Finding(
             CODE, NAME, "fault",
-            f"update {update.number} sums {passes(short)} but divides by K = {whole}: its gradient is {factor:.4g} of the full batch's",
+            f"update {update.number} sums {passes(short)} but divides by K = {whole}: "
+            f"its gradient is {factor:.4g} of the full batch's",
             location=backward_place(window_of(record, update.number)),
             evidence=(
                 Evidence("micro-batch-weights", "measured",
@@ -64,7 +65,8 @@ def judge(record: Record) -> Iterator[Finding]:
                          {"factor": factor, "update": update.number}),
                 counted(record.complete[:8], "counts"),
             ),
-            remedy=f"divide the losses of this window by {short}, its own number of micro-batches (weights {1 / short:.4g} each)",
+            remedy=f"divide the losses of this window by {short}, the micro-batches that it has "
+            f"(weights {1 / short:.4g} each)",
             proven=True,
         )  # fmt: skip
         return

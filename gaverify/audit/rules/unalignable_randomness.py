@@ -49,7 +49,8 @@ def judge(record: Record) -> Iterator[Finding]:
         return
     text = "; ".join(f"`{name}`: {why}" for name, why in record.unaligned.items())
     yield Finding(
-        CODE, NAME, "fault" if record.divergent is not None else "note", "random draws could not be dealt out per sample",
+        CODE, NAME, "fault" if record.divergent is not None else "note",
+        "random draws could not be dealt out per sample",
         evidence=(Evidence("random-draws", "measured", text, dict(record.unaligned)),),
-        remedy="draw per sample (one value for each row of the batch) or once per forward, or switch it off for the audit",
+        remedy="draw per sample (one value for each row of the batch) or once per forward, or switch it off here",
     )  # fmt: skip

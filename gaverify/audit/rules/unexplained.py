@@ -5,8 +5,8 @@ A difference at the optimizer that is neither a factor, nor other weights of the
 calls.
 
 Why gradients diverge
-Most often samples act on each other inside the model or the loss (batch statistics, in-batch negatives): then no weights
-of the micro-batches give the full-batch gradient.
+Most often samples act on each other inside the model or the loss (batch statistics, in-batch negatives): then no
+weights of the micro-batches give the full-batch gradient.
 
 Signature in the numbers
 The best weights leave a large residual.

@@ -28,7 +28,8 @@ When it is harmless
 Adam divides the gradient by its own size and hides the factor, until its epsilon, clipping or weight decay see it.
 
 References
-karpathy/nanoGPT#168, roboflow/rf-detr#1503, huggingface/transformers#47688, huggingface/trl PR#6024, verl-project/verl PR#436
+karpathy/nanoGPT#168, roboflow/rf-detr#1503, huggingface/transformers#47688, huggingface/trl PR#6024,
+verl-project/verl PR#436
 """
 
 from __future__ import annotations

@@ -1,0 +1,146 @@
+"""Replaces BatchNorm by a normalisation that does not depend on the micro-batch (GAV101).
+
+Shapes: B samples of C channels, with any number of dimensions behind.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Literal, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gaverify.errors import ProblemError
+
+KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_BatchNorm = nn.modules.batchnorm._BatchNorm
+_MOST_GROUPS = 32
+"""Groups of a GroupNorm. Source: Y. Wu, K. He, Group Normalization, 2018, section 4.1 (table 3)."""
+_LEAST_CHANNELS = 4  # per group where they fit: over one value alone a norm is always zero
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class FrozenBatchNorm(nn.Module):
+    """BatchNorm with the stored statistics as constants, in training as in evaluation.
+
+        y = γ (x − running_mean) / sqrt(running_var + ε) + β
+
+    γ and β stay the parameters that they were, and the names in the `state_dict` are BatchNorm's own.
+
+    Shapes: (B, C, …) to the same.
+    """
+
+    running_mean: torch.Tensor
+    running_var: torch.Tensor
+
+    def __init__(self, layer: _BatchNorm) -> None:
+        super().__init__()
+        self.num_features, self.eps = layer.num_features, layer.eps
+        self.weight, self.bias = layer.weight, layer.bias
+        for name, buffer in layer._buffers.items():
+            self.register_buffer(name, buffer, persistent=name not in layer._non_persistent_buffers_set)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalises each sample on its own."""
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
+
+    def extra_repr(self) -> str:
+        """Channels and ε."""
+        return f"{self.num_features}, eps={self.eps}"
+
+
+def convert_batch_norm(
+    model: Module, to: Literal["group", "frozen"] = "group", *, groups: int | None = None, in_place: bool = False
+) -> Module:
+    """Returns the model with every BatchNorm1d, 2d, 3d and SyncBatchNorm replaced.
+
+    Scale and shift (γ, β) are taken over as the very parameters that they were, so that an optimizer and tied weights
+    keep them; a layer that stands in several places is replaced by one layer. GroupNorm has no running statistics:
+    those of the layer are dropped, and a pretrained network has to be trained further. Hooks of a replaced layer are
+    lost.
+
+    Args:
+        model: The model, left as it is.
+        to: "group" for `nn.GroupNorm`, which normalises within a sample; "frozen" for the stored statistics as
+            constants, which keeps the function that the model computes in `eval` mode.
+        groups: Groups of every GroupNorm; None chooses per layer (`group_norm_for`).
+        in_place: Convert the model itself and return it (a BatchNorm that is the model itself cannot be).
+
+    Raises:
+        ProblemError: A layer cannot be converted; the message names every such layer and nothing was changed.
+    """
+    if to not in ("group", "frozen"):
+        raise ProblemError(f'convert_batch_norm: unknown target {to!r}; write "group" or "frozen"')
+    if in_place and isinstance(model, KINDS):
+        raise ProblemError("convert_batch_norm: the model is a BatchNorm itself; convert a copy (in_place=False)")
+    problems = [
+        f"`{name or '(root)'}` ({type(layer).__name__}) {problem}"
+        for name, layer in model.named_modules()
+        if isinstance(layer, _BatchNorm) and (problem := _problem(layer, to, groups))
+    ]
+    if problems:
+        raise ProblemError("\n".join(f"convert_batch_norm: {problem}" for problem in problems))
+    result = model if in_place else copy.deepcopy(model)
+    _warn_of_untrained(result, to)
+    made: dict[int, nn.Module] = {}
+    layers = [layer for layer in result.modules() if isinstance(layer, KINDS)]
+    for layer in layers:
+        made[id(layer)] = group_norm_for(layer, groups) if to == "group" else FrozenBatchNorm(layer)
+        made[id(layer)].train(layer.training)
+    for parent in list(result.modules()):
+        for name, child in parent._modules.items():
+            if child is not None and id(child) in made:
+                parent._modules[name] = made[id(child)]
+    return made.get(id(result), result)  # type: ignore[return-value]  # a BatchNorm alone becomes another class
+
+
+def group_norm_for(layer: _BatchNorm, groups: int | None = None) -> nn.GroupNorm:
+    """Returns a GroupNorm over as many channels as a BatchNorm, with its ε, scale and shift.
+
+    Where `groups` is not given they are the largest number up to 32 that leaves at least four channels in a group (two,
+    where four do not fit).
+    """
+    groups = groups or _groups_for(layer.num_features)
+    norm = nn.GroupNorm(groups, layer.num_features, eps=layer.eps, affine=layer.affine)
+    if layer.affine:
+        norm.weight, norm.bias = layer.weight, layer.bias
+    return norm
+
+
+def _groups_for(channels: int) -> int:
+    dividing = [groups for groups in range(1, min(_MOST_GROUPS, channels) + 1) if channels % groups == 0]
+    for least in (_LEAST_CHANNELS, 2):
+        fitting = [groups for groups in dividing if channels // groups >= least]
+        if fitting:
+            return max(fitting)
+    return 1
+
+
+def _problem(layer: _BatchNorm, to: str, groups: int | None) -> str | None:
+    """Why a layer cannot be converted; None where it can."""
+    if isinstance(layer, nn.modules.lazy.LazyModuleMixin) and layer.has_uninitialized_params():
+        return "is lazy and has not seen a batch; run the model once before"
+    if type(layer) not in KINDS:
+        return "is a class of its own that may do more than normalise; replace it by hand"
+    if to == "frozen" and layer.running_mean is None:
+        return "keeps no running statistics (track_running_stats=False); there is nothing to freeze"
+    if to == "group" and groups and layer.num_features % groups:
+        return f"has {layer.num_features} channels, which {groups} groups do not divide"
+    return None
+
+
+def _warn_of_untrained(model: nn.Module, to: str) -> None:
+    fresh = [
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, KINDS) and layer.num_batches_tracked is not None and int(layer.num_batches_tracked) == 0
+    ]
+    if to == "frozen" and fresh:
+        warnings.warn(
+            f"{len(fresh)} BatchNorm layers (`{fresh[0]}` first) have seen no batch: their statistics are mean 0 and "
+            "variance 1, and frozen they do not normalise at all",
+            stacklevel=3,
+        )

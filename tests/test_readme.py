@@ -1,0 +1,71 @@
+"""The README shows what the program prints now, and names only commands and options that exist."""
+
+from __future__ import annotations
+
+import re
+
+import click
+import pytest
+import readme
+
+from gaverify.cli import cli
+
+TEXT = readme.README.read_text(encoding="utf-8")
+COMMANDS = readme.outputs(TEXT)
+
+
+def _options(command: click.Command) -> set[str]:
+    return {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
+
+
+def _lines() -> list[tuple[str, list[str]]]:
+    """Every `gaverify COMMAND …` of the README with its words."""
+    found = re.findall(r"gaverify ((?:run|profile|audit|models|rules|explain|schema|init)\b[^\n`|]*)", TEXT)
+    return [(line.split()[0], line.split()[1:]) for line in found]
+
+
+def test_the_readme_shows_commands() -> None:
+    assert len(COMMANDS) >= 4 and len(_lines()) >= 8
+
+
+@pytest.mark.parametrize(("name", "words"), _lines(), ids=lambda value: value if isinstance(value, str) else "")
+def test_every_command_and_option_exists(name: str, words: list[str]) -> None:
+    assert name in cli.commands
+    quoted = re.sub(r'"[^"]*"', "", " ".join(words)).split(" -- ")[0].split("#")[0]
+    flags = {word.split("=")[0] for word in quoted.split() if re.match(r"--\w", word)}
+    assert flags <= _options(cli.commands[name])
+
+
+def test_help_names_every_command_of_the_readme() -> None:
+    printed = readme.run("gaverify --help")
+    for name, _ in _lines():
+        assert re.search(rf"^  {name} ", printed, re.MULTILINE), name
+
+
+@pytest.mark.parametrize(("command", "shown"), COMMANDS, ids=[command for command, _ in COMMANDS])
+def test_output_is_what_is_printed_now(command: str, shown: str) -> None:
+    if "gpt2" in command or "profile" in command or "audit" in command:
+        pytest.skip("takes longer than the default run allows: `python tests/readme.py` refreshes it")
+    assert readme.skeleton(readme.block(command)) == readme.skeleton(shown)
+
+
+def test_the_skeleton_tells_words_apart() -> None:
+    assert readme.skeleton("rel. diff 1.2e-07\n  in `a`") == readme.skeleton("rel. diff 9e-08 in `a`")
+    assert readme.skeleton("1 divergent") != readme.skeleton("1 equivalent")
+
+
+def test_fault_table_is_what_is_found_now() -> None:
+    shown = TEXT.partition("<!-- faults -->\n")[2].partition("<!-- /faults -->")[0]
+    assert readme.skeleton(readme.fault_table()) == readme.skeleton(shown)
+    assert "FLAGGED" not in shown
+
+
+def test_the_example_file_runs(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    import gaverify.loading
+    from gaverify.spec import Spec
+
+    source = TEXT.partition("<!-- file: my_model.py -->\n```python\n")[2].partition("```")[0]
+    (tmp_path / "my_model.py").write_text(source, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    problem = gaverify.loading.load_problem(Spec(model="my_model.py:factory"))
+    assert gaverify.verify(problem, steps=4).outcome is gaverify.Outcome.EQUIVALENT
