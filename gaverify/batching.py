@@ -99,7 +99,7 @@ def micro_batch_sizes(batch_size: int, steps: int) -> tuple[int, ...]:
 
 
 def take(batch: Any, start: int, stop: int, batch_size: int, split: Split | None = None) -> Any:
-    """Returns the samples `start` to `stop - 1` of a batch of `batch_size`; everything without samples passes through."""
+    """Returns the samples `start` to `stop - 1` of `batch_size`; what has no samples passes through."""
     if split is not None:
         return split(batch, start, stop)
     return _take(batch, start, stop, batch_size)
@@ -178,7 +178,7 @@ def _candidates(node: Any) -> list[int] | None:
 
 
 def _readings(node: list[Any] | tuple[Any, ...], structure: list[int]) -> list[int]:
-    """Both readings of a list or tuple: entries that are records themselves speak for samples, tensors for a structure."""
+    """Both readings of a list or tuple: entries that are records speak for samples, tensors for a structure."""
     records = len(node) > 0 and all(
         isinstance(entry, Mapping | tuple) or (dataclasses.is_dataclass(entry) and not isinstance(entry, type))
         for entry in node

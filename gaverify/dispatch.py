@@ -1,4 +1,4 @@
-"""The one mode that sits at the dispatcher during a pass: random draws, writes to parameters, target counts, lifted casts."""
+"""The mode that sits at the dispatcher during a pass: random draws, writes to parameters, target counts, casts."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class PassMode(TorchDispatchMode):
         return result
 
     def _count(self, args: Any, result: Any) -> None:
-        """`total_weight` of a negative log-likelihood is the divisor of its mean: valid targets, or their class weights."""
+        """`total_weight` of a negative log-likelihood divides its mean: valid targets, or their class weights."""
         if args[3] == _MEAN:
             self.observed.target_counts.append((result[1], args[1].numel(), args[4]))
 

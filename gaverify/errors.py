@@ -26,7 +26,7 @@ class SpecError(GaverifyError):
 
 
 class ProblemError(GaverifyError):
-    """The user's model, loss, batch or factory does not do what a verification needs; the message says what and where."""
+    """The user's model, loss, batch or factory does not do what a verification needs; the message says what, where."""
 
 
 class InternalError(GaverifyError):

@@ -21,7 +21,7 @@ class Problem:
         loss: `loss(model, batch)` runs the forward pass and returns the loss of exactly that (micro-)batch: a scalar
             tensor, or an object (or mapping) whose `.loss` is one.
         batch: The full batch: tensors, arrays, mappings, dataclasses, lists and tuples nested in each other.
-        split: `split(batch, start, stop)` returns the micro-batch of the samples `start` to `stop - 1`; for batches that
+        split: `split(batch, start, stop)` returns the samples `start` to `stop - 1` as a micro-batch; for batches that
             a plain slice of the leading dimension gets wrong (graphs, padding to the longest row).
         batch_size: B, where the leading dimensions do not tell it.
         name: How reports call it.

@@ -134,11 +134,13 @@ class Dealer:
             return self._refuse(operation, "it draws samples of the batch itself")
         return self._rows_of(draw, index, drawn, args)
 
-    def _refuse(self, operation: str, why: str) -> None:
+    def _refuse(self, operation: str, why: str) -> torch.Tensor | None:
+        """Notes why a draw cannot be dealt out, and where it was made; the micro-batch then keeps its own draw."""
         self.record.unaligned.setdefault(operation, why)
         frame = calling_frame()
         if frame is not None:
             self.record.places.setdefault(operation, (shown(frame[0]), frame[1]))
+        return None
 
     def _rows_of(self, draw: Draw, index: int, drawn: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor | None:
         full, micro = draw.value.shape, drawn.shape
@@ -176,7 +178,8 @@ class Dealer:
         if fold == 1:
             return value.narrow(dim, self._start, count)
         if self._batch_is_inner(draw, dim, fold, args):
-            return value.unflatten(dim, (fold, self._size)).narrow(dim + 1, self._start, count).flatten(dim, dim + 1)
+            split: torch.Tensor = value.unflatten(dim, (fold, self._size))
+            return split.narrow(dim + 1, self._start, count).flatten(dim, dim + 1)
         return value.narrow(dim, self._start * fold, count * fold)
 
     def _batch_is_inner(self, draw: Draw, dim: int, fold: int, args: tuple[Any, ...]) -> bool:
@@ -272,7 +275,7 @@ def _typical(operation: str, args: tuple[Any, ...], kwargs: dict[str, Any], draw
 
 
 def _same_arguments(draw: Draw, arguments: tuple[Any, ...], drawn: torch.Tensor) -> bool:
-    """Whether two draws were asked for the same; an argument that is a size may follow the batch, as the result does."""
+    """Whether two draws were asked for the same; an argument that is a size may follow the batch."""
     if len(arguments) != len(draw.arguments):
         return False
     return all(

@@ -62,7 +62,8 @@ def _stepped(task: Task, gradients: Gradients, kind: str, lr: float) -> list[tor
 
 def _summary(tensors: list[torch.Tensor | None] | list[torch.Tensor], scalar: bool) -> float:
     """The value of a one-element model, the Euclidean norm over everything otherwise."""
-    present = [tensor.to_dense() if tensor.layout is not torch.strided else tensor for tensor in tensors if tensor is not None]
+    present = [t.to_dense() if t.layout is not torch.strided else t for t in tensors if t is not None]
     if scalar and present:
         return float(present[0].reshape(()))
-    return math.sqrt(sum(float(torch.linalg.vector_norm(tensor.double() if not tensor.is_complex() else tensor)) ** 2 for tensor in present))
+    norms = [torch.linalg.vector_norm(t if t.is_complex() else t.double()) for t in present]
+    return math.sqrt(sum(float(norm) ** 2 for norm in norms))

@@ -68,8 +68,8 @@ def verify(
         loss: `loss(model, batch)` returns the scalar loss of exactly that (micro-)batch, or an object with `.loss`.
         batch: The full batch of B samples (see `gaverify.batching` for what it may be).
         steps: K, 1 to B.
-        weighting: The recipe under test: "uniform" (1/K), "samples" (n_k/N), "tokens" (shares of valid targets), "none",
-            K numbers, or a function `f(micro_batch)` or `f(micro_batch, batch)` that returns the factor of the loss.
+        weighting: The recipe under test: "uniform" (1/K), "samples" (n_k/N), "tokens" (shares of valid targets),
+            "none", K numbers, or a function `f(micro_batch)` or `f(micro_batch, batch)` that returns the loss's factor.
         device: "cpu", "cuda", "cuda:1", "mps", "auto"; None: where the model is.
         dtype: "float32", "float64", "bfloat16", "float16" or a torch dtype; None: the model's own.
         seed: Seeds all generators before the full-batch pass.

@@ -1,4 +1,4 @@
-"""The README's generated parts: real output of commands, and the table of faults. `python tests/readme.py` rewrites them."""
+"""The README's generated parts: output of commands, and the table of faults. `python tests/readme.py` rewrites them."""
 
 from __future__ import annotations
 

@@ -36,7 +36,9 @@ def test_a_wrong_import_is_seen(tmp_path: Path, line: str) -> None:
     assert done.returncode == 1, done.stdout
 
 
-@pytest.mark.parametrize("name", ["gaverify", "gaverify.cli", "gaverify.diagnosis", "gaverify.report", "gaverify.document"])
+@pytest.mark.parametrize(
+    "name", ["gaverify", "gaverify.cli", "gaverify.diagnosis", "gaverify.report", "gaverify.document"]
+)
 def test_no_torch_behind_the_wall(name: str) -> None:
     code = f"import {name}, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode == 0

@@ -278,7 +278,7 @@ class _Cut(PassProbe):
 def cached_gradients(bench: Bench, inside: frozenset[int]) -> ControlRun:
     """Runs the two-pass cached gradient: the loss once on all outputs, the model backward per micro-batch.
 
-        1. forward of the full batch, cut at module outputs y; v = ∂ loss / ∂ y; direct gradients of the loss's own parameters
+        1. forward of the full batch, cut at module outputs y; v = ∂ loss / ∂ y; the loss's own parameters directly
         2. per micro-batch: forward, backward of y_k with cotangent v_k
 
     Args:

@@ -54,7 +54,7 @@ class Layout:
 
 
 def layout_of(full: tuple[int, ...], micro: tuple[int, ...], batch_size: int, count: int) -> Layout | None:
-    """Returns the layout of a result with shape `full` for B samples and `micro` for n < B; None where there is none."""
+    """Returns the layout of a result of shape `full` for B samples and `micro` for n < B; None where there is none."""
     if len(full) != len(micro):
         return None
     changed = [dim for dim, (whole, part) in enumerate(zip(full, micro, strict=True)) if whole != part]

@@ -201,7 +201,8 @@ class _Reader:
             kind=kind,  # type: ignore[arg-type]
             operation=self.operation(index),
             source=self.operation(sources[0]) if sources else None,
-            difference=difference, samples=samples, in_model=self._in_model(index), statistics="batch_norm" in step.name,
+            difference=difference, samples=samples, in_model=self._in_model(index),
+            statistics="batch_norm" in step.name,
             functions=tuple(sorted(functions)),
             source_functions=tuple(sorted({f for i in held if (f := self._held_function(i)) is not None})),
             calls=self._chain_indices(step),
@@ -281,7 +282,8 @@ class _Reader:
                 index = earlier
                 break
         step = self._full.steps[index]
-        return Suspect("control-flow", self.operation(index), None, 1.0, self._size, self._call(step) is not None, False,
+        in_model = self._call(step) is not None
+        return Suspect("control-flow", self.operation(index), None, 1.0, self._size, in_model, False,
                        calls=self._chain_indices(step))  # fmt: skip
 
     def _non_additive(self, shares: list[torch.Tensor]) -> Iterator[Suspect]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 
@@ -45,7 +46,7 @@ def sketched(
     task = replace(task, strategy="accumulate")  # one backward over the sum would not tell the shares apart
     accumulated = accumulated_gradients(task, state, record, full, lift=lift, after_backward=note, probe=probe)
     target = sketch(list(full.gradients.values()))
-    steps = torch.stack([sums[0], *(b - a for a, b in zip(sums, sums[1:], strict=False))], dim=1)
+    steps = torch.stack([sums[0], *(b - a for a, b in pairwise(sums))], dim=1)
     weights = torch.tensor(accumulated.weights, dtype=steps.dtype, device=steps.device)
     columns = steps / torch.where(weights == 0, torch.ones_like(weights), weights)
     elements = sum(gradient.numel() for gradient in full.gradients.values() if gradient is not None)

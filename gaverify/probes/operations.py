@@ -233,7 +233,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 def _address(tensor: torch.Tensor) -> int:
     try:
-        return tensor.untyped_storage()._cdata
+        return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return id(tensor)
 

@@ -17,7 +17,7 @@ from gaverify.probes.controls import Bench, Evaluated, Held, cached_gradients
 from gaverify.probes.micro_batch_weights import fitted
 from gaverify.probes.state import StateHeld, StateRestored
 
-_HELPS = 0.5  # a neutralised suspect that leaves more than half of the difference was not (the larger part of) the cause
+_HELPS = 0.5  # a neutralised suspect that leaves more than half of the difference was not the cause
 _MOVED = 0.01  # of each weight, up or down: far from rounding, near enough that the loss stays finite
 _SINGLE = 4  # changed values that are tried one by one
 
@@ -186,7 +186,8 @@ def group_norm_for(layer: nn.Module) -> nn.GroupNorm:
     """
     channels = int(layer.num_features)  # type: ignore[arg-type]
     sizes = [g for g in range(1, min(32, channels) + 1) if channels % g == 0]
-    groups = max((g for g in sizes if channels // g >= 4), default=max((g for g in sizes if channels // g >= 2), default=1))
+    fitting = [g for g in sizes if channels // g >= 4] or [g for g in sizes if channels // g >= 2] or [1]
+    groups = max(fitting)
     affine = layer.weight is not None
     norm = nn.GroupNorm(groups, channels, eps=float(layer.eps), affine=affine)  # type: ignore[arg-type]
     if affine:

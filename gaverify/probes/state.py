@@ -57,7 +57,7 @@ def _closure(loss: Any) -> Iterator[tuple[str, Getter]]:
     if not isinstance(loss, FunctionType):
         return
     for name, cell in zip(loss.__code__.co_freevars, loss.__closure__ or (), strict=True):
-        yield name, lambda c=cell: _cell(c)
+        yield name, lambda c=cell: _cell(c)  # type: ignore[misc]
     for name in loss.__code__.co_names:
         if name in loss.__globals__:
             yield name, lambda n=name: loss.__globals__.get(n)  # type: ignore[misc]
@@ -268,7 +268,7 @@ def _address(tensor: Any) -> int:
         return 0
     try:
         with torch._C.DisableTorchFunction():
-            return tensor.untyped_storage()._cdata
+            return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return 0
 

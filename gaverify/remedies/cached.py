@@ -184,7 +184,7 @@ def _check_loss(loss: Any) -> None:
         shape = f"of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
         raise ProblemError(f"CachedGradients: the loss is {shape}; return a scalar tensor")
     if not loss.requires_grad:
-        raise ProblemError("CachedGradients: the loss has no graph; compute it from the representations that it is given")
+        raise ProblemError("CachedGradients: the loss has no graph; compute it from the representations it is given")
 
 
 def _check_repeated(k: int, before: torch.Tensor, again: torch.Tensor) -> None:
