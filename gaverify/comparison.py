@@ -96,8 +96,12 @@ def judged(
 ) -> ParameterComparison:
     """Returns the record of a measured difference and what was decided about it."""
     if row.reason and math.isnan(row.difference):
-        unused = row.reason.startswith("unused")
-        outcome = Outcome.EQUIVALENT if unused else outcome if method == "not-compared" else Outcome.DIVERGENT
+        if row.reason.startswith("unused"):
+            outcome = Outcome.EQUIVALENT
+        elif row.reason.endswith("in both runs"):  # NaN on both sides is neither the same nor a difference
+            outcome = Outcome.INCONCLUSIVE
+        elif method != "not-compared":
+            outcome = Outcome.DIVERGENT
         method = "not-compared"
     return ParameterComparison(
         row.name, row.shape, outcome, method, row.reference, row.accumulated, row.difference, allowed,

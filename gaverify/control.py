@@ -1,4 +1,4 @@
-"""The control runs that decide what working precision leaves open: float64, and the noise floor of perturbed weights."""
+"""The control runs that decide what working precision leaves open: float64, and the noise floor of moved weights."""
 
 from __future__ import annotations
 

@@ -28,6 +28,7 @@ HEADINGS = (
     "When it is harmless",
     "References",
 )
+_ALIKE = 0.5  # of `difflib`'s ratio; below it a word is no typing mistake of a rule's name
 _FIRST = re.compile(r"(?P<code>GAV\d{3}) (?P<name>[a-z0-9-]+)(?: \((?P<severity>[a-z ]+)\))?: (?P<summary>.+)")
 
 
@@ -92,8 +93,9 @@ def _nearest_code(number: int, pages: Mapping[str, RulePage]) -> RulePage:
 
 def _nearest_word(word: str, pages: Mapping[str, RulePage], names: Mapping[str, RulePage]) -> RulePage | None:
     both = {code.lower(): page for code, page in pages.items()} | dict(names)
-    near = difflib.get_close_matches(word, both, n=1, cutoff=0.5)
-    return both[near[0]] if near else None
+    likeness = {known: difflib.SequenceMatcher(None, word, known).ratio() for known in both}
+    near = max(likeness, key=lambda known: likeness[known])  # the first of equals, in the order of the codes
+    return both[near] if likeness[near] >= _ALIKE else None
 
 
 def _page(module: ModuleType) -> RulePage:

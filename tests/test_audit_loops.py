@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from typing import NamedTuple
 
 import pytest
@@ -139,8 +140,9 @@ class TestNumbers:
     @slow
     def test_windows_of_tokens_are_weighted_by_their_valid_tokens(self) -> None:
         result = audit(WORDS, *LESS, "--loop mean_of_means")
-        lengths = [3, 12, 1, 10, 2, 10, 4, 12]  # words of the first eight sentences: one target each
-        shares = [sum(lengths[at : at + 2]) / sum(lengths) for at in range(0, 8, 2)]
+        text = runpy.run_path(str(SCRIPTS / "sentences.py"))["TEXT"]
+        words = [len(line.split()) for line in text[:8]]  # one target each
+        shares = [sum(words[at : at + 2]) / sum(words) for at in range(0, 8, 2)]
         assert _weights(result, "GAV202") == pytest.approx(shares, rel=1e-3), result
 
     @slow

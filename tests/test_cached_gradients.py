@@ -85,7 +85,7 @@ def returned_temperature() -> Contrast:
     """The same parameter, but a scalar among the outputs of the encoder, as in open_clip."""
     problem = learnt_temperature()
     inner = problem.embed
-    problem.embed = lambda model, batch: {"pair": inner(model, batch), "by": (-model["scale"]["log"]).exp(), "name": "x"}
+    problem.embed = lambda model, batch: {"pair": inner(model, batch), "by": (-model["scale"]["log"]).exp(), "of": "x"}
     problem.loss = lambda found, _: contrastive(*found["pair"], temperature=found["by"])
     return problem
 
@@ -141,7 +141,7 @@ def test_returns_the_loss_and_adds_to_the_gradient() -> None:
     step = CachedGradients(problem.model, problem.embed, problem.loss, 4)
     value = step.step(problem.batch)  # the gradient of `full` is still there
     assert not value.requires_grad
-    assert value == pytest.approx(float(problem.loss(problem.embed(problem.model, problem.batch), None)))
+    assert value == pytest.approx(problem.loss(problem.embed(problem.model, problem.batch), None).item())
     assert difference(gradients(problem.model), [2 * gradient for gradient in expected]) < 1e-14
 
 
@@ -194,7 +194,7 @@ def test_dropout_that_is_not_replayed_is_wrong(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_autocast() -> None:
-    """Gradients are those of one pass under autocast, and every weight has one: none comes from a cast without a graph."""
+    """Gradients are those of one pass under autocast, and every weight has one: no cast without a graph is used."""
     problem = encoders()
     problem.model.float()
     problem.batch = tuple(rows.float() for rows in problem.batch)
@@ -203,9 +203,9 @@ def test_autocast() -> None:
     loss.backward()
     expected = [gradient.clone() for gradient in gradients(problem.model)]
     with torch.autocast("cpu", torch.bfloat16):
-        assert problem.embed(problem.model, problem.batch)[0].dtype is torch.bfloat16
         found = problem.cached()
         assert torch.is_autocast_enabled("cpu")
+        assert problem.embed(problem.model, problem.batch)[0].dtype is torch.bfloat16
     assert len(found) == len(list(problem.model.parameters()))
     assert difference(found, expected) < 2e-2
 
@@ -222,7 +222,8 @@ def test_a_training_loop() -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    assert difference(list(cached.model.parameters()), list(full.model.parameters())) < 1e-13
+    weights = [[p.detach() for p in problem.model.parameters()] for problem in (cached, full)]
+    assert difference(*weights) < 1e-13
 
 
 def test_buffers_move_once() -> None:
@@ -284,7 +285,6 @@ def test_memory_is_that_of_a_micro_batch() -> None:
     ("change", "message"),
     [
         ({"embed": lambda model, batch: 3.0}, "returned no tensor"),
-        ({"embed": lambda model, batch: (batch[0], batch)}, None),
         ({"embed": lambda model, batch: (model["image"](batch[0]), model["text"](batch[1]).mean())}, "a scalar that"),
         ({"embed": lambda model, batch: (model["image"](batch[0]), object())}, "returned a object"),
         ({"embed": lambda model, batch: [batch[0]] * int(batch[0][0, 0] > 0) + [batch[1]]}, "another structure"),
@@ -295,12 +295,10 @@ def test_memory_is_that_of_a_micro_batch() -> None:
         ({"steps": 0}, "at least one micro-batch"),
     ],
 )
-def test_bad_input_gets_a_sentence(change: dict[str, Any], message: str | None) -> None:
+def test_bad_input_gets_a_sentence(change: dict[str, Any], message: str) -> None:
     problem = encoders()
     arguments = {"embed": problem.embed, "loss": problem.loss, "steps": 4} | change
     step = CachedGradients(problem.model, arguments["embed"], arguments["loss"], arguments["steps"])
-    if message is None:
-        return
     with pytest.raises(ProblemError, match=message):
         step.step(problem.batch)
 

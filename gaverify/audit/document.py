@@ -6,7 +6,8 @@ import json
 import platform
 from typing import Any
 
-from gaverify.audit.records import AuditReport, UpdateComparison
+from gaverify.audit.answer import AuditReport
+from gaverify.audit.records import UpdateComparison
 from gaverify.document import _finding, _parameter, _plain
 
 VERSION = 1

@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gaverify.audit.answer import AuditReport, RunSummary
 from gaverify.audit.job import Job, Role
 from gaverify.audit.outcome import report_of, same_arguments
 from gaverify.audit.processes import TITLES, Child, run_jobs
-from gaverify.audit.records import AuditReport, Record, RunSummary, WeightFit
+from gaverify.audit.records import Record, WeightFit
 from gaverify.audit.request import Request
 from gaverify.audit.rules import findings_for
 from gaverify.audit.windows import ledger_of, windows_of

@@ -77,7 +77,13 @@ def _rows(
         reference, moved = _aligned(full.gradients(number), perturbed.gradients(number))
         floor |= {row.name: row.difference for row in measure(moved, reference) if math.isfinite(row.difference)}
         unrepeatable = _unrepeatable(full, perturbed, number, unit, _visible(working, floor))
-    return tuple(judge_by_floor(working, floor, {}, unit)), unrepeatable
+    rows = judge_by_floor(working, floor, {}, unit)
+    return tuple(_open(row) if row.reason.endswith("both runs") else row for row in rows), unrepeatable
+
+
+def _open(row: ParameterComparison) -> ParameterComparison:
+    """A gradient that is not finite in both runs says nothing about accumulation."""
+    return row._replace(outcome=Outcome.INCONCLUSIVE)
 
 
 def _visible(working: Mapping[str, Difference], floor: Mapping[str, float]) -> float:

@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gaverify.audit.records import AuditReport, Record, RunSummary, UpdateComparison, counts_of
+from gaverify.audit.answer import AuditReport, RunSummary, counts_of
+from gaverify.audit.records import Record, UpdateComparison
 from gaverify.audit.request import Request
 from gaverify.results import Finding, Outcome
 from gaverify.version import __version__

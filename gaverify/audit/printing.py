@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import IO
 
-from gaverify.audit.records import AuditReport
+from gaverify.audit.answer import AuditReport
 from gaverify.report import _PICTURE, _layout, _print
 from gaverify.report.layout import Layout, plain
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from gaverify.audit.answer import AuditReport, WindowCount
 from gaverify.audit.processes import TITLES
-from gaverify.audit.records import AuditReport, UpdateComparison, WindowCount
+from gaverify.audit.records import UpdateComparison
 from gaverify.report.layout import Layout, Line, columns
 from gaverify.report.table import STYLES, table_lines
 from gaverify.report.terminal import _finding

@@ -13,7 +13,7 @@ from gaverify.cli.progress import DelayedProgress
 from gaverify.errors import SpecError
 
 if TYPE_CHECKING:
-    from gaverify.audit.records import AuditReport
+    from gaverify.audit.answer import AuditReport
     from gaverify.audit.request import Request
 
 _UPDATES, _TIMEOUT = 2, 3600.0
@@ -70,7 +70,7 @@ def _request(
     if module is not None and script is not None:
         arguments, script = (script, *arguments), None  # `-m MODULE -- ARGS`: the first word is no script
     if script is None and module is None:
-        raise click.UsageError("nothing to audit: name the training script, or a module with `-m`")
+        raise click.UsageError("nothing to audit: name the training script, SCRIPT, or a module with `-m`")
     if events_only and (full is not None or accumulated is not None):
         problems.append("--events-only makes one run: give its arguments behind `--`, not in --full or --accumulated")
     if not events_only and full is None and accumulated is not None:

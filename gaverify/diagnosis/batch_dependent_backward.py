@@ -4,7 +4,7 @@ What it finds
 
 A backward that is not linear in the gradient that it receives, or that looks at the whole micro-batch: a tensor
 hook that normalises or clips, a hand-written `autograd.Function` with a norm, rank or quantisation in its
-`backward`, a gradient reversal whose strength depends on the batch.
+`backward` (or with state that its `backward` moves), a gradient reversal whose strength depends on the batch.
 
 Why gradients diverge
 
@@ -100,7 +100,7 @@ def judge(measured: Measurements) -> Iterator[Finding]:
                      f"{measured.largest}; every operation of the forward agrees, the losses to {measured.loss_gap:.0e}"
                      f"{where}{hooks}", {"loss_gap": measured.loss_gap}),
         ),
-        remedy="look at custom `backward` functions and gradient hooks: they see the micro-batch's gradient, not the window's",
+        remedy="look at custom `backward` functions and hooks: they see the micro-batch's gradient, not the window's",
     )  # fmt: skip
 
 

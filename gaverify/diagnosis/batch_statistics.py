@@ -101,6 +101,6 @@ def judge(measured: Measurements) -> Iterator[Finding]:
             f"{module_name(operation.module, operation.kind)} normalises over the micro-batch",
             location=operation.location,
             evidence=(first_operation(measured, cause), *control(measured, cause)),
-            remedy="; or ".join(remedies) or "use statistics that do not depend on the micro-batch: per sample, or stored",
+            remedy="; or ".join(remedies) or "use statistics of the sample itself, or stored ones",
             proven=proven(measured, cause),
         )  # fmt: skip

@@ -105,8 +105,10 @@ def judge(measured: Measurements) -> Iterator[Finding]:
     worst = max(measured.drift, key=lambda name: measured.drift[name])
     names = ", ".join(f"`{name}`" for name in list(measured.drift)[:3])
     more = f" and {len(measured.drift) - 3} more" if len(measured.drift) > 3 else ""
+    verbs = ("are", "end") if len(measured.drift) > 1 else ("is", "ends")
     yield Finding(
-        CODE, NAME, "note", f"buffers end up different: {names}{more} are updated {measured.steps} times per window",
+        CODE, NAME, "note",
+        f"{names}{more} {verbs[0]} updated {measured.steps} times per window and {verbs[1]} up different",
         evidence=(Evidence("state", "measured", f"`{worst}` differs by {measured.drift[worst]:.1e}",
                            dict(measured.drift)),),
         remedy="scale the update rate (BatchNorm: momentum / K), if evaluation depends on these buffers", proven=True,

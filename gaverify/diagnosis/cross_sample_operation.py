@@ -107,7 +107,8 @@ def judge(measured: Measurements) -> Iterator[Finding]:
         if not suspect.in_model or suspect.statistics or suspect.kind == "random":
             continue
         operation = suspect.culprit
-        what = "takes another way for another batch" if suspect.kind == "control-flow" else "mixes the samples of a batch"
+        branches = suspect.kind == "control-flow"
+        what = "takes another way for another batch" if branches else "mixes the samples of a batch"
         yield Finding(
             CODE, NAME, "fault", f"{module_name(operation.module, operation.kind)} {what}",
             location=operation.location,

@@ -79,6 +79,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from gaverify.diagnosis.wording import count
 from gaverify.measurements import Measurements
 from gaverify.results import Evidence, Finding, Location
 
@@ -92,9 +93,9 @@ def judge(measured: Measurements) -> Iterator[Finding]:
         return
     more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
     yield Finding(
-        CODE, NAME, "fault", f"`{rows[0].name}`{more} has {rows[0].reason}",
+        CODE, NAME, "fault", f"`{rows[0].name}`{more} {'have' if more else 'has'} {rows[0].reason}",
         location=Location(rows[0].name.rpartition(".")[0]),
-        evidence=(Evidence("comparison", "measured", f"{len(rows)} parameters have a gradient on one side only",
+        evidence=(Evidence("comparison", "measured", f"{count(len(rows), 'parameter')} on one side only",
                            {"parameters": [row.name for row in rows]}),),
         remedy="look for a branch that depends on the batch: the parameter is reached on one side only", proven=True,
     )  # fmt: skip

@@ -70,6 +70,7 @@ import math
 from collections.abc import Iterator
 
 from gaverify.diagnosis.empty_micro_batch import empty_micro_batches
+from gaverify.diagnosis.wording import count
 from gaverify.measurements import Measurements
 from gaverify.results import Evidence, Finding, Location, Outcome
 
@@ -86,7 +87,7 @@ def judge(measured: Measurements) -> Iterator[Finding]:
     yield Finding(
         CODE, NAME, "fault" if divergent else "note", f"the gradient of {where} is {rows[0].reason}",
         location=Location(rows[0].name.rpartition(".")[0]),
-        evidence=(Evidence("comparison", "measured", f"{len(rows)} parameters are not finite",
+        evidence=(Evidence("comparison", "measured", f"{count(len(rows), 'gradient')} not finite",
                            {"parameters": [row.name for row in rows]}),),
         remedy="look for divisions by zero, logarithms of zero, and overflow in low precision", proven=True,
     )  # fmt: skip

@@ -69,6 +69,7 @@ References
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from gaverify.measurements import Measurements
@@ -84,7 +85,8 @@ def judge(measured: Measurements) -> Iterator[Finding]:
         reasons.append("K = 1: the full batch was compared with itself")
     if measured.identical:
         reasons.append("all samples are identical, so that samples acting on each other could not show")
-    if all(not row.reference_norm > 0 and not row.accumulated_norm > 0 for row in measured.rows):
+    finite = [row for row in measured.rows if not math.isnan(row.difference_norm)]
+    if finite and all(row.reference_norm == 0 and row.accumulated_norm == 0 for row in finite):
         reasons.append("every gradient is zero")
     counts = measured.valid_targets
     equal = bool(counts) and len(set(counts)) == 1 and len(counts) > 1

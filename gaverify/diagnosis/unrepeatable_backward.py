@@ -3,31 +3,34 @@
 What it finds
 
 Two runs of the full batch with the same weights, samples, state and draws that agree in the loss and not in the
-gradient: a backward that keeps state between calls (running scales, counters, error feedback), draws anew, or
-recomputes the forward with another mask.
+gradient: a backward that draws from a source that no seed reaches, recomputes the forward with another mask, or
+keeps state where nothing can restore it.
 
 Why gradients diverge
 
-There is no such thing as *the* full-batch gradient: it depends on how often the backward ran before. With
+There is no such thing as *the* full-batch gradient: it is a random quantity even for one batch and one set of
+draws. With
 
-    backward(g) = g / s,     s ← 0.9 s + 0.1 ‖g‖
+    backward(g) = g · (1 + ε),     ε drawn anew in every call
 
-the scale after K small gradients is not the one after one large gradient, and the gradients of one window are
-divided by K different scales.
+the full batch meets one ε and the window K different ones. Whether accumulation adds a fault of its own cannot be
+told while the reference moves.
 
 Signature in the numbers
 
-- The loss repeats to the last bit, the gradient does not: it differs by 43 % in the example.
-- Only parameters before the stateful backward are affected.
+- The loss repeats to the last bit, the gradient does not.
+- Only parameters before the backward in question are affected.
 - Atomic additions in another order also change the last bits; they stay below 1e-9 in float64 and are not reported.
 
 Example
 
+    import random
+
     import torch
     from torch import nn
 
-    class Balanced(torch.autograd.Function):
-        scale = 1.0
+    class Noisy(torch.autograd.Function):
+        entropy = random.SystemRandom()  # no seed reaches it
 
         @staticmethod
         def forward(ctx, x):
@@ -35,13 +38,11 @@ Example
 
         @staticmethod
         def backward(ctx, gradient):
-            norm = float(gradient.norm())
-            Balanced.scale = 0.9 * Balanced.scale + 0.1 * norm
-            return gradient / Balanced.scale
+            return gradient * (1 + Noisy.entropy.uniform(-0.1, 0.1))
 
     class Body(nn.Sequential):
         def forward(self, x):
-            return self[1](Balanced.apply(self[0](x)))
+            return self[1](Noisy.apply(self[0](x)))
 
     model = Body(nn.Linear(6, 8), nn.Linear(8, 3))
     batch = torch.randn(16, 6), torch.randint(3, (16,))
@@ -52,26 +53,26 @@ Example
 
 Use instead
 
-A backward that is a function of its inputs alone. Keep the scale fixed within a window and move it once per window,
-in the training loop after `optimizer.step()`.
+A backward that is a function of its inputs alone. What it draws, draw in the forward with torch's own generator and
+keep it for the backward; a recomputation has to start from the generator's state of the forward.
 
     import torch
     from torch import nn
 
-    class Balanced(torch.autograd.Function):
-        scale = 0.3  # moved by the training loop, after optimizer.step()
-
+    class Noisy(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
+            ctx.save_for_backward(torch.rand(len(x), 1, dtype=x.dtype))
             return x.clone()
 
         @staticmethod
         def backward(ctx, gradient):
-            return gradient / Balanced.scale
+            (draws,) = ctx.saved_tensors
+            return gradient * (0.9 + 0.2 * draws)
 
     class Body(nn.Sequential):
         def forward(self, x):
-            return self[1](Balanced.apply(self[0](x)))
+            return self[1](Noisy.apply(self[0](x)))
 
     model = Body(nn.Linear(6, 8), nn.Linear(8, 3))
     batch = torch.randn(16, 6), torch.randint(3, (16,))
@@ -82,14 +83,15 @@ in the training loop after `optimizer.step()`.
 
 When it is harmless
 
-Stochastic rounding of gradients is unbiased and meant to differ from call to call; delayed scaling (float8) moves
-slowly. Verify with it switched off, and judge the rest.
+Stochastic rounding of gradients is unbiased and meant to differ from call to call. Verify with it switched off, and
+judge the rest.
 
 References
 
 - PyTorch, Reproducibility, https://docs.pytorch.org/docs/stable/notes/randomness.html
 - PyTorch, torch.utils.checkpoint, https://docs.pytorch.org/docs/stable/checkpoint.html
-- P. Micikevicius et al., FP8 Formats for Deep Learning, 2022, https://arxiv.org/abs/2209.05433
+- S. Gupta et al., Deep Learning with Limited Numerical Precision (stochastic rounding), 2015,
+  https://arxiv.org/abs/1502.02551
 """
 
 from __future__ import annotations

@@ -47,8 +47,13 @@ def control(measured: Measurements, cause: Cause) -> tuple[Evidence, ...]:
 
 
 def proven(measured: Measurements, cause: Cause) -> bool:
-    """Whether the difference falls to rounding without the suspect, or without it and the other causes that were named."""
+    """Whether the difference falls to rounding without the suspect, or without it and the causes named beside it."""
     return cause.control is not None and (cause.control.rounding or measured.cleared)
+
+
+def count(number: int, noun: str) -> str:
+    """Returns a number with its noun, in the plural where that is due."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def tested(run: ControlRun) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from gaverify.comparison import measure
 from gaverify.errors import GaverifyError
@@ -151,19 +152,26 @@ class Held(PassProbe):
             return result
         name = str(getattr(func, "__name__", func))
         in_place = name.endswith("_") and not name.endswith("__")
-        if not isinstance(result, torch.Tensor) or in_place:
+        if in_place or not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
             raise ControlFailed(f"the result of `{name}` cannot be held constant")
         if k is None:
-            self._values[position] = result.detach().clone()
-            return self._values[position].clone()
-        value = self._values.get(position)
-        if value is None:
+            self._values[position] = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), result)
+            return tree_map_only(torch.Tensor, torch.clone, self._values[position])
+        if position not in self._values:
             raise ControlFailed("the micro-batches call other torch functions than the full batch")
-        return self._rows(value, result.shape, k)
+        return self._rows(self._values[position], result, k)
 
-    def _rows(self, value: torch.Tensor, shape: torch.Size, k: int) -> torch.Tensor:
+    def _rows(self, value: Any, result: Any, k: int) -> Any:
+        """The rows of micro-batch k for every tensor of a result."""
         start, stop = self._bounds[k]
-        return rows_for(value, shape, start, stop, self._size)
+        whole, (parts, form) = tree_leaves(value), tree_flatten(result)
+        if len(whole) != len(parts):
+            raise ControlFailed("the micro-batches' results have another form than the full batch's")
+        rows = [
+            rows_for(old, new.shape, start, stop, self._size) if isinstance(new, torch.Tensor) else new
+            for old, new in zip(whole, parts, strict=True)
+        ]
+        return tree_unflatten(rows, form)
 
 
 def rows_for(value: torch.Tensor, shape: Sequence[int], start: int, stop: int, size: int) -> torch.Tensor:

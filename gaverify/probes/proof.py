@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
-import torch
 from torch import nn
 
 from gaverify.control import failure_sentence, perturbed
@@ -16,6 +15,7 @@ from gaverify.measurements import Cause, ControlRun, StateChange, StateProbe, Su
 from gaverify.probes.controls import Bench, Evaluated, Held, cached_gradients
 from gaverify.probes.micro_batch_weights import fitted
 from gaverify.probes.state import StateHeld, StateRestored
+from gaverify.remedies.batch_norm import group_norm_for
 
 _HELPS = 0.5  # a neutralised suspect that leaves more than half of the difference was not the cause
 _MOVED = 0.01  # of each weight, up or down: far from rounding, near enough that the loss stays finite
@@ -156,14 +156,14 @@ def _remedies(bench: Bench, suspect: Suspect) -> Iterator[ControlRun]:
 
 
 @contextmanager
-def _group_norms(bench: Bench, layers: Sequence[nn.Module]) -> Iterator[str]:
+def _group_norms(bench: Bench, layers: Sequence[nn.modules.batchnorm._BatchNorm]) -> Iterator[str]:
     """Puts GroupNorm in the place of BatchNorm layers, with their own scale and shift, and back in the end."""
-    swapped: list[tuple[nn.Module, str, nn.Module]] = []
+    swapped: list[tuple[nn.Module, str, nn.modules.batchnorm._BatchNorm]] = []
     names = []
     for root in bench.task.modules:
         for parent in list(root.modules()):
             for name, child in list(parent._modules.items()):
-                if child is not None and any(child is layer for layer in layers):
+                if isinstance(child, nn.modules.batchnorm._BatchNorm) and any(child is layer for layer in layers):
                     swapped.append((parent, name, child))
     try:
         for parent, name, child in swapped:
@@ -176,20 +176,3 @@ def _group_norms(bench: Bench, layers: Sequence[nn.Module]) -> Iterator[str]:
     finally:
         for parent, name, child in swapped:
             parent._modules[name] = child
-
-
-def group_norm_for(layer: nn.Module) -> nn.GroupNorm:
-    """Returns a GroupNorm over as many channels as a BatchNorm layer, sharing its scale and shift.
-
-    The groups are the largest number up to 32 that divides the channels into groups of at least four (two, where four
-    do not fit): a group of one value would always be normalised to zero.
-    """
-    channels = int(layer.num_features)  # type: ignore[arg-type]
-    sizes = [g for g in range(1, min(32, channels) + 1) if channels % g == 0]
-    fitting = [g for g in sizes if channels // g >= 4] or [g for g in sizes if channels // g >= 2] or [1]
-    groups = max(fitting)
-    affine = layer.weight is not None
-    norm = nn.GroupNorm(groups, channels, eps=float(layer.eps), affine=affine)  # type: ignore[arg-type]
-    if affine:
-        norm.weight, norm.bias = layer.weight, layer.bias  # type: ignore[assignment]
-    return norm.to(torch.float64) if not affine else norm

@@ -5,10 +5,8 @@ State is compared by value: `_version` does not move for BatchNorm's running sta
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -17,12 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map_only
 
 from gaverify.gradients import PassProbe, Task
-from gaverify.isolation import OWN_ATTRIBUTES, ModelState
+from gaverify.isolation import OWN_ATTRIBUTES, ModelState, variables
 from gaverify.measurements import Operation, StateChange
+from gaverify.probes.digests import digest, tensor_digest
 from gaverify.tracebacks import calling_frame, shown
 
-_MOST = 1000  # entries of a container that are looked at
-_DEPTH = 3
 Frame = tuple[str, int] | None
 Getter = Callable[[], Any]
 
@@ -30,73 +27,33 @@ Getter = Callable[[], Any]
 def named_state(task: Task) -> dict[str, tuple[str, Getter]]:
     """Returns place and getter of everything that a forward may change, by name, parameters excepted.
 
-    Names are `path.to.buffer`, `path.to.attribute`, and the variable's name for what a loss function closes over.
+    Names are `path.to.buffer`, `path.to.attribute`, and a variable's name for what the loss function can reach.
     """
     found: dict[str, tuple[str, Getter]] = {}
     for root in task.modules:
-        for path, module in root.named_modules():
-            prefix = f"{path}." if path else ""
-            for name in module._buffers:
-                found[prefix + name] = ("buffer", lambda m=module, n=name: m._buffers.get(n))  # type: ignore[misc]
-            for name in set(vars(module)) - OWN_ATTRIBUTES:
-                found[prefix + name] = ("attribute", lambda m=module, n=name: vars(m).get(n))  # type: ignore[misc]
-    for name, getter in _closure(task.problem.loss):
-        found.setdefault(name, ("closure", getter))
+        found |= _module_state(root, "")
+    modules = [module for root in task.modules for module in root.modules()]
+    known = set(map(id, modules))
+    for name, get in variables(task.problem.loss, *modules):
+        value = get()
+        if not isinstance(value, nn.Module):
+            found.setdefault(name, ("closure", get))
+        elif id(value) not in known:  # a teacher, a moving average of the weights
+            found = _module_state(value, f"{name}.") | found
+            for path, parameter in value.named_parameters():
+                found.setdefault(f"{name}.{path}", ("closure", lambda p=parameter: p.data))  # type: ignore[misc]
     return found
 
 
-def _closure(loss: Any) -> Iterator[tuple[str, Getter]]:
-    """What a loss function keeps between calls: its variables, its owner's attributes, the globals that it names."""
-    if isinstance(loss, MethodType):
-        owner = loss.__self__
-        if not isinstance(owner, nn.Module):
-            yield from ((name, lambda n=name: vars(owner).get(n)) for name in list(vars(owner)))  # type: ignore[misc]
-        loss = loss.__func__
-    elif not isinstance(loss, FunctionType | nn.Module) and hasattr(loss, "__dict__"):
-        yield from ((name, lambda n=name: vars(loss).get(n)) for name in list(vars(loss)))  # type: ignore[misc]
-    if not isinstance(loss, FunctionType):
-        return
-    for name, cell in zip(loss.__code__.co_freevars, loss.__closure__ or (), strict=True):
-        yield name, lambda c=cell: _cell(c)  # type: ignore[misc]
-    for name in loss.__code__.co_names:
-        if name in loss.__globals__:
-            yield name, lambda n=name: loss.__globals__.get(n)  # type: ignore[misc]
-
-
-def _cell(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
-
-
-def digest(value: Any, depth: int = 0) -> Any:
-    """Returns a comparable summary of a value: numbers as they are, tensors by projections, containers by entries."""
-    if isinstance(value, nn.Module | nn.Parameter) or depth > _DEPTH:
-        return None
-    if isinstance(value, torch.Tensor):
-        return _tensor_digest(value)
-    if isinstance(value, int | float | str | bool | complex | type(None)):
-        return value
-    if isinstance(value, list | tuple | deque):
-        return (type(value).__name__, len(value), *(digest(entry, depth + 1) for entry in list(value)[:_MOST]))
-    if isinstance(value, dict):
-        return tuple((str(key), digest(entry, depth + 1)) for key, entry in list(value.items())[:_MOST])
-    if isinstance(value, FunctionType | MethodType | type) or type(value).__module__.startswith("torch"):
-        return None
-    if hasattr(value, "__dict__"):
-        return digest(vars(value), depth + 1)
-    return None
-
-
-def _tensor_digest(tensor: torch.Tensor) -> tuple[Any, ...]:
-    if tensor.numel() == 0 or tensor.layout is not torch.strided:
-        return (tuple(tensor.shape),)
-    values = tensor.detach()
-    values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
-    flat = values.reshape(-1).to(torch.float32 if values.device.type == "mps" else torch.float64)
-    ramp = torch.arange(1, flat.numel() + 1, dtype=flat.dtype, device=flat.device).square_().cos_()
-    return (tuple(tensor.shape), *torch.stack([flat.sum(), torch.linalg.vector_norm(flat), flat @ ramp]).tolist())
+def _module_state(root: nn.Module, prefix: str) -> dict[str, tuple[str, Getter]]:
+    found: dict[str, tuple[str, Getter]] = {}
+    for path, module in root.named_modules():
+        start = prefix + (f"{path}." if path else "")
+        for name in module._buffers:
+            found[start + name] = ("buffer", lambda m=module, n=name: m._buffers.get(n))  # type: ignore[misc]
+        for name in set(vars(module)) - OWN_ATTRIBUTES:
+            found[start + name] = ("attribute", lambda m=module, n=name: vars(m).get(n))  # type: ignore[misc]
+    return found
 
 
 class StateWatch(PassProbe):
@@ -140,7 +97,7 @@ class StateWatch(PassProbe):
             for parameter in self._state.written:
                 name = self._parameters.get(_address(parameter), "")
                 if name:
-                    found[name] = _tensor_digest(parameter.data)
+                    found[name] = tensor_digest(parameter.data)
         return found
 
     def _assigned(self, module: nn.Module, name: str, frame: Frame) -> None:

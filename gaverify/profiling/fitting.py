@@ -1,8 +1,7 @@
 """The straight line through measured rows, and what it predicts.
 
-Legend: n samples in the largest micro-batch; a line a + b·n through the rows of accumulation, K = 1 among them where
-that is the same for all. What autograd keeps grows with the samples that are in flight, so memory is a constant (weights, gradients, workspace)
-plus a share per sample.
+Legend: n samples in the largest micro-batch; a line a + b·n through the rows of accumulation. What autograd keeps grows
+with the samples that are in flight, so memory is a constant (weights, gradients, workspace) plus a share per sample.
 """
 
 from __future__ import annotations
@@ -18,6 +17,10 @@ from gaverify.profiling.records import Profile, Row
 # A line that leaves a tenth of the measured range unexplained is no ground for a prediction.
 _USABLE = 0.1
 
+# Resident memory that must lie between the smallest and the largest peak: equal rows differ by up to 0.9 MB (measured,
+# three runs each of two networks with K = 1 to 16). A GPU's allocator counts to the block.
+_RESOLUTION = {"resident": 2_000_000, "cuda-allocated": 0}
+
 
 @dataclass(frozen=True)
 class Line:
@@ -28,12 +31,14 @@ class Line:
         slope: b, bytes per sample.
         residual: The largest distance of a measured point from the line, bytes; None for a line through two points.
         points: The (n, bytes) that it was fitted to.
+        resolution: Differences up to so many bytes may be chance.
     """
 
     intercept: float
     slope: float
     residual: float | None
     points: tuple[tuple[int, int], ...]
+    resolution: int = 0
 
     def at(self, samples: float) -> float:
         """Returns the bytes for a micro-batch of `samples`."""
@@ -49,7 +54,8 @@ class Line:
     def usable(self) -> bool:
         """Whether memory grows with n, and the line explains how."""
         values = [value for _, value in self.points]
-        return self.slope > 0 and (self.residual or 0.0) <= _USABLE * (max(values) - min(values))
+        spread = max(values) - min(values)
+        return self.slope > 0 and spread > self.resolution and (self.residual or 0.0) <= _USABLE * spread
 
 
 @dataclass(frozen=True)
@@ -78,14 +84,14 @@ class Prediction:
     extrapolated: bool
 
 
-def fit(points: Sequence[tuple[int, int]]) -> Line | None:
+def fit(points: Sequence[tuple[int, int]], resolution: int = 0) -> Line | None:
     """Returns the least-squares line, or None where the points hold fewer than two different n."""
     if len({n for n, _ in points}) < 2:
         return None
     xs, ys = [float(n) for n, _ in points], [float(value) for _, value in points]
     slope, intercept = statistics.linear_regression(xs, ys)
     residual = max(abs(y - intercept - slope * x) for x, y in zip(xs, ys, strict=True))
-    return Line(intercept, slope, residual if len(points) > 2 else None, tuple(points))
+    return Line(intercept, slope, residual if len(points) > 2 else None, tuple(points), resolution)
 
 
 def _fitted_rows(rows: Sequence[Row]) -> list[Row]:
@@ -109,7 +115,8 @@ def peak_line(rows: Sequence[Row]) -> Line | None:
     found = [row for row in _fitted_rows(rows) if row.micro_batch is not None and row.memory is not None]
     accumulated = [row for row in found if len(row.micro_batches) > 1]
     chosen = accumulated if len({row.micro_batch for row in accumulated}) > 1 else found
-    return fit([(row.micro_batch, row.memory.peak) for row in chosen if row.micro_batch and row.memory])
+    resolution = max((_RESOLUTION[row.memory.kind] for row in chosen if row.memory), default=0)
+    return fit([(row.micro_batch, row.memory.peak) for row in chosen if row.micro_batch and row.memory], resolution)
 
 
 def predict(profile: Profile) -> Prediction | str:

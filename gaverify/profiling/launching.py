@@ -24,6 +24,10 @@ Progress = Callable[[str, int, int], None]
 
 # The child gets this process's own search path; `-P` keeps the current folder from shadowing the standard library.
 _START = "import sys; sys.path[:] = sys.argv[1:]; from gaverify.profiling.worker import main; main()"
+ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(64 * 1024)}
+"""Makes glibc return freed tensors to the system at once, see mallopt(3). By default much of it stays with the process,
+more or less by chance, and the high-water mark then tells of the allocator's habits rather than of the tensors."""
+
 _GRACE = 3.0  # seconds that a process gets to end after it was asked to
 
 
@@ -110,6 +114,7 @@ def _child(stderr: IO[str]) -> Iterator[subprocess.Popen[str]]:
     child = subprocess.Popen(
         [sys.executable, "-P", "-c", _START, *sys.path], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         stderr=stderr, text=True, encoding="utf-8", start_new_session=os.name == "posix",
+        env={**os.environ, **ENVIRONMENT},
     )  # fmt: skip
     try:
         yield child
@@ -166,11 +171,19 @@ def _end(told: dict[str, Any]) -> tuple[Status, str]:
 def _death(code: int, stderr: str, stage: str) -> tuple[Status, str]:
     """What the exit code of a child that said nothing means."""
     if code == -getattr(signal, "SIGKILL", 9):
-        return "out-of-memory", f"the process was killed ({stage}), as the system does when its memory runs out"
+        return "out-of-memory", f"the system killed the process{_during(stage)}, as it does when its memory runs out"
     if code < 0:
-        return "failed", f"the process died of {signal.Signals(-code).name} ({stage})"
+        name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
+        return "failed", f"the process died of {name}{_during(stage)}"
     last = stderr.strip().splitlines()[-1:] or ["it printed nothing"]
-    return "failed", f"the process left with exit code {code} ({stage}): {last[0]}"
+    return "failed", f"the process left with exit code {code}{_during(stage)}: {last[0]}"
+
+
+def _during(stage: str) -> str:
+    """A stage of the worker as the end of a clause."""
+    known = {"loading": "the model was loaded", "memory": "its peak was measured", "verdict": "gradients were compared",
+             "activations": "activations were counted", "starting": "it started"}  # fmt: skip
+    return f" while {known.get(stage, 'its time was taken')}"
 
 
 def _spec_text(spec: Spec, plan: Plan) -> str:

@@ -12,7 +12,6 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from torch import nn
 
 from gaverify.profiling.activations import ActivationMeter
 from gaverify.profiling.records import Memory
@@ -37,8 +36,8 @@ def activation_bytes(work: Workload) -> int:
 def peak_memory(work: Workload) -> Memory | None:
     """Returns the peak of device memory in one update, or None where nothing counts it (MPS, Windows).
 
-    On a CPU it must be the first thing that a fresh process runs: memory that was freed before stays with the process
-    and would hide what the update needs.
+    On a CPU it must be the first thing that a fresh process runs, and that process must have been started in
+    `launching.ENVIRONMENT`: memory that was freed before would stay with it and hide what the update needs.
     """
     device = work.task.device
     if device.type == "cuda":
@@ -119,54 +118,48 @@ def _cuda_peak(work: Workload, device: torch.device) -> Memory:
 
 
 def _resident_peak(work: Workload) -> Memory | None:
-    _wake()
     work.start_optimizer()
+    if _reset_high_water():
+        # as on a GPU: buffers of the matrix library and pages of code that stay from now on belong to the baseline
+        work.start()
+        work.update(work.micro_batches())
     work.start()
     gc.collect()
-    with _freed_at_once():
-        _reset_high_water()
-        baseline = _resident()[0]
-        work.update(work.micro_batches())
-        peak = _resident()[1]
+    _return_freed()
+    _reset_high_water()
+    baseline = _resident()[0]
+    work.update(work.micro_batches())
+    peak = _resident()[1]
     work.clear()
+    _use_usual_allocator()
     if baseline is None or peak is None:
         return None
     return Memory("resident", baseline, peak)
 
 
-def _wake() -> None:
-    """Starts autograd's engine and the matrix library, whose memory is no update's."""
-    layer = nn.Linear(64, 64)
-    layer(torch.zeros(64, 64)).sum().backward()
+def _return_freed() -> None:
+    """Gives the memory that was freed back to the system, so that it can be seen when it is taken again (glibc)."""
+    with suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
-@contextmanager
-def _freed_at_once() -> Iterator[None]:
-    """Gives freed memory back to the system at once (glibc only).
+def _use_usual_allocator() -> None:
+    """Lets glibc keep freed blocks again, which `ENVIRONMENT` forbids it, so that the clock sees what training sees.
 
-    By default much of it stays with the process, more or less by chance, and the high-water mark then tells of the
-    allocator's habits rather than of the tensors. Afterwards blocks up to 32 MiB are kept again, which is where
-    glibc's own adaptation ends (mallopt(3), M_MMAP_THRESHOLD), so that the clock sees the usual allocator.
+    Blocks up to 32 MiB are kept where glibc adapts by itself; see mallopt(3), M_MMAP_THRESHOLD and M_TRIM_THRESHOLD.
     """
-    try:
-        library = ctypes.CDLL(None)
-        limit, trim = library.mallopt, library.malloc_trim
-    except (OSError, AttributeError, TypeError):
-        yield
-        return
-    limit(_MMAP_THRESHOLD, 64 * 1024)
-    trim(0)
-    try:
-        yield
-    finally:
+    with suppress(OSError, AttributeError, TypeError):
+        limit = ctypes.CDLL(None).mallopt
         limit(_MMAP_THRESHOLD, 32 * 2**20)
         limit(_TRIM_THRESHOLD, 64 * 2**20)
 
 
-def _reset_high_water() -> None:
-    """Forgets the high-water mark of loading, where Linux lets a process do so; see proc(5), `clear_refs`."""
+def _reset_high_water() -> bool:
+    """Forgets the high-water mark and says whether Linux let the process do so; see proc(5), `clear_refs`."""
     with suppress(OSError), open("/proc/self/clear_refs", "w", encoding="ascii") as control:
         control.write("5")
+        return True
+    return False
 
 
 def _resident() -> tuple[int | None, int | None]:

@@ -123,7 +123,7 @@ def _peak_title(rows: Sequence[Row]) -> str:
     low, high = min(memory.baseline for memory in memories), max(memory.baseline for memory in memories)
     base = bytes_text(low) if bytes_text(low) == bytes_text(high) else f"{bytes_text(low)} to {bytes_text(high)}"
     kind = "allocated on the GPU" if memories[0].kind == "cuda-allocated" else "resident memory of the process"
-    return f"peak memory above the {base} that model and batch take ({kind})"
+    return f"peak memory above the {base} that model, batch and libraries take ({kind})"
 
 
 def _increment(memory: Memory | None) -> float | None:
@@ -156,7 +156,8 @@ def _prediction(profile: Profile, layout: Layout) -> list[Line]:
             lines += layout.wrap(line_text(fit), first=f"  {label}", indent=_LABEL + 2)
     prediction = predict(profile)
     if isinstance(prediction, str):
-        return lines + layout.wrap(prediction, first="  predicted", indent=_LABEL + 2)
+        nothing = prediction.replace("no prediction", "nothing", 1)
+        return lines + layout.wrap(nothing, first="  predicted", indent=_LABEL + 2)
     for text in prediction_sentences(prediction):
         lines += layout.wrap(text, first="  predicted", indent=_LABEL + 2, style="bold")
     return lines
@@ -168,7 +169,8 @@ def line_text(fit: Fit) -> str:
     text = f"{bytes_text(fit.intercept)} {sign} {bytes_text(abs(fit.slope))} × n"
     if fit.residual is None:
         return f"{text}; a line through two rows has no residual"
-    share = percent(fit.relative_residual or 0.0)
+    # below half a byte it is the rounding of the fit itself
+    share = percent(fit.relative_residual or 0.0 if fit.residual >= 0.5 else 0.0)
     text += f"; straight line through {len(fit.points)} rows, residual at most {bytes_text(fit.residual)} ({share})"
     return text if fit.usable else f"{text}: not a line to predict by"
 
@@ -179,16 +181,18 @@ def prediction_sentences(prediction: Prediction) -> tuple[str, ...]:
     if prediction.smallest_steps is None:
         need = bytes_text(prediction.rest + prediction.line.at(1))
         return (f"no micro-batch fits into {limit}: one sample would need {need}",)
+    measured = max(n for n, _ in prediction.line.points)
+    beyond = f"; beyond the measured {measured:,}" if prediction.extrapolated else ""
     if prediction.basis == "peak":
-        basis = "by the line through the peaks"
-    else:
-        basis = (
-            f"by the line through the activations, on top of {bytes_text(prediction.rest)}, as the peaks do not tell"
-        )
-    beyond = f"; beyond the measured {max(n for n, _ in prediction.line.points)}" if prediction.extrapolated else ""
+        most, least, basis = "", "", "by the line through the peaks"
+    else:  # the backward's own temporaries come on top
+        most, least = "at most ", "at least "
+        basis = f"by the line through the activations alone, on top of {bytes_text(prediction.rest)}: the peaks of " \
+                "these sizes do not tell"  # fmt: skip
     return (
-        f"largest micro-batch that fits into {limit}: {prediction.largest_micro_batch:,} samples ({basis}{beyond})",
-        f"smallest K for a batch of {prediction.wanted_batch:,}: {prediction.smallest_steps:,}",
+        f"largest micro-batch that fits into {limit}: {most}{prediction.largest_micro_batch:,} samples "
+        f"({basis}{beyond})",
+        f"smallest K for a batch of {prediction.wanted_batch:,}: {least}{prediction.smallest_steps:,}",
     )
 
 
@@ -204,6 +208,8 @@ def _conclusion(profile: Profile, layout: Layout) -> list[Line]:
             text = f"{agree} of {len(compared)} compared rows diverge; `gaverify run` names the cause"
         elif profile.outcome is Outcome.INCONCLUSIVE:
             text = f"{agree} of {len(compared)} compared rows could not be decided"
+    failed = sum(row.status == "failed" for row in profile.rows)
+    text += f"; {count_text(failed, 'row')} failed" if failed else ""
     lines = layout.wrap(text, first=word, indent=len(word) + 2, style="bold")
     lines[0] = [(lines[0][0][0], STYLES[profile.outcome]), *lines[0][1:]]
     if profile.interrupted:

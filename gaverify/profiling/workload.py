@@ -53,11 +53,11 @@ class Workload:
         """Runs one window: gradients cleared, forward and backward over every micro-batch, the optimizer's step."""
         for parameter in self.task.parameters.values():
             parameter.grad = None
-        steps, total, k = self.task.steps, None, 0
+        steps, total = self.task.steps, None
+        places = iter(["the full batch"] if steps == 1 else [f"micro-batch {k + 1} of {steps}" for k in range(steps)])
         # 1/K stands for any recipe's weight: the value of a factor changes neither time nor bytes
         for micro_batch in micro_batches:  # no enumerate: it would keep the one before alive beside the next
-            k += 1
-            where = "the full batch" if steps == 1 else f"micro-batch {k} of {steps}"
+            where = next(places)
             with _blame(where, self.task):
                 loss = _loss(self.task, micro_batch, where)
                 loss = loss if steps == 1 else loss * (1.0 / steps)

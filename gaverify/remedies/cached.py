@@ -81,7 +81,7 @@ class CachedGradients:
         micro_batches = list(self._micro_batches(batch))
         buffers = [(buffer, buffer.detach().clone()) for buffer in self._model.buffers()]
         passed = [self._embed_without_graph(micro_batch) for micro_batch in micro_batches]
-        torch.clear_autocast_cache()  # casts of the weights that were made without a graph would be used again
+        torch.clear_autocast_cache()  # older versions of torch would use casts made without a graph again
         joined = _Joined([leaves for leaves, _, _ in passed], [spec for _, spec, _ in passed])
         with torch.enable_grad():
             loss = self._loss(joined.representations, batch)

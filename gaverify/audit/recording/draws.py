@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gaverify.audit.job import Job
 from gaverify.randomness import Dealer, Draw, DrawRecord, Recorder
 
 Shapes = list[tuple[int, ...]]
@@ -111,6 +114,55 @@ class DealtDraws:
         if self._dealer is not None:
             self._dealer.finish()
         self._dealer = None
+
+
+class Draws:
+    """What a run does about random draws: keeps them, deals them out, or nothing, as its role asks.
+
+    Args:
+        job: The run.
+        folder: Where it writes.
+    """
+
+    def __init__(self, job: Job, folder: Path) -> None:
+        self._kept = KeptDraws(folder) if job.role == "full" else None
+        dealt = job.source is not None and job.role in ("accumulated", "frozen")
+        self._dealt = DealtDraws(Path(job.source or ".")) if dealt else None
+        self._handler: Recorder | Dealer | None = None
+        if self._dealt is not None:
+            self._dealt.open(1)
+
+    def begin(self, shapes: Shapes) -> None:
+        """Turns to the next forward, with inputs of these shapes."""
+        source = self._kept or self._dealt
+        self._handler = source.handler(shapes) if source is not None else None
+
+    def in_forward(self, module: nn.Module | None) -> AbstractContextManager[Any]:
+        """Returns what to run a forward in; compiled graphs do not run under a mode, their draws stay their own."""
+        compiled = module is not None and (hasattr(module, "_orig_mod") or module._compiled_call_impl is not None)
+        return nullcontext() if module is None or compiled else self.in_backward()
+
+    def in_backward(self) -> AbstractContextManager[Any]:
+        """Returns what to run a backward in: checkpointing draws again there."""
+        return DrawMode(self._handler) if self._handler is not None else nullcontext()
+
+    def close(self, update: int) -> None:
+        """Ends an update."""
+        if self._kept is not None:
+            self._kept.close(update)
+        if self._dealt is not None:
+            self._dealt.open(update + 1)
+
+    def summary(self) -> dict[str, Any]:
+        """Returns what came of it, for the closing record."""
+        if self._dealt is not None:
+            self._dealt.close()
+        return {
+            "fused": sorted(self._kept.fused) if self._kept else [],
+            "draws": self._kept.count if self._kept else 0,
+            "dealt": self._dealt.sliced if self._dealt else 0,
+            "unaligned": self._dealt.unaligned if self._dealt else {},
+        }
 
 
 def _batch_rows(full: Shapes, micro: Shapes) -> tuple[int, int] | None:

@@ -7,12 +7,16 @@ from typing import Any
 import torch
 from torch import nn
 
-_WRAPPERS = ("module", "_orig_mod")
+# torch.compile, Fabric, FSDP, activation checkpointing
+_WRAPPERS = ("_orig_mod", "_forward_module", "_original_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 def plain_name(name: str) -> str:
-    """Returns a parameter's name without the prefixes of `DataParallel`, DDP and `torch.compile`."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    """Returns a parameter's name without what wrappers put before and between its parts."""
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    while len(parts) > 1 and parts[0] == "module":  # DataParallel and DDP; further inside it may be the user's own
+        parts.pop(0)
+    return ".".join(parts)
 
 
 class Names:
@@ -35,8 +39,11 @@ class Names:
         self._kept.append(module)
         if trains:
             self.models.append(module)
+            taken: set[str] = set()
             for name, parameter in module.named_parameters():
-                self._names.setdefault(id(parameter), (len(self.models) - 1, plain_name(name)))
+                plain = plain_name(name) if plain_name(name) not in taken else name
+                taken.add(plain)
+                self._names.setdefault(id(parameter), (len(self.models) - 1, plain))
         return trains
 
     def key(self, parameter: torch.Tensor, optimizer: int, ordinal: int) -> str:

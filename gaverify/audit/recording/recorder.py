@@ -6,67 +6,26 @@ weights (but in the runs that move or hold them on purpose) and exceptions pass 
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from gaverify.audit.events import Event, Kind
-from gaverify.audit.job import Job
-from gaverify.audit.recording.control import Held, Perturbation, use_math_kernels
-from gaverify.audit.recording.draws import DealtDraws, DrawMode, KeptDraws
-from gaverify.audit.recording.names import Names
-from gaverify.audit.recording.places import LineHunt, Place, user_place
-from gaverify.audit.recording.precision import Roundoff
+from gaverify.audit.events import Kind
+from gaverify.audit.recording.places import Place, user_place
 from gaverify.audit.recording.rows import input_rows, input_shapes
-from gaverify.audit.recording.storage import Storage, leave
-from gaverify.audit.recording.update import Update
-from gaverify.audit.recording.watching import Seen, Watch
+from gaverify.audit.recording.session import Session
+from gaverify.audit.recording.watching import Seen
 
 GRACE = 2.0
 """Seconds that a script has after its last update for what belongs to it: `zero_grad`, `scheduler.step`, `update`."""
 
 
-class Recorder:
-    """The state of one recorded run.
-
-    Args:
-        job: What is run, and the part that it plays.
-        storage: Where the record goes.
-    """
-
-    def __init__(self, job: Job, storage: Storage) -> None:
-        self.job, self.storage = job, storage
-        self.watch, self.names, self.roundoff = Watch(), Names(), Roundoff()
-        self.steps = 0  # optimizer steps so far, of any optimizer
-        self._update = Update(1)
-        self._lock = threading.RLock()
-        self._busy = False  # the recorder's own calls, and calls inside a recorded one, are not recorded
-        self._hunt, self._hunting, self._places = LineHunt(), False, dict[str, Place | None]()
-        self._in_forward = self._in_backward = self._complete = False
-        self._targets: list[tuple[torch.Tensor, int]] = []
-        self._handler: Any = None
-        self._perturbation = Perturbation(job.unit) if job.role == "perturbed" else None
-        self._held = Held() if job.role == "frozen" else None
-        folder = storage.folder
-        self._kept = KeptDraws(folder) if job.role == "full" else None
-        dealt = job.source is not None and job.role in ("accumulated", "frozen")
-        self._dealt = DealtDraws(_path(job.source)) if dealt else None
-        if self._dealt is not None:
-            self._dealt.open(1)
-        if job.math_kernels:
-            use_math_kernels()
-
-    # -- the calls of the script -------------------------------------------------------------------------------------
-
-    @property
-    def off(self) -> bool:
-        """Whether a call is none of the recorder's business: its own, or one in a worker process."""
-        return self._busy or os.getpid() != self.storage.process
+class Recorder(Session):
+    """The calls of the script, each with what is noted before and after it."""
 
     def optimizer_made(self, optimizer: Any) -> None:
         """Notes a new optimizer."""
@@ -85,13 +44,13 @@ class Recorder:
                 self._before_forward(module, args, kwargs)
         self._in_forward = True
         try:
-            with self._draws(module if trains else None):
+            with self._draws.in_forward(module if trains else None):
                 yield
         finally:
             self._in_forward = False
             if trains:
                 with self._work():
-                    self._note(self.watch.look(), "forward")
+                    self._changes.note(self.watch.look(), "forward")
 
     def inside_forward(self) -> bool:
         """Whether a forward is running; its inner modules tell the precision that they work in."""
@@ -104,10 +63,10 @@ class Recorder:
         """Surrounds a backward pass."""
         with self._work():
             self._begin()
-            self._note(self.watch.look(), "between")
+            self._changes.note(self.watch.look(), "between")
             place, self._in_backward = user_place(), True
         try:
-            with DrawMode(self._handler) if self._handler is not None else nullcontext():
+            with self._draws.in_backward():
                 yield
         finally:
             self._in_backward = False
@@ -118,18 +77,18 @@ class Recorder:
     def zero_grad(self) -> Iterator[None]:
         """Surrounds a call of `zero_grad`, of an optimizer or a module."""
         with self._work():
-            self._note(self.watch.look(), "backward" if self._in_backward else "between")
+            self._changes.note(self.watch.look(), "backward" if self._in_backward else "between")
         yield
         with self._work():
             cleared = self.watch.look().cleared
-            self._clear(cleared)
+            self.watch.forget(cleared)
             self._event("zero_grad", cleared=cleared)
 
     @contextmanager
     def clip(self, call: str) -> Iterator[None]:
         """Surrounds gradient clipping."""
         with self._work():
-            self._note(self.watch.look(), "between")
+            self._changes.note(self.watch.look(), "between")
         yield
         with self._work():
             self._event("clip", call=call, active=bool(self.watch.look().changed))
@@ -138,7 +97,7 @@ class Recorder:
     def scaler(self, call: str) -> Iterator[None]:
         """Surrounds a call of a `GradScaler`."""
         with self._work():
-            self._note(self.watch.look(), "between")
+            self._changes.note(self.watch.look(), "between")
             before, place = self.steps, user_place()
         yield
         with self._work():
@@ -146,7 +105,7 @@ class Recorder:
             skipped = call == "step" and self.steps == before
             self._event("scaler", place, call=call, skipped=skipped)
             if skipped:
-                self._clear([entry for entry in range(len(self.watch))])
+                self.watch.forget(range(len(self.watch)))
 
     def simple(self, kind: Kind, **values: Any) -> None:
         """Notes a call that needs nothing measured."""
@@ -192,41 +151,11 @@ class Recorder:
                 timer.daemon = True
                 timer.start()
 
-    def finish(self, reason: str, status: int) -> None:
-        """Writes everything and ends the process."""
-        with self._work():
-            self._hunt.stop()
-            self._close_update()
-            self._event("end", reason=reason)
-            self._busy = True
-            self.storage.finish(self._meta(reason))
-        leave(status)
-
     # -- what lies behind them ---------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _work(self) -> Iterator[None]:
-        """Runs the recorder's own code: one thread at a time, unrecorded, its failures never the script's."""
-        with self._lock:
-            before, self._busy = self._busy, True
-            try:
-                with torch.no_grad():
-                    yield
-            except Exception as error:
-                self.storage.give_up(error)
-            finally:
-                self._busy = before
-
-    def _begin(self) -> None:
-        """A new forward or backward: what was done after the last step is over."""
-        self._hunt_ends()
-        if self._complete:
-            self._stop()
-        self._close_update()
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._begin()
-        self._note(self.watch.look(), "between")
+        self._changes.note(self.watch.look(), "between")
         self.roundoff.add(module)
         if self._perturbation is not None:
             self._perturbation.move([*module.parameters(), *self.watch.all_parameters()])
@@ -236,18 +165,7 @@ class Recorder:
         self._event("forward", rows=rows, model=self.names.index(module))
         if self.job.role != "events":
             self._update.rows.append(input_rows(args, kwargs))
-        self._handler = None
-        if self._kept is not None:
-            self._handler = self._kept.handler(shapes)
-        elif self._dealt is not None:
-            self._handler = self._dealt.handler(shapes)
-
-    def _draws(self, module: nn.Module | None) -> Any:
-        """The mode that sees random draws; compiled graphs do not run under one, their draws stay their own."""
-        compiled = module is not None and (hasattr(module, "_orig_mod") or module._compiled_call_impl is not None)
-        if module is None or self._handler is None or compiled:
-            return nullcontext()
-        return DrawMode(self._handler)
+        self._draws.begin(shapes)
 
     def _after_backward(self, place: Place | None) -> None:
         seen = self.watch.look()
@@ -258,37 +176,12 @@ class Recorder:
         targets = [(int(valid), total) for valid, total in self._targets]
         self._targets.clear()
         self._event("backward", place, touched=touched, targets=targets)
-        self._note(Seen(moved=seen.moved), "backward")
-        if self._hunting and not self._places:
-            self._hunt.start(self._quiet_difference)
+        self._changes.note(Seen(moved=seen.moved), "backward")
+        self._changes.hunt(self._quiet_difference)
 
     def _quiet_difference(self) -> bool:
         with self._work():
             return self.watch.differs()
-
-    def _hunt_ends(self) -> None:
-        if self._hunt.active:
-            self._hunt.stop()
-            if self._hunt.found is not None:
-                self._places["found"] = self._hunt.found
-
-    def _note(self, seen: Seen, where: str) -> None:
-        """Records changes that no call announced: cleared gradients, moved weights."""
-        self._hunt_ends()
-        moved = [index for index in seen.moved if self.watch.of(index).pending]
-        cleared = [index for index in seen.cleared if self.watch.of(index).pending]
-        place = self._places.get("found")
-        if moved:
-            self._event("moved", place or (None, None), where=where, optimizers=moved)
-        if cleared:
-            self._clear(cleared)
-            self._event("cleared", place or (None, None), cleared=cleared)
-        if (moved or cleared) and where == "between":
-            self._hunting = True  # the next time round the line is found
-
-    def _clear(self, indices: list[int]) -> None:
-        for index in indices:
-            self.watch.of(index).pending = 0
 
     def _before_step(self, optimizer: Any, place: Place | None) -> None:
         with self._work():
@@ -297,7 +190,7 @@ class Recorder:
                 if self._complete:
                     self._stop()
                 self._close_update()
-            self._note(self.watch.look(), "backward" if self._in_backward else "between")
+            self._changes.note(self.watch.look(), "backward" if self._in_backward else "between")
             self.steps += 1
             self._event("step", place, optimizer=index, inside=self._in_backward)
             entry = self.watch.of(index)
@@ -306,51 +199,3 @@ class Recorder:
             self._update.capture(entry, self.names, self.storage if stored else None)
             if self._held is not None:
                 self._held.take(self.watch.parameters(index))
-
-    def _close_update(self) -> None:
-        """Ends the update whose step has been made, once something new begins."""
-        if not self._update.steps:
-            return
-        number = self._update.number
-        if self.job.role != "events":
-            self._update.write(self.storage)
-        if self._kept is not None:
-            self._kept.close(number)
-        if self._dealt is not None:
-            self._dealt.open(number + 1)
-        self._update = Update(number + 1)
-
-    def _event(self, kind: Kind, place: tuple[Any, Any] | None = None, **values: Any) -> None:
-        file, line = place or user_place() or (None, None)
-        self.storage.event(Event(kind, self._update.number, file, line, values))
-
-    def _stop(self) -> None:
-        self.finish("updates", 0)
-
-    def _meta(self, reason: str) -> dict[str, Any]:
-        if self._dealt is not None:
-            self._dealt.close()
-        return {
-            "reason": reason,
-            "updates": self._update.number - 1,
-            "unit": self.roundoff.unit,
-            "working": self.roundoff.describe(),
-            "fused": sorted(self._kept.fused) if self._kept else [],
-            "draws": self._kept.count if self._kept else 0,
-            "dealt": self._dealt.sliced if self._dealt else 0,
-            "unaligned": self._dealt.unaligned if self._dealt else {},
-            "modules": [type(model).__name__ for model in self.names.models],
-            "parameters": {
-                self.names.key(parameter, index, ordinal): list(parameter.shape)
-                for index in range(len(self.watch))
-                for ordinal, parameter in enumerate(self.watch.parameters(index))
-            },
-            "optimizers": [type(self.watch.of(index).optimizer).__name__ for index in range(len(self.watch))],
-            "torch": torch.__version__,
-        }
-
-
-def _path(text: str | None) -> Any:
-    from pathlib import Path
-
-    return Path(text or ".")

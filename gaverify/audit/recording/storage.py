@@ -45,7 +45,7 @@ class Storage:
 
     def give_up(self, error: BaseException) -> NoReturn:
         """Ends the process because the recorder failed: a full disk, or a fault in gaverify."""
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        full = _could_not_write(error)
         if not full:
             try:
                 full = shutil.disk_usage(self.folder).free < _LOW
@@ -54,6 +54,17 @@ class Storage:
         if not full:
             (self.folder / "internal.txt").write_text("".join(traceback.format_exception(error)), encoding="utf-8")
         leave(DISK_FULL if full else RECORDER_FAILED)
+
+
+def _could_not_write(error: BaseException | None) -> bool:
+    """Whether a full disk, a quota or a limit of file sizes is behind an error; torch's writer has no errno."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return True
+        if isinstance(error, RuntimeError) and "iostream error" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def leave(status: int) -> NoReturn:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,6 +91,11 @@ class Watch:
                 entry.weights = weights
                 seen.moved.append(index)
         return seen
+
+    def forget(self, indices: Iterable[int]) -> None:
+        """Notes that the gradients of these optimizers are gone."""
+        for index in indices:
+            self.of(index).pending = 0
 
     def differs(self) -> bool:
         """Whether weights moved or gradients vanished since the last look; remembers nothing."""

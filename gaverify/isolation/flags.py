@@ -1,0 +1,97 @@
+"""Context managers for what lies in plain sight: torch's global flags, train or eval mode, `.grad`."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from gaverify.errors import ProblemError
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Uses deterministic algorithms where they exist, with gradients enabled, and restores every flag in the end."""
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    benchmark = torch.backends.cudnn.benchmark
+    try:
+        with warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad():
+            warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation.*")
+            warnings.filterwarnings("ignore", message=".*[Dd]eterministic behavior was enabled.*")
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            # Filling every `torch.empty` with NaN would cost a pass over memory and finds nothing here.
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+            torch.backends.cudnn.benchmark = False
+            yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+        torch.backends.cudnn.benchmark = benchmark
+
+
+@contextmanager
+def eager_when_compiled(modules: list[nn.Module]) -> Iterator[None]:
+    """Runs models from `torch.compile` eagerly: the draws inside a compiled graph cannot be replayed per sample."""
+    with ExitStack() as stack:
+        if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+@contextmanager
+def mode_set(modules: list[nn.Module], mode: str | None) -> Iterator[None]:
+    """Puts models into `train` or `eval` mode (None: as they are), and every module back into its own and its place.
+
+    Submodules that were exchanged meanwhile come back here and not in `ModelState`, which is restored after every pass:
+    a control run exchanges some on purpose, for longer than a pass.
+    """
+    flags = [(module, module.training) for root in modules for module in root.modules()]
+    # (the registries of a scripted module are views into C++ that take no update)
+    plain = [module for module, _ in flags if not isinstance(module, torch.jit.ScriptModule)]
+    places = [(module, name, child) for module in plain for name, child in module._modules.items()]
+    try:
+        if mode is not None:
+            for root in modules:
+                root.train(mode == "train")
+        yield
+    finally:
+        for module, name, child in places:
+            if module._modules.get(name) is not child:
+                module._modules[name] = child
+        for module, flag in flags:
+            module.training = flag
+
+
+@contextmanager
+def gradients_kept(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Takes the `.grad` of every parameter away and gives it back in the end.
+
+    Raises:
+        ProblemError: A parameter has no shape yet.
+    """
+    check_initialised(parameters)
+    kept = [(parameter, parameter.grad) for parameter in parameters]
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, gradient in kept:
+            parameter.grad = gradient
+
+
+def check_initialised(tensors: list[nn.Parameter] | list[torch.Tensor]) -> None:
+    """Raises `ProblemError` when a lazy module has not seen an input yet: there is nothing to take the gradient of."""
+    waiting = sum(is_lazy(tensor) for tensor in tensors)
+    if waiting:
+        raise ProblemError(
+            f"{waiting} of the model's {len(tensors)} parameters and buffers have no shape yet, because a lazy module "
+            "(such as nn.LazyLinear) has not seen an input; run one forward first, for example `loss(model, batch)`"
+        )

@@ -1,0 +1,130 @@
+"""The values of tensors: small ones are copied at once, parameters and large ones when something would write to them.
+
+A copy of a large model would double its memory for the rare forward that writes to its parameters
+(`Embedding(max_norm=…)`, weight clipping, an optimizer step in a hook), so those wait for `before_write`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+Restore = Callable[[], None]
+# Elements. What waits for a write must be written to by an operation that says so, and that is all but the running
+# statistics of the fused normalisations, which are far smaller.
+_WAITS = 1 << 20
+
+
+class Tensors:
+    """The tensors that were found, with all that can change about them."""
+
+    def __init__(self) -> None:
+        self._restorers: list[Restore] = []
+        self._waiting: dict[int, list[torch.Tensor]] = {}
+        self._written: dict[int, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {}
+
+    @property
+    def written(self) -> tuple[torch.Tensor, ...]:
+        """The waiting tensors that something has written to."""
+        return tuple(tensor for entries in self._written.values() for tensor, _, _ in entries)
+
+    def keep(self, tensor: torch.Tensor, *, wait: bool, gradient: bool) -> None:
+        """Keeps what `tensor` is bound to and its value.
+
+        Args:
+            tensor: Any but a lazy one.
+            wait: Whether a large one may wait for `before_write`; a parameter always does.
+            gradient: Keep its `.grad` as well (those of the model's own parameters belong to the passes).
+        """
+        data = tensor.data
+        self._restorers.append(_binding(tensor, data))
+        if gradient and tensor.requires_grad and tensor.is_leaf:
+            self._restorers.append(_gradient(tensor))
+        pointer = storage(tensor)
+        if pointer and (isinstance(tensor, nn.Parameter) or (wait and tensor.numel() > _WAITS)):
+            self._waiting.setdefault(pointer, []).append(tensor)
+        else:
+            self._restorers.append(_value(data))
+
+    def before_write(self, tensor: torch.Tensor) -> None:
+        """Keeps the values of the waiting tensors that share storage with `tensor`, before they change."""
+        pointer = storage(tensor) if self._waiting else 0
+        # several may lie in one storage: flattened parameters, the weights of a recurrent network on CUDA
+        waiting = self._waiting.get(pointer) if pointer else None
+        if waiting is not None and pointer not in self._written:
+            kept = [(waits, waits.data) for waits in waiting if storage(waits) == pointer]
+            self._written[pointer] = [(waits, data, data.clone()) for waits, data in kept]
+
+    @property
+    def restorers(self) -> list[Restore]:
+        """Puts bindings and values back, in place, so that ties and outside references survive."""
+        return [*self._restorers, self._restore_written]
+
+    def _restore_written(self) -> None:
+        for entries in self._written.values():
+            for _, data, value in entries:
+                data.copy_(value)
+
+
+def storage(tensor: torch.Tensor) -> int:
+    """Returns the address of the memory that a tensor lies in, 0 where it has none of its own."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError, ValueError):  # sparse and lazy tensors, some subclasses
+        return 0
+
+
+def _binding(tensor: torch.Tensor, data: torch.Tensor) -> Restore:
+    """Puts a tensor back onto its memory (`p.data = new`, a resize, a move), with its flag and without a graph."""
+    place, flag, plain = _place(data), tensor.requires_grad, tensor.is_leaf and tensor._base is None
+
+    def restore() -> None:
+        if plain and tensor.grad_fn is not None:
+            tensor.detach_()  # written in place with gradients enabled
+        if place is None or _place(tensor) != place:
+            tensor.data = data
+        if tensor.requires_grad != flag and tensor.is_leaf:
+            tensor.requires_grad_(flag)
+
+    return restore
+
+
+def _place(tensor: torch.Tensor) -> Any:
+    """What tells one memory layout from another; None where a tensor is no plain array."""
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return None
+    try:
+        return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def _value(data: torch.Tensor) -> Restore:
+    if data.layout is torch.strided and not data.is_quantized and 0 in data.stride():
+        # an expanded tensor has several indices for one place and cannot be written to as a whole
+        sizes = [1 if stride == 0 else size for size, stride in zip(data.shape, data.stride(), strict=True)]
+        data = data.as_strided(sizes, data.stride(), data.storage_offset())
+    value = data.clone()
+    inference = data.is_inference()
+
+    def restore() -> None:
+        with torch.inference_mode() if inference else nullcontext():
+            data.copy_(value)
+
+    return restore
+
+
+def _gradient(tensor: torch.Tensor) -> Restore:
+    gradient = tensor.grad
+    value = gradient.clone() if gradient is not None else None
+
+    def restore() -> None:
+        tensor.grad = gradient
+        if gradient is not None and value is not None:
+            gradient.copy_(value)
+
+    return restore
