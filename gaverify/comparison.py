@@ -7,15 +7,17 @@ large ones are walked in slices so that no copy of all gradients is made. Number
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from gaverify.results import Element, Method, Outcome, ParameterComparison
 
-# Elements of both sides that are held as temporaries at any time; 4 Mi float32 are 16 MiB.
-_CHUNK = 1 << 22
+# Elements that are held as temporaries at any time: a few MiB, whatever the model's size.
+_CHUNK = 1 << 20
+_PIECE = 1 << 18  # elements of small parameters that are laid end to end, in float64 with their squares
+_SMALL = 1 << 15
 # A summed gradient's rounding grows with the terms, not with the sum; "a few" units of roundoff of their scale.
 WORKING_UNITS = 16.0
 
@@ -50,20 +52,20 @@ def measure(
     Sparse gradients are coalesced; complex ones are measured by modulus.
     """
     rows: dict[str, Difference] = {}
-    flat: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-    shapes: dict[str, tuple[int, ...]] = {}
+    flat: list[Pair] = []
     for name, expected in reference.items():
         actual = accumulated[name]
         if expected is None or actual is None:
             rows[name] = _one_sided(name, actual, expected)
             continue
-        shapes[name] = tuple(expected.shape)
+        shape = expected.shape
         if actual.layout is not torch.strided or expected.layout is not torch.strided:
             actual, expected = _dense(actual, expected)
-        flat.append((name, actual, expected))
-    halved = {name for name, actual, _ in flat if actual.is_complex()}  # measured as pairs of real numbers
-    for name, numbers in _measured(flat).items():
-        rows[name] = _row(name, shapes[name], numbers, 2 if name in halved else 1)
+        if expected.is_complex() or actual.is_complex():  # measured as pairs of real numbers
+            actual, expected = (torch.view_as_real(side.resolve_conj()) for side in (actual, expected))
+        flat.append(Pair(name, actual, expected, shape, expected.numel()))
+    for pair, numbers in _measured(flat):
+        rows[pair.name] = _row(pair, numbers)
     return [rows[name] for name in reference]
 
 
@@ -124,63 +126,60 @@ def _dense(actual: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tensor, 
     return actual.to_dense(), expected.to_dense()
 
 
-def _measured(pairs: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> dict[str, tuple[float, ...]]:
-    """Returns (‖e‖, ‖a‖, ‖a − e‖, flat index of the worst element, its e, its a) per name."""
-    groups: dict[tuple[Any, ...], list[tuple[str, torch.Tensor, torch.Tensor]]] = {}
+class Pair(NamedTuple):
+    """Both gradients of one parameter as real numbers, the parameter's own shape, and how many numbers there are."""
+
+    name: str
+    actual: torch.Tensor
+    expected: torch.Tensor
+    shape: torch.Size
+    elements: int
+
+
+def _measured(pairs: Sequence[Pair]) -> Iterator[tuple[Pair, tuple[float, ...]]]:
+    """Yields (‖e‖, ‖a‖, ‖a − e‖, flat index of the worst element, its e, its a) for every pair."""
+    groups: dict[tuple[Any, ...], list[Pair]] = {}
     for pair in pairs:
-        groups.setdefault((pair[2].device, pair[2].dtype, pair[1].dtype), []).append(pair)
-    pending: list[tuple[list[str], torch.Tensor]] = []
-    for group in groups.values():
-        small = [pair for pair in group if pair[2].numel() < _CHUNK // 64]
-        for piece in _pieces(small):
-            pending.append(([name for name, _, _ in piece], _segments(piece)))
-        for name, actual, expected in group:
-            if expected.numel() >= _CHUNK // 64:
-                pending.append(([name], _walked(actual, expected)))
+        groups.setdefault((pair.expected.device, pair.expected.dtype, pair.actual.dtype), []).append(pair)
     # One transfer per device for everything that was measured there.
-    result: dict[str, tuple[float, ...]] = {}
-    by_device: dict[torch.device, list[tuple[list[str], torch.Tensor]]] = {}
-    for names, numbers in pending:
-        by_device.setdefault(numbers.device, []).append((names, numbers))
-    for entries in by_device.values():
+    pending: dict[torch.device, list[tuple[list[Pair], torch.Tensor]]] = {}
+    for (device, *_), group in groups.items():
+        entries = pending.setdefault(device, [])
+        entries += [(piece, _segments(piece)) for piece in _pieces([pair for pair in group if pair.elements < _SMALL])]
+        entries += [([pair], _walked(pair.actual, pair.expected)) for pair in group if pair.elements >= _SMALL]
+    for entries in pending.values():
         rows = torch.cat([numbers for _, numbers in entries]).tolist()
-        names = [name for entry, _ in entries for name in entry]
-        result.update(zip(names, map(tuple, rows), strict=True))
-    return result
+        yield from zip((pair for measured, _ in entries for pair in measured), rows, strict=True)
 
 
-def _pieces(
-    pairs: list[tuple[str, torch.Tensor, torch.Tensor]],
-) -> list[list[tuple[str, torch.Tensor, torch.Tensor]]]:
-    """Groups small parameters into pieces of at most `_CHUNK` elements."""
-    pieces: list[list[tuple[str, torch.Tensor, torch.Tensor]]] = []
+def _pieces(pairs: list[Pair]) -> list[list[Pair]]:
+    """Groups small parameters into pieces of at most `_PIECE` elements."""
+    pieces: list[list[Pair]] = []
     room = 0
     for pair in pairs:
-        numel = pair[2].numel()
-        if numel > room or not pieces:
+        if pair.elements > room or not pieces:
             pieces.append([])
-            room = _CHUNK
+            room = _PIECE
         pieces[-1].append(pair)
-        room -= numel
+        room -= pair.elements
     return pieces
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(tensor.resolve_conj()).reshape(-1) if tensor.is_complex() else tensor.reshape(-1)
+def _flat(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Tensors laid end to end, by torch's own loop: five thousand calls from Python would cost more than the rest."""
+    return torch._C._nn.flatten_dense_tensors(tensors)  # type: ignore[no-any-return, attr-defined]
 
 
 def _wide(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def _segments(piece: list[tuple[str, torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+def _segments(piece: list[Pair]) -> torch.Tensor:
     """The numbers of many small parameters at once: laid end to end, reduced by segments. Shape (P, 6)."""
-    expected = torch.cat([_flat(pair[2]) for pair in piece])
-    actual = torch.cat([_flat(pair[1]) for pair in piece])
+    expected, actual = _flat([pair.expected for pair in piece]), _flat([pair.actual for pair in piece])
     wide = _wide(expected.device)
     expected, actual = expected.to(wide), actual.to(wide)
-    counts = [pair[2].numel() * (2 if pair[2].is_complex() else 1) for pair in piece]
-    lengths = torch.tensor(counts, device=expected.device)
+    lengths = torch.tensor([pair.elements for pair in piece], device=expected.device)
     difference = actual - expected
     squares = torch.stack([expected * expected, actual * actual, difference * difference], dim=1)
     norms = torch.segment_reduce(squares, "sum", lengths=lengths, axis=0, unsafe=True, initial=0.0).sqrt_()
@@ -210,7 +209,7 @@ def _first_match(
 
 def _walked(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """The numbers of one large parameter, slice by slice. Shape (1, 6)."""
-    e, a = _flat(expected), _flat(actual)
+    e, a = expected.reshape(-1), actual.reshape(-1)
     wide = _wide(e.device)
     parts = []
     for start in range(0, e.numel(), _CHUNK):
@@ -230,9 +229,11 @@ def _walked(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     return torch.cat([norms, best[3:6]]).unsqueeze(0)
 
 
-def _row(name: str, shape: tuple[int, ...], numbers: tuple[float, ...], parts: int) -> Difference:
+def _row(pair: Pair, numbers: Sequence[float]) -> Difference:
     reference, accumulated, difference, index, expected, actual = numbers
+    name, shape = pair.name, tuple(pair.shape)
     if math.isfinite(reference) and math.isfinite(accumulated):
+        parts = 2 if pair.elements > pair.shape.numel() else 1  # of a complex element
         worst = Element(_unravel(int(index) // parts, shape), expected, actual) if difference > 0 else None
         return Difference(name, shape, reference, accumulated, difference, worst, "")
     if not math.isfinite(reference) and not math.isfinite(accumulated):

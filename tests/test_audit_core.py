@@ -1,7 +1,7 @@
 """The audit's rules on hand-written loops: each fires on its fault and stays quiet on the twin. No process, no torch.
 
-A loop is a word per call: `B` backward, `S` step, `Z` zero_grad, `C` a clipping that changed gradients, `c` one that did
-not, `L` scheduler, `U` unscale_, `A` average of the weights, `M` parameters moved by hand, `E` the end of the script.
+A loop is a letter per call: `B` backward, `S` step, `H` one with gradients set by hand, `Z` zero_grad, `C` a clipping that changed gradients, `c` one that
+did not, `L` scheduler, `U` unscale_, `A` average of the weights, `M` parameters moved by hand, `E` the script's end.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from gaverify.rulebook import HEADINGS, rule_pages
 KINDS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "B": ("backward", {"touched": [0], "targets": []}),
     "S": ("step", {"optimizer": 0, "inside": False}),
+    "H": ("step", {"optimizer": 0, "inside": False, "by_hand": True}),
     "Z": ("zero_grad", {"cleared": [0]}),
     "C": ("clip", {"active": True}),
     "c": ("clip", {"active": False}),
@@ -48,7 +49,7 @@ def loop(text: str, rows: int = 2) -> list[Event]:
             events.append(Event("forward", update, "train.py", 9, {"rows": rows, "model": 0}))
         kind, values = KINDS[letter]
         events.append(Event(kind, update, "train.py", LINES[letter], values))  # type: ignore[arg-type]
-        stepped = stepped or letter == "S"
+        stepped = stepped or letter in "SH"
     return events
 
 
@@ -148,6 +149,7 @@ QUIET = [
     ("unscales once", "BBBBUSZ BBBBUSZ", "BUSZ", {}),
     ("decays by hand once", "BBBBMSZ BBBBMSZ", "BMSZ", {}),
     ("a perturbed step (SAM) that K = 1 has too", "BMZBSZ BMZBSZ", "BMZBSZ BMZBSZ", {}),
+    ("gradients summed by hand, calls alone", "BZBZBZBZH BZBZBZBZH", "", {"steps": 4}),
     ("stopped inside a window", "BBBBSZ BB", "BSZ", {}),
 ]
 
@@ -203,6 +205,13 @@ class TestWeights:
         differs = update(ratio=1.2, fit=fit(0.9, 0.4, residual=0.3))
         (found,) = findings_for(record(RIGHT, "BSZ BSZ", updates=(differs,)))
         assert (found.code, found.severity) == ("GAV000", "note")
+
+    def test_gradients_that_the_script_sums_itself_are_not_lost(self) -> None:
+        """Megatron's `main_grad`: what is cleared has been added to a buffer."""
+        agrees = record("BZBZBZBZS BZBZBZBZS", "BZS BZS", updates=(update(), update(2)))
+        assert findings_for(agrees) == ()
+        undivided = update(ratio=4.0, fit=fit(4.0, right=(0.25,) * 4))
+        assert faults(findings_for(record("BZBZBZBZS", "BZS", updates=(undivided,)))) == ["GAV201"]
 
     def test_a_cleared_window_needs_no_other_cause(self) -> None:
         lost = fit(0.3, 0.5, used=(0.0, 0.0, 0.0, 1.0))

@@ -23,7 +23,7 @@ Loss = Callable[[Any, Any], torch.Tensor]
 
 def contrastive(image: torch.Tensor, text: torch.Tensor, temperature: Any = 0.2) -> torch.Tensor:
     logits = F.normalize(image, dim=1) @ F.normalize(text, dim=1).T / temperature
-    return F.cross_entropy(logits, torch.arange(len(logits)))
+    return F.cross_entropy(logits, torch.arange(len(logits), device=logits.device))
 
 
 @dataclass
@@ -208,6 +208,26 @@ def test_autocast() -> None:
         assert problem.embed(problem.model, problem.batch)[0].dtype is torch.bfloat16
     assert len(found) == len(list(problem.model.parameters()))
     assert difference(found, expected) < 2e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_with_half_precision_and_dropout() -> None:
+    """The device's own generator is replayed, and a `GradScaler`'s scale passes through both passes."""
+    problem = encoders(dropout=0.5)
+    problem.model.float().cuda()
+    problem.batch = tuple(rows.float().cuda() for rows in problem.batch)
+    scaler = torch.amp.GradScaler("cuda", init_scale=128.0)
+    torch.manual_seed(3)
+    with torch.autocast("cuda", torch.float16):
+        loss = with_graph(problem, 4)
+    scaler.scale(loss).backward()
+    expected, drawn_next = [gradient.clone() for gradient in gradients(problem.model)], torch.rand(3, device="cuda")
+    torch.manual_seed(3)
+    with torch.autocast("cuda", torch.float16):
+        found = problem.cached(scale=scaler.scale)
+    assert difference(found, expected) < 2e-2
+    assert torch.equal(torch.rand(3, device="cuda"), drawn_next)
 
 
 def test_a_training_loop() -> None:

@@ -280,3 +280,42 @@ def test_lazy_modules_must_have_seen_an_input(options: dict[str, Any]) -> None:
         gaverify.verify(model, cross_entropy, batch, steps=4, **options)
     model(batch[0])
     assert gaverify.verify(model, cross_entropy, batch, steps=4, **options).outcome is Outcome.EQUIVALENT
+
+
+class Scripted(nn.Module):
+    """Keeps state of every kind that TorchScript knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls, self.seen, self.plain = nn.Linear(6, 4), 0, [1], torch.zeros(1)
+        self.register_buffer("buffer", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.seen.append(1)
+        self.plain = self.plain + 1
+        self.buffer.add_(1)
+        self.buffer = self.buffer + 1
+        return self.inner(x) * min(1.0, self.calls / 10)
+
+
+Scripted.__annotations__ = {"seen": list[int]}  # TorchScript cannot read it as the text that this file makes of it
+
+
+def test_attributes_of_scripted_modules_are_restored() -> None:
+    torch.manual_seed(0)
+    model, batch = torch.jit.script(Scripted()), (torch.randn(8, 6), torch.randint(4, (8,)))
+
+    def held() -> Any:
+        tensors = [(id(t), t.dtype, t.tolist()) for t in (model.buffer, model.plain)]
+        return model.calls, list(model.seen), tensors, model.training
+
+    model.eval()
+    before = held()
+    assert gaverify.verify(model, cross_entropy, batch, steps=1).outcome is Outcome.EQUIVALENT
+    verdict = gaverify.verify(model, cross_entropy, batch, steps=4)
+    assert verdict.outcome is Outcome.DIVERGENT
+    assert fault_codes(verdict) <= {"GAV401", "GAV403"}, story(verdict)
+    assert held() == before
+    model(batch[0])
+    assert all(one != other for one, other in zip(held()[:3], before[:3], strict=True))

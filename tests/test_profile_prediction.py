@@ -11,7 +11,7 @@ from profiles import B, failing, profile, row
 
 from gaverify.profiling.amounts import bytes_text, parse_bytes, seconds_text
 from gaverify.profiling.fitting import Prediction, activation_line, fit, peak_line, predict
-from gaverify.profiling.records import Memory, Plan, Profile, Seconds, plans
+from gaverify.profiling.records import Memory, Plan, Profile, Row, Seconds, plans
 from gaverify.results import Outcome
 
 
@@ -93,16 +93,36 @@ def test_a_limit_holds_what_the_line_says() -> None:
 
 
 def test_the_residual_is_kept_free() -> None:
-    rows = list(profile().rows)
-    memory = rows[0].memory
-    assert memory is not None
-    rows[0] = replace(rows[0], memory=Memory("resident", memory.baseline, memory.peak + 1_000_000))
-    noisy = profile(rows=tuple(rows))
+    noisy = profile(rows=(*profile().rows[:-1], above(profile().rows[-1], 1_000_000)))
     line, prediction = peak_line(noisy.rows), predict(noisy)
     assert line is not None and line.residual is not None and 0 < line.residual < 1_000_000
     assert isinstance(prediction, Prediction)
     assert line.at(prediction.largest_micro_batch) + line.residual <= 1e9
     assert line.at(prediction.largest_micro_batch + 1) + line.residual > 1e9
+
+
+def above(sample: Row, more: int) -> Row:
+    """The row with so much more at its peak."""
+    memory = sample.memory
+    assert memory is not None
+    return replace(sample, memory=replace(memory, peak=memory.peak + more))
+
+
+def test_the_full_batch_holds_no_gradients_yet_and_does_not_tilt_the_line() -> None:
+    rows = (above(profile().rows[0], -40_000_000), *profile().rows[1:])
+    line = peak_line(rows)
+    assert line is not None and line.slope == pytest.approx(2_000_000)
+    assert [n for n, _ in line.points] == [16, 8, 4]
+    two = peak_line((rows[0], row("accumulate", 2)))  # without it there would be one size only
+    assert two is not None and [n for n, _ in two.points] == [B, 16]
+
+
+def test_differences_that_may_be_chance_are_no_line() -> None:
+    sizes = {2: 300_000_000, 4: 299_500_000, 8: 299_250_000}
+    resident = peak_line([row("accumulate", k, memory=Memory("resident", 1, peak)) for k, peak in sizes.items()])
+    counted = peak_line([row("accumulate", k, memory=Memory("cuda-allocated", 1, peak)) for k, peak in sizes.items()])
+    assert resident is not None and counted is not None
+    assert not resident.usable and counted.usable
 
 
 def flat() -> Profile:

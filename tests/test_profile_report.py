@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Callable
@@ -10,9 +11,10 @@ from xml.etree import ElementTree
 import pytest
 from profiles import failing, profile, row, setting
 
+from gaverify.cli import main
 from gaverify.profiling.document import profile_schema
 from gaverify.profiling.plot import profile_svg
-from gaverify.profiling.printing import render_profile
+from gaverify.profiling.printing import print_profile, render_profile
 from gaverify.profiling.records import Memory, Profile
 from gaverify.profiling.schema import validate_profile
 from gaverify.profiling.table import profile_lines
@@ -57,10 +59,10 @@ TABLE = """\
 LAST = """\
   activations  0 B + 1.00 kB × n; straight line through 4 rows, residual at most
                0 B (0 %)
-  peak         300 MB + 2.00 MB × n; straight line through 4 rows, residual at
+  peak         300 MB + 2.00 MB × n; straight line through 3 rows, residual at
                most 0 B (0 %)
   predicted    largest micro-batch that fits into 1.00 GB: 350 samples (by the
-               line through the peaks; beyond the measured 32)
+               line through the peaks; beyond the measured 16)
   predicted    smallest K for a batch of 1,024: 3
 
 EQUIVALENT  6 of 6 compared rows equivalent to the full batch's gradient
@@ -91,8 +93,36 @@ def test_the_table_and_the_prediction() -> None:
 def test_every_row_says_what_happened_to_it() -> None:
     text = render_profile(failing(), "text")
     assert FAILING in text
-    assert "DIVERGENT  1 of 2 compared rows diverge" in text
+    assert "DIVERGENT  1 of 2 compared rows diverge; `gaverify run` names the cause; 1 row\n           failed" in text
     assert "interrupted" in text.splitlines()[-1]
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("stream", "no_color", "coloured"),
+                         [(Terminal, "", True), (Terminal, "1", False), (io.StringIO, "", False)])  # fmt: skip
+def test_colours_on_a_terminal_only(
+    stream: type[io.StringIO], no_color: str, coloured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"NO_COLOR": no_color, "TERM": "xterm-256color", "COLUMNS": "80"}.items():
+        monkeypatch.setenv(name, value)
+    out = stream()
+    print_profile(profile(), out)
+    assert ("\x1b[" in out.getvalue()) is coloured
+    assert re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue()).split() == render_profile(profile(), "text").split()
+
+
+def test_a_bound_is_no_promise() -> None:
+    same = tuple(row("accumulate", k, memory=Memory("resident", 290_000_000, 300_000_000)) for k in (2, 4, 8))
+    text = " ".join(render_profile(profile(rows=same, memory_limit=300_010_000), "text").split())
+    assert "fits into 300 MB: at most 14 samples (by the line through the activations alone" in text
+    assert "smallest K for a batch of 1,024: at least 74" in text
+    assert "300 MB + 0 B × n; straight line through 3 rows, residual at most 0 B (0 %): not a line" in text
 
 
 def test_bars_are_as_long_as_what_they_show() -> None:
@@ -104,7 +134,7 @@ def test_bars_are_as_long_as_what_they_show() -> None:
 
 
 def test_the_baseline_is_shown() -> None:
-    assert "peak memory above the 290 MB" in render_profile(profile(), "text")
+    assert "peak memory above the 290 MB that model, batch and libraries take" in render_profile(profile(), "text")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -123,6 +153,11 @@ def test_the_schema_is_closed() -> None:
     document["rows"][0]["more"] = 1
     with pytest.raises(ValueError, match="more"):
         validate_profile(json.dumps(document))
+
+
+def test_the_command_prints_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "--schema"]) == 0
+    assert capsys.readouterr().out == profile_schema() + "\n"
 
 
 def test_no_number_without_a_json_form() -> None:

@@ -74,7 +74,7 @@ def _run(job: Job) -> None:
     main.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = main
     with open(script, "rb") as stream:
-        code = compile(stream.read(), script, "exec")
+        code = compile(stream.read(), script, "exec", dont_inherit=True)
     exec(code, main.__dict__)
 
 

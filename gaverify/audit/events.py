@@ -20,7 +20,7 @@ class Event:
     backward     `touched`: optimizers whose gradients it changed; `targets`: valid targets of the losses before it
     zero_grad    `cleared`: optimizers whose gradients it removed
     cleared      the same without a call: `.grad` was set to None or zero by hand
-    step         `optimizer`, `inside`: whether a backward was running
+    step         `optimizer`, `inside`: whether a backward was running; `by_hand`: gradients changed since the last call
     moved        `optimizers`; `where`: parameters changed without a step, "between" calls, in a "forward" or "backward"
     clip         `active`: whether it changed a gradient; `call`
     scheduler    `scheduler`, `lr`

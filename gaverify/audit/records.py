@@ -114,9 +114,10 @@ class UpdateComparison:
 
     @property
     def resolution(self) -> float:
-        """The smallest relative difference that could have been seen in the least clear parameter."""
-        known = [row.relative_allowed for row in self.parameters if math.isfinite(row.relative_allowed)]
-        return max((value for value in known if value > 0), default=0.0)
+        """The smallest relative difference that could have been seen in the least clear parameter; NaN in none."""
+        # a gradient below its own rounding has no relative difference to speak of
+        known = [row.relative_allowed for row in self.parameters if row.reference_norm > row.allowed]
+        return max((value for value in known if value > 0), default=math.nan)
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,10 @@ class Record:
         """The same for the window of an update by its number."""
         window = self.window_of(number)
         return self.expected(window) if window is not None else None
+
+    def update_of(self, number: int) -> UpdateComparison | None:
+        """The comparison of an update."""
+        return next((update for update in self.updates if update.number == number), None)
 
     def window_of(self, number: int) -> Window | None:
         """The window of an update."""

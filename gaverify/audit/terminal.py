@@ -149,8 +149,9 @@ def _conclusion(report: AuditReport, layout: Layout) -> list[Line]:
     lines[0][0] = (lines[0][0][0], STYLES[report.outcome])
     decisive = report.decisive
     if decisive is not None and decisive.judged:
-        text = "compared at every optimizer step, decided by the noise floor of the full-batch run; " \
-            f"smallest relative difference it could have seen: {number(decisive.resolution)}"  # fmt: skip
+        text = "compared at every optimizer step, decided by the noise floor of the full-batch run"
+        if math.isfinite(decisive.resolution):
+            text += f"; smallest relative difference it could have seen: {number(decisive.resolution)}"
         lines += layout.wrap(text, indent=len(word) + 2)
     elif report.events_only:
         lines += layout.wrap("judged by the order of the script's calls", indent=len(word) + 2)

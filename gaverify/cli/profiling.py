@@ -35,6 +35,15 @@ def _spec_options(command: Any) -> Any:
     )(command)
 
 
+def _print_schema(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if not wanted or ctx.resilient_parsing:
+        return
+    from gaverify.profiling.document import profile_schema
+
+    click.echo(profile_schema())
+    ctx.exit()
+
+
 @click.command(short_help="Memory and time against K.")
 @click.argument("spec_file", metavar="[SPEC]", required=False, type=click.Path(path_type=Path))
 @click.option("--steps", metavar="K,K,…", default=_STEPS, help=f"Micro-batches per full batch.  [{_STEPS}]")
@@ -52,6 +61,8 @@ def _spec_options(command: Any) -> Any:
     "--output", "outputs", multiple=True, metavar="FILE", type=click.Path(path_type=Path),
     help="Also write .svg (two plots), .json or .txt; repeatable.",
 )  # fmt: skip
+@click.option("--schema", is_flag=True, is_eager=True, expose_value=False, callback=_print_schema,
+              help="Print the JSON schema of --format json.")  # fmt: skip
 @click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
 def profile(
     spec_file: Path | None, steps: str, strategies: tuple[str, ...], memory: str | None, wanted_batch: str | None,
@@ -79,9 +90,7 @@ def profile(
         if len(numbers) > 1:
             problems.append(f"{option}: takes one number, got {len(numbers)}")
     problems += _output_problems(outputs)
-    if problems:
-        raise SpecError(problems)
-    spec = _spec(spec_file, overrides_from(words))
+    spec = _spec(spec_file, overrides_from(words), problems)
     found = _measured(spec, chosen, ks, repeats=count[0], optimizer=optimizer, memory_limit=limit,
                       wanted_batch=wanted[0] if wanted else None)  # fmt: skip
     _report(found, form, outputs)
@@ -99,7 +108,20 @@ def _measured(spec: Spec, strategies: Sequence[Strategy], steps: Sequence[int], 
         return profile_spec(spec, plans(strategies, steps), steps=steps, progress=progress.report, **options)
 
 
-def _spec(file: Path | None, overrides: dict[str, Any]) -> Spec:
+def _spec(file: Path | None, overrides: dict[str, Any], problems: Sequence[str]) -> Spec:
+    """The spec, unless there are problems; then all of them are raised, its own among them."""
+    try:
+        spec = _read_spec(file, overrides)
+    except SpecError as error:
+        if not problems:
+            raise
+        raise SpecError([*problems, *error.problems]) from error
+    if problems:
+        raise SpecError(problems)
+    return spec
+
+
+def _read_spec(file: Path | None, overrides: dict[str, Any]) -> Spec:
     """The spec of the file or of the options; K and strategy are the profile's own, numbers as weights depend on K."""
     from gaverify.spec import load_specs, parse_spec
 

@@ -24,8 +24,8 @@ trouble: the mean of the products is not the product of the means.
 Signature in the numbers
 
 - Every module output agrees; the first diverging operation stands in the loss, often a matrix of B × B.
-- The best micro-batch weights leave much of the gradient over (57 % in the example), so that no weighting repairs
-  it.
+- The best micro-batch weights leave much of the gradient over (half of it and more in the example): no weighting
+  repairs it.
 - The loss itself is lower when accumulated, since there are fewer negatives.
 - A two-pass cached gradient gives the full-batch gradient to rounding: this is the proof that gaverify runs.
 

@@ -21,7 +21,7 @@ included.
 Signature in the numbers
 
 - The first diverging operation is the normalisation; its inputs agree, its outputs do not, for every sample.
-- Relative differences are large, often above 1: 1.5 in `1.weight` of the example. They do not shrink in float64.
+- Relative differences are large, around 1 in the example, and do not shrink in float64.
 - The best micro-batch weights leave much of the gradient over.
 - With the layer in `eval` mode in both runs the difference falls to rounding: this is the proof that gaverify runs.
 - Running statistics end up different as well (GAV402).

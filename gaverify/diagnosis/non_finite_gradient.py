@@ -17,7 +17,9 @@ not help, since 0 · inf in the branch not taken is NaN.
 
 Signature in the numbers
 
-- The table names the parameters and the side: `not finite in both runs`.
+- The table names the parameters and the side.
+- On one side only the runs differ: a fault. In both runs nothing was compared: a note, and an inconclusive verdict
+  unless another parameter decides it.
 - The loss itself may be finite, as in the example.
 
 Example

@@ -20,7 +20,7 @@ Signature in the numbers
 
 - The value of the buffer (or parameter) differs before and after a forward.
 - With the state restored before each micro-batch, or held still in both runs, the difference falls to rounding.
-- The first micro-batch's gradient is right, the later ones are not. The difference can be small: 11 % in the
+- The first micro-batch's gradient is right, the later ones are not. The difference can be small: 8 % in the
   example, 6e-5 for a `spectral_norm`.
 
 Example

@@ -17,7 +17,7 @@ They do not, and that is the trouble: an equivalent verdict on such a batch says
 Signature in the numbers
 
 - The verdict is equivalent (or inconclusive), and the note says what the batch lacks.
-- In the example every micro-batch has 8 valid targets; ragged rows give a difference of 52 % (GAV202).
+- In the example every micro-batch has 8 valid targets; ragged rows give a difference of 40 to 50 % (GAV202).
 
 Example
 

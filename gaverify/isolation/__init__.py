@@ -9,7 +9,7 @@ from gaverify.isolation.containers import BYTES, CONTAINERS, entries_of, numpy_t
 from gaverify.isolation.flags import deterministic, eager_when_compiled, gradients_kept, mode_set
 from gaverify.isolation.functions import variables
 from gaverify.isolation.generators import foreign_generator_states, generator_states, isolated_generators
-from gaverify.isolation.modules import OWN_ATTRIBUTES
+from gaverify.isolation.modules import OWN_ATTRIBUTES, scripted_attributes
 from gaverify.isolation.objects import UNSET, attributes_of, slots_of
 from gaverify.isolation.state import ModelState
 
@@ -29,6 +29,7 @@ __all__ = [
     "isolated_generators",
     "mode_set",
     "numpy_types",
+    "scripted_attributes",
     "slots_of",
     "variables",
 ]

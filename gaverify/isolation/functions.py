@@ -19,11 +19,12 @@ from typing import Any
 from torch import nn
 
 from gaverify.isolation.objects import attributes_of, is_special, read, slots_of
-from gaverify.isolation.origins import is_users_class, is_users_function, is_users_module
+from gaverify.isolation.origins import is_users_class, is_users_function, is_users_module, packages_of
 
 Restore = Callable[[], None]
 _EMPTY = object()
 _DESCRIPTORS = (property, MemberDescriptorType, GetSetDescriptorType)
+_CALLABLES = (FunctionType, MethodType, BuiltinMethodType, partial)
 _FUNCTIONS = 200  # helper functions that are asked for the names of variables
 # Where callables that are no functions of their own hold the function or the arguments that count: bound methods,
 # `functools.partial`, `staticmethod`, `property`, `functools.cached_property`, whatever `functools.wraps` has touched.
@@ -44,9 +45,9 @@ def names_in(code: CodeType) -> set[str]:
     return names
 
 
-def namespaces(function: FunctionType) -> Iterator[tuple[dict[str, Any], set[str]]]:
+def namespaces(function: FunctionType, own: frozenset[str]) -> Iterator[tuple[dict[str, Any], set[str]]]:
     """Yields where a user's function looks names up: its globals, and user modules among them (`state.step += 1`)."""
-    if not is_users_function(function):
+    if not is_users_function(function, own):
         return
     names, seen, waiting = names_in(function.__code__), set[int](), [function.__globals__]
     while waiting:
@@ -55,7 +56,7 @@ def namespaces(function: FunctionType) -> Iterator[tuple[dict[str, Any], set[str
             continue
         seen.add(id(namespace))
         yield namespace, names
-        waiting += [vars(value) for name in names if is_users_module(value := namespace.get(name))]
+        waiting += [vars(value) for name in names if is_users_module(value := namespace.get(name), own)]
 
 
 def contents_of(cell: CellType, default: Any = None) -> Any:
@@ -91,27 +92,28 @@ def variables(*callables: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
 
     Variables of enclosing functions, defaults, arguments of a `partial`, attributes of an owner (unless that is a
     module, which has names of its own) and of its class, globals that a function names.
+    The first callable's package counts as the user's own.
     """
-    waiting, seen = list(callables), set[int]()
+    waiting, seen, own = list(callables), set[int](), packages_of(callables[:1])
     while waiting and len(seen) < _FUNCTIONS:
         current = waiting.pop(0)
         if id(current) in seen:
             continue
         seen.add(id(current))
-        for name, get in _variables_of(current):
+        for name, get in _variables_of(current, own):
             value = get()
-            if isinstance(value, FunctionType | MethodType | BuiltinMethodType | partial):
+            if issubclass(type(value), _CALLABLES):
                 waiting.append(value)
-            elif not isinstance(value, type | ModuleType):
+            elif not issubclass(type(value), (type, ModuleType)):
                 yield name, get
 
 
-def _variables_of(value: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _variables_of(value: Any, own: frozenset[str]) -> Iterator[tuple[str, Callable[[], Any]]]:
     if isinstance(value, FunctionType):
-        yield from _variables_of_function(value)
+        yield from _variables_of_function(value, own)
     elif isinstance(value, MethodType):
         yield "__func__", lambda: value.__func__
-        yield from _variables_of(value.__self__)
+        yield from _variables_of(value.__self__, own)
     elif isinstance(value, BuiltinMethodType):
         yield value.__name__, lambda: value.__self__
     elif isinstance(value, partial):
@@ -120,22 +122,22 @@ def _variables_of(value: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield from ((f"args[{i}]", lambda i=i: value.args[i]) for i in range(len(value.args)))
         yield from ((name, lambda n=name: value.keywords.get(n)) for name in value.keywords)
     else:
-        yield from _variables_of_class(type(value))
-        own = {} if isinstance(value, nn.Module) else attributes_of(value) or {}
-        yield from ((name, lambda n=name: own.get(n)) for name in list(own))
+        yield from _variables_of_class(type(value), own)
+        held = {} if isinstance(value, nn.Module) else attributes_of(value) or {}
+        yield from ((name, lambda n=name: held.get(n)) for name in list(held))
         yield from ((slot.__name__, lambda s=slot: read(s, value)) for slot, _ in slots_of(value))
 
 
-def _variables_of_class(kind: type) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _variables_of_class(kind: type, own: frozenset[str]) -> Iterator[tuple[str, Callable[[], Any]]]:
     """The functions of a user's classes, so that their globals are found, and what the classes hold themselves."""
-    for base in filter(is_users_class, kind.__mro__):
+    for base in (base for base in kind.__mro__ if is_users_class(base, own)):
         for name, value in list(vars(base).items()):
             function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
             if isinstance(function, FunctionType) or not (is_special(name) or type(value) in _DESCRIPTORS):
                 yield f"{base.__name__}.{name}", lambda b=base, n=name: vars(b).get(n)  # type: ignore[misc]
 
 
-def _variables_of_function(function: FunctionType) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _variables_of_function(function: FunctionType, own: frozenset[str]) -> Iterator[tuple[str, Callable[[], Any]]]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         yield name, lambda c=cell: contents_of(c)  # type: ignore[misc]
     code, defaults = function.__code__, function.__defaults__ or ()
@@ -146,7 +148,7 @@ def _variables_of_function(function: FunctionType) -> Iterator[tuple[str, Callab
         yield name, lambda v=value: v  # type: ignore[misc]
     for name in vars(function):
         yield f"{function.__name__}.{name}", lambda n=name: vars(function).get(n)  # type: ignore[misc]
-    for namespace, names in namespaces(function):
+    for namespace, names in namespaces(function, own):
         for name in sorted(names & namespace.keys()):
             yield name, lambda s=namespace, n=name: s.get(n)  # type: ignore[misc]
 

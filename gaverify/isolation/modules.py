@@ -1,10 +1,11 @@
-"""What a module has registered: parameters, buffers, submodules, hooks, its mode."""
+"""What a module has registered: submodules, empty registries, and everything that a scripted one keeps in C++."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 Restore = Callable[[], None]
@@ -47,3 +48,22 @@ def keep_empty(registries: list[Any]) -> Restore:
                 registry.clear()
 
     return restore
+
+
+def scripted_attributes(module: torch.jit.ScriptModule) -> dict[str, Any]:
+    """Returns what a scripted or traced module keeps in C++; lists and dictionaries come as copies."""
+    concrete = getattr(module, "_concrete_type", None)
+    return {name: module._c.getattr(name) for name in concrete.get_attributes()} if concrete is not None else {}
+
+
+def keep_scripted(module: torch.jit.ScriptModule) -> tuple[Restore, list[Any]]:
+    """Keeps the attributes of a scripted or traced module: numbers, lists, buffers, its mode."""
+    kept, held = scripted_attributes(module), module._c
+
+    def restore() -> None:
+        for name, value in kept.items():
+            now = held.getattr(name)
+            if now is not value and (isinstance(value, torch.Tensor) or now != value):
+                held.setattr(name, value)
+
+    return restore, [value for value in kept.values() if isinstance(value, torch.Tensor)]

@@ -7,7 +7,7 @@ from types import MemberDescriptorType
 from typing import Any
 
 from gaverify.isolation.containers import same_objects
-from gaverify.isolation.origins import is_library
+from gaverify.isolation.origins import is_library, module_of
 
 Restore = Callable[[], None]
 UNSET = object()
@@ -42,7 +42,7 @@ def slots_of(value: Any) -> list[tuple[MemberDescriptorType, Any]]:
     return [
         (slot, read(slot, value))
         for kind in type(value).__mro__
-        if "__slots__" in vars(kind) and not is_library(kind.__module__)  # extension types have read-only members
+        if "__slots__" in vars(kind) and not is_library(module_of(kind))  # extension types have read-only members
         for slot in vars(kind).values()
         if type(slot) is MemberDescriptorType
     ]

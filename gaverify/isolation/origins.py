@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections import ChainMap, UserDict, UserList
-from functools import cache
+from collections.abc import Iterable
+from functools import cache, partial
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -22,35 +23,54 @@ def is_library(module: str) -> bool:
     return module.partition(".")[0] in _LIBRARIES
 
 
+def module_of(kind: type) -> str:
+    """Returns the name of the module that defines a class; empty for a class that hides it."""
+    name = kind.__module__
+    return name if isinstance(name, str) else ""
+
+
 def has_own_state(kind: type) -> bool:
     """Whether the attributes of an object of this class are the user's state: not where a library defines the class."""
-    module = kind.__module__ if isinstance(kind.__module__, str) else ""
+    module = module_of(kind)
     return not is_library(module) or kind in _BAGS or module.startswith(_STATEFUL)
 
 
-def is_users_function(function: FunctionType) -> bool:
-    """Whether the globals that a function names are the user's: written here, rather than installed."""
-    name = function.__globals__.get("__name__") or ""
-    return _is_users(str(name), function.__code__.co_filename)
+def packages_of(callables: Iterable[Any]) -> frozenset[str]:
+    """Returns the top-level packages that define some callables: a user's own package may be installed, too."""
+    found = set()
+    for value in callables:
+        while isinstance(value, partial):
+            value = value.func
+        module = getattr(value, "__module__", None)  # of a function, a method, or the class of an object
+        if isinstance(module, str):
+            found.add(module.partition(".")[0])
+    return frozenset(found)
 
 
-def is_users_class(kind: type) -> bool:
+def is_users_function(function: FunctionType, own: frozenset[str]) -> bool:
+    """Whether the globals that a function names are the user's: written here or in `own`, rather than installed."""
+    name = function.__globals__.get("__name__")
+    return _is_users(name if isinstance(name, str) else "", function.__code__.co_filename, own)
+
+
+def is_users_class(kind: type, own: frozenset[str]) -> bool:
     """Whether the attributes of the class itself may be the user's state."""
-    name = kind.__module__ if isinstance(kind.__module__, str) else ""
-    return _is_users(name, getattr(sys.modules.get(name), "__file__", None) or "")
+    name = module_of(kind)
+    return _is_users(name, getattr(sys.modules.get(name), "__file__", None) or "", own)
 
 
-def is_users_module(value: Any) -> bool:
+def is_users_module(value: Any, own: frozenset[str]) -> bool:
     """Whether `value` is an imported module of the user's own."""
     if type(value) is not ModuleType:
         return False
-    return _is_users(value.__name__, getattr(value, "__file__", None) or "")
+    return _is_users(value.__name__, getattr(value, "__file__", None) or "", own)
 
 
 @cache
-def _is_users(module: str, filename: str) -> bool:
-    """An installed package keeps its state to itself, or behind a bound on what a look may cost."""
+def _is_users(module: str, filename: str, own: frozenset[str]) -> bool:
+    """An installed package keeps its state to itself; to follow all of them would cost more than it finds."""
     top = module.partition(".")[0]
     if top == "gaverify" or is_library(top):
         return False
-    return not ("site-packages" in filename or "dist-packages" in filename or filename.startswith(_STANDARD))
+    installed = "site-packages" in filename or "dist-packages" in filename or filename.startswith(_STANDARD)
+    return top in own or not installed

@@ -9,6 +9,7 @@ from torch import nn
 
 from gaverify.errors import InternalError
 from gaverify.isolation.flags import check_initialised
+from gaverify.isolation.origins import packages_of
 from gaverify.isolation.tensors import Tensors
 from gaverify.isolation.walk import Walk
 
@@ -31,7 +32,7 @@ class ModelState:
         registered = [tensor for root in modules for tensor in (*root.parameters(), *root.buffers())]
         check_initialised(registered)
         self._tensors = Tensors()
-        self._walk = Walk(self._tensors, frozenset(map(id, registered)))
+        self._walk = Walk(self._tensors, frozenset(map(id, registered)), packages_of(others))
         with torch.no_grad(), torch._C.DisableTorchFunction():
             self._walk.follow([*modules, *others])
 

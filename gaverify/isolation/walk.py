@@ -42,11 +42,12 @@ class Walk:
     Args:
         tensors: Told of every tensor.
         without_gradients: Identities of the parameters whose `.grad` belongs to the passes.
+        own: Packages that are the user's although they are installed.
     """
 
-    def __init__(self, tensors: Tensors, without_gradients: frozenset[int]) -> None:
+    def __init__(self, tensors: Tensors, without_gradients: frozenset[int], own: frozenset[str]) -> None:
         self._restorers: list[Restore] = []
-        self._tensors, self._without_gradients = tensors, without_gradients
+        self._tensors, self._without_gradients, self._own = tensors, without_gradients, own
         self._globals: dict[int, functions.Globals] = {}
         self._seen: dict[int, Any] = {}  # holds what it has seen, so that no identity is used twice
         self._waiting: deque[Any] = deque()
@@ -65,7 +66,7 @@ class Walk:
         while self._waiting and self._left > 0:
             value = self._waiting.popleft()
             if id(value) not in self._seen:
-                self._left -= 1
+                self._left -= not issubclass(type(value), nn.Module)
                 self._visit(value)
 
     def _visit(self, value: Any) -> None:
@@ -126,23 +127,27 @@ class Walk:
 
     def _module(self, module: nn.Module) -> Children:
         """Every submodule at once, so that the bound on objects does not count them."""
-        self._left += 1
         own, submodules = vars(module), list(module._modules.values())
-        if not isinstance(module, torch.jit.ScriptModule):  # its registries are views into C++ that take no update
+        tensors = [*module._parameters.values(), *module._buffers.values()]
+        if isinstance(module, torch.jit.ScriptModule):  # whose registries are views that take no update
+            restore, scripted = modules.keep_scripted(module)
+            self._add(restore)
+            tensors += scripted
+        else:
             empty = modules.empty_registries(module)
             self._seen |= {id(registry): registry for registry in (module._modules, *empty)}
             self._add(modules.keep_submodules(module))
             self._add(modules.keep_empty(empty))
         restore, values = objects.keep_attributes(own)
         self._add(restore)
-        for tensor in [*module._parameters.values(), *module._buffers.values()]:
+        for tensor in tensors:
             if tensor is not None and id(tensor) not in self._seen:
                 self._seen[id(tensor)] = tensor
                 self._wait_for(self._tensor(tensor, buffer=True))
         for child in submodules:
             if child is not None and id(child) not in self._seen:
                 self._visit(child)
-        return [type(module), *values]
+        return [*self._kind(module), *values]
 
     def _torch_generator(self, generator: torch.Generator) -> Children:
         state = generator.get_state()
@@ -175,7 +180,7 @@ class Walk:
     def _function(self, function: FunctionType) -> Children:
         restore, held = functions.keep_function(function)
         self._add(restore)
-        for namespace, names in functions.namespaces(function):
+        for namespace, names in functions.namespaces(function, self._own):
             if id(namespace) not in self._globals:
                 self._globals[id(namespace)] = functions.Globals(namespace)
             held += self._globals[id(namespace)].add(names)
@@ -187,7 +192,7 @@ class Walk:
     def _class(self, kind: type) -> Children:
         values: list[Any] = []
         for base in kind.__mro__:
-            if origins.is_users_class(base) and (base is kind or id(base) not in self._seen):
+            if origins.is_users_class(base, self._own) and (base is kind or id(base) not in self._seen):
                 self._seen[id(base)] = base
                 restore, held = objects.keep_class(base)
                 self._add(restore)
@@ -203,7 +208,11 @@ class Walk:
             self._add(restore)
         restore_slots, held = objects.keep_slots(value)
         self._add(restore_slots)
-        return [type(value), *children, *held]
+        return [*self._kind(value), *children, *held]
+
+    def _kind(self, value: Any) -> Children:
+        kind = type(value)
+        return () if origins.is_library(origins.module_of(kind)) or id(kind) in self._seen else (kind,)
 
 
 def _set_state(generator: torch.Generator, state: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map_only
 
 from gaverify.gradients import PassProbe, Task
-from gaverify.isolation import OWN_ATTRIBUTES, ModelState, variables
+from gaverify.isolation import OWN_ATTRIBUTES, ModelState, scripted_attributes, variables
 from gaverify.measurements import Operation, StateChange
 from gaverify.probes.digests import digest, tensor_digest
 from gaverify.tracebacks import calling_frame, shown
@@ -36,7 +36,7 @@ def named_state(task: Task) -> dict[str, tuple[str, Getter]]:
     known = set(map(id, modules))
     for name, get in variables(task.problem.loss, *modules):
         value = get()
-        if not isinstance(value, nn.Module):
+        if not issubclass(type(value), nn.Module):
             found.setdefault(name, ("closure", get))
         elif id(value) not in known:  # a teacher, a moving average of the weights
             found = _module_state(value, f"{name}.") | found
@@ -49,11 +49,18 @@ def _module_state(root: nn.Module, prefix: str) -> dict[str, tuple[str, Getter]]
     found: dict[str, tuple[str, Getter]] = {}
     for path, module in root.named_modules():
         start = prefix + (f"{path}." if path else "")
-        for name in module._buffers:
-            found[start + name] = ("buffer", lambda m=module, n=name: m._buffers.get(n))  # type: ignore[misc]
+        for name, _ in module._buffers.items():  # a scripted module's cannot be iterated over otherwise
+            found[start + name] = ("buffer", lambda m=module, n=name: _buffer(m, n))  # type: ignore[misc]
         for name in set(vars(module)) - OWN_ATTRIBUTES:
             found[start + name] = ("attribute", lambda m=module, n=name: vars(m).get(n))  # type: ignore[misc]
+        if isinstance(module, torch.jit.ScriptModule):
+            for name in scripted_attributes(module).keys() - OWN_ATTRIBUTES:
+                found.setdefault(start + name, ("attribute", lambda m=module, n=name: getattr(m, n, None)))  # type: ignore[misc]
     return found
+
+
+def _buffer(module: nn.Module, name: str) -> Any:
+    return dict(module._buffers.items()).get(name)  # a scripted module's view has no `get`
 
 
 class StateWatch(PassProbe):
@@ -74,7 +81,7 @@ class StateWatch(PassProbe):
         """Compares the state before and after one forward and its backward."""
         before = self._digests()
         addresses = {_address(value): name for name, (_, get) in self._named.items()
-                     if isinstance(value := get(), torch.Tensor)} | self._parameters  # fmt: skip
+                     if issubclass(type(value := get()), torch.Tensor)} | self._parameters  # fmt: skip
         with _assignments(self._assigned), _Writes(addresses, self._wrote):
             yield
         after = self._digests()
@@ -144,7 +151,7 @@ class StateHeld(PassProbe):
     def around(self, k: int | None) -> Iterator[None]:
         """Intercepts assignments to modules and writes to tensors."""
         values = {name: get() for name, get in self._named.items()} | self._parameters
-        held = {_address(value) for value in values.values() if isinstance(value, torch.Tensor)}
+        held = {_address(value) for value in values.values() if issubclass(type(value), torch.Tensor)}
         with _assignments(lambda *_: None, self._keeps), _Unwritten(held):
             yield
 

@@ -168,10 +168,11 @@ def line_text(fit: Fit) -> str:
     sign = "+" if fit.slope >= 0 else "−"
     text = f"{bytes_text(fit.intercept)} {sign} {bytes_text(abs(fit.slope))} × n"
     if fit.residual is None:
-        return f"{text}; a line through two rows has no residual"
-    # below half a byte it is the rounding of the fit itself
-    share = percent(fit.relative_residual or 0.0 if fit.residual >= 0.5 else 0.0)
-    text += f"; straight line through {len(fit.points)} rows, residual at most {bytes_text(fit.residual)} ({share})"
+        text += "; a line through two rows has no residual"
+    else:
+        # below half a byte it is the rounding of the fit itself
+        share = percent(fit.relative_residual or 0.0 if fit.residual >= 0.5 else 0.0)
+        text += f"; straight line through {len(fit.points)} rows, residual at most {bytes_text(fit.residual)} ({share})"
     return text if fit.usable else f"{text}: not a line to predict by"
 
 
@@ -179,7 +180,7 @@ def prediction_sentences(prediction: Prediction) -> tuple[str, ...]:
     """Returns what the line predicts: the largest micro-batch, and the smallest K for the wanted batch."""
     limit = bytes_text(prediction.limit)
     if prediction.smallest_steps is None:
-        need = bytes_text(prediction.rest + prediction.line.at(1))
+        need = bytes_text(prediction.rest + prediction.line.at(1) + (prediction.line.residual or 0.0))
         return (f"no micro-batch fits into {limit}: one sample would need {need}",)
     measured = max(n for n, _ in prediction.line.points)
     beyond = f"; beyond the measured {measured:,}" if prediction.extrapolated else ""
@@ -192,7 +193,8 @@ def prediction_sentences(prediction: Prediction) -> tuple[str, ...]:
     return (
         f"largest micro-batch that fits into {limit}: {most}{prediction.largest_micro_batch:,} samples "
         f"({basis}{beyond})",
-        f"smallest K for a batch of {prediction.wanted_batch:,}: {least}{prediction.smallest_steps:,}",
+        f"smallest K for a batch of {prediction.wanted_batch:,}: "
+        f"{least if prediction.smallest_steps > 1 else ''}{prediction.smallest_steps:,}",
     )
 
 

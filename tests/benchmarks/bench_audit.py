@@ -1,34 +1,38 @@
 """What an audit costs: recording time against the script's own, bytes on disk against the gradients' size.
 
-    python tests/benchmarks/bench_audit.py [--repeats 3]
+    python tests/benchmarks/bench_audit.py [--repeats 3] [--threads 1]
 
-The script is a language model of 30 million parameters with dropout. Its own time is that of `python script.py` until the
-second update has been made, import of torch included; the recorded time is that of the child process of an audit, less
-the time that a plain `torch.save` of the same gradients takes (the one-time write, measured beside it).
+The script is a language model of 30 million parameters with dropout. Its own time is that of `python script.py` until
+the second update has been made, import of torch included; the recorded time is that of the child process of an audit,
+less the time that a plain `torch.save` of the same gradients takes (the one-time write, measured beside it). Wall clock
+and processor time are given: on a machine that has other work, only the second one says something.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import resource
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = '''
+SCRIPT = """
 import argparse, torch
 from torch import nn
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--batch-size", type=int, default=8)
 parser.add_argument("--accum", type=int, default=1)
+parser.add_argument("--threads", type=int, default=1)
 args = parser.parse_args()
 torch.manual_seed(0)
-torch.set_num_threads(2)
+torch.set_num_threads(args.threads)
 
 class Model(nn.Module):
     def __init__(self, words=16000, width=512, layers=4, length=64):
@@ -58,72 +62,79 @@ for i, rows in enumerate(data.split(args.batch_size)):
         updates += 1
         if updates == 2:
             break
-'''
-FULL, ACCUMULATED = ("--batch-size", "8", "--accum", "1"), ("--batch-size", "2", "--accum", "4")
+"""
+ROLES = {"full": ("--batch-size", "8", "--accum", "1"), "accumulated": ("--batch-size", "2", "--accum", "4")}
 
 
 def main() -> None:
     """Prints the figures of every repeat and their medians."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3)
-    repeats = parser.parse_args().repeats
+    parser.add_argument("--threads", default="1", help="of torch; more only on a machine that does nothing else")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "train.py"
         script.write_text(SCRIPT, encoding="utf-8")
-        ratios = [_measure(script) for _ in range(repeats)]
-    for at, role in enumerate(("full batch", "accumulated")):
-        print(f"recording, {role}: {median(ratio[at] for ratio in ratios):.3f} × the script's own time (target 1.10)")
+        measured = [_measure(script, options.threads) for _ in range(options.repeats)]
+    for role in ROLES:
+        for clock in ("wall", "processor"):
+            own, recorded = (min(times[role, clock][at] for times in measured) for at in (0, 1))
+            middle = median(times[role, clock][1] / times[role, clock][0] for times in measured)
+            print(f"recording, {role}, {clock} time: least {recorded:.2f} s / {own:.2f} s = {recorded / own:.3f}, "
+                  f"median of ratios {middle:.3f} (target 1.10)")  # fmt: skip
 
 
-def _measure(script: Path) -> tuple[float, float]:
-    """Returns recorded over own time of both runs."""
-    own = [_own(script, arguments) for arguments in (FULL, ACCUMULATED)]
-    recorded, write = _recorded(script), 2 * _write(script)
-    ratios = [(seconds - write) / alone for seconds, alone in zip(recorded, own, strict=True)]
-    print(f"own {own[0]:.2f} s and {own[1]:.2f} s, recorded {recorded[0]:.2f} s and {recorded[1]:.2f} s, "
-          f"of which the two gradient writes take {write:.2f} s: {ratios[0]:.3f}, {ratios[1]:.3f}")  # fmt: skip
-    return ratios[0], ratios[1]
+def _measure(script: Path, threads: str) -> dict[tuple[str, str], tuple[float, float]]:
+    """Returns own and recorded time of each run, by both clocks, the latter without the gradient writes."""
+    write = _write(script)
+    times = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for role, arguments in ROLES.items():
+            words = (*arguments, "--threads", threads)
+            own = _timed(lambda words=words: subprocess.run([sys.executable, str(script), *words], check=True))
+            recorded = _timed(lambda role=role, words=words: _recorded(script, Path(folder), role, words))
+            for clock, alone, with_recorder, saved in zip(("wall", "processor"), own, recorded, write, strict=True):
+                times[role, clock] = (alone, with_recorder - 2 * saved)
+    return times
 
 
-def _own(script: Path, arguments: tuple[str, ...]) -> float:
-    begun = time.monotonic()
-    subprocess.run([sys.executable, str(script), *arguments], check=True, cwd=script.parent)
-    return time.monotonic() - begun
+def _timed(work: Callable[[], object]) -> tuple[float, float]:
+    """Returns wall clock and the processor time of the child processes."""
+    before, begun = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    work()
+    wall, after = time.monotonic() - begun, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def _recorded(script: Path) -> tuple[float, float]:
-    """Runs the jobs of an audit one after the other, without the third run beside the second."""
+def _recorded(script: Path, folder: Path, role: str, arguments: tuple[str, ...]) -> None:
+    """Runs one job of an audit."""
     from gaverify.audit.job import Job
     from gaverify.audit.processes import run_jobs
     from gaverify.audit.reading import Run
 
-    with tempfile.TemporaryDirectory() as folder:
-        seconds = []
-        for role, arguments in (("full", FULL), ("accumulated", ACCUMULATED)):
-            path = Path(folder) / role
-            source = str(Path(folder) / "full") if role == "accumulated" else None
-            job = Job(role, str(script), False, arguments, str(path), 2, source)  # type: ignore[arg-type]
-            (child,) = run_jobs([(job, str(script))], 600, lambda _: None)
-            run = Run(job.role, path, child.seconds)
-            size = sum(gradient.numel() for gradient in run.gradients(1).values())
-            print(f"    {role}: {size:,} parameters, {run.disk_bytes:,} bytes = "
-                  f"{run.disk_bytes / (4 * size * run.updates):.4f} × (4 × parameters × updates)")  # fmt: skip
-            seconds.append(child.seconds)
-        return seconds[0], seconds[1]
+    source = str(folder / "full") if role == "accumulated" else None
+    job = Job(role, str(script), False, arguments, str(folder / role), 2, source)  # type: ignore[arg-type]
+    run_jobs([(job, str(script))], 600, lambda _: None)
+    run = Run(job.role, folder / role, 0.0)
+    size = sum(gradient.numel() for gradient in run.gradients(1).values())
+    share = run.disk_bytes / (4 * size * run.updates)
+    print(f"    {role}: {size:,} parameters, {run.disk_bytes:,} bytes = {share:.4f} × (4 × parameters × updates)")
 
 
-def _write(script: Path) -> float:
-    """The seconds that writing tensors of the gradients' shapes adds."""
+def _write(script: Path) -> tuple[float, float]:
+    """Returns what writing tensors of the gradients' shapes takes, by both clocks."""
     code = (
         "import torch, time, sys\n"
         f"shapes = {_shapes()!r}\n"
         "tensors = {str(at): torch.randn(shape) for at, shape in enumerate(shapes)}\n"
-        "begun = time.monotonic(); torch.save(tensors, sys.argv[1]); print(time.monotonic() - begun)\n"
+        "begun = time.monotonic(), time.process_time(); torch.save(tensors, sys.argv[1])\n"
+        "print(time.monotonic() - begun[0], time.process_time() - begun[1])\n"
     )
     target = script.parent / "written.pt"
     done = subprocess.run([sys.executable, "-c", code, str(target)], check=True, capture_output=True, text=True)
     target.unlink()
-    return float(done.stdout)
+    wall, processor = map(float, done.stdout.split())
+    return wall, processor
 
 
 def _shapes() -> list[tuple[int, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from gaverify.audit.job import Job
 from gaverify.randomness import Dealer, Draw, DrawRecord, Recorder
 
 Shapes = list[tuple[int, ...]]
+_GATHER = 0x8040201008040201 - (1 << 64)  # moves bit 8 i to bit 63 - i
+_EIGHTS = torch.tensor([[at >> (7 - bit) & 1 for bit in range(8)] for at in range(256)], dtype=torch.uint8)
+_EIGHTS = _EIGHTS.view(torch.int64).flatten()
 
 
 class DrawMode(TorchDispatchMode):
@@ -55,7 +59,8 @@ class KeptDraws:
         for recorder, shapes in self._forwards:
             self.fused |= recorder.record.fused
             self.count += len(recorder.record.draws)
-            written.append({"shapes": shapes, "draws": [vars(draw) for draw in recorder.record.draws]})
+            draws = [{**vars(draw), "value": _packed(draw.value)} for draw in recorder.record.draws]
+            written.append({"shapes": shapes, "draws": draws})
         if any(entry["draws"] for entry in written):
             torch.save(written, self._folder / f"draws-{update}.pt")
         self._forwards.clear()
@@ -80,7 +85,9 @@ class DealtDraws:
         self._update, self._seen, self._starts = update, 0, {}
         path = self._source / f"draws-{update}.pt"
         entries = torch.load(path, weights_only=False) if path.exists() else []
-        self._entries = [(e["shapes"], DrawRecord([Draw(**draw) for draw in e["draws"]])) for e in entries]
+        for entry in entries:
+            draws = [Draw(**{**draw, "value": _unpacked(draw["value"])}) for draw in entry["draws"]]
+            self._entries.append((entry["shapes"], DrawRecord(draws)))
 
     def close(self) -> None:
         """Adds up what came of dealing."""
@@ -163,6 +170,23 @@ class Draws:
             "dealt": self._dealt.sliced if self._dealt else 0,
             "unaligned": self._dealt.unaligned if self._dealt else {},
         }
+
+
+def _packed(value: torch.Tensor) -> Any:
+    """A mask as eight elements per byte, with its shape; anything else as it is."""
+    if value.dtype is not torch.bool:
+        return value
+    flat = torch.nn.functional.pad(value.detach().cpu().flatten(), (0, -value.numel() % 8))
+    eights = flat.view(torch.uint8).view(torch.int64)  # eight bytes of 0 or 1; the product gathers them in the last
+    return ((eights * _GATHER) >> 56).to(torch.uint8), tuple(value.shape), value.device
+
+
+def _unpacked(stored: Any) -> Any:
+    if isinstance(stored, torch.Tensor):
+        return stored
+    packed, shape, device = stored
+    eights = _EIGHTS[packed.to(torch.int64)]
+    return eights.view(torch.uint8).view(torch.bool)[: math.prod(shape)].view(shape).to(device)
 
 
 def _batch_rows(full: Shapes, micro: Shapes) -> tuple[int, int] | None:

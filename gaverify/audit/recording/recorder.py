@@ -190,12 +190,13 @@ class Recorder(Session):
                 if self._complete:
                     self._stop()
                 self._close_update()
-            self._changes.note(self.watch.look(), "backward" if self._in_backward else "between")
+            seen = self.watch.look()
+            self._changes.note(seen, "backward" if self._in_backward else "between")
             self.steps += 1
-            self._event("step", place, optimizer=index, inside=self._in_backward)
+            self._event("step", place, optimizer=index, inside=self._in_backward, by_hand=index in seen.changed)
             entry = self.watch.of(index)
             entry.pending = 0
-            stored = self.job.role != "events" and self._update.number <= max(self.job.updates, 1)
+            stored = self.job.role not in ("events", "frozen") and self._update.number <= max(self.job.updates, 1)
             self._update.capture(entry, self.names, self.storage if stored else None)
             if self._held is not None:
                 self._held.take(self.watch.parameters(index))

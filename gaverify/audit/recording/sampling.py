@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import torch
 
-TOTAL = 16384
-"""Elements of all parameters together, where each has its share."""
+TOTAL = 8192
+"""Elements of all parameters together, where each has its share; few enough that torch reads them in one thread."""
 
 FEWEST = 16
 """Elements of each parameter at least."""
+
+_RUN = 16  # neighbours that are read together: one line of the cache in float32
 
 
 class Sample:
@@ -67,4 +69,5 @@ def positions(ordinal: int, numel: int, total: int) -> torch.Tensor:
     if wanted == numel:
         return torch.arange(numel)
     generator = torch.Generator().manual_seed(ordinal)
-    return torch.randint(numel, (wanted,), generator=generator).sort().values
+    starts = torch.randint(max(numel // _RUN, 1), (-(-wanted // _RUN),), generator=generator).sort().values * _RUN
+    return (starts[:, None] + torch.arange(_RUN)).flatten().clamp_max(numel - 1)

@@ -40,9 +40,10 @@ from gaverify.audit.records import Record
 from gaverify.audit.rules.trailing_window_lost import is_tail
 from gaverify.audit.rules.wording import counted, passes, place, updates
 from gaverify.audit.windows import Loss
-from gaverify.results import Evidence, Finding
+from gaverify.results import Evidence, Finding, Outcome
 
 CODE, NAME = "GAV603", "gradients-cleared-inside-window"
+_NOTHING = 1e-3  # a micro-batch with less than this share of the largest weight did not reach the step
 
 
 def judge(record: Record) -> Iterator[Finding]:
@@ -69,5 +70,25 @@ def cleared_inside(record: Record) -> list[Loss]:
     return [
         loss
         for loss in record.ledger.losses
-        if loss.by is not None and not is_tail(record, loss) and loss.window not in ordinary
+        if loss.by is not None
+        and not is_tail(record, loss)
+        and loss.window not in ordinary
+        and not _summed_elsewhere(record, loss)
     ]
+
+
+def _summed_elsewhere(record: Record, loss: Loss) -> bool:
+    """Whether what was cleared still reached the step, through a buffer in which the script sums gradients itself."""
+    window, update = record.window_of(loss.window), record.update_of(loss.window)
+    if window is None:
+        return False
+    if update is None:  # calls alone: a gradient that was put in place by hand may hold anything
+        return any(step.values.get("by_hand") for step in window.steps)
+    if update.judged and update.outcome is Outcome.EQUIVALENT:
+        return True
+    backwards, fit = window.of("backward"), update.fit
+    if fit is None or fit.used_residual > record.tolerance or len(fit.used) != len(backwards):
+        return False
+    largest = max(map(abs, fit.used))
+    lost = [weight for weight, event in zip(fit.used, backwards, strict=True) if event in loss.backwards]
+    return all(abs(weight) > _NOTHING * largest for weight in lost)

@@ -51,7 +51,7 @@ def judge(record: Record) -> Iterator[Finding]:
     reasons = []
     if record.same_pieces:
         reasons.append("both runs fed the first update in the same pieces: the full batch was compared with itself")
-    if all(not row.reference_norm > 0 and not row.accumulated_norm > 0 for row in update.parameters):
+    if update.parameters and all(row.reference_norm == row.accumulated_norm == 0 for row in update.parameters):
         reasons.append("every gradient is zero")
     counts = update.valid_targets
     if len(counts) > 1 and len(set(counts)) == 1 and update.ignored_targets:

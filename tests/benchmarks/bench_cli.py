@@ -1,0 +1,46 @@
+"""The command line against the least that it could cost: ratios of whole processes, run in turns."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import measuring
+
+BY_HAND = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 1))
+inputs, targets = torch.randn(8, 16), torch.randn(8, 1)
+loss = nn.functional.mse_loss
+loss(model(inputs), targets).backward()
+full = [parameter.grad.clone() for parameter in model.parameters()]
+model.zero_grad()
+for x, y in zip(inputs.split(2), targets.split(2)):
+    (loss(model(x), y) / 4).backward()
+for parameter, expected in zip(model.parameters(), full):
+    torch.testing.assert_close(parameter.grad, expected)
+"""
+
+
+def main() -> None:
+    """Measures `--help` and `run --model mlp`."""
+    python, own = [sys.executable], [sys.executable, "-m", "gaverify"]
+    base = measuring.command([*python, "-c", "import click, rich.console"])
+    found, ours, theirs = measuring.ratio(measuring.command([*own, "--help"]), base, 21)
+    figure = f"{found:.2f} ({ours:.3f} s : {theirs:.3f} s)"
+    measuring.show("gaverify --help : import click, rich.console", figure, "< 2.5")
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "by_hand.py"
+        script.write_text(BY_HAND, encoding="utf-8")
+        hand = measuring.command([*python, str(script)])
+        run = measuring.command([*own, "run", "--model", "mlp", "--steps", "4"])
+        found, ours, theirs = measuring.ratio(run, hand, 15)
+    figure = f"{found:.2f} ({ours:.2f} s : {theirs:.2f} s)"
+    measuring.show("gaverify run --model mlp : the same by hand", figure, "<= 1.25")
+
+
+if __name__ == "__main__":
+    main()

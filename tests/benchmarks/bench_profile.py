@@ -1,0 +1,68 @@
+"""What the profiler costs: one update with the hooks that count activations against one without, per strategy.
+
+Then what it counted of three small networks, against a count made by hand (which `tests/test_profile_activations.py`
+asserts for every strategy and K).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import measuring
+
+from gaverify.profiling.activations import ActivationMeter
+from gaverify.profiling.records import Plan
+from gaverify.profiling.workload import workload
+from gaverify.spec import Spec
+
+B = 8
+
+
+def hooks(name: str, problem, rounds: int) -> None:  # type: ignore[no-untyped-def]
+    """Times updates of a problem with and without the hooks, in turns."""
+    for plan in (Plan("full-batch", 1), Plan("summed-loss", 4), Plan("accumulate", 4)):
+        with workload(problem, Spec(model=name), plan) as work:
+            work.start()
+            batches = list(work.micro_batches())
+            kept = work.kept_anyway()
+
+            def counted(work=work, batches=batches, kept=kept) -> None:  # type: ignore[no-untyped-def]
+                with ActivationMeter(kept).counting():
+                    work.update(batches)
+
+            def bare(work=work, batches=batches) -> None:  # type: ignore[no-untyped-def]
+                work.update(batches)
+
+            found, ours, theirs = measuring.ratio(counted, bare, rounds)
+        figure = f"{found:.2f} ({ours * 1e3:.2f} ms : {theirs * 1e3:.2f} ms)"
+        measuring.show(f"{name}, {plan.strategy}, K = {plan.steps}: hooks on : off", figure, "< 1.25")
+
+
+def counts() -> None:
+    """Shows the counted bytes of three small networks beside those that a hand counts."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from test_profile_activations import BY_HAND, measured
+
+    for case in BY_HAND:
+        make, per_sample, constant = case.values
+        for strategy, steps, by_hand in (
+            ("full-batch", 1, B * per_sample + constant),
+            ("summed-loss", 4, B * per_sample + 4 * constant),
+            ("accumulate", 4, B // 4 * per_sample + constant),
+        ):
+            counted = measured(make, strategy, steps)
+            measuring.show(f"{case.id}, {strategy}, K = {steps}", f"{counted} B", f"{by_hand} B")
+
+
+def main() -> None:
+    """Measures a large model, where an update is arithmetic, and a small one, where it is overhead."""
+    from gaverify.zoo import mnist_mlp
+
+    hooks("mnist-mlp", mnist_mlp.build(), 200)
+    hooks("30 million parameters", measuring.language_model(), 5)
+    counts()
+
+
+if __name__ == "__main__":
+    main()
