@@ -88,7 +88,8 @@ def test_one_size_is_no_line() -> None:
 def test_a_limit_holds_what_the_line_says() -> None:
     prediction = predict(profile())
     assert isinstance(prediction, Prediction)
-    assert (prediction.basis, prediction.largest_micro_batch) == ("peak", 350)  # 300 MB + 350 × 2 MB = 1 GB
+    assert (prediction.basis, prediction.largest_micro_batch) == ("peak", 349)  # 300 MB + 350 × 2 MB = 1 GB, less
+    # what a batch of more than 32 samples takes itself: 318 × 100 bytes
     assert (prediction.wanted_batch, prediction.smallest_steps, prediction.extrapolated) == (1024, 3, True)
 
 
@@ -135,7 +136,7 @@ def test_where_peaks_do_not_tell_the_activations_do() -> None:
     assert isinstance(prediction, Prediction)
     assert prediction.basis == "activations"
     assert prediction.rest == 300_000_000 - 4000
-    assert prediction.largest_micro_batch == 700_004  # (1 GB − 300 MB + 4 kB) / 1 kB
+    assert prediction.largest_micro_batch == 636_370  # (1 GB − 300 MB + 4 kB + 32 × 100 B) / (1 kB + 100 B)
 
 
 def test_not_even_one_sample_fits() -> None:

@@ -61,7 +61,7 @@ LAST = """\
                0 B (0 %)
   peak         300 MB + 2.00 MB × n; straight line through 3 rows, residual at
                most 0 B (0 %)
-  predicted    largest micro-batch that fits into 1.00 GB: 350 samples (by the
+  predicted    largest micro-batch that fits into 1.00 GB: 349 samples (by the
                line through the peaks; beyond the measured 16)
   predicted    smallest K for a batch of 1,024: 3
 

@@ -12,6 +12,7 @@ from gaverify.isolation.generators import foreign_generator_states, generator_st
 from gaverify.isolation.modules import OWN_ATTRIBUTES, scripted_attributes
 from gaverify.isolation.objects import UNSET, attributes_of, slots_of
 from gaverify.isolation.state import ModelState
+from gaverify.isolation.tensors import written_arguments, written_tensors
 
 __all__ = [
     "BYTES",
@@ -32,4 +33,6 @@ __all__ = [
     "scripted_attributes",
     "slots_of",
     "variables",
+    "written_arguments",
+    "written_tensors",
 ]

@@ -6,8 +6,9 @@ A copy of a large model would double its memory for the rare forward that writes
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -128,3 +129,20 @@ def _gradient(tensor: torch.Tensor) -> Restore:
             gradient.copy_(value)
 
     return restore
+
+
+@cache
+def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """Returns position and name of the arguments that an operation of torch writes to, `out=` included."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple((i, arg.name) for i, arg in arguments if arg.alias_info is not None and arg.alias_info.is_write)
+
+
+def written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Returns the tensors that a call of an operation will write to, those in lists (`_foreach_mul_`) included."""
+    found = []
+    for position, name in written_arguments(func):
+        value = args[position] if position < len(args) else kwargs.get(name)
+        entries = value if isinstance(value, list | tuple) else (value,)
+        found += [entry for entry in entries if isinstance(entry, torch.Tensor)]
+    return found

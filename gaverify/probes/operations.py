@@ -21,6 +21,7 @@ from gaverify.probes.fingerprints import Layout, fingerprint, layout_of
 from gaverify.tracebacks import calling_frame
 
 Shape = tuple[int, ...]
+_UNWRITTEN = ("empty", "new_empty")  # factories whose results hold whatever the memory held
 INPUT = "input"  # the name of a step that stands for a tensor which no operation wrote
 
 
@@ -159,7 +160,8 @@ class OperationTracer(PassProbe):
         elif self._template is not None:
             seen = _same(self._template, index, position, name)
             result.layout = layout_of(shape, seen.shape, self._size, self._count) if seen is not None else None
-        if result.layout is not None and tensor.layout is torch.strided:
+        written = not name.startswith(_UNWRITTEN)
+        if written and result.layout is not None and tensor.layout is torch.strided:
             with _disable_current_modes():
                 result.prints = fingerprint(tensor, result.layout, integers=name == INPUT)
         return result

@@ -15,7 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map_only
 
 from gaverify.gradients import PassProbe, Task
-from gaverify.isolation import OWN_ATTRIBUTES, ModelState, scripted_attributes, variables
+from gaverify.isolation import (
+    OWN_ATTRIBUTES,
+    ModelState,
+    scripted_attributes,
+    variables,
+    written_arguments,
+    written_tensors,
+)
 from gaverify.measurements import Operation, StateChange
 from gaverify.probes.digests import digest, tensor_digest
 from gaverify.tracebacks import calling_frame, shown
@@ -180,11 +187,6 @@ def _assignments(
         nn.Module.__setattr__ = original  # type: ignore[method-assign]
 
 
-def _written(func: Any) -> tuple[int, ...]:
-    arguments = func._schema.arguments
-    return tuple(i for i, arg in enumerate(arguments) if arg.alias_info is not None and arg.alias_info.is_write)
-
-
 class _Writes(TorchDispatchMode):
     """Sees every write to a tensor of the state."""
 
@@ -197,9 +199,8 @@ class _Writes(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for position in _written(func):
-            target = args[position] if position < len(args) else None
-            name = self._addresses.get(_address(target)) if isinstance(target, torch.Tensor) else None
+        for target in written_tensors(func, args, kwargs or {}):
+            name = self._addresses.get(_address(target))
             if name is not None:
                 self._notice(name, str(func._schema.name.split("::")[-1]), calling_frame())
         return func(*args, **(kwargs or {}))
@@ -217,14 +218,24 @@ class _Unwritten(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kept = {p: args[p] for p in _written(func) if p < len(args) and isinstance(args[p], torch.Tensor)
-                and _address(args[p]) in self._held}  # fmt: skip
-        if not kept:
-            return func(*args, **(kwargs or {}))
-        copies = {position: tensor.clone() for position, tensor in kept.items()}
-        result = func(*(copies.get(i, arg) for i, arg in enumerate(args)), **(kwargs or {}))
-        back = {id(copies[position]): tensor for position, tensor in kept.items()}
-        return tree_map_only(torch.Tensor, lambda tensor: back.get(id(tensor), tensor), result)
+        kwargs = kwargs or {}
+        if not any(_address(tensor) in self._held for tensor in written_tensors(func, args, kwargs)):
+            return func(*args, **kwargs)
+        originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            if _address(tensor) not in self._held:
+                return tensor
+            copy = tensor.clone()
+            originals[id(copy)] = (tensor, copy)
+            return copy
+
+        written = written_arguments(func)
+        positions, names = {position for position, _ in written}, {name for _, name in written}
+        args = [tree_map_only(torch.Tensor, copied, arg) if i in positions else arg for i, arg in enumerate(args)]
+        kwargs = {key: tree_map_only(torch.Tensor, copied, v) if key in names else v for key, v in kwargs.items()}
+        result = func(*args, **kwargs)
+        return tree_map_only(torch.Tensor, lambda tensor: originals.get(id(tensor), (tensor,))[0], result)
 
 
 def _address(tensor: Any) -> int:

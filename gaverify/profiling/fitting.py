@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from gaverify.profiling.records import Profile, Row
+from gaverify.profiling.records import Profile, Row, Setting
 
 # A line that leaves a tenth of the measured range unexplained is no ground for a prediction.
 _USABLE = 0.1
@@ -132,18 +132,29 @@ def predict(profile: Profile) -> Prediction | str:
     if limit is None or wanted is None:
         return "no prediction without a limit: `--memory 24GB` asks for the largest micro-batch that fits"
     if peak is not None and peak.usable:
-        return _solve("peak", peak, 0.0, limit, wanted)
+        return _solve("peak", peak, 0.0, limit, wanted, profile.setting)
     if activations is None or not activations.usable:
         return "no prediction: the memory of the rows does not follow a straight line in the size of the micro-batch"
     rest = [row.memory.peak - row.activation_bytes for row in _fitted_rows(profile.rows)
             if row.memory is not None and row.activation_bytes is not None]  # fmt: skip
-    return _solve("activations", activations, float(max(rest, default=0)), limit, wanted)
+    return _solve("activations", activations, float(max(rest, default=0)), limit, wanted, profile.setting)
 
 
-def _solve(basis: Literal["peak", "activations"], line: Line, rest: float, limit: int, wanted_batch: int) -> Prediction:
-    """The largest n with rest + a + b·n + residual ≤ limit: the residual is kept free, it is what the line missed."""
+def _solve(
+    basis: Literal["peak", "activations"], line: Line, rest: float, limit: int, wanted_batch: int,
+    setting: Setting | None,
+) -> Prediction:  # fmt: skip
+    """The largest n with rest + a + b·n + c·max(n − B, 0) + residual ≤ limit.
+
+    The residual is kept free, it is what the line missed. B samples of c bytes lay in memory beside their micro-batches
+    in every row; a micro-batch of more samples comes with a larger batch.
+    """
     room = limit - rest - line.intercept - (line.residual or 0.0)
-    largest = max(0, math.floor(room / line.slope))
-    steps = -(-wanted_batch // largest) if largest else None
-    return Prediction(basis, line, rest, limit, largest, wanted_batch, steps,
-                      largest > max(n for n, _ in line.points))  # fmt: skip
+    largest = room / line.slope
+    if setting is not None and largest > setting.batch_size:
+        share = setting.batch_bytes / setting.batch_size
+        largest = (room + setting.batch_bytes) / (line.slope + share)
+    samples = max(0, math.floor(largest))
+    steps = -(-wanted_batch // samples) if samples else None
+    return Prediction(basis, line, rest, limit, samples, wanted_batch, steps,
+                      samples > max(n for n, _ in line.points))  # fmt: skip

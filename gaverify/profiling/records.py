@@ -36,6 +36,7 @@ class Setting:
     parameters: int
     trainable: int
     batch_size: int
+    batch_bytes: int
     device: str
     device_name: str
     device_memory: int | None

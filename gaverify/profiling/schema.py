@@ -21,6 +21,7 @@ class SettingItem(_Record):
     parameters: int
     trainable: int
     batch_size: int
+    batch_bytes: int
     device: str
     device_name: str
     device_memory: int | None

@@ -109,6 +109,7 @@ def _about(work: Any, spec: Any, job: dict[str, Any]) -> dict[str, Any]:
     return {
         "model": spec.model, "parameters": sum(p.numel() for p in unique),
         "trainable": sum(p.numel() for p in task.parameters.values()), "batch_size": task.batch_size,
+        "batch_bytes": _bytes_of(task.problem.batch),
         "device": str(task.device),
         "device_name": torch.cuda.get_device_name(task.device) if cuda else platform.processor() or platform.machine(),
         "device_memory": torch.cuda.get_device_properties(task.device).total_memory if cuda else None,
@@ -117,6 +118,14 @@ def _about(work: Any, spec: Any, job: dict[str, Any]) -> dict[str, Any]:
         "torch": torch.__version__, "gaverify": __version__, "python": platform.python_version(),
         "platform": platform.platform(),
     }  # fmt: skip
+
+
+def _bytes_of(batch: Any) -> int:
+    """What the batch itself takes: every tensor and array in it once."""
+    from gaverify.batching import is_array, leaves
+
+    arrays = {id(leaf): leaf for _, leaf in leaves(batch) if is_array(leaf)}.values()
+    return sum(int(getattr(array, "nbytes", 0)) for array in arrays)
 
 
 def _described(error: BaseException) -> dict[str, str]:

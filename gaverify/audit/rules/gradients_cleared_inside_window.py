@@ -37,13 +37,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gaverify.audit.records import Record
-from gaverify.audit.rules.trailing_window_lost import is_tail
+from gaverify.audit.rules.losses import cleared_inside
 from gaverify.audit.rules.wording import counted, passes, place, updates
-from gaverify.audit.windows import Loss
-from gaverify.results import Evidence, Finding, Outcome
+from gaverify.results import Evidence, Finding
 
 CODE, NAME = "GAV603", "gradients-cleared-inside-window"
-_NOTHING = 1e-3  # a micro-batch with less than this share of the largest weight did not reach the step
 
 
 def judge(record: Record) -> Iterator[Finding]:
@@ -62,33 +60,3 @@ def judge(record: Record) -> Iterator[Finding]:
                            {"updates": [loss.window for loss in losses]})),
         remedy="clear the gradients once per update, after the step", proven=True,
     )  # fmt: skip
-
-
-def cleared_inside(record: Record) -> list[Loss]:
-    """Returns the losses that are no cut-off tail of an epoch, and that the full batch's run does not have itself."""
-    ordinary = {window.number for window in record.full_windows if window.zero_grads > 1}
-    return [
-        loss
-        for loss in record.ledger.losses
-        if loss.by is not None
-        and not is_tail(record, loss)
-        and loss.window not in ordinary
-        and not _summed_elsewhere(record, loss)
-    ]
-
-
-def _summed_elsewhere(record: Record, loss: Loss) -> bool:
-    """Whether what was cleared still reached the step, through a buffer in which the script sums gradients itself."""
-    window, update = record.window_of(loss.window), record.update_of(loss.window)
-    if window is None:
-        return False
-    if update is None:  # calls alone: a gradient that was put in place by hand may hold anything
-        return any(step.values.get("by_hand") for step in window.steps)
-    if update.judged and update.outcome is Outcome.EQUIVALENT:
-        return True
-    backwards, fit = window.of("backward"), update.fit
-    if fit is None or fit.used_residual > record.tolerance or len(fit.used) != len(backwards):
-        return False
-    largest = max(map(abs, fit.used))
-    lost = [weight for weight, event in zip(fit.used, backwards, strict=True) if event in loss.backwards]
-    return all(abs(weight) > _NOTHING * largest for weight in lost)

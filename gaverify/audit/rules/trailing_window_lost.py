@@ -39,12 +39,11 @@ ultralytics/ultralytics PR#11217
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 
 from gaverify.audit.records import Record
+from gaverify.audit.rules.losses import cut_off
 from gaverify.audit.rules.wording import counted, passes, place
-from gaverify.audit.windows import Loss
 from gaverify.results import Finding
 
 CODE, NAME = "GAV604", "trailing-window-lost"
@@ -52,7 +51,7 @@ CODE, NAME = "GAV604", "trailing-window-lost"
 
 def judge(record: Record) -> Iterator[Finding]:
     """Yields a finding where the last backward passes of an epoch or of the script are thrown away."""
-    tails = [loss for loss in record.ledger.losses if is_tail(record, loss)]
+    tails = cut_off(record)
     if not tails:
         return
     first = tails[0]
@@ -65,15 +64,3 @@ def judge(record: Record) -> Iterator[Finding]:
         remedy="step after the last micro-batch of an epoch too, and divide by the micro-batches that its window has",
         proven=True,
     )  # fmt: skip
-
-
-def is_tail(record: Record, loss: Loss) -> bool:
-    """Whether what was lost is a whole group of micro-batches that a full window, or nothing, followed."""
-    if loss.by is None or loss.survivors == 0:
-        return True
-    lost = {other.window for other in record.ledger.losses}
-    whole = Counter(window.backwards for window in record.complete if window.number not in lost)
-    if record.steps is not None:
-        whole[record.steps] += len(record.windows) + 1
-    wanted = whole.most_common(1)[0][0] if whole else record.expected_of(loss.window)
-    return wanted is not None and loss.survivors >= wanted
