@@ -13,9 +13,20 @@ from gaverify.comparison import measure
 from gaverify.control import failure_sentence, in_float64
 from gaverify.gradients import PassResult, Task, full_batch_gradients
 from gaverify.judging import Judgement
-from gaverify.measurements import Cause, Measurements, Repeatability, Suspect, WeightFit, are_shares, is_constant
+from gaverify.measurements import (
+    Cause,
+    Measurements,
+    Repeatability,
+    StateChange,
+    StateProbe,
+    Suspect,
+    WeightFit,
+    are_shares,
+    is_constant,
+)
 from gaverify.precision import unit_roundoff
 from gaverify.probes import proof
+from gaverify.probes.backward_divergence import backward_culprit
 from gaverify.probes.batch_quality import identical_samples
 from gaverify.probes.controls import Bench, relative_difference
 from gaverify.probes.first_divergence import Divergences, trace_divergences
@@ -107,6 +118,8 @@ class _Search:
                 measured.state = self._attempt("state", lambda: proof.blame_state(self.bench, watch.changes()))
                 if not self._state_explains() and not self._weights(self._joint(fit)):
                     self._operations()
+                    self._hidden_state()
+                    self._backward()
         measured.cleared = measured.left <= self.bench.rounding
         measured.failures = self.failures
 
@@ -211,6 +224,26 @@ class _Search:
             fit = self._fit(None, None)
             if self._weights(fit if self._means(fit) else self._joint(fit)):
                 return
+
+    def _hidden_state(self) -> None:
+        """Restores all known state before each micro-batch: what moves it may have no name, or move in a backward."""
+        measured = self.measured
+        if measured.causes or not measured.forwards_agree:
+            return
+        restored = self._attempt("state restored", lambda: proof.state_restored(self.bench))
+        if restored is not None and restored.rounding:
+            unnamed = StateChange("state", "unnamed", True)
+            measured.state = StateProbe((unnamed,), restored, (unnamed,), (restored,))
+            measured.left = restored.left
+
+    def _backward(self) -> None:
+        """Looks for the place where gradients part, where all forwards agree."""
+        measured = self.measured
+        if measured.causes or not measured.forwards_agree or measured.left <= self.bench.rounding:
+            return
+        found = self._attempt("backward", lambda: backward_culprit(self.bench))
+        if found is not None:
+            measured.backward_culprit, measured.backward_control = found.operation, found.control
 
     def _trace(self) -> Divergences:
         measured = self.measured

@@ -110,7 +110,7 @@ class StateChange:
     """A value that the forward changes: where it lives, and the line that wrote it."""
 
     name: str
-    place: Literal["parameter", "buffer", "attribute", "closure"]
+    place: Literal["parameter", "buffer", "attribute", "closure", "unnamed"]
     drifts: bool
     writer: Operation | None = None
 
@@ -185,6 +185,7 @@ class Measurements:
     drift: Mapping[str, float] = field(default_factory=dict)
     hooked: tuple[str, ...] = ()
     backward_culprit: Operation | None = None
+    backward_control: ControlRun | None = None
     ruled_out: tuple[str, ...] = ()
     failures: Mapping[str, str] = field(default_factory=dict)
     diagnosed: bool = False

@@ -103,6 +103,24 @@ def layer_drop_outside_torch() -> Problem:
     return classified(Stack(), 8)
 
 
+@replayed("the same with generators that the layers hold themselves")
+def layer_drop_with_own_generators() -> Problem:
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.head = nn.ModuleList(nn.Linear(8, 8) for _ in range(6)), nn.Linear(8, 4)
+            old, new = numpy.random.RandomState(0), numpy.random.default_rng(1)
+            self.draws = (old.rand, new.random, random.Random(2).random)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for index, layer in enumerate(self.layers):
+                if self.draws[index % 3]() > 0.4:
+                    x = x + layer(x).tanh()
+            return self.head(x)
+
+    return classified(Stack(), 8)
+
+
 @replayed("slopes drawn per element", notes="GAV301")
 def randomised_relu() -> Problem:
     return classified(nn.Sequential(nn.Linear(8, 8), nn.RReLU(), nn.Linear(8, 8), nn.RReLU(), nn.Linear(8, 4)), 8)

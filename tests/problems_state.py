@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy
 import torch
 import torch.nn.functional as F
 from problems import classified, cross_entropy, fault, language_model, mlp, quiet, squared_error, token_batch
@@ -161,6 +162,77 @@ def constant_counter() -> Problem:
     return classified(Counting(False), 6)
 
 
+class Tallied(nn.Module):
+    """Divides by a running tally of the rows seen, kept in a NumPy array."""
+
+    def __init__(self, counting: bool) -> None:
+        super().__init__()
+        self.inner, self.tally, self.counting = nn.Linear(6, 4), numpy.ones(2), counting
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs = self.inner(x) / float(self.tally[0])
+        if self.counting:
+            self.tally += 0.1 * len(x)
+        return outputs
+
+
+def hidden_array() -> Problem:
+    torch.manual_seed(0)
+    return classified(Tallied(True), 6)
+
+
+def constant_array() -> Problem:
+    torch.manual_seed(0)
+    return classified(Tallied(False), 6)
+
+
+def _taught(following: bool) -> Problem:
+    """A teacher in the loss's closure, which follows the model by an average at each call, or stays."""
+    torch.manual_seed(0)
+    teacher = mlp()
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for ours, theirs in zip(teacher.parameters(), model.parameters(), strict=True):
+                ours.lerp_(theirs, 0.2 * following)  # planted moving-teacher
+            goals = teacher(x)
+        return F.mse_loss(model(x), goals)
+
+    return Problem(mlp(), loss, torch.randn(16, 6))
+
+
+def moving_teacher() -> Problem:
+    return _taught(True)
+
+
+def resting_teacher() -> Problem:
+    return _taught(False)
+
+
+STEP = 0
+
+
+def _warmed_up(counting: bool) -> float:
+    """A factor that grows with a global counter, two functions away from the loss."""
+    global STEP
+    STEP += counting
+    return min(1.0, (STEP + 1) / 10)
+
+
+def _warm_up(counting: bool) -> Problem:
+    torch.manual_seed(0)
+    return Problem(mlp(), lambda model, batch: _warmed_up(counting) * cross_entropy(model, batch),
+                   (torch.randn(16, 6), torch.randint(4, (16,))))  # fmt: skip
+
+
+def global_step() -> Problem:
+    return _warm_up(True)
+
+
+def resting_step() -> Problem:
+    return _warm_up(False)
+
+
 class Codebook(nn.Module):
     """Replaces each row by its nearest code, and moves the codes towards the rows, unless they are frozen."""
 
@@ -265,6 +337,11 @@ FAULTS = (
           planted=True),
     fault("hidden-counter", hidden_counter, "GAV403", "the factor is a Python number that each forward increments",
           planted=True),
+    fault("hidden-array", hidden_array, "GAV403", "the divisor is a NumPy array that each forward adds to",
+          module=""),
+    fault("moving-teacher", moving_teacher, "GAV401 GAV403", "the next micro-batch meets a teacher that has moved on",
+          planted=True),
+    fault("global-step", global_step, "GAV403", "the factor depends on a global of a helper function"),
     fault("codebook", moving_codebook, "GAV401", "the second micro-batch finds other codes", planted=True),
     fault("hidden-state", carried_hidden_state, "GAV403", "the second micro-batch starts where the first one ended"),
     fault("spectral-norm", spectral_norm, "GAV401", "the power iteration goes on with every forward"),
@@ -277,6 +354,9 @@ TWINS = (
     quiet("D03", untied_max_norm, "the forward moves parameters, but every lookup scales first"),
     quiet("D05", frozen_divisor, "a constant divisor", options={"weighting": "none"}),
     quiet("D08", frozen_maximum, "a constant scale"),
+    quiet("hidden-array", constant_array, "a constant divisor"),
+    quiet("moving-teacher", resting_teacher, "a constant teacher"),
+    quiet("global-step", resting_step, "a constant factor"),
     quiet("codebook", frozen_codebook, "constant codes"),
     quiet("hidden-state", forgotten_hidden_state, "every forward starts at zero"),
     quiet("spectral-norm", spectral_norm, "eval mode takes no step", options={"mode": "eval"}),

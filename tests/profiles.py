@@ -14,9 +14,9 @@ B = 32
 def setting(**changes: Any) -> Setting:
     """A run of `mnist-mlp` on a CPU."""
     sample = Setting(
-        model="mnist-mlp", parameters=567434, trainable=567434, batch_size=B, batch_bytes=B * 100, device="cpu", device_name="x86_64",
-        device_memory=None, dtype="float32", autocast=None, mode="train", seed=0, threads=1, optimizer=None, repeats=5,
-        torch="2.13.0", gaverify="0.1.0", python="3.11.7", platform="Linux",
+        model="mnist-mlp", parameters=567434, trainable=567434, batch_size=B, batch_bytes=B * 100, device="cpu",
+        device_name="x86_64", device_memory=None, dtype="float32", autocast=None, mode="train", seed=0, threads=1,
+        optimizer=None, repeats=5, torch="2.13.0", gaverify="0.1.0", python="3.11.7", platform="Linux",
     )  # fmt: skip
     return replace(sample, **changes)
 

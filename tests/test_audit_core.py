@@ -1,7 +1,7 @@
 """The audit's rules on hand-written loops: each fires on its fault and stays quiet on the twin. No process, no torch.
 
-A loop is a letter per call: `B` backward, `S` step, `H` a step with gradients that were set by hand, `Z` zero_grad, `C` a
-clipping that changed gradients, `c` one that did not, `L` scheduler, `U` unscale_, `A` average of the weights, `M`
+A loop is a letter per call: `B` backward, `S` step, `H` a step with gradients that were set by hand, `Z` zero_grad, `C`
+a clipping that changed gradients, `c` one that did not, `L` scheduler, `U` unscale_, `A` average of the weights, `M`
 parameters moved by hand, `E` the script's end.
 """
 

@@ -9,6 +9,7 @@ import pytest
 from audits import SCRIPTS, Audited, audit, events_of, folder, marked
 
 SCALE, STEPS, EXTRAS, RIGHT = "loops_scale.py", "loops_steps.py", "loops_extras.py", "loops_right.py"
+RARE = "loops_rare.py"
 WORDS = "train_language_model.py"
 LESS = ("--batch-size 8 --accum 1", "--batch-size 2 --accum 4")
 slow = pytest.mark.slow
@@ -33,15 +34,13 @@ class Fault(NamedTuple):
 
 FAULTS = [
     Fault("B02 the division by K is forgotten", SCALE, "division_forgotten", "GAV201"),
-    Fault("B02 Adam hides it", SCALE, "division_forgotten", "GAV201", common="--optimizer Adam"),
     Fault("B05 divided twice", SCALE, "divided_twice", "GAV201"),
     Fault("L19 scaled after backward", SCALE, "scaled_after_backward", "GAV201"),
     Fault("B04 short window over K", SCALE, "short_window", "GAV605", ("GAV201",), common="--samples 24"),
     Fault("B13 micro-batches of 6, 6, 4", SCALE, "ragged_batches", "GAV202",
           full="--micro 16", accumulated="--micro 6", quick=True),
     Fault("B11 mean over matched × batch size", SCALE, "matched_targets", "GAV202"),
-    Fault("B01 mean over valid tokens", WORDS, "mean_of_means", "GAV202", (), *LESS),
-    Fault("B01 with dropout, dealt out per sample", WORDS, "mean_of_means", "GAV202", (), *LESS, "--dropout 0.1"),
+    Fault("B01 mean over valid tokens", WORDS, "mean_of_means", "GAV202", (), *LESS, "--dropout 0.1"),
     Fault("B06 the model ignores the count", WORDS, "count_ignored", "GAV201", (), *LESS, "--equal"),
     Fault("B09 tokens of another window", WORDS, "tokens_of_another_window", "GAV201", (),
           "--batch-size 8 --accum 1 --generated 1", "--batch-size 2 --accum 4 --generated 8"),
@@ -49,14 +48,9 @@ FAULTS = [
     Fault("L01 zero_grad inside the window", STEPS, "cleared_inside", "GAV603", quick=True),
     Fault("L02 zero_grad at the start of an epoch", STEPS, "cleared_at_epoch", "GAV604", common="--samples 24"),
     Fault("L03 the trailing window leaks", STEPS, "leaks_into_next_epoch", "GAV602", common="--samples 24"),
-    Fault("L03 never cleared", STEPS, "never_cleared", "GAV602"),
-    Fault("L05 steps on all but the boundary", STEPS, "all_but_the_boundary", "GAV601"),
     Fault("L06 step outside the if", STEPS, "step_outside_the_if", "GAV601"),
-    Fault("L11 weight decay by hand", STEPS, "decay_by_hand", "GAV601"),
-    Fault("L12 steps in a hook", STEPS, "step_in_a_hook", "GAV601"),
     Fault("row 9 scheduler per micro-batch", EXTRAS, "schedule_per_micro_batch", "GAV607", quick=True),
     Fault("clipping per micro-batch, active", EXTRAS, "clip_per_micro_batch", "GAV606", common="--clip 0.05"),
-    Fault("L08 unscale_ and update per micro-batch", EXTRAS, "scaler_per_micro_batch", "GAV608"),
 ]  # fmt: skip
 
 
@@ -77,14 +71,21 @@ RIGHT_LOOPS = [
     ("N09 zero_grad at the start of the window", RIGHT, "cleared_at_start", ""),
     ("N18 only the logged loss is off", RIGHT, "logged_loss_off", ""),
     ("N19 constant divisor", RIGHT, "constant_divisor", ""),
-    ("N27 micro-batches in another order", RIGHT, "other_order", ""),
+    ("N27 micro-batches in another order", RIGHT, "other_order", "--dropout 0.2"),
     ("twin of B04", RIGHT, "short_window_divided", "--samples 24"),
-    ("twin of B02 under Adam", RIGHT, "usual", "--optimizer Adam"),
     ("gradients set to None by hand", RIGHT, "cleared_by_hand", ""),
     ("validation between updates", RIGHT, "validates", ""),
     ("the usual loop, shuffled, with workers and dropout", RIGHT, "usual", "--shuffle --workers 2 --dropout 0.2"),
     ("N26 clipping that never clips", EXTRAS, "clip_per_update", ""),
     ("clipping that clips, once per update", EXTRAS, "clip_per_update", "--clip 0.05"),
+    ("sums kept outside .grad", RARE, "sums_of_its_own", ""),
+    ("two passes over each window", RARE, "sharpness_aware", ""),
+    ("LBFGS", RARE, "line_search", ""),
+    ("a compiled model", RARE, "compiled", ""),
+    ("DistributedDataParallel with no_sync", RARE, "distributed", ""),
+    ("loss scales that overflow", RARE, "overflowing", ""),
+    ("a gradient penalty on the inputs", RARE, "gradient_penalty", ""),
+    ("clamped weights, validation with gradients on", RARE, "clamped", ""),
     ("twin of row 9", EXTRAS, "schedule_per_update", ""),
     ("twin of L10", EXTRAS, "average_per_update", ""),
     ("twin of L08", EXTRAS, "scaler_per_update", ""),
@@ -101,8 +102,7 @@ def test_a_right_loop_stays_quiet(why: str, script: str, loop: str, common: str)
 
 
 RIGHT_WINDOWS = [
-    ("N20 divided by the tokens of the window", "tokens_of_the_window", *LESS, ""),
-    ("N20 with dropout", "tokens_of_the_window", *LESS, "--dropout 0.1"),
+    ("N20 divided by the tokens of the window", "tokens_of_the_window", *LESS, "--dropout 0.1"),
     ("row 7 padding counted", "padding_counted", *LESS, ""),
     ("N22 equal token counts", "mean_of_means", *LESS, "--equal"),
 ]
@@ -122,7 +122,7 @@ def test_ragged_micro_batches_weighted_by_their_samples_are_equivalent() -> None
 
 
 class TestNumbers:
-    """What the findings say beside their code."""
+    """What the findings say beside their code; the runs are those of the tables above."""
 
     @slow
     def test_a_forgotten_division_is_a_factor_of_k(self) -> None:
@@ -130,36 +130,31 @@ class TestNumbers:
         assert result.update(1)["norm_ratio"] == pytest.approx(4, rel=1e-4)
         assert "K" in result.finding("GAV201")["summary"]
 
-    @slow
     def test_unequal_micro_batches_get_their_shares_as_weights(self) -> None:
         result = audit(SCALE, "--micro 16", "--micro 6", "--loop ragged_batches")
-        right = [6 / 16, 6 / 16, 4 / 16]
-        assert any(abs(weight - share) < 1e-3 for weight, share in zip(_weights(result, "GAV202"), right, strict=False))
-        assert all(f"{share:.4g}" in result.text("GAV202") for share in right), result
+        assert weights(result) == pytest.approx([6 / 16, 6 / 16, 4 / 16], rel=1e-4), result
 
     @slow
     def test_windows_of_tokens_are_weighted_by_their_valid_tokens(self) -> None:
-        result = audit(WORDS, *LESS, "--loop mean_of_means")
+        result = audit(WORDS, *LESS, "--loop mean_of_means --dropout 0.1")
         text = runpy.run_path(str(SCRIPTS / "sentences.py"))["TEXT"]
         words = [len(line.split()) for line in text[:8]]  # one target each
         shares = [sum(words[at : at + 2]) / sum(words) for at in range(0, 8, 2)]
-        assert _weights(result, "GAV202") == pytest.approx(shares, rel=1e-3), result
+        assert weights(result) == pytest.approx(shares, rel=1e-4), result
 
-    @slow
     def test_every_window_has_its_counts(self) -> None:
         """Row 3: backward : step : zero_grad = K : 1 : 1."""
-        result = audit(RIGHT, common="--loop usual")
+        result = audit(RIGHT, common="--loop usual --shuffle --workers 2 --dropout 0.2")
         counts = [(c["backward"], c["step"], c["zero_grad"]) for c in result.document["counts"] if c["complete"]]
         assert counts[:2] == [(4, 1, 1)] * 2, result
 
 
-def _weights(result: Audited, code: str) -> list[float]:
-    """The weights that the finding calls right."""
-    for evidence in result.finding(code)["evidence"]:
-        for name in ("right", "weights", "fitted"):
-            if name in evidence["values"]:
-                return list(evidence["values"][name])
-    raise AssertionError(f"no weights in {result}")
+def weights(result: Audited) -> list[float]:
+    """The weights that GAV202 calls right."""
+    found = [evidence["values"]["weights"] for evidence in result.finding("GAV202")["evidence"] if
+             "weights" in evidence["values"]]  # fmt: skip
+    assert found, result
+    return list(found[0])
 
 
 class TestReferenceSystems:
@@ -204,12 +199,10 @@ class TestOtherScripts:
         assert (result.code, result.faults) == (0, set()), result
 
     @slow
-    @pytest.mark.parametrize(("common", "code"), [("--workers 1", 0), ("--no-divide", 1)])
-    def test_options_by_click(self, common: str, code: int) -> None:
-        result = audit("train_click.py", common=common)
-        assert result.code == code, result
-        assert result.faults == ({"GAV201"} if code else set()), result
-        assert not code or result.line("GAV201") == marked("train_click.py", "divide")
+    def test_options_by_click(self) -> None:
+        result = audit("train_click.py", common="--no-divide --workers 1")
+        assert (result.code, result.faults) == (1, {"GAV201"}), result
+        assert result.line("GAV201") == marked("train_click.py", "divide")
 
     @slow
     def test_a_gan_with_two_optimizers(self) -> None:
@@ -223,58 +216,36 @@ class TestOtherScripts:
         assert result.line("GAV201") == marked("train_gan.py", "generator")
 
     @slow
-    @pytest.mark.parametrize(("accumulated", "code"), [("", 0), ("--divide-by 1", 1)])
-    def test_checkpointed_blocks_with_dropout(self, accumulated: str, code: int) -> None:
-        result = audit("train_checkpointed.py", accumulated=f"--batch-size 4 --accum 4 {accumulated}")
-        assert result.code == code, result
-        assert result.faults == ({"GAV201"} if code else set()), result
+    def test_checkpointed_blocks_with_dropout(self) -> None:
+        result = audit("train_checkpointed.py")
+        assert (result.code, result.faults) == (0, set()), result
+        assert "GAV301" in result.notes
 
 
 class TestEventsOnly:
     """One run of the script, its calls alone."""
 
     @pytest.mark.parametrize(
-        ("loop", "code"),
+        ("why", "script", "loop", "code", "common", "steps"),
         [
-            pytest.param("cleared_inside", "GAV603", marks=slow),
-            pytest.param("cleared_at_epoch", "GAV604"),
-            pytest.param("never_cleared", "GAV602", marks=slow),
-            pytest.param("leaks_into_next_epoch", "GAV602", marks=slow),
-            pytest.param("too_early", "GAV601"),
-            pytest.param("decay_by_hand", "GAV601", marks=slow),
+            pytest.param("L02", STEPS, "cleared_at_epoch", "GAV604", "--samples 24", ""),
+            pytest.param("row 4", STEPS, "too_early", "GAV601", "--samples 36", ""),
+            pytest.param("L03", STEPS, "never_cleared", "GAV602", "", "", marks=slow),
+            pytest.param("L05", STEPS, "all_but_the_boundary", "GAV601", "", "4", marks=slow),
+            pytest.param("L08", EXTRAS, "scaler_per_micro_batch", "GAV608", "", "", marks=slow),
+            pytest.param("L11", STEPS, "decay_by_hand", "GAV601", "", "", marks=slow),
+            pytest.param("L12", STEPS, "step_in_a_hook", "GAV601", "", "4", marks=slow),
         ],
+        ids=lambda value: value if len(value) < 6 else "",
     )
-    def test_events_tell_where_the_loop_is_wrong(self, loop: str, code: str) -> None:
-        result = events_of(STEPS, f"--loop {loop} --batch-size 4 --accum 4 --samples 24")
-        assert result.code == 1, result
-        assert code in result.faults, result
-        assert result.faults <= {code, "GAV602", "GAV604"}, result
-        assert result.line(code) == marked(STEPS, loop), result
-
-    @slow
-    @pytest.mark.parametrize(
-        ("loop", "code"),
-        [("step_outside_the_if", "GAV601"), ("all_but_the_boundary", "GAV601"), ("step_in_a_hook", "GAV601")],
-    )
-    def test_k_tells_what_the_events_alone_cannot(self, loop: str, code: str) -> None:
-        result = events_of(STEPS, f"--loop {loop} --batch-size 4 --accum 4", ("--steps", "4"))
-        assert result.code == 1, result
-        assert result.faults == {code}, result
-        assert result.line(code) == marked(STEPS, loop), result
-
-    @slow
-    @pytest.mark.parametrize(
-        ("loop", "code", "common"),
-        [
-            ("schedule_per_micro_batch", "GAV607", ""),
-            ("clip_per_micro_batch", "GAV606", "--clip 0.05"),
-            ("scaler_per_micro_batch", "GAV608", ""),
-        ],
-    )
-    def test_what_belongs_to_an_update_is_called_per_micro_batch(self, loop: str, code: str, common: str) -> None:
-        result = events_of(EXTRAS, f"--loop {loop} --batch-size 4 --accum 4 {common}")
+    def test_events_tell_where_the_loop_is_wrong(
+        self, why: str, script: str, loop: str, code: str, common: str, steps: str
+    ) -> None:
+        result = events_of(
+            script, f"--loop {loop} --batch-size 4 --accum 4 {common}", ("--steps", steps) if steps else ()
+        )
         assert (result.code, result.faults) == (1, {code}), result
-        assert result.line(code) == marked(EXTRAS, loop), result
+        assert result.line(code) == marked(script, loop), result
 
     @slow
     def test_an_average_of_weights_per_micro_batch_is_a_note(self) -> None:
@@ -283,11 +254,7 @@ class TestEventsOnly:
         assert (result.code, result.outcome, result.faults) == (0, "equivalent", set()), result
         assert result.notes, result
 
-    @pytest.mark.parametrize(
-        "case", ["loops_right.py usual", pytest.param("loops_extras.py schedule_per_update", marks=slow)]
-    )
-    def test_a_right_loop_has_no_fault(self, case: str) -> None:
+    def test_a_right_loop_has_no_fault(self) -> None:
         """Nothing was compared, so it is not called equivalent."""
-        script, loop = case.split()
-        result = events_of(script, f"--loop {loop} --batch-size 4 --accum 4")
+        result = events_of(RIGHT, "--loop usual --batch-size 4 --accum 4")
         assert (result.code, result.faults) == (3, set()), result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import problems_backward
 import problems_coupling
 import problems_state
 import problems_traps
@@ -14,8 +15,9 @@ from problems import Case, fault_codes, note_codes, story
 import gaverify
 from gaverify import Outcome, ProblemError
 
-FAULTS = problems_coupling.FAULTS + problems_weights.FAULTS + problems_state.FAULTS + problems_traps.FAULTS
-TWINS = problems_coupling.TWINS + problems_weights.TWINS + problems_state.TWINS + problems_traps.TWINS
+_FAMILIES = (problems_backward, problems_coupling, problems_weights, problems_state, problems_traps)
+FAULTS: tuple[Case, ...] = sum((family.FAULTS for family in _FAMILIES), ())
+TWINS: tuple[Case, ...] = sum((family.TWINS for family in _FAMILIES), ())
 
 
 def _cases(cases: tuple[Case, ...]) -> list:

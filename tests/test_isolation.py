@@ -6,6 +6,7 @@ generators and of torch's flags before and after, and compare both. The last tes
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 from collections import OrderedDict
@@ -21,6 +22,7 @@ from torch import nn
 
 import gaverify
 from gaverify import Outcome, ProblemError
+from gaverify.isolation import deterministic, isolated_generators
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -324,6 +326,46 @@ def test_flags_that_the_user_set_stay_set(flag: bool) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = True
         torch.backends.cudnn.benchmark = False
         torch.set_default_dtype(kept)
+
+
+SETTERS: dict[str, Callable[[], Any]] = {
+    "default dtype": lambda: torch.set_default_dtype(torch.bfloat16),
+    "precision": lambda: torch.set_float32_matmul_precision("medium"),
+    "anomaly": lambda: torch.autograd.set_detect_anomaly(True, check_nan=False),
+    "threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
+    "cudnn": lambda: setattr(torch.backends.cudnn, "deterministic", True),
+    "attention": lambda: torch.backends.cuda.enable_flash_sdp(False),
+    "autocast": lambda: torch.set_autocast_dtype("cpu", torch.float16),
+    "grad": lambda: torch.set_grad_enabled(True),
+    "deterministic": lambda: torch.use_deterministic_algorithms(False),
+    "python generator": lambda: random.seed(5),
+    "numpy generator": lambda: numpy.random.seed(5),
+    "torch generator": lambda: torch.manual_seed(5),
+}
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("name", SETTERS)
+def test_flags_that_the_loss_sets_are_restored(name: str, raises: bool) -> None:
+    torch.manual_seed(0)
+    model, batch = mlp(), (torch.randn(8, 6), torch.randint(4, (8,)))
+    calls = iter(range(100))
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        value = cross_entropy(model, batch)
+        SETTERS[name]()
+        if raises and next(calls) == 2:
+            raise ValueError("in the middle")
+        return value
+
+    with deterministic(), isolated_generators(), torch.no_grad():
+        torch.use_deterministic_algorithms(name == "deterministic", warn_only=True)
+        world = picture_of_world()
+        with pytest.raises(ProblemError, match="in the middle") if raises else contextlib.nullcontext():
+            gaverify.verify(model, loss, batch, steps=4)
+        assert differences(world, picture_of_world()) == []
+        SETTERS[name]()
+        assert name in differences(world, picture_of_world()), "the test would not have noticed"
 
 
 def test_a_training_step_after_a_verification_is_the_same_as_without() -> None:

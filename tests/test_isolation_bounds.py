@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import random
+import weakref
 from typing import Any
 
 import numpy
@@ -171,3 +173,16 @@ def test_what_cannot_be_put_back_does_not_keep_the_rest_from_it() -> None:
     with pytest.raises(InternalError, match="could not be put back: ValueError"):
         state.restore()
     assert held[0].seen == held[2].seen == 0
+
+
+def test_the_copies_go_with_the_state() -> None:
+    """Without waiting for a garbage collection: they may be a large part of a GPU's memory."""
+    state = ModelState([nn.BatchNorm1d(4)], (lambda: CALLS,))
+    gone = weakref.ref(state._tensors)
+    gc.collect()
+    gc.disable()
+    try:
+        del state
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from problems import cross_entropy, fault_codes, mlp, story
 from torch import nn
 
@@ -203,6 +206,30 @@ def test_what_a_forward_does_to_its_modules_is_undone(name: str, options: dict[s
     assert picture(model) == before
     model(batch[0])
     assert picture(model) != before, "the test would not have noticed"
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    names=st.lists(st.sampled_from(sorted(CHANGES)), min_size=2, max_size=6),
+    fail_at=st.integers(1, 12),
+    dtype=st.sampled_from([None, "float64", "bfloat16"]),
+)
+def test_any_changes_in_any_order_are_undone(names: list[str], fail_at: int, dtype: str | None) -> None:
+    """Some of them do not go together and raise of themselves; every example raises in the end."""
+    torch.manual_seed(0)
+    calls = iter(range(1, 1000))
+
+    def changes(model: nn.Module) -> None:
+        for name in names:
+            CHANGES[name](model)
+        if next(calls) >= fail_at:
+            raise ValueError("in the middle")
+
+    model, batch = Changing(changes), (torch.randn(8, 6), torch.randint(4, (8,)))
+    before = picture(model)
+    with contextlib.suppress(ProblemError):
+        gaverify.verify(model, cross_entropy, batch, steps=2, dtype=dtype)
+    assert picture(model) == before
 
 
 def test_a_mode_that_the_forward_changes_starts_equal() -> None:

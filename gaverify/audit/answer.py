@@ -23,7 +23,7 @@ class WindowCount:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """One process of an audit."""
+    """One process of an audit; `how` says what was set so that its random draws could be seen."""
 
     role: str
     command: str
@@ -31,6 +31,7 @@ class RunSummary:
     seconds: float
     disk_bytes: int
     ended: str
+    how: str = ""
 
 
 @dataclass(frozen=True)

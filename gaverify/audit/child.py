@@ -20,6 +20,8 @@ def main(path: str) -> NoReturn:
     """Runs the job in the file `path` and ends the process."""
     job = Job.read(Path(path))
     folder = Path(job.folder)
+    if job.eager:
+        os.environ["TORCH_COMPILE_DISABLE"] = "1"
     try:
         recorder = _installed(job, folder)
     except BaseException:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gaverify.audit.answer import AuditReport, RunSummary
-from gaverify.audit.job import Job, Role
+from gaverify.audit.job import COMPILED, Job, Role
 from gaverify.audit.outcome import report_of, same_arguments
 from gaverify.audit.processes import TITLES, Child, run_jobs
 from gaverify.audit.records import Record, WeightFit
@@ -67,14 +67,16 @@ class _Audit:
     def compared(self) -> Record:
         """Full batch first, because its draws are dealt to the accumulated run; then the other two side by side."""
         (full,) = self._run([self._job("full")])
-        if full.meta["fused"]:
-            (full,) = self._run([self._job("full", math_kernels=True)])
-        math_kernels = bool(full.meta["fused"])
+        visible: dict[str, object] = {}
+        if full.meta["fused"]:  # random draws out of sight: again, in a way that shows them
+            eager = COMPILED in full.meta["fused"]
+            visible = {"math_kernels": set(full.meta["fused"]) != {COMPILED}, "eager": eager}
+            (full,) = self._run([self._job("full", **visible)])
         unit, early = float(full.meta["unit"]), not full.meta["modules"]
-        options = {"source": str(full.folder), "math_kernels": math_kernels}
+        options = {"source": str(full.folder), **visible}
         accumulated, perturbed = self._run([
             self._job("accumulated", **options),
-            self._job("perturbed", unit=unit, perturb_early=early, math_kernels=math_kernels),
+            self._job("perturbed", unit=unit, perturb_early=early, **visible),
         ])  # fmt: skip
         self.main = accumulated
         self.progress("comparing", 3, 3)
@@ -121,7 +123,7 @@ class _Audit:
     def _job(self, role: Role, **options: object) -> Job:
         request = self.request
         own = {"accumulated": request.accumulated, "frozen": request.accumulated, "events": ()}.get(role, request.full)
-        folder = self.folder / f"{len(self.summaries)}-{role}{'-math' if options.get('math_kernels') else ''}"
+        folder = self.folder / f"{len(self.summaries)}-{role}"
         return Job(role, request.script, request.module, (*request.common, *own), str(folder), request.updates,
                    **options)  # type: ignore[arg-type]  # fmt: skip
 
@@ -134,12 +136,15 @@ class _Audit:
         runs = [Run(child.job.role, child.folder, child.seconds) for child in children]
         for child, run in zip(children, runs, strict=True):
             self.timings[child.job.role] = child.seconds
-            ended = run.meta["reason"]
-            self.summaries.append(
-                RunSummary(child.job.role, child.command, run.updates, child.seconds, run.disk_bytes, ended)
-            )
+            self.summaries.append(_summary(child, run))
             _check_updates(child, run)
         return runs
+
+
+def _summary(child: Child, run: Run) -> RunSummary:
+    job = child.job
+    how = ", ".join(["without compilation"] * job.eager + ["attention unfused"] * job.math_kernels)
+    return RunSummary(job.role, child.command, run.updates, child.seconds, run.disk_bytes, run.meta["reason"], how)
 
 
 def _check_updates(child: Child, run: Run) -> None:

@@ -9,6 +9,9 @@ from typing import Literal
 
 Role = Literal["full", "perturbed", "accumulated", "frozen", "events"]
 
+COMPILED = "compiled graph"
+"""Stands among the kernels that draw out of sight; the runs are then made without compilation."""
+
 DISK_FULL = 97
 """Exit status of a child that could not write what it recorded."""
 
@@ -34,6 +37,7 @@ class Job:
         source: Folder of the full-batch run (draws).
         unit: Unit roundoff by which weights are moved.
         perturb_early: Move weights when an optimizer takes them, for a script without modules.
+        eager: Run without compilation: draws inside a compiled graph cannot be replayed.
         math_kernels: Run attention on its unfused kernel, whose draws can be replayed.
     """
 
@@ -47,6 +51,7 @@ class Job:
     unit: float = 0.0
     perturb_early: bool = False
     math_kernels: bool = False
+    eager: bool = False
 
     def write(self, path: Path) -> None:
         """Writes the job for the child to read."""

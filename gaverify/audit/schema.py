@@ -39,6 +39,7 @@ class RunItem(_Record):
     seconds: Number
     disk_bytes: int
     ended: str
+    how: str
 
 
 class CountItem(_Record):

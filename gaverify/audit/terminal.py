@@ -63,10 +63,12 @@ def _shown_outcome(update: UpdateComparison | None) -> Outcome:
 
 def _header(report: AuditReport, layout: Layout) -> list[Line]:
     rows = [("script", report.script)]
-    for run in report.runs:
-        if run.role in _ROLES:
+    last = {run.role: run for run in report.runs}  # a run that is made again to show its draws replaces the first
+    for role, run in last.items():
+        if role in _ROLES:
             made = f"{run.updates} update{'' if run.updates == 1 else 's'} in {run.seconds:.1f} s"
-            rows.append((_ROLES[run.role], f"{run.command} ({made})"))
+            how = f", {run.how}, so that its random draws can be seen" if run.how else ""
+            rows.append((_ROLES[role], f"{run.command} ({made}{how})"))
     controls = [run for run in report.runs if run.role in ("perturbed", "frozen")]
     if controls:
         rows.append(("controls", "; ".join(f"{TITLES[run.role]} ({run.seconds:.1f} s)" for run in controls)))

@@ -72,7 +72,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gaverify.measurements import Measurements
+from gaverify.measurements import Measurements, Operation
 from gaverify.results import Evidence, Finding, Location
 
 CODE, NAME = "GAV104", "batch-dependent-backward"
@@ -91,7 +91,12 @@ def judge(measured: Measurements) -> Iterator[Finding]:
     hooks = f"; hooks are registered on {', '.join(f'`{name}`' for name in measured.hooked)}" if measured.hooked else ""
     culprit = measured.backward_culprit
     location = culprit.location if culprit is not None else Location(parameter_module(rows[0].name) if rows else None)
-    where = f"; first diverging operation of the backward {culprit}" if culprit is not None else ""
+    run = measured.backward_control
+    where = f"; gradients part in {_place(culprit)}" if culprit is not None else ""
+    shown: tuple[Evidence, ...] = ()
+    if run is not None:
+        text = f"with {run.what} in both runs the difference is {run.left:.0e}" + (": proven" if run.rounding else "")
+        shown = (Evidence("backward", "control", text, {"left": run.left}),)
     yield Finding(
         CODE, NAME, "fault", f"the backward of {names} depends on the batch, although all forwards agree",
         location=location,
@@ -99,9 +104,19 @@ def judge(measured: Measurements) -> Iterator[Finding]:
             Evidence("operations", "measured",
                      f"{measured.largest}; every operation of the forward agrees, the losses to {measured.loss_gap:.0e}"
                      f"{where}{hooks}", {"loss_gap": measured.loss_gap}),
+            *shown,
         ),
         remedy="look at custom `backward` functions and hooks: they see the micro-batch's gradient, not the window's",
+        proven=run is not None and run.rounding,
     )  # fmt: skip
+
+
+def _place(culprit: Operation) -> str:
+    if culprit.name == "gradient hook":
+        return f"the gradient hooks of the parameters of `{culprit.module or '(root)'}`"
+    if culprit.name == "backward of the loss":
+        return "the backward of the loss"
+    return f"the backward of `{culprit.module or '(root)'}`" + (f" ({culprit.kind})" if culprit.kind else "")
 
 
 def parameter_module(name: str) -> str:

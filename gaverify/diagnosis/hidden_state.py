@@ -93,9 +93,10 @@ CODE, NAME = "GAV403", "hidden-state"
 def judge(measured: Measurements) -> Iterator[Finding]:
     """Yields a finding where state outside parameters and buffers decides the difference."""
     state, twice = measured.state, measured.repeatability
-    blamed = [change for change in state.blamed if change.place in ("attribute", "closure")] if state else []
+    hidden = ("attribute", "closure", "unnamed")
+    blamed = [change for change in state.blamed if change.place in hidden] if state else []
     if state is not None and blamed:
-        names = ", ".join(f"`{change.name}`" for change in blamed)
+        names = ", ".join(f"`{change.name}`" for change in blamed if change.place != "unnamed") or "state"
         yield Finding(
             CODE, NAME, "fault", f"the forward changes {names}, outside of parameters and buffers, and reads it again",
             location=location_of(blamed[0]), evidence=evidence_for(measured, state, blamed),

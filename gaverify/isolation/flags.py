@@ -4,14 +4,53 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from gaverify.errors import ProblemError
+
+Flag = tuple[Callable[[], Any], Callable[[Any], Any]]
+# (read, write) of the flags that a forward may set and forget; what a context manager of torch's would put back is here
+# as well, because a forward may set it by hand.
+ARITHMETIC: tuple[Flag, ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    (torch.get_num_threads, torch.set_num_threads),
+)
+
+
+def _attribute(owner: Any, name: str) -> Flag:
+    return (lambda: getattr(owner, name)), (lambda value: setattr(owner, name, value))
+
+
+KERNELS: tuple[Flag, ...] = (
+    *(_attribute(torch.backends.cudnn, name) for name in ("enabled", "benchmark", "deterministic", "allow_tf32")),
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (lambda: torch.is_autocast_enabled("cpu"), lambda value: torch.set_autocast_enabled("cpu", value)),
+    (lambda: torch.is_autocast_enabled("cuda"), lambda value: torch.set_autocast_enabled("cuda", value)),
+    (lambda: torch.get_autocast_dtype("cpu"), lambda value: torch.set_autocast_dtype("cpu", value)),
+    (lambda: torch.get_autocast_dtype("cuda"), lambda value: torch.set_autocast_dtype("cuda", value)),
+)
+
+
+def flag_states(flags: tuple[Flag, ...]) -> Callable[[], None]:
+    """Reads flags and returns the function that sets those back that have changed."""
+    kept = [(read, write, read()) for read, write in flags]
+
+    def restore() -> None:
+        for read, write, value in kept:
+            if read() != value:
+                write(value)
+
+    return restore
 
 
 @contextmanager
@@ -20,7 +59,7 @@ def deterministic() -> Iterator[None]:
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    benchmark = torch.backends.cudnn.benchmark
+    restore = flag_states((*ARITHMETIC, *KERNELS))
     try:
         with warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad():
             warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation.*")
@@ -33,7 +72,7 @@ def deterministic() -> Iterator[None]:
     finally:
         _set_deterministic(enabled, warn_only=warn_only)
         torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
-        torch.backends.cudnn.benchmark = benchmark
+        restore()
 
 
 def _set_deterministic(enabled: bool, *, warn_only: bool) -> None:

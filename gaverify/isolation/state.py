@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from gaverify.errors import InternalError
-from gaverify.isolation.flags import check_initialised
+from gaverify.isolation.flags import ARITHMETIC, check_initialised, flag_states
 from gaverify.isolation.origins import packages_of
 from gaverify.isolation.tensors import Tensors
 from gaverify.isolation.walk import Walk
@@ -31,6 +31,7 @@ class ModelState:
     def __init__(self, modules: list[nn.Module], others: tuple[Any, ...] = ()) -> None:
         registered = [tensor for root in modules for tensor in (*root.parameters(), *root.buffers())]
         check_initialised(registered)
+        self._flags = flag_states(ARITHMETIC)  # not those of kernels, which a pass sets for itself
         self._tensors = Tensors()
         self._walk = Walk(self._tensors, frozenset(map(id, registered)), packages_of(others))
         with torch.no_grad(), torch._C.DisableTorchFunction():
@@ -53,7 +54,7 @@ class ModelState:
         """
         failure: Exception | None = None
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            for restore in (*self._walk.restorers, *self._tensors.restorers):
+            for restore in (self._flags, *self._walk.restorers, *self._tensors.restorers):
                 try:
                     restore()
                 except Exception as error:

@@ -68,6 +68,7 @@ class Walk:
             if id(value) not in self._seen:
                 self._left -= not issubclass(type(value), nn.Module)
                 self._visit(value)
+        self._handlers.clear()  # bound methods: a cycle would keep all copies until the next garbage collection
 
     def _visit(self, value: Any) -> None:
         self._seen[id(value)] = value

@@ -47,11 +47,16 @@ def blame_state(bench: Bench, changes: tuple[StateChange, ...]) -> StateProbe:
     read = tuple(c for c in read if not c.name.endswith("num_batches_tracked"))
     if not read:
         return StateProbe(changes)
-    restored = bench.run("state restored before each micro-batch", StateRestored(bench.state))
+    restored = state_restored(bench)
     if restored.rounding:
         return StateProbe(changes, restored, _blamed(bench, read), (restored,))
     held = bench.run("state held still", StateHeld(bench.task, [change.name for change in read]))
     return StateProbe(changes, held, _blamed(bench, read) if held.rounding else ())
+
+
+def state_restored(bench: Bench) -> ControlRun:
+    """Starts every micro-batch from the state that the full batch started from."""
+    return bench.run("state restored before each micro-batch", StateRestored(bench.state))
 
 
 def _blamed(bench: Bench, changes: tuple[StateChange, ...]) -> tuple[StateChange, ...]:

@@ -11,20 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map_only
+from torch.utils._python_dispatch import _disable_current_modes
 
 from gaverify.gradients import PassProbe, Task
-from gaverify.isolation import (
-    OWN_ATTRIBUTES,
-    ModelState,
-    scripted_attributes,
-    variables,
-    written_arguments,
-    written_tensors,
-)
+from gaverify.isolation import OWN_ATTRIBUTES, ModelState, scripted_attributes, variables
 from gaverify.measurements import Operation, StateChange
 from gaverify.probes.digests import digest, tensor_digest
+from gaverify.probes.writes import Unwritten, Writes, address
 from gaverify.tracebacks import calling_frame, shown
 
 Frame = tuple[str, int] | None
@@ -77,7 +70,7 @@ class StateWatch(PassProbe):
         self._state = state
         self._named = named_state(task)
         self._paths = {id(m): path for root in task.modules for path, m in root.named_modules()}
-        self._parameters = {_address(p): name for name, p in task.parameters.items()}
+        self._parameters = {address(p): name for name, p in task.parameters.items()}
         self._kinds = {path: type(m).__name__ for root in task.modules for path, m in root.named_modules()}
         self._changed: dict[str, str] = {}
         self._writers: dict[str, tuple[str, Frame]] = {}
@@ -87,9 +80,9 @@ class StateWatch(PassProbe):
     def around(self, k: int | None) -> Iterator[None]:
         """Compares the state before and after one forward and its backward."""
         before = self._digests()
-        addresses = {_address(value): name for name, (_, get) in self._named.items()
+        addresses = {address(value): name for name, (_, get) in self._named.items()
                      if issubclass(type(value := get()), torch.Tensor)} | self._parameters  # fmt: skip
-        with _assignments(self._assigned), _Writes(addresses, self._wrote):
+        with _assignments(self._assigned), Writes(addresses, self._wrote):
             yield
         after = self._digests()
         for name, value in after.items():
@@ -109,7 +102,7 @@ class StateWatch(PassProbe):
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             found = {name: digest(get()) for name, (_, get) in self._named.items()}
             for parameter in self._state.written:
-                name = self._parameters.get(_address(parameter), "")
+                name = self._parameters.get(address(parameter), "")
                 if name:
                     found[name] = tensor_digest(parameter.data)
         return found
@@ -158,8 +151,8 @@ class StateHeld(PassProbe):
     def around(self, k: int | None) -> Iterator[None]:
         """Intercepts assignments to modules and writes to tensors."""
         values = {name: get() for name, get in self._named.items()} | self._parameters
-        held = {_address(value) for value in values.values() if issubclass(type(value), torch.Tensor)}
-        with _assignments(lambda *_: None, self._keeps), _Unwritten(held):
+        held = {address(value) for value in values.values() if issubclass(type(value), torch.Tensor)}
+        with _assignments(lambda *_: None, self._keeps), Unwritten(held):
             yield
 
     def _keeps(self, module: nn.Module, name: str) -> bool:
@@ -185,67 +178,6 @@ def _assignments(
         yield
     finally:
         nn.Module.__setattr__ = original  # type: ignore[method-assign]
-
-
-class _Writes(TorchDispatchMode):
-    """Sees every write to a tensor of the state."""
-
-    def __init__(self, addresses: dict[int, str], notice: Callable[[str, str, Frame], None]) -> None:
-        super().__init__()
-        self._addresses, self._notice = addresses, notice
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for target in written_tensors(func, args, kwargs or {}):
-            name = self._addresses.get(_address(target))
-            if name is not None:
-                self._notice(name, str(func._schema.name.split("::")[-1]), calling_frame())
-        return func(*args, **(kwargs or {}))
-
-
-class _Unwritten(TorchDispatchMode):
-    """Lets writes to some tensors go to a copy that is thrown away."""
-
-    def __init__(self, held: set[int]) -> None:
-        super().__init__()
-        self._held = held
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not any(_address(tensor) in self._held for tensor in written_tensors(func, args, kwargs)):
-            return func(*args, **kwargs)
-        originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-        def copied(tensor: torch.Tensor) -> torch.Tensor:
-            if _address(tensor) not in self._held:
-                return tensor
-            copy = tensor.clone()
-            originals[id(copy)] = (tensor, copy)
-            return copy
-
-        written = written_arguments(func)
-        positions, names = {position for position, _ in written}, {name for _, name in written}
-        args = [tree_map_only(torch.Tensor, copied, arg) if i in positions else arg for i, arg in enumerate(args)]
-        kwargs = {key: tree_map_only(torch.Tensor, copied, v) if key in names else v for key, v in kwargs.items()}
-        result = func(*args, **kwargs)
-        return tree_map_only(torch.Tensor, lambda tensor: originals.get(id(tensor), (tensor,))[0], result)
-
-
-def _address(tensor: Any) -> int:
-    if not isinstance(tensor, torch.Tensor):
-        return 0
-    try:
-        with torch._C.DisableTorchFunction():
-            return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):
-        return 0
 
 
 def _differ(a: Any, b: Any) -> bool:

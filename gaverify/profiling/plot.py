@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 from gaverify.profiling.amounts import bytes_text, seconds_text
@@ -27,21 +26,8 @@ _SHAPES = {"full-batch": "m0-6l6 6-6 6-6-6z", "summed-loss": "m-4-4h8v8h-8z",
            "accumulate": "m-4.5 0a4.5 4.5 0 1 0 9 0a4.5 4.5 0 1 0-9 0z"}  # fmt: skip
 _SHIFT = {"full-batch": 0, "summed-loss": -3, "accumulate": 3}  # side by side: equal values would hide each other
 
-
-
-class _Place(NamedTuple):
-    """Where a row stands in a plot."""
-
-    strategy: str
-    x: float
-    low: float
-    y: float
-    high: float
-
-
-Unit = Callable[[float], str]
-Spread = Callable[[Row], tuple[float, float, float] | None]
-"""The lower quartile, median and upper quartile of a row's value; three times the value where it does not vary."""
+Spread = tuple[float, float, float]  # quartiles and between them the median; three times a value that does not vary
+Curve = Callable[[Row], Spread | None]
 
 
 def profile_svg(profile: Profile) -> str:
@@ -52,30 +38,25 @@ def profile_svg(profile: Profile) -> str:
     fit = peak_line(rows)
     peaks = fit is not None and fit.usable  # peaks that do not follow the micro-batch would only flatten the rest
     title = "Saved activations" + ("; dashed: peak above the baseline" if peaks else "")
+    memory: list[Curve] = [lambda row: _flat(row.activation_bytes)]
+    memory += [lambda row: _flat(row.memory.increment if row.memory else None)] if peaks else []
+    time: Curve = lambda row: (row.seconds.low, row.seconds.median, row.seconds.high) if row.seconds else None  # noqa: E731
     shown = [strategy for strategy in STRATEGIES if any(row.strategy == strategy for row in rows)]
     return "\n".join([
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 860 410" role="img">',
         f"<title>Memory and time against K: {escape(name)}</title><style>{_STYLE}</style>",
         '<rect class="back" width="860" height="410"/>', _text(24, 30, name, "title"),
         *(_mark(s, 32 + 120 * at, 52) + _text(44 + 120 * at, 56, LABELS[s], "") for at, s in enumerate(shown)),
-        _panel(24, title, rows, bytes_text, [_activations, *([_increment] if peaks else [])]),
-        _panel(454, "Time per update, median and quartiles", rows, seconds_text, [_seconds]), "</svg>\n",
+        _panel(24, title, rows, bytes_text, memory),
+        _panel(454, "Time per update, median and quartiles", rows, seconds_text, [time]), "</svg>\n",
     ])  # fmt: skip
 
 
-def _activations(row: Row) -> tuple[float, float, float] | None:
-    return None if row.activation_bytes is None else (row.activation_bytes,) * 3
+def _flat(value: float | None) -> Spread | None:
+    return None if value is None else (value, value, value)
 
 
-def _increment(row: Row) -> tuple[float, float, float] | None:
-    return None if row.memory is None else (row.memory.increment,) * 3
-
-
-def _seconds(row: Row) -> tuple[float, float, float] | None:
-    return None if row.seconds is None else (row.seconds.low, row.seconds.median, row.seconds.high)
-
-
-def _panel(left: float, title: str, rows: Sequence[Row], unit: Unit, curves: Sequence[Spread]) -> str:
+def _panel(left: float, title: str, rows: Sequence[Row], unit: Callable[[float], str], curves: Sequence[Curve]) -> str:
     """One plot; the first of the curves has marks and whiskers, the others are dashed."""
     steps, start = sorted({row.steps for row in rows}) or [1], left + 60
     largest = max((spread[2] for row in rows for curve in curves if (spread := curve(row))), default=0.0) or 1.0
@@ -89,21 +70,24 @@ def _panel(left: float, title: str, rows: Sequence[Row], unit: Unit, curves: Seq
         y, label = _FOOT - _HIGH * at / count, re.sub(r"\.0+(?= )", "", unit(at * tick)) if at else "0"
         parts += [f'<path class="grid" d="M{start} {y:.1f}h{_WIDE}"/>', _text(start - 8, y + 4, label, "soft", "end")]
     for curve in reversed(curves):
-        found = [(row, [_FOOT - _HIGH * v / count / tick for v in spread]) for row in rows if (spread := curve(row))]
-        places = [_Place(row.strategy, xs[row.steps] + _SHIFT[row.strategy], *ys) for row, ys in found]
-        parts += [_line(name, places, curve is curves[0], start) for name in STRATEGIES]
+        drawn = [(row, spread) for row in rows if (spread := curve(row))]
+        ys = [[_FOOT - _HIGH * value / count / tick for value in spread] for _, spread in drawn]
+        places = [
+            (row.strategy, xs[row.steps] + _SHIFT[row.strategy], y) for (row, _), y in zip(drawn, ys, strict=True)
+        ]
+        parts += [_line(name, places, start, marked=curve is curves[0]) for name in STRATEGIES]
     return "\n".join(parts)
 
 
-def _line(name: str, places: Sequence[_Place], marked: bool, start: float) -> str:
+def _line(name: str, places: Sequence[tuple[str, float, list[float]]], start: float, *, marked: bool) -> str:
     """One strategy, from the full batch as its K = 1 on; the full batch itself goes right across."""
-    own, first = ([place for place in places if place.strategy == wanted] for wanted in (name, "full-batch"))
-    path = " ".join(f"{place.x:.1f} {place.y:.1f}" for place in (*first, *own))
+    own = [(x, ys) for strategy, x, ys in places if strategy == name]
+    path = "M" + " ".join(f"{x:.1f} {ys[1]:.1f}" for strategy, x, ys in places if strategy in (name, "full-batch"))
     if name == "full-batch":
-        path = "".join(f"{start} {place.y:.1f}h{_WIDE}" for place in own)
-    whiskers = [f"M{place.x:.1f} {place.low:.1f}V{place.high:.1f}" for place in own] if marked else []
-    line = f'<path class="line {name}{"" if marked else " dashed"}" d="M{path}{"".join(whiskers)}"/>' if own else ""
-    return line + "".join(_mark(name, place.x, place.y) for place in own if marked)
+        path = "".join(f"M{start} {ys[1]:.1f}h{_WIDE}" for _, ys in own)
+    whiskers = "".join(f"M{x:.1f} {low:.1f}V{high:.1f}" for x, (low, _, high) in own) if marked else ""
+    line = f'<path class="line {name}{"" if marked else " dashed"}" d="{path}{whiskers}"/>' if own else ""
+    return line + "".join(_mark(name, x, y) for x, (_, y, _) in own if marked)
 
 
 def _mark(strategy: str, x: float, y: float) -> str:

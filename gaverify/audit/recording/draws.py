@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gaverify.audit.job import Job
+from gaverify.audit.job import COMPILED, Job
 from gaverify.randomness import Dealer, Draw, DrawRecord, Recorder
 
 Shapes = list[tuple[int, ...]]
+Key = tuple[int, bool, int]
+"""A model, whether it is in training mode, and how many inputs it is given."""
+
 _GATHER = 0x8040201008040201 - (1 << 64)  # moves bit 8 i to bit 63 - i
 _EIGHTS = torch.tensor([[at >> (7 - bit) & 1 for bit in range(8)] for at in range(256)], dtype=torch.uint8)
 _EIGHTS = _EIGHTS.view(torch.int64).flatten()
@@ -43,38 +47,50 @@ class KeptDraws:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._forwards: list[tuple[Recorder, Shapes]] = []
+        self._forwards: list[tuple[Key, Shapes, Recorder]] = []
         self.fused: set[str] = set()
         self.count = 0
 
-    def handler(self, shapes: Shapes) -> Recorder:
+    def handler(self, key: Key, shapes: Shapes) -> Recorder:
         """Returns the handler of the next forward."""
         recorder = Recorder(shapes[0][0] if shapes else 1)
-        self._forwards.append((recorder, shapes))
+        self._forwards.append((key, shapes, recorder))
         return recorder
+
+    @contextmanager
+    def watched(self, inner: AbstractContextManager[Any]) -> Iterator[None]:
+        """Runs a forward; notes when it drew out of sight, as a compiled graph does."""
+        before, recorder = _generators(), self._forwards[-1][2]
+        with inner:
+            yield
+        if not recorder.record.draws and _generators() != before:
+            self.fused.add(COMPILED)
 
     def close(self, update: int) -> None:
         """Writes the draws of the update that is over."""
         written: list[Any] = []
-        for recorder, shapes in self._forwards:
+        for key, shapes, recorder in self._forwards:
             self.fused |= recorder.record.fused
             self.count += len(recorder.record.draws)
             draws = [{**vars(draw), "value": _packed(draw.value)} for draw in recorder.record.draws]
-            written.append({"shapes": shapes, "draws": draws})
+            written.append({"key": key, "shapes": shapes, "draws": draws})
         if any(entry["draws"] for entry in written):
             torch.save(written, self._folder / f"draws-{update}.pt")
         self._forwards.clear()
 
 
 class DealtDraws:
-    """The accumulated run: a `Dealer` per forward, over the draws of the full-batch run's forward at the same place."""
+    """The accumulated run: a `Dealer` per forward, over the draws of the full-batch run's forward at the same place.
+
+    Places are counted among forwards of the same model in the same mode: a validation in between shifts nothing.
+    """
 
     def __init__(self, source: Path) -> None:
         self._source = source
         self._update = 0
-        self._entries: list[tuple[Shapes, DrawRecord]] = []
-        self._seen = 0
-        self._starts: dict[int, int] = {}
+        self._entries: dict[Key, list[tuple[Shapes, DrawRecord]]] = {}
+        self._seen: dict[Key, int] = {}
+        self._starts: dict[tuple[Key, int], int] = {}
         self._dealer: Dealer | None = None
         self.sliced = 0
         self.unaligned: dict[str, str] = {}
@@ -82,35 +98,36 @@ class DealtDraws:
     def open(self, update: int) -> None:
         """Turns to the draws of update number `update`."""
         self.close()
-        self._update, self._seen, self._starts = update, 0, {}
+        self._update, self._seen, self._starts = update, {}, {}
         path = self._source / f"draws-{update}.pt"
         entries = torch.load(path, weights_only=False) if path.exists() else []
         for entry in entries:
             draws = [Draw(**{**draw, "value": _unpacked(draw["value"])}) for draw in entry["draws"]]
-            self._entries.append((entry["shapes"], DrawRecord(draws)))
+            self._entries.setdefault(entry["key"], []).append((entry["shapes"], DrawRecord(draws)))
 
     def close(self) -> None:
         """Adds up what came of dealing."""
         self._finish()
-        for _, record in self._entries:
+        for _, record in (entry for entries in self._entries.values() for entry in entries):
             self.sliced += record.sliced
             self.unaligned |= record.unaligned
-        self._entries = []
+        self._entries = {}
 
-    def handler(self, shapes: Shapes) -> Dealer | None:
+    def handler(self, key: Key, shapes: Shapes) -> Dealer | None:
         """Returns the handler of the next forward: micro-batch k's j-th forward takes from the full batch's j-th."""
         self._finish()
-        if not self._entries:
+        entries = self._entries.get(key)
+        if not entries:
             return None
-        place = self._seen % len(self._entries)
-        self._seen += 1
-        full, record = self._entries[place]
+        place = self._seen.get(key, 0) % len(entries)
+        self._seen[key] = self._seen.get(key, 0) + 1
+        full, record = entries[place]
         rows = _batch_rows(full, shapes)
         if rows is None:
             return None
         whole, part = rows
-        start = self._starts.get(place, 0)
-        self._starts[place] = start + part
+        start = self._starts.get((key, place), 0)
+        self._starts[key, place] = start + part
         if start + part > whole:
             self.unaligned.setdefault("forward", "the window holds more samples than the full batch")
             return None
@@ -133,21 +150,25 @@ class Draws:
 
     def __init__(self, job: Job, folder: Path) -> None:
         self._kept = KeptDraws(folder) if job.role == "full" else None
+        self._eager = job.eager
         dealt = job.source is not None and job.role in ("accumulated", "frozen")
         self._dealt = DealtDraws(Path(job.source or ".")) if dealt else None
         self._handler: Recorder | Dealer | None = None
         if self._dealt is not None:
             self._dealt.open(1)
 
-    def begin(self, shapes: Shapes) -> None:
-        """Turns to the next forward, with inputs of these shapes."""
+    def begin(self, key: Key, shapes: Shapes) -> None:
+        """Turns to the next forward: of which model in which mode, and with inputs of which shapes."""
         source = self._kept or self._dealt
-        self._handler = source.handler(shapes) if source is not None else None
+        self._handler = source.handler(key, shapes) if source is not None else None
 
     def in_forward(self, module: nn.Module | None) -> AbstractContextManager[Any]:
         """Returns what to run a forward in; compiled graphs do not run under a mode, their draws stay their own."""
-        compiled = module is not None and (hasattr(module, "_orig_mod") or module._compiled_call_impl is not None)
-        return nullcontext() if module is None or compiled else self.in_backward()
+        if module is None:
+            return nullcontext()
+        compiled = hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+        inner = nullcontext() if compiled and not self._eager else self.in_backward()
+        return self._kept.watched(inner) if self._kept is not None else inner
 
     def in_backward(self) -> AbstractContextManager[Any]:
         """Returns what to run a backward in: checkpointing draws again there."""
@@ -170,6 +191,13 @@ class Draws:
             "dealt": self._dealt.sliced if self._dealt else 0,
             "unaligned": self._dealt.unaligned if self._dealt else {},
         }
+
+
+def _generators() -> list[bytes]:
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states.append(torch.cuda.get_rng_state())
+    return [state.numpy().tobytes() for state in states]
 
 
 def _packed(value: torch.Tensor) -> Any:

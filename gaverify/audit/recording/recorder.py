@@ -124,20 +124,21 @@ class Recorder(Session):
         if closure is None:
             self._before_step(optimizer, user_place())
             return None
-        place, first = user_place(), True
+        place = user_place()
 
         def recorded() -> Any:
-            nonlocal first
             result = closure()
-            if first:  # later evaluations of a line search are not at the window's weights
-                first = False
+            if self._searching is None:
                 self._before_step(optimizer, place)
+                self._searching = optimizer  # later evaluations of a line search are not at the window's weights
             return result
 
         return recorded
 
     def step_ended(self, optimizer: Any) -> None:
         """After an optimizer's step."""
+        if self._searching is optimizer:
+            self._searching = None
         if self.off:
             return
         with self._work():
@@ -162,10 +163,11 @@ class Recorder(Session):
             self.watch.look()
         shapes = input_shapes(args, kwargs)
         rows = next((shape[0] for shape in shapes), None)
-        self._event("forward", rows=rows, model=self.names.index(module))
+        model = self.names.index(module)
+        self._event("forward", rows=rows, model=model)
         if self.job.role != "events":
             self._update.rows.append(input_rows(args, kwargs))
-        self._draws.begin(shapes)
+        self._draws.begin((model, module.training, len(shapes)), shapes)
 
     def _after_backward(self, place: Place | None) -> None:
         seen = self.watch.look()

@@ -29,7 +29,7 @@ Rows = dict[str, Any]
 def input_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Rows]:
     """Returns the fingerprints of every input tensor of a forward by its path; empty where there is no tensor.
 
-    Tensors that require gradients are the script's own results and left out. The entries of a list share one path,
+    Tensors that gradients flow through are the script's own results and left out. The entries of a list share one path,
     because a list may be the batch itself.
     """
     found: dict[str, list[Rows]] = {}
@@ -51,7 +51,7 @@ def _tensors(
     for name, value in entries:
         for path, leaf in leaves(value, name):
             if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.dim() > 0 and leaf.numel() > 0:
-                if leaf.requires_grad and not computed:
+                if (leaf.grad_fn is not None or isinstance(leaf, torch.nn.Parameter)) and not computed:
                     continue
                 yield _INDEX.sub("[*]", path), leaf
 

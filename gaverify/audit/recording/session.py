@@ -38,6 +38,7 @@ class Session:
         self._update = Update(1)
         self._lock = threading.RLock()
         self._busy = False  # the recorder's own calls, and calls inside a recorded one, are not recorded
+        self._searching: Any = None  # the optimizer whose step evaluates its closure again
         self._changes = Changes(self.watch, self._event)
         self._in_forward = self._in_backward = self._complete = False
         self._targets: list[tuple[torch.Tensor, int]] = []
@@ -49,8 +50,8 @@ class Session:
 
     @property
     def off(self) -> bool:
-        """Whether a call is none of the recorder's business: its own, or one in a worker process."""
-        return self._busy or os.getpid() != self.storage.process
+        """Whether a call is none of the recorder's business: its own, a line search's, or one in a worker process."""
+        return self._busy or self._searching is not None or os.getpid() != self.storage.process
 
     def finish(self, reason: str, status: int) -> None:
         """Writes everything and ends the process."""

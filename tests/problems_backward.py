@@ -1,0 +1,153 @@
+"""Faults that only the backward shows (GAV104), losses that are no sums (GAV103), and their healthy twins."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from problems import Problem, cross_entropy, fault, mlp, quiet, squared_error
+from torch import nn
+
+
+class NormalisedGradient(torch.autograd.Function):
+    """Identity whose backward divides by the norm of everything that reaches it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient / gradient.norm()
+
+
+class PerSample(torch.autograd.Function):
+    """Identity whose backward clamps every element on its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return 2.0 * gradient
+
+
+class Applied(nn.Module):
+    def __init__(self, function: type) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function.apply(x)
+
+
+def _classifier(*between: nn.Module) -> Problem:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), *between, nn.Linear(8, 4))
+    return Problem(model, cross_entropy, (torch.randn(16, 6), torch.randint(4, (16,))))
+
+
+def normalised_gradient() -> Problem:
+    return _classifier(Applied(NormalisedGradient))
+
+
+def doubled_gradient() -> Problem:
+    return _classifier(Applied(PerSample))
+
+
+def hooked_weight() -> Problem:
+    problem = _classifier(nn.Tanh())
+    problem.model[0].weight.register_hook(lambda gradient: gradient / gradient.norm())
+    return problem
+
+
+def masked_by_hook() -> Problem:
+    problem = _classifier(nn.Tanh())
+    problem.model[0].weight.register_hook(lambda gradient: gradient * 0.5)
+    return problem
+
+
+def normalised_in_the_loss() -> Problem:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:  # planted backward-of-loss
+        return F.cross_entropy(NormalisedGradient.apply(model(batch[0])), batch[1])
+
+    return replace(_classifier(nn.Tanh()), loss=loss)
+
+
+def _regression(loss: Any) -> Problem:
+    torch.manual_seed(0)
+    return Problem(mlp(classes=1), loss, (torch.randn(16, 6), torch.randn(16, 1)))
+
+
+def root_mean_squared() -> Problem:
+    return _regression(lambda model, batch: squared_error(model, batch).sqrt())
+
+
+def root_of_each() -> Problem:
+    return _regression(lambda model, batch: ((model(batch[0]) - batch[1]).square() + 1e-6).sqrt().mean())
+
+
+def masked_mean() -> Problem:
+    """A hand-written mean over what a mask leaves: the weights belong to the data."""
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        inputs, targets, mask = batch
+        return ((model(inputs) - targets).square()[:, 0] * mask).sum() / mask.sum()
+
+    problem = _regression(loss)
+    mask = torch.tensor([1.0, 1, 1, 0, 1, 0, 0, 0, 1, 1, 1, 1, 0, 1, 0, 0])
+    return replace(problem, batch=(*problem.batch, mask))
+
+
+def dice() -> Problem:
+    """A ratio of sums over the batch: no weights make it a sum over micro-batches."""
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        p, t = model(batch[0]).sigmoid(), (batch[1] > 0).float()
+        return 1 - 2 * (p * t).sum() / (p.sum() + t.sum())  # planted dice
+
+    return _regression(loss)
+
+
+class Queue(nn.Module):
+    """Logits against the embeddings of earlier micro-batches, as MoCo keeps them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(6, 8)
+        self.register_buffer(
+            "queue", F.normalize(torch.randn(32, 8, generator=torch.Generator().manual_seed(0)), dim=1)
+        )
+
+    def forward(self, pair: torch.Tensor) -> torch.Tensor:
+        query, key = F.normalize(self.encoder(pair[:, 0]), dim=1), F.normalize(self.encoder(pair[:, 1]), dim=1).detach()
+        logits = torch.cat([(query * key).sum(1, keepdim=True), query @ self.queue.T.clone()], 1) / 0.2
+        self.queue = torch.cat([key, self.queue])[:32]  # planted queue
+        return F.cross_entropy(logits, torch.zeros(len(pair), dtype=torch.long))
+
+
+def momentum_queue() -> Problem:
+    torch.manual_seed(0)
+    return Problem(Queue(), lambda model, batch: model(batch), torch.randn(16, 2, 6))
+
+
+FAULTS = (
+    fault(
+        "backward-norm", normalised_gradient, "GAV104", "a backward divides by the norm of what reaches it", module="1"
+    ),
+    fault("gradient-hook", hooked_weight, "GAV104", "a hook divides by the micro-batch's norm", module="0"),
+    fault("backward-of-loss", normalised_in_the_loss, "GAV104", "the same inside the loss", planted=True),
+    fault("root-mean-squared", root_mean_squared, "GAV103", "a root of a mean is no mean, although some weights fit"),
+    fault("dice", dice, "GAV103", "a ratio of sums over the batch", planted=True),
+    fault("masked-mean", masked_mean, "GAV202", "a mean over what the mask leaves weighs by the mask"),
+    fault("queue", momentum_queue, "GAV401", "a micro-batch meets the keys of the one before", planted=True),
+)
+
+TWINS = (
+    quiet("backward-norm", doubled_gradient, "a backward that treats every element alike"),
+    quiet("gradient-hook", masked_by_hook, "a hook that scales by a constant"),
+    quiet("root-mean-squared", root_of_each, "the root of every sample's own error"),
+)

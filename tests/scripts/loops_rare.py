@@ -1,0 +1,180 @@
+"""Trains a small classifier in right ways that are rarer: other places for the sum, other kinds of step."""
+
+import tempfile
+from contextlib import nullcontext
+
+import torch
+import torch.distributed
+from points import loader_for, network, options
+from torch import nn
+
+criterion = nn.CrossEntropyLoss()
+
+
+def windows(loader, size):
+    window = []
+    for batch in loader:
+        window.append(batch)
+        if len(window) == size:
+            yield window
+            window = []
+
+
+def sgd(model, args):
+    return torch.optim.SGD(model.parameters(), lr=args.lr)
+
+
+def sums_of_its_own(args, loader):
+    """Gradients are added up outside `.grad`, as for float32 sums beside bfloat16 weights."""
+    model = network(args.dropout)
+    optimizer = sgd(model, args)
+    sums = {parameter: torch.zeros_like(parameter) for parameter in model.parameters()}
+    for i, (features, labels) in enumerate(loader):
+        (criterion(model(features), labels) / args.accum).backward()
+        for parameter in model.parameters():
+            sums[parameter] += parameter.grad
+            parameter.grad = None
+        if (i + 1) % args.accum == 0:
+            for parameter in model.parameters():
+                parameter.grad = sums[parameter].clone()
+                sums[parameter].zero_()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def sharpness_aware(args, loader):
+    """Two passes over each window: the first only finds the direction in which the weights are moved."""
+    model = network(args.dropout)
+    optimizer = sgd(model, args)
+    for window in windows(loader, args.accum):
+        moves = {}
+        for _ in range(2):
+            optimizer.zero_grad()
+            for features, labels in window:
+                (criterion(model(features), labels) / args.accum).backward()
+            if not moves:
+                norm = torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).norm()
+                moves = {parameter: 0.05 * parameter.grad / norm for parameter in model.parameters()}
+                move(moves, 1)
+        move(moves, -1)
+        optimizer.step()
+
+
+@torch.no_grad()
+def move(moves, sign):
+    for parameter, amount in moves.items():
+        parameter.add_(amount, alpha=sign)
+
+
+def line_search(args, loader):
+    """LBFGS evaluates its closure, a whole window, several times in one step."""
+    model = network(args.dropout)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=args.lr, max_iter=3)
+    for window in windows(loader, args.accum):
+
+        def closure(window=window):
+            optimizer.zero_grad()
+            total = 0.0
+            for features, labels in window:
+                loss = criterion(model(features), labels) / args.accum
+                loss.backward()
+                total += loss.item()
+            return total
+
+        optimizer.step(closure)
+
+
+def compiled(args, loader):
+    model = torch.compile(
+        nn.Sequential(network(args.dropout), nn.ReLU(), nn.Dropout(args.dropout)), backend="aot_eager"
+    )
+    optimizer = sgd(model, args)
+    for i, (features, labels) in enumerate(loader):
+        (criterion(model(features), labels) / args.accum).backward()
+        if (i + 1) % args.accum == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def distributed(args, loader):
+    """One process of `DistributedDataParallel`, which exchanges gradients only at the end of a window."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
+        model = nn.parallel.DistributedDataParallel(network(args.dropout))
+        optimizer = sgd(model, args)
+        for i, (features, labels) in enumerate(loader):
+            last = (i + 1) % args.accum == 0
+            with nullcontext() if last else model.no_sync():
+                (criterion(model(features), labels) / args.accum).backward()
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def overflowing(args, loader):
+    """Half precision whose first loss scales overflow: the scaler leaves those steps out."""
+    model = network(args.dropout)
+    optimizer = sgd(model, args)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=1000)
+    for _ in range(20):
+        for i, (features, labels) in enumerate(loader):
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = criterion(model(features), labels) / args.accum
+            scaler.scale(loss).backward()
+            if (i + 1) % args.accum == 0:
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+
+
+def gradient_penalty(args, loader):
+    """The inputs need gradients too."""
+    model = network(args.dropout)
+    optimizer = sgd(model, args)
+    for i, (features, labels) in enumerate(loader):
+        features.requires_grad_(True)
+        outputs = model(features)
+        slopes = torch.autograd.grad(outputs.square().sum(), features, create_graph=True)[0]
+        loss = criterion(outputs, labels) + slopes.square().sum(1).mean()
+        (loss / args.accum).backward()
+        if (i + 1) % args.accum == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def clamped(args, loader):
+    """Weights are clamped after each step, and a validation pass follows that forgets `no_grad`."""
+    model = network(args.dropout)
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=0.01)
+    features, labels = next(iter(loader))
+    for i, batch in enumerate(loader):
+        (criterion(model(batch[0]), batch[1]) / args.accum).backward()
+        if (i + 1) % args.accum == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+            for parameter in model.parameters():
+                parameter.data.clamp_(-0.2, 0.2)
+            model.eval()
+            print("validation", criterion(model(features[:4]), labels[:4]).item())
+            model.train()
+
+
+LOOPS = {
+    loop.__name__: loop
+    for loop in (
+        sums_of_its_own, sharpness_aware, line_search, compiled, distributed, overflowing, gradient_penalty, clamped,
+    )
+}  # fmt: skip
+
+
+def main():
+    parser = options(__doc__)
+    parser.add_argument("--loop", choices=sorted(LOOPS), required=True)
+    parser.add_argument("--dropout", type=float, default=0.1)
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    LOOPS[args.loop](args, loader_for(args))
+
+
+if __name__ == "__main__":
+    main()

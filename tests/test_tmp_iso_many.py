@@ -1,0 +1,348 @@
+"""What a forward may do to modules, parameters and buffers: all of it is undone, and was done."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import cross_entropy, fault_codes, mlp, story
+from torch import nn
+
+import gaverify
+from gaverify import Outcome, ProblemError
+
+CHANGES: dict[str, Callable[[nn.Module], None]] = {}
+CALLS = 0
+
+
+def change(function: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+    CHANGES[function.__name__] = function
+    return function
+
+
+class Changing(nn.Module):
+    """Does one more thing in its forward."""
+
+    shared = 0
+
+    def __init__(self, what: Callable[[nn.Module], None]) -> None:
+        super().__init__()
+        self.inner, self.spare, self.what = mlp(), nn.Linear(2, 2), what
+        self.register_buffer("buffer", torch.zeros(3))
+        self.register_buffer("expanded", torch.zeros(1).expand(3))
+        self.register_buffer("sparse", torch.zeros(3).to_sparse())
+        with torch.inference_mode():
+            self.inferred = torch.zeros(3)
+        self.register_parameter("empty", None)
+        self.hooks: list[Any] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.what(self)
+        return self.inner(x)
+
+
+@change
+def replaces_the_data_of_a_parameter(model: nn.Module) -> None:
+    model.inner[0].weight.data = model.inner[0].weight.data * 0.9
+
+
+@change
+def replaces_the_data_of_a_buffer(model: nn.Module) -> None:
+    model.buffer.data = torch.ones(5)
+
+
+@change
+def sets_a_parameter(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.inner[0].weight.set_(model.inner[0].weight * 0.9)
+
+
+@change
+def replaces_a_parameter(model: nn.Module) -> None:
+    model.spare.weight = nn.Parameter(torch.ones(2, 2))
+
+
+@change
+def fills_an_empty_parameter(model: nn.Module) -> None:
+    model.empty = nn.Parameter(torch.ones(1))
+
+
+@change
+def adds_a_parameter(model: nn.Module) -> None:
+    model.spare.register_parameter("added", nn.Parameter(torch.ones(1)))
+
+
+@change
+def adds_a_buffer(model: nn.Module) -> None:
+    model.register_buffer("added", torch.ones(1), persistent=False)
+
+
+@change
+def adds_a_submodule(model: nn.Module) -> None:
+    model.inner.add_module("added", nn.Dropout(0.0))
+
+
+@change
+def removes_a_submodule(model: nn.Module) -> None:
+    model._modules.pop("spare", None)
+
+
+@change
+def exchanges_a_submodule(model: nn.Module) -> None:
+    model.spare = nn.Linear(3, 3)
+
+
+@change
+def removes_a_buffer(model: nn.Module) -> None:
+    model._buffers.pop("buffer", None)
+
+
+@change
+def resizes_a_buffer(model: nn.Module) -> None:
+    model.buffer.resize_(7).fill_(1.0)
+
+
+@change
+def writes_to_a_buffer_with_a_graph(model: nn.Module) -> None:
+    model.buffer.add_(model.spare.weight.sum())
+
+
+@change
+def writes_to_an_expanded_buffer(model: nn.Module) -> None:
+    model.expanded[:1].add_(1)
+
+
+@change
+def writes_to_a_sparse_buffer(model: nn.Module) -> None:
+    model.sparse.add_(torch.ones(3).to_sparse())
+
+
+@change
+def writes_to_an_inference_tensor(model: nn.Module) -> None:
+    with torch.inference_mode():
+        model.inferred.add_(1)
+
+
+@change
+def asks_for_the_gradient_of_a_buffer(model: nn.Module) -> None:
+    model.buffer.requires_grad_()
+
+
+@change
+def changes_the_mode(model: nn.Module) -> None:
+    model.spare.train(not model.spare.training)
+
+
+@change
+def registers_a_hook(model: nn.Module) -> None:
+    model.hooks.append(model.inner[2].register_forward_hook(lambda *_: None))
+
+
+@change
+def registers_a_hook_on_a_parameter(model: nn.Module) -> None:
+    model.hooks.append(model.inner[0].weight.register_hook(lambda gradient: gradient * 1.0))
+
+
+@change
+def registers_a_hook_after_accumulation(model: nn.Module) -> None:
+    model.inner[0].weight.register_post_accumulate_grad_hook(lambda _: None)
+
+
+@change
+def sets_an_attribute_of_a_parameter(model: nn.Module) -> None:
+    model.inner[0].weight.age = getattr(model.inner[0].weight, "age", 0) + 1
+
+
+@change
+def changes_its_class(model: nn.Module) -> None:
+    type(model).shared += 1
+
+
+@change
+def changes_a_global(model: nn.Module) -> None:
+    global CALLS
+    CALLS += 1
+
+
+def _value(tensor: torch.Tensor | None) -> Any:
+    if tensor is None:
+        return None
+    address = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
+    return id(tensor), address, tensor.requires_grad, tensor.grad_fn is None, tensor.detach().to_dense().tolist()
+
+
+def _hooks(module: nn.Module) -> list[int]:
+    found = [len(module._forward_hooks)]
+    for parameter in module.parameters(recurse=False):
+        hooks = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
+        found += [len(registered or ()) for registered in hooks]
+    return found
+
+
+def picture(model: nn.Module) -> Any:
+    modules = {name: (id(module), module.training, _hooks(module)) for name, module in model.named_modules()}
+    registered = {
+        (name, entry): (_value(tensor), dict(vars(tensor)) if tensor is not None else None)
+        for name, module in model.named_modules()
+        for entry, tensor in [*module._parameters.items(), *module._buffers.items()]
+    }
+    others = (sorted(vars(model)), sorted(model._non_persistent_buffers_set), list(model._modules), len(model.hooks))
+    return modules, registered, others, _value(model.inferred), type(model).shared, CALLS
+
+
+@pytest.mark.parametrize("options", [{}, {"weighting": "none"}], ids=["equivalent", "diagnosed"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_a_forward_does_to_its_modules_is_undone(name: str, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model, batch = Changing(CHANGES[name]), (torch.randn(8, 6), torch.randint(4, (8,)))
+    before = picture(model)
+    gaverify.verify(model, cross_entropy, batch, steps=4, **options)
+    assert picture(model) == before
+    model(batch[0])
+    assert picture(model) != before, "the test would not have noticed"
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    names=st.lists(st.sampled_from(sorted(CHANGES)), min_size=2, max_size=6),
+    fail_at=st.integers(1, 12),
+    dtype=st.sampled_from([None, "float64", "bfloat16"]),
+)
+def test_any_changes_in_any_order_are_undone(names: list[str], fail_at: int, dtype: str | None) -> None:
+    """Some of them do not go together and raise of themselves; every example raises in the end."""
+    torch.manual_seed(0)
+    calls = iter(range(1, 1000))
+
+    def changes(model: nn.Module) -> None:
+        for name in names:
+            CHANGES[name](model)
+        if next(calls) >= fail_at:
+            raise ValueError("in the middle")
+
+    model, batch = Changing(changes), (torch.randn(8, 6), torch.randint(4, (8,)))
+    before = picture(model)
+    with contextlib.suppress(ProblemError):
+        gaverify.verify(model, cross_entropy, batch, steps=2, dtype=dtype)
+    assert picture(model) == before
+
+
+def test_a_mode_that_the_forward_changes_starts_equal() -> None:
+    """The first forward freezes the statistics for good: each strategy must meet them unfrozen."""
+
+    class Freezing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.head = nn.BatchNorm1d(6), nn.Linear(6, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result = self.head(self.norm(x))
+            self.norm.eval()
+            return result
+
+    torch.manual_seed(0)
+    batch = (torch.randn(8, 6), torch.randint(4, (8,)))
+    assert gaverify.verify(Freezing(), cross_entropy, batch, steps=1).outcome is Outcome.EQUIVALENT
+    verdict = gaverify.verify(Freezing(), cross_entropy, batch, steps=4)
+    assert verdict.outcome is Outcome.DIVERGENT
+    assert fault_codes(verdict), story(verdict)
+
+
+def test_several_parameters_in_one_storage_are_restored() -> None:
+    torch.manual_seed(0)
+    flat = torch.randn(28)
+    model = nn.Linear(6, 4)
+    model.weight, model.bias = nn.Parameter(flat[:24].view(4, 6)), nn.Parameter(flat[24:])
+    before = flat.clone()
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        model.weight.data.mul_(0.9)
+        model.bias.data.mul_(0.9)
+        return cross_entropy(model, batch)
+
+    gaverify.verify(model, loss, (torch.randn(8, 6), torch.randint(4, (8,))), steps=4)
+    assert torch.equal(flat, before)
+
+
+def test_what_only_the_loss_knows_is_restored() -> None:
+    """A teacher that follows the model, a trainable head, a leaf tensor and an optimizer, all in the loss's closure."""
+    torch.manual_seed(0)
+    model, teacher, head = mlp(), mlp(), nn.Linear(4, 4)
+    temperature = torch.ones((), requires_grad=True)
+    head.weight.grad = torch.full_like(head.weight, 0.5)
+    optimizer = torch.optim.Adam(head.parameters())
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        with torch.no_grad():
+            for ours, theirs in zip(teacher.parameters(), model.parameters(), strict=True):
+                ours.lerp_(theirs, 0.1)
+            goal = teacher(batch[0])
+        optimizer.step()
+        return F.mse_loss(head(model(batch[0])) * temperature, goal)
+
+    def held() -> Any:
+        tensors = [*teacher.parameters(), *head.parameters(), head.weight.grad, temperature]
+        gradients = [p.grad is None for p in (*teacher.parameters(), *head.parameters(), temperature)]
+        return [(id(t), t.tolist()) for t in tensors], gradients, len(optimizer.state), optimizer.param_groups
+
+    before, batch = held(), (torch.randn(8, 6), torch.randint(4, (8,)))
+    verdict = gaverify.verify(model, loss, batch, steps=4)
+    assert verdict.outcome is Outcome.DIVERGENT
+    assert fault_codes(verdict) <= {"GAV401", "GAV403"}, story(verdict)
+    assert held() == before
+    loss(model, batch).backward()
+    assert held() != before, "the test would not have noticed"
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "float64"}, {"mode": None}], ids=str)
+def test_lazy_modules_must_have_seen_an_input(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 4)), (torch.randn(8, 6), torch.randint(4, (8,)))
+    with pytest.raises(ProblemError, match=r"2 of .* have no shape yet.*run one forward first"):
+        gaverify.verify(model, cross_entropy, batch, steps=4, **options)
+    model(batch[0])
+    assert gaverify.verify(model, cross_entropy, batch, steps=4, **options).outcome is Outcome.EQUIVALENT
+
+
+class Scripted(nn.Module):
+    """Keeps state of every kind that TorchScript knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls, self.seen, self.plain = nn.Linear(6, 4), 0, [1], torch.zeros(1)
+        self.register_buffer("buffer", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.seen.append(1)
+        self.plain = self.plain + 1
+        self.buffer.add_(1)
+        self.buffer = self.buffer + 1
+        return self.inner(x) * min(1.0, self.calls / 10)
+
+
+Scripted.__annotations__ = {"seen": list[int]}  # TorchScript cannot read it as the text that this file makes of it
+
+
+def test_attributes_of_scripted_modules_are_restored() -> None:
+    torch.manual_seed(0)
+    model, batch = torch.jit.script(Scripted()), (torch.randn(8, 6), torch.randint(4, (8,)))
+
+    def held() -> Any:
+        tensors = [(id(t), t.dtype, t.tolist()) for t in (model.buffer, model.plain)]
+        return model.calls, list(model.seen), tensors, model.training
+
+    model.eval()
+    before = held()
+    assert gaverify.verify(model, cross_entropy, batch, steps=1).outcome is Outcome.EQUIVALENT
+    verdict = gaverify.verify(model, cross_entropy, batch, steps=4)
+    assert verdict.outcome is Outcome.DIVERGENT
+    assert fault_codes(verdict) <= {"GAV401", "GAV403"}, story(verdict)
+    assert held() == before
+    model(batch[0])
+    assert all(one != other for one, other in zip(held()[:3], before[:3], strict=True))
