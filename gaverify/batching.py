@@ -86,6 +86,8 @@ def micro_batch_sizes(batch_size: int, steps: int) -> tuple[int, ...]:
     """
     if steps < 1:
         raise ProblemError(f"accumulation needs at least one micro-batch, got steps = {steps}; write steps = 1 or more")
+    if batch_size < 1:
+        raise ProblemError("the batch holds no samples: its leading dimension is 0; return at least one sample")
     if steps > batch_size:
         raise ProblemError(
             f"steps = {steps} micro-batches cannot be cut from a batch of {batch_size} samples; "

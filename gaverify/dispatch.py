@@ -15,6 +15,7 @@ from gaverify.isolation import ModelState
 
 aten = torch.ops.aten
 _BELOW_FLOAT64 = (torch.float32, torch.bfloat16, torch.float16)
+_EXACT_TERMS = 1 << 20  # terms whose magnitudes are summed on a copy
 _MEAN = 1  # the dispatcher's code for reduction="mean"
 
 
@@ -102,8 +103,11 @@ class PassMode(TorchDispatchMode):
     def _sum_terms(self, args: Any, result: torch.Tensor) -> None:
         terms = args[0]
         if terms.is_floating_point() and terms.numel() > result.numel():
-            magnitude = torch.linalg.vector_norm(terms, 1, args[1] or None)
-            self.observed.term_scales[result.data_ptr()] = (result.numel(), torch.linalg.vector_norm(magnitude))
+            if terms.numel() <= _EXACT_TERMS:
+                scale = torch.linalg.vector_norm(terms.abs().sum(args[1] or None))
+            else:  # an upper bound without a copy: Σ|t| ≤ √n ‖t‖₂ for each of the sums
+                scale = torch.linalg.vector_norm(terms) * (terms.numel() / max(result.numel(), 1)) ** 0.5
+            self.observed.term_scales[result.data_ptr()] = (result.numel(), scale)
 
 
 def _lifted(plan: _Plan, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -248,7 +248,8 @@ def _other_reading(task: Task) -> str:
 
 def _out_of_memory(where: str, task: Task) -> ProblemError:
     advice = "a smaller --batch-size" if where == "the full batch" else "more steps or a smaller --batch-size"
-    return ProblemError(f"out of memory on {task.device} while running {where}; try {advice}, or --device cpu")
+    elsewhere = "" if task.device.type == "cpu" else ", or --device cpu"
+    return ProblemError(f"out of memory on {task.device} while running {where}; try {advice}" + elsewhere)
 
 
 def _micro_batch(task: Task, start: int, stop: int, where: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -25,7 +25,7 @@ from gaverify.control import (
 from gaverify.errors import ProblemError
 from gaverify.gradients import Gradients, PassResult, Task, accumulated_gradients, full_batch_gradients
 from gaverify.isolation import ModelState
-from gaverify.measurements import PrecisionLoss
+from gaverify.measurements import BITS_WORTH_A_NOTE, PrecisionLoss
 from gaverify.precision import short_name, unit_roundoff
 from gaverify.randomness import DrawRecord
 from gaverify.results import Finding, Method, Outcome, ParameterComparison
@@ -115,7 +115,7 @@ def judge(task: Task, *, rtol: float | None, atol: float | None, keep_gradients:
         return judgement
     _decide(task, judgement)
     if kept is not None and judgement.control is not None:
-        judgement.precision = _precision_loss(judgement, *kept)
+        judgement.precision = _precision_loss(task, judgement, *kept)
     judgement.timings["control"] = time.perf_counter() - accumulated_at - judgement.timings["comparison"]
     return judgement
 
@@ -150,16 +150,37 @@ def _other_fold(
     return accumulated, measured
 
 
-def _precision_loss(judgement: Judgement, full: Gradients, accumulated: Gradients) -> PrecisionLoss | None:
-    """Holds both working-precision gradients against the float64 one."""
+def _precision_loss(task: Task, judgement: Judgement, full: Gradients, accumulated: Gradients) -> PrecisionLoss | None:
+    """Holds both working-precision gradients against the float64 one; where bits are lost, float32 sums as well."""
     assert judgement.control is not None
     exact = judgement.control.full.gradients
-    errors = []
-    for gradients in (full, accumulated):
-        rows = [row for row in measure(gradients, exact) if math.isfinite(row.difference)]
-        scale = math.sqrt(sum(row.reference**2 for row in rows))
-        errors.append(math.sqrt(sum(row.difference**2 for row in rows)) / scale if scale > 0 else 0.0)
-    return PrecisionLoss(short_name(judgement.dtype), errors[0], errors[1])
+    loss = PrecisionLoss(short_name(judgement.dtype), _error(full, exact), _error(accumulated, exact))
+    if loss.bits_lost < BITS_WORTH_A_NOTE or task.strategy != "accumulate":
+        return loss
+    return replace(loss, in_float32=_error(_summed_in_float32(task, judgement), exact))
+
+
+def _error(gradients: Gradients, exact: Gradients) -> float:
+    """‖g − exact‖ / ‖exact‖ over all parameters."""
+    rows = [row for row in measure(gradients, exact) if math.isfinite(row.difference)]
+    scale = math.sqrt(sum(row.reference**2 for row in rows))
+    return math.sqrt(sum(row.difference**2 for row in rows)) / scale if scale > 0 else 0.0
+
+
+def _summed_in_float32(task: Task, judgement: Judgement) -> Gradients:
+    """Accumulates once more, each micro-batch's gradient added to a float32 sum: the remedy for lost bits."""
+    sums: Gradients = dict.fromkeys(task.parameters)
+
+    def add(_: int) -> None:
+        for name, parameter in task.parameters.items():
+            if parameter.grad is not None:
+                so_far = sums[name]
+                part = parameter.grad.to(torch.promote_types(parameter.grad.dtype, torch.float32))
+                sums[name] = part if so_far is None else so_far + part
+                parameter.grad = None
+
+    accumulated_gradients(task, judgement.state, judgement.record, judgement.full, after_backward=add)
+    return sums
 
 
 def _drop(result: PassResult) -> None:

@@ -12,6 +12,8 @@ from typing import Literal
 
 from gaverify.results import Location, Outcome, ParameterComparison
 
+BITS_WORTH_A_NOTE = 0.5
+"""Bits that an accumulated gradient loses against the full-batch one before anybody is told."""
 SuspectKind = Literal["rows", "matrix", "non-additive", "control-flow", "random"]
 
 

@@ -178,7 +178,7 @@ def test_ctrl_c_keeps_the_rows_that_are_done(model: Path, tmp_path: Path) -> Non
         while not (tmp_path / "reached").exists() and found.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
         found.send_signal(signal.SIGINT)
-        out, err = found.communicate(timeout=60)
+        out, err = found.communicate(timeout=240)
     finally:
         found.kill()
     assert found.returncode == 130

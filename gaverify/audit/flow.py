@@ -90,7 +90,8 @@ class _Audit:
         record = Record(
             windows, ledger_of(accumulated.events), windows_of(full.events),
             compare_updates(full, perturbed, accumulated, self.request.updates), self.request.steps,
-            working_unit(full), dealt=accumulated.meta["dealt"], unaligned=accumulated.meta["unaligned"],
+            working_unit(full), dealt=full.meta["draws"] if accumulated.meta["dealt"] else 0,
+            unaligned=accumulated.meta["unaligned"],
             numbers=tuple(int(word) for argument in self.request.accumulated for word in _NUMBER.findall(argument)),
         )  # fmt: skip
         self.timings["comparison"] = time.monotonic() - begun

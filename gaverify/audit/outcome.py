@@ -112,7 +112,7 @@ def _other_data(update: UpdateComparison) -> str:
         advice = "do batch size × accumulation make the same batch?"
     else:
         rows = f"{data.full} rows in both"
-        advice = "shuffling, another seed, a dropped last batch or packing make such differences"
+        advice = "shuffling, seeds, a dropped batch, packing or draws outside the model make such differences"
     padded = " (after padding was taken off)" if data.padded else ""
     return (
         f"update {update.number}: the runs did not see the same samples: {data.differing} rows of `{data.path}` "

@@ -133,7 +133,7 @@ class Record:
         numbers: The whole numbers among the accumulated run's own arguments: K is one of them as a rule.
         unit: Unit roundoff of the coarsest arithmetic.
         held: The weights that fit when every step is undone, so that all micro-batches see the same weights.
-        dealt: Random draws dealt out per sample.
+        dealt: Random draws of the full batch that were dealt out per sample.
         unaligned: Draws that could not be, with the reason.
     """
 

@@ -20,7 +20,9 @@ _ENTRY = re.compile(r" \(\d+\)$")
 
 
 @dataclass
-class _Row:
+class Row:
+    """One row of a tensor, as its fingerprints."""
+
     length: int
     hashes: list[int]
     tail: int
@@ -31,8 +33,8 @@ class _Row:
 
 @dataclass
 class _Matched:
-    left_full: list[_Row]
-    left_accumulated: list[_Row]
+    left_full: list[Row]
+    left_accumulated: list[Row]
     padded: bool = False
     rows: tuple[int, int] = field(default=(0, 0))
 
@@ -70,7 +72,7 @@ def _matched(full: list[Any], accumulated: list[Any]) -> _Matched | None:
     if len(shapes) == 1 and len(full) != len(accumulated):
         return None  # a mask, a table of positions
     dim = _batch_dimension(full, accumulated)
-    left, right = _rows(full, dim), _rows(accumulated, dim)
+    left, right = rows_of(full, dim), rows_of(accumulated, dim)
     counts = len(left), len(right)
     matched = _exactly(left, right)
     for trimmed in (_by_prefix, _by_suffix):
@@ -94,7 +96,8 @@ def _batch_dimension(full: list[Any], accumulated: list[Any]) -> int:
     return 0
 
 
-def _rows(entries: list[Any], dim: int) -> list[_Row]:
+def rows_of(entries: list[Any], dim: int) -> list[Row]:
+    """Returns the rows of several fingerprinted tensors along one of their two leading dimensions."""
     rows = []
     for entry in entries:
         part = entry if dim == 0 else entry["second"]
@@ -108,11 +111,18 @@ def _rows(entries: list[Any], dim: int) -> list[_Row]:
             part["tail_left"].tolist() if "tail_left" in part else [length] * count,
             part["projections"].tolist() if "projections" in part else [None] * count,
         )
-        rows += [_Row(length, h, t, hl, tl, p) for h, t, hl, tl, p in zip(*columns, strict=True)]
+        rows += [Row(length, h, t, hl, tl, p) for h, t, hl, tl, p in zip(*columns, strict=True)]
     return rows
 
 
-def _exactly(full: list[_Row], accumulated: list[_Row]) -> _Matched:
+def alike(row: Row, other: Row) -> bool:
+    """Whether two rows hold the same sample, whatever each was padded to."""
+    if row.length == other.length:
+        return row.hashes[-1] == other.hashes[-1]
+    return any(_agree(row, other, side) for side in (_from_the_left, _from_the_right))
+
+
+def _exactly(full: list[Row], accumulated: list[Row]) -> _Matched:
     open_rows = Counter((row.length, row.hashes[-1]) for row in accumulated)
     left = []
     for row in full:
@@ -130,15 +140,23 @@ def _exactly(full: list[_Row], accumulated: list[_Row]) -> _Matched:
     return _Matched(left, rest)
 
 
-def _by_prefix(full: list[_Row], accumulated: list[_Row]) -> _Matched:
-    return _trimmed(full, accumulated, lambda row: (row.hashes, row.tail))
+def _by_prefix(full: list[Row], accumulated: list[Row]) -> _Matched:
+    return _trimmed(full, accumulated, _from_the_left)
 
 
-def _by_suffix(full: list[_Row], accumulated: list[_Row]) -> _Matched:
-    return _trimmed(full, accumulated, lambda row: (row.hashes_left, row.tail_left))
+def _by_suffix(full: list[Row], accumulated: list[Row]) -> _Matched:
+    return _trimmed(full, accumulated, _from_the_right)
 
 
-def _trimmed(full: list[_Row], accumulated: list[_Row], side: Any) -> _Matched:
+def _from_the_left(row: Row) -> tuple[list[int], int]:
+    return row.hashes, row.tail
+
+
+def _from_the_right(row: Row) -> tuple[list[int], int]:
+    return row.hashes_left, row.tail_left
+
+
+def _trimmed(full: list[Row], accumulated: list[Row], side: Any) -> _Matched:
     """Pairs rows of different length whose shorter one is the beginning of the longer, and the rest is constant."""
     rest, left = list(accumulated), []
     for row in full:
@@ -150,7 +168,7 @@ def _trimmed(full: list[_Row], accumulated: list[_Row], side: Any) -> _Matched:
     return _Matched(left, rest)
 
 
-def _agree(row: _Row, other: _Row, side: Any) -> bool:
+def _agree(row: Row, other: Row, side: Any) -> bool:
     if row.length == other.length:
         return False
     longer, shorter = (row, other) if row.length > other.length else (other, row)

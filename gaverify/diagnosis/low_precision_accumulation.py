@@ -69,18 +69,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gaverify.measurements import Measurements
+from gaverify.measurements import BITS_WORTH_A_NOTE, Measurements
 from gaverify.results import Evidence, Finding
 
 CODE, NAME = "GAV501", "low-precision-accumulation"
-# Fewer bits are what summing a few micro-batches in any order costs.
-_WORTH_A_NOTE = 0.5
 
 
 def judge(measured: Measurements) -> Iterator[Finding]:
     """Yields a note where the accumulated gradient has fewer correct bits than the full-batch one."""
     loss = measured.precision
-    if loss is None or loss.bits_lost < _WORTH_A_NOTE:
+    if loss is None or loss.bits_lost < BITS_WORTH_A_NOTE:
         return
     better = ""
     if loss.in_float32 is not None and loss.in_float32 < loss.accumulated:

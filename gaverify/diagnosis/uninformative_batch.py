@@ -88,6 +88,9 @@ def judge(measured: Measurements) -> Iterator[Finding]:
     finite = [row for row in measured.rows if not math.isnan(row.difference_norm)]
     if finite and all(row.reference_norm == 0 and row.accumulated_norm == 0 for row in finite):
         reasons.append("every gradient is zero")
+    if measured.hooked and all(math.isnan(row.difference_norm) for row in measured.rows):
+        names = ", ".join(f"`{name}`" for name in measured.hooked[:3])
+        reasons.append(f"hooks on {names} take the gradients away before they can be compared (an optimizer in backward?)")
     counts = measured.valid_targets
     equal = bool(counts) and len(set(counts)) == 1 and len(counts) > 1
     if measured.ignored_targets and equal and measured.weighting == "uniform" and not measured.divergent:

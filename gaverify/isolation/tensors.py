@@ -49,7 +49,7 @@ class Tensors:
         if pointer and (isinstance(tensor, nn.Parameter) or (wait and tensor.numel() > _WAITS)):
             self._waiting.setdefault(pointer, []).append(tensor)
         else:
-            self._restorers.append(_value(data))
+            self._restorers.append(_value_of(tensor))
 
     def before_write(self, tensor: torch.Tensor) -> None:
         """Keeps the values of the waiting tensors that share storage with `tensor`, before they change."""
@@ -104,8 +104,12 @@ def _place(tensor: torch.Tensor) -> Any:
         return None
 
 
-def _value(data: torch.Tensor) -> Restore:
-    if data.layout is torch.strided and not data.is_quantized and 0 in data.stride():
+def _value_of(tensor: torch.Tensor) -> Restore:
+    return _values(tensor.data) if tensor.layout is torch.strided else _whole(tensor)
+
+
+def _values(data: torch.Tensor) -> Restore:
+    if not data.is_quantized and 0 in data.stride():
         # an expanded tensor has several indices for one place and cannot be written to as a whole
         sizes = [1 if stride == 0 else size for size, stride in zip(data.shape, data.stride(), strict=True)]
         data = data.as_strided(sizes, data.stride(), data.storage_offset())
@@ -119,14 +123,24 @@ def _value(data: torch.Tensor) -> Restore:
     return restore
 
 
+def _whole(tensor: torch.Tensor) -> Restore:
+    """Puts back a sparse tensor, whose indices and values are exchanged when it is written to in place."""
+    value = tensor.detach().clone()
+
+    def restore() -> None:
+        tensor.data = value.clone()
+
+    return restore
+
+
 def _gradient(tensor: torch.Tensor) -> Restore:
     gradient = tensor.grad
-    value = gradient.clone() if gradient is not None else None
+    put_back = _value_of(gradient) if gradient is not None else None
 
     def restore() -> None:
         tensor.grad = gradient
-        if gradient is not None and value is not None:
-            gradient.copy_(value)
+        if put_back is not None:
+            put_back()
 
     return restore
 

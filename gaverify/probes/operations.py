@@ -5,6 +5,7 @@ Shapes: B samples, n of a micro-batch; a result with B·m rows along one dimensi
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -21,6 +23,9 @@ from gaverify.probes.fingerprints import Layout, fingerprint, layout_of
 from gaverify.tracebacks import calling_frame
 
 Shape = tuple[int, ...]
+Frame = tuple[str, int] | None
+Signature = tuple[str, Frame, str | None]  # name, line of the user's code, path of the innermost module
+FunctionKey = tuple[str, Frame, int]  # name, line, and the how-manieth call of this name on this line
 _UNWRITTEN = ("empty", "new_empty")  # factories whose results hold whatever the memory held
 INPUT = "input"  # the name of a step that stands for a tensor which no operation wrote
 
@@ -41,12 +46,14 @@ class Step:
 
     name: str
     call: int | None
-    function: int
-    frame: tuple[str, int] | None
+    function: FunctionKey | None
+    frame: Frame
     inputs: tuple[int, ...]
     differentiable: bool
     random: bool
     tensor_inputs: int
+    signature: Signature
+    occurrence: int = 0
     results: list[Result] = field(default_factory=list)
 
 
@@ -63,10 +70,28 @@ class ModuleCall:
 
 @dataclass
 class Trace:
-    """The operations of one forward, in order."""
+    """The operations of one forward, in order, and where those of one signature stand.
+
+    Traces of other batches may hold more or fewer operations (a loop over the samples, a branch), so the same operation
+    is found by its signature and how often that has occurred, never by its position.
+    """
 
     steps: list[Step] = field(default_factory=list)
     calls: list[ModuleCall] = field(default_factory=list)
+    places: dict[Signature, list[int]] = field(default_factory=dict)
+
+    def add(self, step: Step) -> int:
+        """Appends a step and returns its index."""
+        places = self.places.setdefault(step.signature, [])
+        step.occurrence = len(places)
+        places.append(len(self.steps))
+        self.steps.append(step)
+        return len(self.steps) - 1
+
+    def counterpart(self, step: Step) -> int | None:
+        """The index of the step that corresponds to one of another trace; None where there is none."""
+        places = self.places.get(step.signature, [])
+        return places[step.occurrence] if step.occurrence < len(places) else None
 
 
 @cache
@@ -98,13 +123,14 @@ class OperationTracer(PassProbe):
         self._template, self._plan = template, plan
         self._stack: list[int] = []
         self._writers: dict[int, int] = {}
+        self._storages: dict[int, StorageWeakRef] = {}  # an address is not given away again while these live
         self._state = {
             _address(value)
             for module in names
             for value in (*module._parameters.values(), *module._buffers.values())
             if value is not None
         }
-        self._function = -1
+        self._function: FunctionKey | None = None
 
     @contextmanager
     def around(self, k: int | None) -> Iterator[None]:
@@ -118,6 +144,7 @@ class OperationTracer(PassProbe):
             before.remove()
             after.remove()
             self._writers.clear()
+            self._storages.clear()
 
     def record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Notes one operation of the forward; operations of a backward (recomputation) are left out."""
@@ -129,41 +156,55 @@ class OperationTracer(PassProbe):
         tensors = list(_tensors((args, kwargs)))
         self._note_inputs(tensors)
         writers = tuple(dict.fromkeys(self._writers[p] for t in tensors if (p := _address(t)) in self._writers))
-        step = Step(
-            name, self._stack[-1] if self._stack else None, self._function, calling_frame(), writers,
-            any(t.requires_grad for t in tensors), random, len(tensors),
-        )  # fmt: skip
-        index = len(self.trace.steps)
-        self.trace.steps.append(step)
-        for position, tensor in enumerate(_tensors(result)):
-            step.results.append(self._result(index, position, name, tensor))
-            self._writers[_address(tensor)] = index
+        self._add(name, writers, any(t.requires_grad for t in tensors), random, len(tensors), list(_tensors(result)))
+
+    def _add(
+        self, name: str, writers: tuple[int, ...], differentiable: bool, random: bool, inputs: int,
+        written: list[torch.Tensor],
+    ) -> None:  # fmt: skip
+        call, frame = self._stack[-1] if self._stack else None, calling_frame()
+        path = next((c.path for c in self._calls_around(call) if c.path is not None), None)
+        step = Step(name, call, self._function, frame, writers, differentiable, random, inputs, (name, frame, path))
+        index = self.trace.add(step)
+        for position, tensor in enumerate(written):
+            step.results.append(self._result(step, position, tensor))
+            self._wrote(tensor, index)
+
+    def _calls_around(self, call: int | None) -> Iterator[ModuleCall]:
+        if call is not None:
+            yield self.trace.calls[call]
+            for parent in reversed(self.trace.calls[call].parents):
+                yield self.trace.calls[parent]
+
+    def _wrote(self, tensor: torch.Tensor, index: int) -> None:
+        address = _address(tensor)
+        if address not in self._storages:
+            with contextlib.suppress(NotImplementedError, RuntimeError):
+                self._storages[address] = StorageWeakRef(tensor.untyped_storage())
+        self._writers[address] = index
 
     def _note_inputs(self, tensors: list[torch.Tensor]) -> None:
         """Adds a step for every tensor that no operation wrote: the batch, and what comes from outside torch."""
         for tensor in tensors:
             address = _address(tensor)
-            if address in self._writers or address in self._state:
-                continue
-            call = self._stack[-1] if self._stack else None
-            index = len(self.trace.steps)
-            self._writers[address] = index
-            self.trace.steps.append(Step(INPUT, call, self._function, calling_frame(), (), False, False, 0))
-            self.trace.steps[index].results.append(self._result(index, 0, INPUT, tensor))
+            if address not in self._writers and address not in self._state:
+                self._add(INPUT, (), False, False, 0, [tensor])
 
-    def _result(self, index: int, position: int, name: str, tensor: torch.Tensor) -> Result:
-        shape = tuple(tensor.shape)
+    def _result(self, step: Step, position: int, tensor: torch.Tensor) -> Result:
+        shape, name = tuple(tensor.shape), step.name
         result = Result(shape, tensor.is_floating_point() or tensor.is_complex())
         if self._plan is not None:
-            planned = _same(self._plan, index, position, name)
+            planned = _same(self._plan, step, position)
             result.layout = planned.layout if planned is not None else None
         elif self._template is not None:
-            seen = _same(self._template, index, position, name)
+            seen = _same(self._template, step, position)
             result.layout = layout_of(shape, seen.shape, self._size, self._count) if seen is not None else None
         written = not name.startswith(_UNWRITTEN)
         if written and result.layout is not None and tensor.layout is torch.strided:
             with _disable_current_modes():
-                result.prints = fingerprint(tensor, result.layout, integers=name == INPUT)
+                result.prints = fingerprint(
+                    tensor, result.layout, integers=name == INPUT or tensor.dtype is torch.bool
+                )
         return result
 
     def _enter(self, module: nn.Module, _: Any) -> None:
@@ -200,18 +241,30 @@ class _Operations(TorchDispatchMode):
         return result
 
 
+class FunctionCalls:
+    """Names the outermost calls of torch functions, so that a control run can find the same call again."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, Frame], int] = {}
+
+    def key(self, func: Any) -> FunctionKey:
+        """Returns the name of the call that begins now."""
+        place = str(getattr(func, "__name__", func)), calling_frame()
+        self._seen[place] = self._seen.get(place, -1) + 1
+        return (*place, self._seen[place])
+
+
 class _Functions(TorchFunctionMode):
-    """Counts the outermost calls of torch functions, so that a control run can find the same call again."""
+    """Tells the tracer inside which call of a torch function it is."""
 
     def __init__(self, tracer: OperationTracer) -> None:
         super().__init__()
         self._tracer = tracer
-        self._calls = 0
+        self._calls = FunctionCalls()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = self._tracer._function
-        self._tracer._function = self._calls
-        self._calls += 1
+        self._tracer._function = self._calls.key(func)
         try:
             return func(*args, **(kwargs or {}))
         finally:
@@ -240,15 +293,14 @@ def _address(tensor: torch.Tensor) -> int:
         return id(tensor)
 
 
-def _same(trace: Trace, index: int, position: int, name: str) -> Result | None:
-    """The result of the same operation in another trace; None where the traces have parted."""
-    if index >= len(trace.steps) or trace.steps[index].name != name:
-        return None
-    results = trace.steps[index].results
+def _same(trace: Trace, step: Step, position: int) -> Result | None:
+    """The result of the same operation in another trace; None where that has none."""
+    index = trace.counterpart(step)
+    results = trace.steps[index].results if index is not None else []
     return results[position] if position < len(results) else None
 
 
-def source_line(frame: tuple[str, int] | None) -> str:
+def source_line(frame: Frame) -> str:
     """Returns the text of a source line, stripped; empty where there is none."""
     import linecache
 

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 Segment = tuple[str, str]
 Line = list[Segment]
 
-_ASCII = {"‖": "|", "×": "x", "−": "-", "–": "-", "—": "-", "…": "...", "→": "->", "≤": "<=", "·": "-", "’": "'"}
+_ASCII = {
+    "‖": "|", "×": "x", "−": "-", "–": "-", "—": "-", "…": "...", "→": "->", "≤": "<=", "·": "-", "’": "'", "µ": "u",
+}  # fmt: skip
 
 _BREAK = re.compile(r" (?![%×])")  # a number stays with its unit
 

@@ -128,6 +128,6 @@ def method(verdict: Verdict) -> str:
     if verdict.method == "tolerance" and verdict.spec:
         given = [f"{key} {verdict.spec[key]}" for key in ("rtol", "atol") if verdict.spec.get(key) is not None]
         text += f" ({', '.join(given)})" if given else ""
-    if math.isfinite(verdict.resolution):
+    if math.isfinite(verdict.resolution) and verdict.resolution > 0:
         text += f"; smallest relative difference it could have seen: {number(verdict.resolution)}"
     return text

@@ -13,6 +13,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gaverify.audit.job import COMPILED, Job
+from gaverify.audit.recording.matching import Matcher
+from gaverify.audit.recording.recomputing import Recomputing
 from gaverify.randomness import Dealer, Draw, DrawRecord, Recorder
 
 Shapes = list[tuple[int, ...]]
@@ -27,7 +29,7 @@ _EIGHTS = _EIGHTS.view(torch.int64).flatten()
 class DrawMode(TorchDispatchMode):
     """Gives every random operation to `handler`; everything else runs as it is."""
 
-    def __init__(self, handler: Recorder | Dealer) -> None:
+    def __init__(self, handler: Recorder | Dealer | Recomputing) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.handler = handler
 
@@ -82,15 +84,18 @@ class KeptDraws:
 class DealtDraws:
     """The accumulated run: a `Dealer` per forward, over the draws of the full-batch run's forward at the same place.
 
-    Places are counted among forwards of the same model in the same mode: a validation in between shifts nothing.
+    The rows of the inputs tell which place that is. Where they do not, micro-batch k's j-th forward takes from the full
+    batch's j-th, counted among forwards of the same model in the same mode.
     """
 
     def __init__(self, source: Path) -> None:
         self._source = source
         self._update = 0
-        self._entries: dict[Key, list[tuple[Shapes, DrawRecord]]] = {}
+        self._entries: list[tuple[Shapes, DrawRecord]] = []
+        self._places: dict[Key, list[int]] = {}
+        self._matcher = Matcher([])
         self._seen: dict[Key, int] = {}
-        self._starts: dict[tuple[Key, int], int] = {}
+        self._starts: dict[int, int] = {}
         self._dealer: Dealer | None = None
         self.sliced = 0
         self.unaligned: dict[str, str] = {}
@@ -101,33 +106,38 @@ class DealtDraws:
         self._update, self._seen, self._starts = update, {}, {}
         path = self._source / f"draws-{update}.pt"
         entries = torch.load(path, weights_only=False) if path.exists() else []
+        self._places = {}
         for entry in entries:
             draws = [Draw(**{**draw, "value": _unpacked(draw["value"])}) for draw in entry["draws"]]
-            self._entries.setdefault(entry["key"], []).append((entry["shapes"], DrawRecord(draws)))
+            self._places.setdefault(entry["key"], []).append(len(self._entries))
+            self._entries.append((entry["shapes"], DrawRecord(draws)))
+        if entries:
+            self._matcher = Matcher(torch.load(self._source / f"rows-{update}.pt", weights_only=True))
 
     def close(self) -> None:
         """Adds up what came of dealing."""
         self._finish()
-        for _, record in (entry for entries in self._entries.values() for entry in entries):
+        for _, record in self._entries:
             self.sliced += record.sliced
             self.unaligned |= record.unaligned
-        self._entries = {}
+        self._entries = []
 
-    def handler(self, key: Key, shapes: Shapes) -> Dealer | None:
-        """Returns the handler of the next forward: micro-batch k's j-th forward takes from the full batch's j-th."""
+    def handler(self, key: Key, shapes: Shapes, prints: dict[str, Any]) -> Dealer | None:
+        """Returns the handler of the next forward."""
         self._finish()
-        entries = self._entries.get(key)
-        if not entries:
+        places = self._places.get(key)
+        if not places:
             return None
-        place = self._seen.get(key, 0) % len(entries)
+        spot = self._matcher.find(places, prints)
+        place = spot[0] if spot is not None else places[self._seen.get(key, 0) % len(places)]
         self._seen[key] = self._seen.get(key, 0) + 1
-        full, record = entries[place]
+        full, record = self._entries[place]
         rows = _batch_rows(full, shapes)
         if rows is None:
             return None
         whole, part = rows
-        start = self._starts.get((key, place), 0)
-        self._starts[key, place] = start + part
+        start = spot[1] if spot is not None else self._starts.get(place, 0)
+        self._starts[place] = start + part
         if start + part > whole:
             self.unaligned.setdefault("forward", "the window holds more samples than the full batch")
             return None
@@ -151,34 +161,43 @@ class Draws:
     def __init__(self, job: Job, folder: Path) -> None:
         self._kept = KeptDraws(folder) if job.role == "full" else None
         self._eager = job.eager
+        self._held = job.role == "frozen"  # all its steps belong to the full batch's first update
         dealt = job.source is not None and job.role in ("accumulated", "frozen")
         self._dealt = DealtDraws(Path(job.source or ".")) if dealt else None
+        self._handlers: list[Recorder | Dealer] = []  # of the window's forwards
         self._handler: Recorder | Dealer | None = None
         if self._dealt is not None:
             self._dealt.open(1)
 
-    def begin(self, key: Key, shapes: Shapes) -> None:
-        """Turns to the next forward: of which model in which mode, and with inputs of which shapes."""
-        source = self._kept or self._dealt
-        self._handler = source.handler(key, shapes) if source is not None else None
+    def begin(self, key: Key, shapes: Shapes, prints: dict[str, Any]) -> None:
+        """Turns to the next forward: of which model in which mode, and the shapes and fingerprints of its inputs."""
+        self._handler = None
+        if self._kept is not None:
+            self._handler = self._kept.handler(key, shapes)
+        elif self._dealt is not None:
+            self._handler = self._dealt.handler(key, shapes, prints)
+        if self._handler is not None:
+            self._handlers.append(self._handler)
 
     def in_forward(self, module: nn.Module | None) -> AbstractContextManager[Any]:
         """Returns what to run a forward in; compiled graphs do not run under a mode, their draws stay their own."""
         if module is None:
             return nullcontext()
         compiled = hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
-        inner = nullcontext() if compiled and not self._eager else self.in_backward()
+        hidden = compiled and not self._eager
+        inner = nullcontext() if self._handler is None or hidden else DrawMode(self._handler)
         return self._kept.watched(inner) if self._kept is not None else inner
 
     def in_backward(self) -> AbstractContextManager[Any]:
         """Returns what to run a backward in: checkpointing draws again there."""
-        return DrawMode(self._handler) if self._handler is not None else nullcontext()
+        return DrawMode(Recomputing(self._handlers)) if self._handlers else nullcontext()
 
     def close(self, update: int) -> None:
         """Ends an update."""
+        self._handlers = []
         if self._kept is not None:
             self._kept.close(update)
-        if self._dealt is not None:
+        if self._dealt is not None and not self._held:
             self._dealt.open(update + 1)
 
     def summary(self) -> dict[str, Any]:

@@ -53,10 +53,10 @@ class Recorder(Session):
                     self._changes.note(self.watch.look(), "forward")
 
     def inside_forward(self) -> bool:
-        """Whether a forward is running; its inner modules tell the precision that they work in."""
+        """Whether a forward is running, or recomputed; its inner modules tell the precision that they work in."""
         if self._in_forward and self.roundoff.open:
             self.roundoff.look_at_autocast()
-        return self._in_forward
+        return self._in_forward or self._in_backward
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -165,9 +165,9 @@ class Recorder(Session):
         rows = next((shape[0] for shape in shapes), None)
         model = self.names.index(module)
         self._event("forward", rows=rows, model=model)
-        if self.job.role != "events":
-            self._update.rows.append(input_rows(args, kwargs))
-        self._draws.begin((model, module.training, len(shapes)), shapes)
+        prints = input_rows(args, kwargs) if self.job.role != "events" else {}
+        self._update.rows.append(prints)
+        self._draws.begin((model, module.training, len(shapes)), shapes, prints)
 
     def _after_backward(self, place: Place | None) -> None:
         seen = self.watch.look()

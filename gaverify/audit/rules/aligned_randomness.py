@@ -46,8 +46,9 @@ def judge(record: Record) -> Iterator[Finding]:
     if not record.dealt:
         return
     draws = f"{record.dealt} random draw{'s' if record.dealt > 1 else ''}"
+    were = "were" if record.dealt > 1 else "was"
     yield Finding(
-        CODE, NAME, "note", f"{draws} inside the forwards were dealt out per sample",
+        CODE, NAME, "note", f"{draws} inside the full batch's forwards {were} dealt out per sample",
         evidence=(Evidence("random-draws", "measured",
                            "outside gaverify the runs agree in expectation, not draw by draw",
                            {"dealt": record.dealt}),),
