@@ -71,9 +71,14 @@ def batch_size_of(batch: Any, steps: int = 1, batch_size: int | None = None, spl
 def other_reading(batch: Any, batch_size: int) -> str:
     """Returns a hint where the batch could hold another number of samples than `batch_size`; empty otherwise."""
     others = [size for size in _candidates(batch) or [] if size != batch_size]
-    if not others:
+    if not others or not (isinstance(batch, list) or _nested_list(batch)):  # a tuple of fields is what loaders yield
         return ""
     return f"; the batch was read as {batch_size} samples: if it holds {others[0]}, say batch_size={others[0]}"
+
+
+def _nested_list(batch: Any) -> bool:
+    """Whether a container of the batch is a list, which may be one of samples."""
+    return any(isinstance(child, list) or _nested_list(child) for _, child in _children(batch) or [])
 
 
 def micro_batch_sizes(batch_size: int, steps: int) -> tuple[int, ...]:

@@ -215,10 +215,11 @@ def _norm(part: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
     vanish nor overflow in float32, 2 × 10⁵ of them lose a few bits of 24, which no decision hangs on.
     """
     if part.device.type == "cpu" and part.dtype is torch.float32:
-        norm = torch.linalg.vector_norm(part)
+        norm: torch.Tensor = torch.linalg.vector_norm(part)
         if _SAFE[0] < float(norm) < _SAFE[1]:
             return norm.to(wide)
-    return torch.linalg.vector_norm(part, dtype=wide)
+    exact: torch.Tensor = torch.linalg.vector_norm(part, dtype=wide)
+    return exact
 
 
 def _walked(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:

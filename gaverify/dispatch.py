@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from gaverify.isolation import ModelState
+from gaverify.isolation import ModelState, written_tensors
 
 aten = torch.ops.aten
 _BELOW_FLOAT64 = (torch.float32, torch.bfloat16, torch.float16)
@@ -83,9 +83,9 @@ class PassMode(TorchDispatchMode):
             args, kwargs = _lifted(plan, args, kwargs)
         if plan.plain:
             return func(*args, **kwargs)
-        for position in plan.writes:
-            if position < len(args):
-                tree_map_only(torch.Tensor, self._state.before_write, args[position])
+        if plan.writes:
+            for tensor in written_tensors(func, args, kwargs):
+                self._state.before_write(tensor)
         if plan.random:
             return self._random(func, args, kwargs)
         result = func(*args, **kwargs)

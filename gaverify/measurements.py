@@ -14,6 +14,8 @@ from gaverify.results import Location, Outcome, ParameterComparison
 
 BITS_WORTH_A_NOTE = 0.5
 """Bits that an accumulated gradient loses against the full-batch one before anybody is told."""
+FunctionKey = tuple[str, tuple[str, int] | None, int]
+"""A call of a torch function: its name, the line of the user's code, the how-manieth of this name on this line."""
 SuspectKind = Literal["rows", "matrix", "non-additive", "control-flow", "random"]
 
 
@@ -63,7 +65,8 @@ class Suspect:
     `source` is the reduction over the batch that it reads, where there is one; `in_model`: outputs of a module of the
     model differ by it, sample by sample; `statistics`: the module around it scales channels by batch statistics.
     `functions` are the torch calls whose results a control run holds constant, `source_functions` those of the
-    reductions; `calls` are the module calls around the operation.
+    reductions, `exits` those whose samples differ next; `frame` is the line where the code decides, of a suspect of
+    kind "control-flow"; `calls` are the module calls around the operation.
     """
 
     kind: SuspectKind
@@ -73,8 +76,10 @@ class Suspect:
     samples: int
     in_model: bool
     statistics: bool
-    functions: tuple[int, ...] = ()
-    source_functions: tuple[int, ...] = ()
+    functions: tuple[FunctionKey, ...] = ()
+    source_functions: tuple[FunctionKey, ...] = ()
+    exits: tuple[FunctionKey, ...] = ()
+    frame: tuple[str, int] | None = None
     calls: tuple[int, ...] = ()
 
     @property

@@ -9,6 +9,7 @@ expects; only its result is replaced.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -206,16 +207,21 @@ def _generator_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, 
     if generator is None:
         generator = next((arg for arg in args if isinstance(arg, torch.Generator)), None)
     if generator is not None:
-        return id(generator), generator.get_state().numpy().tobytes()
+        return id(generator), raw(generator.get_state())
     device = kwargs.get("device")
     if device is None:
         device = next((arg.device for arg in args if isinstance(arg, torch.Tensor)), torch.device("cpu"))
     device = torch.device(device)
     if device.type == "cuda":
-        return device.index or 0, torch.cuda.get_rng_state(device).numpy().tobytes()
+        return device.index or 0, raw(torch.cuda.get_rng_state(device))
     if device.type == "mps":
-        return -2, torch.mps.get_rng_state().numpy().tobytes()
-    return -1, torch.get_rng_state().numpy().tobytes()
+        return -2, raw(torch.mps.get_rng_state())
+    return -1, raw(torch.get_rng_state())
+
+
+def raw(state: torch.Tensor) -> bytes:
+    """The bytes of a generator's state, a contiguous CPU tensor of bytes; NumPy, which torch does not need, is not asked."""
+    return ctypes.string_at(state.data_ptr(), state.numel())
 
 
 def _drawn(operation: str, args: tuple[Any, ...], result: Any) -> torch.Tensor | None:

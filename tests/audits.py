@@ -30,7 +30,11 @@ class Audited:
     err: str
 
     def __str__(self) -> str:
-        return f"exit {self.code}\n{self.out}\n{self.err}"
+        """What a failing test shows: the answer without its tables."""
+        if not self.out:
+            return f"exit {self.code}\n{self.err}"
+        found = [f"{f['code']} ({f['severity']}) {f['location']}: {f['summary']}" for f in self.document["findings"]]
+        return "\n".join([f"exit {self.code}: {self.outcome}: {self.document['reason']}", *found, self.err])
 
     @cached_property
     def document(self) -> dict[str, Any]:

@@ -56,11 +56,11 @@ def audited(
 
 def refused(result: Audited, *words: str) -> None:
     """Exit 2, nothing on stdout, the words in the message, and no frame of gaverify."""
-    assert result.code == 2, result
+    assert result.code == 2, str(result)
     for word in words:
         assert word in result.err, f"{word!r} is missing in\n{result}"
-    assert "gaverify/audit" not in result.err, result
-    assert result.out == "", result
+    assert "gaverify/audit" not in result.err, str(result)
+    assert result.out == "", str(result)
 
 
 class TestTheRequest:
@@ -90,9 +90,9 @@ class TestTheRequest:
 
     def test_the_same_arguments_compare_nothing(self) -> None:
         result = audit(Path(RIGHT), "--accum 4", "--accum 4")
-        assert result.code == 3, result
+        assert result.code == 3, str(result)
         assert result.outcome == "inconclusive"
-        assert "same" in result.out, result
+        assert "same" in result.out, str(result)
 
 
 class TestTheScriptFails:
@@ -184,21 +184,21 @@ class TestNothingToCompare:
         body = "torch.manual_seed(args.accum)\norder = torch.randperm(32)\n"
         body += "batches = [(inputs[i], targets[i]) for i in order.split(args.batch_size)]\n"
         result = audited(script, body + TRAIN)
-        assert (result.code, result.outcome, result.faults) == (3, "inconclusive", set()), result
+        assert (result.code, result.outcome, result.faults) == (3, "inconclusive", set()), str(result)
         data = result.update(1)["data"]
-        assert 0 < data["differing"] <= 8, result
+        assert 0 < data["differing"] <= 8, str(result)
 
     @slow
     def test_a_gradient_that_is_not_a_number(self, script: Path) -> None:
         result = audited(script, TRAIN.replace("mse_loss(model(x), y)", "(mse_loss(model(x), y) * float('nan'))"))
-        assert (result.code, result.outcome) == (3, "inconclusive"), result
-        assert result.notes == {"GAV503"}, result
+        assert (result.code, result.outcome) == (3, "inconclusive"), str(result)
+        assert result.notes == {"GAV503"}, str(result)
 
     @slow
     def test_one_update_is_enough(self, script: Path) -> None:
         """The script ends after one of two updates: that one is compared."""
         result = audited(script, "batches = batches[: args.accum]\n" + TRAIN)
-        assert (result.code, result.outcome) == (0, "equivalent"), result
+        assert (result.code, result.outcome) == (0, "equivalent"), str(result)
         assert len(result.document["updates"]) == 1
 
 
@@ -224,8 +224,8 @@ def test_an_odd_script_is_recorded_all_the_same(what: str, script: Path) -> None
     before = Path.cwd()
     script.write_text(HEAD + ODD[what], encoding="utf-8")
     result = events_of(script, "--batch-size 2 --accum 4", ("--timeout", "120"))
-    assert (result.code, result.faults) == (3, set()), result
-    assert [count["backward"] for count in result.document["counts"]] == [4, 4], result
+    assert (result.code, result.faults) == (3, set()), str(result)
+    assert [count["backward"] for count in result.document["counts"]] == [4, 4], str(result)
     assert Path.cwd() == before
 
 
@@ -233,7 +233,7 @@ def test_an_odd_script_is_recorded_all_the_same(what: str, script: Path) -> None
 def test_an_odd_script_is_compared_all_the_same(script: Path) -> None:
     odd = "leaves with sys.exit(1) after its updates"
     result = audited(script, "print('epoch ' * 100_000)\n" + ODD[odd], options=("--updates", "4"))
-    assert (result.code, result.outcome, result.faults) == (0, "equivalent", set()), result
+    assert (result.code, result.outcome, result.faults) == (0, "equivalent", set()), str(result)
 
 
 @slow
@@ -241,7 +241,7 @@ def test_annotations_stay_what_they_are(script: Path) -> None:
     """A parser of options by annotations must see types, not their names."""
     script.write_text("class Options:\n    lr: float\nassert Options.__annotations__['lr'] is float\n" + HEAD + TRAIN)
     result = events_of(script, "--batch-size 2 --accum 4")
-    assert result.code == 3, result
+    assert result.code == 3, str(result)
 
 
 @slow
@@ -249,14 +249,14 @@ def test_a_script_that_is_given_by_a_relative_path(script: Path) -> None:
     script.write_text(HEAD + TRAIN, encoding="utf-8")
     with folder(script.parent):
         result = audit(Path("train.py"), "--batch-size 8", "--batch-size 2 --accum 4")
-    assert (result.code, result.outcome) == (0, "equivalent"), result
+    assert (result.code, result.outcome) == (0, "equivalent"), str(result)
 
 
 @slow
 def test_events_of_a_script_that_fails_after_some_updates(script: Path) -> None:
     script.write_text(HEAD + TRAIN + "raise RuntimeError('late')\n", encoding="utf-8")
     result = events_of(script, "--batch-size 2 --accum 4", ("--updates", "2"))
-    assert result.code in (0, 3), result
+    assert result.code in (0, 3), str(result)
 
 
 @slow

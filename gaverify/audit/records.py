@@ -188,10 +188,10 @@ class Record:
         """The window of an update."""
         return next((window for window in self.windows if window.number == number), None)
 
-    @property
-    def usual(self) -> int:
-        """The backward passes that most windows have; of equally frequent counts the largest. 0 without windows."""
-        counts = Counter(window.backwards for window in self.complete)
+    def usual(self, window: Window | None) -> int:
+        """The backward passes that most windows of the same optimizers have; of equally frequent counts the largest."""
+        alike = (other for other in self.complete if window is not None and other.optimizers == window.optimizers)
+        counts = Counter(other.backwards for other in alike)
         return max(counts, key=lambda count: (counts[count], count), default=0)
 
     def inside(self, kind: str) -> list[Event]:

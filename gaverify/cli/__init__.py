@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 import click
@@ -86,6 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
+    # NumPy is optional for torch and for gaverify; torch warns about it at every import all the same
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     try:
         code = _run(words, invocation)
         sys.stdout.flush()

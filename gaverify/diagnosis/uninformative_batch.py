@@ -90,7 +90,7 @@ def judge(measured: Measurements) -> Iterator[Finding]:
         reasons.append("every gradient is zero")
     if measured.hooked and all(math.isnan(row.difference_norm) for row in measured.rows):
         names = ", ".join(f"`{name}`" for name in measured.hooked[:3])
-        reasons.append(f"hooks on {names} take the gradients away before they can be compared (an optimizer in backward?)")
+        reasons.append(f"hooks on {names} take the gradients away before anything is compared (optimizer in backward?)")
     counts = measured.valid_targets
     equal = bool(counts) and len(set(counts)) == 1 and len(counts) > 1
     if measured.ignored_targets and equal and measured.weighting == "uniform" and not measured.divergent:

@@ -18,7 +18,8 @@ from torch import nn
 
 from gaverify.gradients import PassProbe, accumulated_gradients, full_batch_gradients
 from gaverify.measurements import ControlRun, Operation
-from gaverify.probes.controls import Bench, ControlFailed, rows_for
+from gaverify.probes.controls import Bench
+from gaverify.probes.holding import ControlFailed, OutputHeld, rows_for
 from gaverify.tracebacks import shown
 
 _AGREE = 1e-6
@@ -47,8 +48,10 @@ def backward_culprit(bench: Bench) -> BackwardCulprit | None:
     if path is None:
         return BackwardCulprit(_loss_function(bench), None) if _starts_in_the_loss(listener) else None
     kind = _kinds(bench)[path]
+    modules = {name: module for root in bench.task.modules for name, module in root.named_modules()}
+    held = OutputHeld(modules[path], list(bench.task.bounds()), bench.task.batch_size)
     try:
-        control = bench.run(f"the output of `{path or '(root)'}` held constant", _OutputHeld(bench, path))
+        control = bench.run(f"the output of `{path or '(root)'}` held constant", held)
     except ControlFailed:
         control = None
     return BackwardCulprit(Operation("backward", path, kind), control)
@@ -152,12 +155,12 @@ class _GradientListener(PassProbe):
                 self._full[key] = gradient.detach().clone()
                 return
             full = self._full.get(key)
-            try:
-                rows = rows_for(full, gradient.shape, *self._bounds[k], self._size) if full is not None else None
-            except ControlFailed:
-                rows = None
-            if rows is None or (full is not None and full.shape == gradient.shape):
+            if full is None or full.shape == gradient.shape:
                 return  # no rows of its own
+            try:
+                rows = rows_for(full, gradient, *self._bounds[k], self._size)
+            except ControlFailed:
+                return
             scale = float(rows.norm()) or 1.0
             difference = float((gradient.detach() - rows).norm()) / scale
             self._worst[key] = max(self._worst.get(key, 0.0), difference)
@@ -190,36 +193,3 @@ def _registries(parameter: torch.Tensor) -> list[dict[int, Any]]:
 
 def _hooked(parameter: torch.Tensor) -> bool:
     return any(_registries(parameter))
-
-
-class _OutputHeld(PassProbe):
-    """Holds the output of one module constant: the full batch's values without a graph, in both runs."""
-
-    def __init__(self, bench: Bench, path: str) -> None:
-        modules = {name: module for root in bench.task.modules for name, module in root.named_modules()}
-        self._module = modules[path]
-        self._bounds, self._size = list(bench.task.bounds()), bench.task.batch_size
-        self._values: list[torch.Tensor] = []
-        self._k: int | None = None
-        self._calls = 0
-
-    @contextmanager
-    def around(self, k: int | None) -> Iterator[None]:
-        """Replaces the output for the length of a pass."""
-        self._k, self._calls = k, 0
-        handle = self._module.register_forward_hook(self._replace)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    def _replace(self, _: nn.Module, inputs: Any, output: Any) -> Any:
-        if not isinstance(output, torch.Tensor):
-            raise ControlFailed("the module's output is no single tensor")
-        self._calls += 1
-        if self._k is None:
-            self._values.append(output.detach().clone())
-            return self._values[-1].clone()
-        if self._calls > len(self._values):
-            raise ControlFailed("the micro-batches call the module more often than the full batch")
-        return rows_for(self._values[self._calls - 1], output.shape, *self._bounds[self._k], self._size)

@@ -14,24 +14,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from gaverify.comparison import measure
-from gaverify.errors import GaverifyError
 from gaverify.gradients import Gradients, PassProbe, PassResult, Task, accumulated_gradients, full_batch_gradients
 from gaverify.isolation import ModelState
 from gaverify.measurements import ControlRun
+from gaverify.probes.holding import ControlFailed, rows_for
 from gaverify.probes.micro_batch_weights import Sketches, fitted, sketched
 from gaverify.randomness import DrawRecord
 
 # What rounding leaves: 4 u of float32 where a cast inside the model hides from the lift, far less in pure float64;
 # without a float64 control the runs carry float32 rounding themselves.
 ROUNDING_FLOAT64, ROUNDING_FLOAT32 = 2.4e-7, 1e-4
-
-
-class ControlFailed(GaverifyError):
-    """A control run that could not be made; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -127,86 +121,6 @@ class Composed(PassProbe):
         self._probes[-1].backward(k, loss, weight)
 
 
-class Held(PassProbe):
-    """Holds the results of some torch calls constant: the full batch's values, without a graph, in both runs.
-
-    Args:
-        functions: Their positions among the outermost torch calls of the forward.
-        bounds: `start, stop` of each micro-batch; a result with a row per sample is handed out by these.
-        batch_size: B.
-    """
-
-    def __init__(self, functions: Sequence[int], bounds: Sequence[tuple[int, int]], batch_size: int) -> None:
-        self._functions, self._bounds, self._size = frozenset(functions), bounds, batch_size
-        self._values: dict[int, Any] = {}
-
-    @contextmanager
-    def around(self, k: int | None) -> Iterator[None]:
-        """Replaces the results for the length of the forward."""
-        with _Replaced(self, k):
-            yield
-
-    def replaced(self, k: int | None, position: int, func: Any, result: Any) -> Any:
-        """Returns what the call at `position` shall return."""
-        if position not in self._functions:
-            return result
-        name = str(getattr(func, "__name__", func))
-        in_place = name.endswith("_") and not name.endswith("__")
-        if in_place or not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
-            raise ControlFailed(f"the result of `{name}` cannot be held constant")
-        if k is None:
-            self._values[position] = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), result)
-            return tree_map_only(torch.Tensor, torch.clone, self._values[position])
-        if position not in self._values:
-            raise ControlFailed("the micro-batches call other torch functions than the full batch")
-        return self._rows(self._values[position], result, k)
-
-    def _rows(self, value: Any, result: Any, k: int) -> Any:
-        """The rows of micro-batch k for every tensor of a result."""
-        start, stop = self._bounds[k]
-        whole, (parts, form) = tree_leaves(value), tree_flatten(result)
-        if len(whole) != len(parts):
-            raise ControlFailed("the micro-batches' results have another form than the full batch's")
-        rows = [
-            rows_for(old, new.shape, start, stop, self._size) if isinstance(new, torch.Tensor) else new
-            for old, new in zip(whole, parts, strict=True)
-        ]
-        return tree_unflatten(rows, form)
-
-
-def rows_for(value: torch.Tensor, shape: Sequence[int], start: int, stop: int, size: int) -> torch.Tensor:
-    """Returns the rows of samples `start` to `stop - 1` of a full-batch tensor, in the shape of the micro-batch's.
-
-    Raises:
-        ControlFailed: The shapes do not correspond.
-    """
-    if value.shape == torch.Size(shape):
-        return value.clone()
-    if value.dim() != len(shape):
-        raise ControlFailed(f"shapes {list(value.shape)} and {list(shape)} do not correspond")
-    for dim, (whole, part) in enumerate(zip(tuple(value.shape), shape, strict=True)):
-        if whole == part:
-            continue
-        if whole % size or part != whole // size * (stop - start):
-            raise ControlFailed(f"shapes {list(value.shape)} and {list(shape)} do not correspond")
-        fold = whole // size
-        value = value.narrow(dim, start * fold, part)
-    return value.clone()
-
-
-class _Replaced(TorchFunctionMode):
-    """Counts the outermost torch calls as the trace does, and exchanges results."""
-
-    def __init__(self, held: Held, k: int | None) -> None:
-        super().__init__()
-        self._held, self._k, self._calls = held, k, 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        position = self._calls
-        self._calls += 1
-        return self._held.replaced(self._k, position, func, func(*args, **(kwargs or {})))
-
-
 class _Cut(PassProbe):
     """Cuts the forward at the outputs of module calls: leaves in the full batch, cotangents in the micro-batches."""
 
@@ -242,7 +156,7 @@ class _Cut(PassProbe):
             raise ControlFailed("the micro-batches call other modules than the full batch")
         start, stop = self._bounds[k]
         pairs = [
-            (output, rows_for(leaf.grad, output.shape, start, stop, self._task.batch_size))
+            (output, rows_for(leaf, output, start, stop, self._task.batch_size, leaf.grad))
             for output, leaf in zip(self._outputs, self.leaves, strict=True)
             if leaf.grad is not None
         ]

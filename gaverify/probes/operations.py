@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -19,79 +18,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from gaverify.gradients import PassProbe
-from gaverify.probes.fingerprints import Layout, fingerprint, layout_of
+from gaverify.measurements import FunctionKey
+from gaverify.probes.fingerprints import fingerprint, layout_of
+from gaverify.probes.traces import INPUT, Frame, ModuleCall, Result, Step, Trace, same_result
 from gaverify.tracebacks import calling_frame
 
-Shape = tuple[int, ...]
-Frame = tuple[str, int] | None
-Signature = tuple[str, Frame, str | None]  # name, line of the user's code, path of the innermost module
-FunctionKey = tuple[str, Frame, int]  # name, line, and the how-manieth call of this name on this line
 _UNWRITTEN = ("empty", "new_empty")  # factories whose results hold whatever the memory held
-INPUT = "input"  # the name of a step that stands for a tensor which no operation wrote
-
-
-@dataclass
-class Result:
-    """One tensor that an operation returned: how the samples lie in it, and its fingerprint."""
-
-    shape: Shape
-    floating: bool
-    layout: Layout | None = None
-    prints: torch.Tensor | None = None
-
-
-@dataclass
-class Step:
-    """One operation of the trace. `inputs` are the steps that wrote its tensor inputs."""
-
-    name: str
-    call: int | None
-    function: FunctionKey | None
-    frame: Frame
-    inputs: tuple[int, ...]
-    differentiable: bool
-    random: bool
-    tensor_inputs: int
-    signature: Signature
-    occurrence: int = 0
-    results: list[Result] = field(default_factory=list)
-
-
-@dataclass
-class ModuleCall:
-    """One call of a module: the calls around it, innermost last, and the steps that wrote its outputs."""
-
-    path: str | None
-    kind: str
-    library: bool
-    parents: tuple[int, ...]
-    outputs: tuple[int, ...] = ()
-
-
-@dataclass
-class Trace:
-    """The operations of one forward, in order, and where those of one signature stand.
-
-    Traces of other batches may hold more or fewer operations (a loop over the samples, a branch), so the same operation
-    is found by its signature and how often that has occurred, never by its position.
-    """
-
-    steps: list[Step] = field(default_factory=list)
-    calls: list[ModuleCall] = field(default_factory=list)
-    places: dict[Signature, list[int]] = field(default_factory=dict)
-
-    def add(self, step: Step) -> int:
-        """Appends a step and returns its index."""
-        places = self.places.setdefault(step.signature, [])
-        step.occurrence = len(places)
-        places.append(len(self.steps))
-        self.steps.append(step)
-        return len(self.steps) - 1
-
-    def counterpart(self, step: Step) -> int | None:
-        """The index of the step that corresponds to one of another trace; None where there is none."""
-        places = self.places.get(step.signature, [])
-        return places[step.occurrence] if step.occurrence < len(places) else None
 
 
 @cache
@@ -194,10 +126,10 @@ class OperationTracer(PassProbe):
         shape, name = tuple(tensor.shape), step.name
         result = Result(shape, tensor.is_floating_point() or tensor.is_complex())
         if self._plan is not None:
-            planned = _same(self._plan, step, position)
+            planned = same_result(self._plan, step, position)
             result.layout = planned.layout if planned is not None else None
         elif self._template is not None:
-            seen = _same(self._template, step, position)
+            seen = same_result(self._template, step, position)
             result.layout = layout_of(shape, seen.shape, self._size, self._count) if seen is not None else None
         written = not name.startswith(_UNWRITTEN)
         if written and result.layout is not None and tensor.layout is torch.strided:
@@ -291,17 +223,3 @@ def _address(tensor: torch.Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return id(tensor)
-
-
-def _same(trace: Trace, step: Step, position: int) -> Result | None:
-    """The result of the same operation in another trace; None where that has none."""
-    index = trace.counterpart(step)
-    results = trace.steps[index].results if index is not None else []
-    return results[position] if position < len(results) else None
-
-
-def source_line(frame: Frame) -> str:
-    """Returns the text of a source line, stripped; empty where there is none."""
-    import linecache
-
-    return linecache.getline(*frame).strip() if frame is not None else ""

@@ -12,7 +12,8 @@ from gaverify.control import failure_sentence, perturbed
 from gaverify.gradients import PassProbe, full_batch_gradients
 from gaverify.isolation import ModelState
 from gaverify.measurements import Cause, ControlRun, StateChange, StateProbe, Suspect, WeightFit
-from gaverify.probes.controls import Bench, Evaluated, Held, cached_gradients
+from gaverify.probes.controls import Bench, Evaluated, cached_gradients
+from gaverify.probes.holding import DecisionsHeld, Held, OutputHeld
 from gaverify.probes.micro_batch_weights import fitted
 from gaverify.probes.state import StateHeld, StateRestored
 from gaverify.remedies.batch_norm import group_norm_for
@@ -98,8 +99,10 @@ def try_suspect(bench: Bench, suspect: Suspect, left: float, residual: float) ->
         left: The relative difference before.
         residual: What the best micro-batch weights left over before: wrong weights may hide that a control helps.
     """
-    failures = []
+    failures: list[str] = []
+    tried = False
     for make in _controls(bench, suspect):
+        tried = True
         try:
             control, neutral = make()
         except Exception as error:
@@ -111,7 +114,7 @@ def try_suspect(bench: Bench, suspect: Suspect, left: float, residual: float) ->
             explained = 1.0 - min(control.left / max(left, 1e-300), weighted)
             remedies = tuple(_remedies(bench, suspect)) if control.rounding else ()
             return Tried(Cause(suspect, control, remedies, explained), neutral, tuple(failures))
-    if failures:
+    if failures or not tried:
         return Tried(Cause(suspect, None), None, tuple(failures))
     return None
 
@@ -129,13 +132,23 @@ def _controls(bench: Bench, suspect: Suspect) -> Iterator[Callable[[], tuple[Con
         yield run(f"{names} frozen", Evaluated(modules))
     if suspect.kind in ("matrix", "non-additive") or (suspect.kind == "rows" and not suspect.in_model):
         yield lambda: (cached_gradients(bench, frozenset(suspect.calls)), None)
-    bounds = list(bench.task.bounds())
-    if suspect.source_functions:
-        held = Held(suspect.source_functions, bounds, bench.task.batch_size)
-        yield run("what is reduced over the batch held constant", held)
-    if suspect.functions:
-        held = Held(suspect.functions, bounds, bench.task.batch_size)
-        yield run(f"the result of `{suspect.operation.name}` held constant", held)
+    if suspect.frame is not None:
+        yield run("the full batch's decisions taken by every micro-batch", DecisionsHeld(suspect.frame))
+    held = ((suspect.source_functions, "what is reduced over the batch held constant"),
+            (suspect.functions, f"the result of `{suspect.operation.name}` held constant"),
+            (suspect.exits, f"what the samples get from `{suspect.operation.name}` held constant"))  # fmt: skip
+    bounds, size = list(bench.task.bounds()), bench.task.batch_size
+    for functions, what in held:
+        if functions and not (functions is suspect.functions and suspect.kind == "matrix" and suspect.in_model):
+            yield run(what, Held(functions, bounds, size))
+    module = _module(bench, path)
+    if suspect.in_model and path and module is not None:
+        yield run(f"the output of `{path}` held constant", OutputHeld(module, bounds, size))
+
+
+def _module(bench: Bench, path: str | None) -> nn.Module | None:
+    modules = {name: module for root in bench.task.modules for name, module in root.named_modules()}
+    return modules.get(path) if path is not None else None
 
 
 def _same_kind(bench: Bench, path: str) -> list[nn.Module]:

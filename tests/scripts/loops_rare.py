@@ -112,11 +112,11 @@ def distributed(args, loader):
 
 
 def overflowing(args, loader):
-    """Half precision whose first loss scales overflow: the scaler leaves those steps out."""
+    """Half precision whose first loss scale overflows: the scaler leaves that step out."""
     model = network(args.dropout)
     optimizer = sgd(model, args)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=1000)
-    for _ in range(20):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, backoff_factor=2.0**-30, growth_interval=1000)
+    for _ in range(3):
         for i, (features, labels) in enumerate(loader):
             with torch.autocast("cpu", dtype=torch.float16):
                 loss = criterion(model(features), labels) / args.accum

@@ -23,17 +23,17 @@ class Changes:
         self._found: Place | None = None
 
     def note(self, seen: Seen, where: str) -> None:
-        """Records cleared gradients and moved weights of optimizers that have a window open."""
+        """Records cleared gradients, and moved weights of optimizers that have a window open."""
         self.settle()
         moved = [index for index in seen.moved if self._watch.of(index).pending]
-        cleared = [index for index in seen.cleared if self._watch.of(index).pending]
+        lost = [index for index in seen.cleared if self._watch.of(index).pending]
         place = self._found or (None, None)
         if moved:
             self._event("moved", place, where=where, optimizers=moved)
-        if cleared:
-            self._watch.forget(cleared)
-            self._event("cleared", place, cleared=cleared)
-        if (moved or cleared) and where == "between":
+        if seen.cleared:  # also what a step has used: the next window starts without it
+            self._watch.forget(seen.cleared)
+            self._event("cleared", place if lost else (None, None), cleared=seen.cleared)
+        if (moved or lost) and where == "between":
             self._hunting = True  # the next time round the line is found
 
     def hunt(self, changed: Callable[[], bool]) -> None:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gaverify.audit.job import COMPILED, Job
 from gaverify.audit.recording.matching import Matcher
 from gaverify.audit.recording.recomputing import Recomputing
-from gaverify.randomness import Dealer, Draw, DrawRecord, Recorder
+from gaverify.randomness import Dealer, Draw, DrawRecord, Recorder, raw
 
 Shapes = list[tuple[int, ...]]
 Key = tuple[int, bool, int]
@@ -216,7 +216,7 @@ def _generators() -> list[bytes]:
     states = [torch.get_rng_state()]
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states.append(torch.cuda.get_rng_state())
-    return [state.numpy().tobytes() for state in states]
+    return [raw(state) for state in states]
 
 
 def _packed(value: torch.Tensor) -> Any:

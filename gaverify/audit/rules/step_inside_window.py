@@ -64,7 +64,7 @@ def early_windows(record: Record) -> list[tuple[Window, int]]:
     early = [(window, wanted) for window, wanted in known if wanted is not None and window.backwards < wanted]
     if early and _is_meant(record, early):
         return _without_tails(record, early)
-    first, usual = record.first, record.usual
+    first, usual = record.first, record.usual(record.first)
     if not _knows_k(record) and first is not None and first.backwards == 1 < usual:
         return [(first, usual)]
     return []

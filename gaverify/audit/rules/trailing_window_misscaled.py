@@ -75,7 +75,7 @@ def judge(record: Record) -> Iterator[Finding]:
 def short_by(record: Record, update: UpdateComparison) -> tuple[int, int] | None:
     """Returns r and K where an update's gradient is r/K of the full batch's and its window has r < K micro-batches."""
     factor = factor_of(record, update)
-    whole = record.steps or record.usual
+    whole = record.steps or record.usual(record.window_of(update.number))
     short = update.backwards
     if factor is None or not 0 < short < whole:
         return None
