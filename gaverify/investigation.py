@@ -32,6 +32,7 @@ from gaverify.probes.controls import Bench, relative_difference
 from gaverify.probes.first_divergence import Divergences, trace_divergences
 from gaverify.probes.micro_batch_weights import fitted
 from gaverify.probes.normalisation import normalises_channels
+from gaverify.probes.sample_coupling import sample_coupling
 from gaverify.probes.state import StateWatch
 from gaverify.results import Outcome
 
@@ -116,6 +117,7 @@ class _Search:
                 return  # a batch that differs from itself tells nothing about micro-batches
             if not (self._means(fit) and self._weights(fit)):
                 measured.state = self._attempt("state", lambda: proof.blame_state(self.bench, watch.changes()))
+                measured.coupling = self._attempt("coupling of samples", lambda: sample_coupling(self.bench))
                 if not self._state_explains() and not self._weights(self._joint(fit)):
                     self._operations()
                     self._hidden_state()

@@ -133,6 +133,15 @@ class StateProbe:
 
 
 @dataclass(frozen=True)
+class SampleCoupling:
+    """On how many `others` the outputs of one sample depend, and the largest gradient by its own one's norm."""
+
+    sample: int
+    others: int
+    strength: float
+
+
+@dataclass(frozen=True)
 class Repeatability:
     """The full batch run twice with everything known restored."""
 
@@ -191,6 +200,7 @@ class Measurements:
     precision: PrecisionLoss | None = None
     drift: Mapping[str, float] = field(default_factory=dict)
     hooked: tuple[str, ...] = ()
+    coupling: SampleCoupling | None = None
     backward_culprit: Operation | None = None
     backward_control: ControlRun | None = None
     ruled_out: tuple[str, ...] = ()

@@ -220,7 +220,7 @@ def _generator_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, 
 
 
 def raw(state: torch.Tensor) -> bytes:
-    """The bytes of a generator's state, a contiguous CPU tensor of bytes; NumPy, which torch does not need, is not asked."""
+    """The bytes of a generator's state, a contiguous CPU tensor; NumPy, which torch does not need, is not asked."""
     return ctypes.string_at(state.data_ptr(), state.numel())
 
 

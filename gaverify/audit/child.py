@@ -25,8 +25,7 @@ def main(path: str) -> NoReturn:
     try:
         recorder = _installed(job, folder)
     except BaseException:
-        (folder / "internal.txt").write_text(traceback.format_exc(), encoding="utf-8")
-        os._exit(RECORDER_FAILED)
+        _give_up(folder)
     reason, status = "script", 0
     try:
         _run(job)
@@ -36,9 +35,23 @@ def main(path: str) -> NoReturn:
             status = SCRIPT_FAILED
             (folder / "error.txt").write_text(f"the script left Python with sys.exit({error.code!r})", encoding="utf-8")
     except BaseException as error:
+        if _is_ours(error):
+            _give_up(folder)
         reason, status = "error", SCRIPT_FAILED
         (folder / "error.txt").write_text(_trimmed(error), encoding="utf-8")
     _end(recorder, reason, status)
+
+
+def _give_up(folder: Path) -> NoReturn:
+    (folder / "internal.txt").write_text(traceback.format_exc(), encoding="utf-8")
+    os._exit(RECORDER_FAILED)
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether the recorder raised it: what torch or the script raise inside a recorded call ends in their own frames."""
+    frames = traceback.extract_tb(error.__traceback__)
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+    return bool(frames) and frames[-1].filename.startswith(package) and frames[-1].filename != __file__
 
 
 def _installed(job: Job, folder: Path) -> Recorder:

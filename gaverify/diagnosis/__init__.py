@@ -25,7 +25,7 @@ from gaverify.diagnosis import (
     unrepeatable_backward,
     wrong_loss_scale,
 )
-from gaverify.diagnosis.wording import harm
+from gaverify.diagnosis.wording import coupling, harm
 from gaverify.measurements import Measurements
 from gaverify.results import Finding
 
@@ -62,4 +62,7 @@ def _with_harm(measured: Measurements, found: list[Finding]) -> Iterator[Finding
     """Adds to the first finding how much the divergence matters: it is one number for all causes together."""
     for position, finding in enumerate(found):
         matters = position == 0 and measured.divergent and (finding.severity == "fault" or finding.code == "GAV000")
-        yield replace(finding, evidence=(*finding.evidence, *harm(measured))) if matters else finding
+        extra = harm(measured) if matters else ()
+        if matters and finding.code in ("GAV101", "GAV102", "GAV103"):
+            extra = (*coupling(measured), *extra)
+        yield replace(finding, evidence=(*finding.evidence, *extra)) if extra else finding

@@ -61,6 +61,22 @@ def tested(run: ControlRun) -> str:
     return "tested, equivalent" if run.rounding else f"tested, leaves {run.left:.0e}"
 
 
+def coupling(measured: Measurements) -> tuple[Evidence, ...]:
+    """Whether the model lets samples meet, by the gradient of one sample's outputs with respect to the others."""
+    seen = measured.coupling
+    if seen is None:
+        return ()
+    values = {"sample": seen.sample, "others": seen.others, "strength": seen.strength}
+    if seen.others == 0:
+        text = "the model's outputs for a sample have an exactly zero gradient with respect to all other samples"
+        return (Evidence("coupling", "coupling", text, values),)
+    text = (
+        f"the model's outputs for sample {seen.sample} depend on {seen.others} of {measured.batch_size - 1} other samples "
+        f"(gradient up to {seen.strength:.1e} of that to its own input)"
+    )
+    return (Evidence("coupling", "coupling", text, values),)
+
+
 def harm(measured: Measurements) -> tuple[Evidence, ...]:
     """How large the divergence is against the sampling noise of the gradient, with a word."""
     fit = measured.fit

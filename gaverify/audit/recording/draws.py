@@ -164,6 +164,7 @@ class Draws:
         self._held = job.role == "frozen"  # all its steps belong to the full batch's first update
         dealt = job.source is not None and job.role in ("accumulated", "frozen")
         self._dealt = DealtDraws(Path(job.source or ".")) if dealt else None
+        self._outside: list[bytes] | None = None  # the generators at the end of the last forward
         self._handlers: list[Recorder | Dealer] = []  # of the window's forwards
         self._handler: Recorder | Dealer | None = None
         if self._dealt is not None:
@@ -191,6 +192,16 @@ class Draws:
     def in_backward(self) -> AbstractContextManager[Any]:
         """Returns what to run a backward in: checkpointing draws again there."""
         return DrawMode(Recomputing(self._handlers)) if self._handlers else nullcontext()
+
+    def leave_forward(self) -> None:
+        """Remembers the generators: what they draw from here to the backward is not the model's."""
+        self._outside = _generators() if self._dealt is not None else None
+
+    def enter_backward(self) -> None:
+        """Notes draws between the forward and its backward (in the loss, say), which nobody deals out."""
+        if self._outside is not None and self._dealt is not None and _generators() != self._outside:
+            self._dealt.unaligned["outside the model"] = "drawn between the forward and its backward"
+        self._outside = None
 
     def close(self, update: int) -> None:
         """Ends an update."""

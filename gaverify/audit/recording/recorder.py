@@ -51,6 +51,7 @@ class Recorder(Session):
             if trains:
                 with self._work():
                     self._changes.note(self.watch.look(), "forward")
+                    self._draws.leave_forward()
 
     def inside_forward(self) -> bool:
         """Whether a forward is running, or recomputed; its inner modules tell the precision that they work in."""
@@ -64,6 +65,7 @@ class Recorder(Session):
         with self._work():
             self._begin()
             self._changes.note(self.watch.look(), "between")
+            self._draws.enter_backward()
             place, self._in_backward = user_place(), True
         try:
             with self._draws.in_backward():

@@ -9,6 +9,7 @@ from gaverify.audit.rules import (
     aligned_randomness,
     buffer_drift,
     clip_per_micro_batch,
+    empty_micro_batch,
     gradients_cleared_inside_window,
     gradients_not_cleared,
     mean_of_means,
@@ -38,7 +39,7 @@ EVENT_RULES = (
 )
 """Rules that need the order of calls only."""
 
-WEIGHT_RULES = (wrong_loss_scale, mean_of_means, trailing_window_misscaled)
+WEIGHT_RULES = (wrong_loss_scale, mean_of_means, empty_micro_batch, trailing_window_misscaled)
 """Rules about what each micro-batch counts; meaningless where its gradient was changed on the way to the step."""
 
 RULES = (

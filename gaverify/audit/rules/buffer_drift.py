@@ -1,17 +1,21 @@
 """GAV402 buffer-drift (note): state that is updated once per forward ends up different.
 
 What it finds
+
 Buffers (running statistics, counters) that differ after the update, and moving averages of the weights that are updated
 inside a window.
 
 Why gradients diverge
+
 They need not: buffers that only evaluation reads leave the gradient alone. They see K small batches in place of one
 large one, and an average of the weights decays K times as fast.
 
 Signature in the numbers
+
 Gradients agree or not; the named buffers differ by more than rounding after the same update.
 
 Example
+
     for i, (x, y) in enumerate(loader):
         (criterion(model(x), y) / K).backward()
         if (i + 1) % K == 0:
@@ -20,6 +24,7 @@ Example
         average.update_parameters(model)
 
 Use instead
+
     for i, (x, y) in enumerate(loader):
         (criterion(model(x), y) / K).backward()
         if (i + 1) % K == 0:
@@ -28,9 +33,11 @@ Use instead
             average.update_parameters(model)
 
 When it is harmless
+
 Where nothing reads the buffer, or the rate of its update was chosen for micro-batches.
 
 References
+
 pytorch/pytorch#46516, SWivid/F5-TTS#631
 """
 

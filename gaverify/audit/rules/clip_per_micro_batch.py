@@ -1,17 +1,21 @@
 """GAV606 clip-per-micro-batch (fault or note): gradients are clipped before the window's last backward pass.
 
 What it finds
+
 `clip_grad_norm_` or `clip_grad_value_` between the backward passes of one window.
 
 Why gradients diverge
+
 Clipping is not linear: the sum of clipped gradients is not the clipped sum. Earlier micro-batches are clipped several
 times, because `.grad` holds the running sum.
 
 Signature in the numbers
+
 K clippings per update in place of one; where they were active, micro-batches have unequal weights that depend on their
 gradients' norms.
 
 Example
+
     for i, (x, y) in enumerate(loader):
         (criterion(model(x), y) / K).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -20,6 +24,7 @@ Example
             optimizer.zero_grad()
 
 Use instead
+
     for i, (x, y) in enumerate(loader):
         (criterion(model(x), y) / K).backward()
         if (i + 1) % K == 0:
@@ -28,9 +33,11 @@ Use instead
             optimizer.zero_grad()
 
 When it is harmless
+
 While no clipping is active (a note then): the next loss spike will activate it.
 
 References
+
 https://pytorch.org/docs/stable/notes/amp_examples.html#gradient-clipping
 """
 

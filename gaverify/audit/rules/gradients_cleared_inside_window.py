@@ -1,16 +1,20 @@
 """GAV603 gradients-cleared-inside-window: only the last micro-batches of a window survive.
 
 What it finds
+
 `zero_grad`, or a `.grad` that is set to None or zero by hand, between the backward passes of one window.
 
 Why gradients diverge
+
 The cleared micro-batches never reach the optimizer: the step uses the gradient of what came after the last clearing.
 
 Signature in the numbers
+
 More `zero_grad` than steps; the norm is too small, by K where the loss is divided by K; the weights of the cleared
 micro-batches in the step's gradient are zero.
 
 Example
+
     for i, (x, y) in enumerate(loader):
         optimizer.zero_grad()
         (criterion(model(x), y) / K).backward()
@@ -18,6 +22,7 @@ Example
             optimizer.step()
 
 Use instead
+
     for i, (x, y) in enumerate(loader):
         (criterion(model(x), y) / K).backward()
         if (i + 1) % K == 0:
@@ -25,10 +30,12 @@ Use instead
             optimizer.zero_grad()
 
 When it is harmless
+
 Where the first backward only finds a direction (sharpness-aware minimisation) and its gradient is thrown away on
 purpose; the full-batch run then does the same, and nothing is reported.
 
 References
+
 huggingface/accelerate#616
 """
 

@@ -1,24 +1,29 @@
 """GAV602 gradients-not-cleared: a step uses gradients of an earlier window.
 
 What it finds
+
 A step whose gradients hold backward passes that an earlier step has used already, or those of a window that an epoch's
 end cut short.
 
 Why gradients diverge
+
 `backward()` adds to `.grad`. What is not cleared after a step is added to the next window, at weights that are no
 longer the current ones.
 
 Signature in the numbers
+
 The first update agrees, the later ones do not; no `zero_grad` between two steps, or a window with more backward passes
 than K.
 
 Example
+
     for i, (x, y) in enumerate(loader):
         (criterion(model(x), y) / K).backward()
         if (i + 1) % K == 0:
             optimizer.step()
 
 Use instead
+
     for i, (x, y) in enumerate(loader):
         (criterion(model(x), y) / K).backward()
         if (i + 1) % K == 0:
@@ -26,9 +31,11 @@ Use instead
             optimizer.zero_grad()
 
 When it is harmless
+
 Never by accident; methods that mean to keep a share of the old gradient do it in the optimizer's momentum.
 
 References
+
 ultralytics/ultralytics PR#11217 (the opposite repair of the same loop), https://pytorch.org/docs/stable/notes/autograd.html
 """
 

@@ -1,16 +1,20 @@
 """GAV502 missing-gradient: a parameter has a gradient in one run only.
 
 What it finds
+
 A parameter whose `.grad` is None at the step of one run and a tensor in the other.
 
 Why gradients diverge
+
 The optimizer skips a parameter without a gradient: no decay, no momentum, no step count. A branch of the forward was
 not reached by any micro-batch, or frozen parameters differ between the runs.
 
 Signature in the numbers
+
 `None` against a tensor; all other parameters agree or not.
 
 Example
+
     for i, (x, y) in enumerate(loader):
         loss = criterion(model(x), y)
         if len(x) > 4:
@@ -21,6 +25,7 @@ Example
             optimizer.zero_grad()
 
 Use instead
+
     for i, (x, y) in enumerate(loader):
         loss = criterion(model(x), y) + model.auxiliary_loss()
         (loss / K).backward()
@@ -29,9 +34,11 @@ Use instead
             optimizer.zero_grad()
 
 When it is harmless
+
 Where the gradient on the other side is zero and the optimizer has neither decay nor momentum.
 
 References
+
 https://pytorch.org/docs/stable/generated/torch.optim.Optimizer.zero_grad.html
 """
 

@@ -1,15 +1,19 @@
 """GAV503 non-finite-gradient (fault or note): NaN or infinity in the gradient of one run or of both.
 
 What it finds
+
 Gradients at the optimizer's step that are not finite.
 
 Why gradients diverge
+
 NaN survives every sum: one micro-batch without valid targets, or one overflow, spoils the whole window.
 
 Signature in the numbers
+
 NaN or infinity on one side only is a fault of the accumulation; on both sides nothing can be compared.
 
 Example
+
     for i, (x, y) in enumerate(loader):
         mask = y != -100
         loss = losses(model(x), y)[mask].mean()  # NaN where a micro-batch has no valid target
@@ -19,6 +23,7 @@ Example
             optimizer.zero_grad()
 
 Use instead
+
     for window in windows(loader, K):
         total = sum((y != -100).sum() for _, y in window)
         for x, y in window:
@@ -28,9 +33,11 @@ Use instead
         optimizer.zero_grad()
 
 When it is harmless
+
 Where a `GradScaler` skips the step; such updates are not compared.
 
 References
+
 https://pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html
 """
 

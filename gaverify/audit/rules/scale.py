@@ -19,7 +19,7 @@ def constant_factor(fit: WeightFit, tolerance: float) -> float | None:
     """Returns c ≠ 1 where used = c · full, or where every micro-batch is short of its right weight by the same c."""
     factor = fit.factor
     if fit.factor_residual > tolerance:
-        if fit.residual > tolerance or not _constant(fit.multipliers, tolerance):
+        if fit.residual > tolerance or not constant(fit.multipliers, tolerance):
             return None
         factor = 1 / fit.multipliers[0]
     if not math.isfinite(factor) or abs(factor - 1) < tolerance:
@@ -34,12 +34,13 @@ def weights_of(record: Record) -> tuple[UpdateComparison, WeightFit] | None:
     if update is None or fit is None or fit.residual > record.tolerance or not fit.right:
         return None
     multipliers = fit.multipliers
-    if not all(map(math.isfinite, multipliers)) or _constant(multipliers, record.tolerance):
+    if not all(map(math.isfinite, multipliers)) or constant(multipliers, record.tolerance):
         return None
     return update, fit
 
 
-def _constant(values: tuple[float, ...], tolerance: float) -> bool:
+def constant(values: tuple[float, ...], tolerance: float) -> bool:
+    """Whether all values are the same number and not zero."""
     if not values or not all(map(math.isfinite, values)) or values[0] == 0:
         return False
     return all(math.isclose(value, values[0], rel_tol=10 * tolerance) for value in values)

@@ -1,16 +1,20 @@
 """GAV608 scaler-per-micro-batch: a `GradScaler` is unscaled or updated before the window's last backward pass.
 
 What it finds
+
 `GradScaler.unscale_` or `GradScaler.update` between the backward passes of one window.
 
 Why gradients diverge
+
 `.grad` holds the running sum. Unscaling it and adding gradients of the next micro-batch, which are still scaled, mixes
 two units; updating the scale inside a window gives its micro-batches different scales.
 
 Signature in the numbers
+
 K calls per update in place of one; the earlier micro-batches have weights that are too small by the scale.
 
 Example
+
     for i, (x, y) in enumerate(loader):
         with torch.autocast(device, torch.float16):
             loss = criterion(model(x), y) / K
@@ -22,6 +26,7 @@ Example
         scaler.update()
 
 Use instead
+
     for i, (x, y) in enumerate(loader):
         with torch.autocast(device, torch.float16):
             loss = criterion(model(x), y) / K
@@ -33,9 +38,11 @@ Use instead
             optimizer.zero_grad()
 
 When it is harmless
+
 With a scale of 1, or a scaler that is disabled (nothing is reported for that one).
 
 References
+
 pytorch/pytorch PR#36601, https://pytorch.org/docs/stable/notes/amp_examples.html#gradient-accumulation
 """
 

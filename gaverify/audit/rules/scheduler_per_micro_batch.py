@@ -1,16 +1,20 @@
 """GAV607 scheduler-per-micro-batch: the learning-rate schedule runs K times too fast.
 
 What it finds
+
 `scheduler.step()` between the backward passes of one window.
 
 Why gradients diverge
+
 They do not: the learning rate does. A schedule that counts micro-batches in place of updates has warmed up and decayed
 K times too early, and the weights after the step differ.
 
 Signature in the numbers
+
 Gradients of the first update agree, its learning rate differs; K scheduler steps per update in place of one.
 
 Example
+
     for i, (x, y) in enumerate(loader):
         (criterion(model(x), y) / K).backward()
         if (i + 1) % K == 0:
@@ -19,6 +23,7 @@ Example
         scheduler.step()
 
 Use instead
+
     for i, (x, y) in enumerate(loader):
         (criterion(model(x), y) / K).backward()
         if (i + 1) % K == 0:
@@ -27,9 +32,11 @@ Use instead
             scheduler.step()
 
 When it is harmless
+
 Where the schedule's length was given in micro-batches on purpose; its shape within a window is then still lost.
 
 References
+
 https://pytorch.org/docs/stable/optim.html#how-to-adjust-learning-rate
 """
 

@@ -1,18 +1,22 @@
 """GAV601 step-inside-window: the optimizer steps before the window's last backward pass.
 
 What it finds
+
 An optimizer step, or any other change of the parameters, while gradients of the same update are still being summed.
 
 Why gradients diverge
+
 Accumulation replaces the gradient of the full batch by a sum over K micro-batches at the same weights. A step after
 fewer than K backward passes uses the gradient of a part of the batch, and the micro-batches after it are differentiated
 at other weights.
 
 Signature in the numbers
+
 Fewer backward passes than K before a step: counts such as 1 : 1 : 1 where K : 1 : 1 is meant, or a first window of one
 micro-batch and later ones of K. With every step undone the K micro-batches sum to the full batch's gradient.
 
 Example
+
     for i, (x, y) in enumerate(loader):
         loss = criterion(model(x), y) / K
         loss.backward()
@@ -21,6 +25,7 @@ Example
             optimizer.zero_grad()
 
 Use instead
+
     for i, (x, y) in enumerate(loader):
         loss = criterion(model(x), y) / K
         loss.backward()
@@ -29,9 +34,11 @@ Use instead
             optimizer.zero_grad()
 
 When it is harmless
+
 An optimizer that steps inside the backward on purpose to save memory is right with K = 1; it cannot accumulate.
 
 References
+
 huggingface/accelerate#435, thunlp/OpenPrompt#106, keras-team/keras#19990, pytorch/pytorch#124523
 """
 

@@ -1,17 +1,21 @@
 """GAV604 trailing-window-lost: backward passes after the last step never reach an update.
 
 What it finds
+
 Micro-batches at the end of an epoch, or of the script, whose gradients no optimizer uses, because K does not divide
 their number.
 
 Why gradients diverge
+
 The work of those backward passes is lost and their samples are not learned from; when they are always the same ones,
 the model never sees them.
 
 Signature in the numbers
+
 Backward passes after the last step, then `zero_grad` or the end of the script; every complete window agrees.
 
 Example
+
     for epoch in range(epochs):
         optimizer.zero_grad()
         for i, (x, y) in enumerate(loader):
@@ -21,6 +25,7 @@ Example
                 optimizer.zero_grad()
 
 Use instead
+
     for epoch in range(epochs):
         optimizer.zero_grad()
         for i, (x, y) in enumerate(loader):
@@ -31,9 +36,11 @@ Use instead
                 optimizer.zero_grad()
 
 When it is harmless
+
 With shuffled data and many windows in an epoch: it is then `drop_last` for windows.
 
 References
+
 ultralytics/ultralytics PR#11217
 """
 

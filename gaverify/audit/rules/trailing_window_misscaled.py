@@ -1,16 +1,20 @@
 """GAV605 trailing-window-misscaled: a short last window is divided by the configured K.
 
 What it finds
+
 An update at the end of an epoch that has r < K micro-batches and whose loss was divided by K all the same.
 
 Why gradients diverge
+
 The mean over the window is its sum divided by r. Divided by K it is r/K of that: the last update of every epoch is too
 small.
 
 Signature in the numbers
+
 Whole windows agree; the short one is the full-batch gradient times r/K, one factor for all parameters.
 
 Example
+
     for i, (x, y) in enumerate(loader):
         (criterion(model(x), y) / K).backward()
         if (i + 1) % K == 0 or i + 1 == len(loader):
@@ -18,6 +22,7 @@ Example
             optimizer.zero_grad()
 
 Use instead
+
     for i, (x, y) in enumerate(loader):
         window = min(K, len(loader) - i // K * K)
         (criterion(model(x), y) / window).backward()
@@ -26,9 +31,11 @@ Use instead
             optimizer.zero_grad()
 
 When it is harmless
+
 Under Adam the size of a gradient hardly matters for a single step; with many windows per epoch its share is small.
 
 References
+
 Lightning-AI/pytorch-lightning#19987
 """
 

@@ -1,17 +1,21 @@
 """GAV000 unexplained (note): the runs differ and no rule names the cause.
 
 What it finds
+
 A difference at the optimizer that is neither a factor, nor other weights of the micro-batches, nor a wrong order of
 calls.
 
 Why gradients diverge
+
 Most often samples act on each other inside the model or the loss (batch statistics, in-batch negatives): then no
 weights of the micro-batches give the full-batch gradient.
 
 Signature in the numbers
+
 The best weights leave a large residual.
 
 Example
+
     model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 1))
     for i, (x, y) in enumerate(loader):
         (criterion(model(x), y) / K).backward()
@@ -20,6 +24,7 @@ Example
             optimizer.zero_grad()
 
 Use instead
+
     model = nn.Sequential(nn.Linear(16, 32), nn.GroupNorm(4, 32), nn.Linear(32, 1))
     for i, (x, y) in enumerate(loader):
         (criterion(model(x), y) / K).backward()
@@ -28,9 +33,11 @@ Use instead
             optimizer.zero_grad()
 
 When it is harmless
+
 It is not known to be.
 
 References
+
 pytorch/pytorch#46516
 """
 

@@ -1,16 +1,20 @@
 """GAV901 uninformative-batch (note): what was compared could not have shown a fault.
 
 What it finds
+
 Runs that fed the same micro-batches, gradients that are all zero, and padded batches whose micro-batches happen to have
 the same number of valid targets.
 
 Why gradients diverge
+
 They do not here; on other data they might.
 
 Signature in the numbers
+
 Equal counts of valid targets although some targets are ignored; K = 1; every gradient zero.
 
 Example
+
     for i, (tokens, targets) in enumerate(loader):  # every row has the same number of targets
         loss = cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), ignore_index=-100)
         (loss / K).backward()
@@ -19,6 +23,7 @@ Example
             optimizer.zero_grad()
 
 Use instead
+
     for i, (tokens, targets) in enumerate(loader):  # rows of different length
         loss = cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), ignore_index=-100)
         (loss / K).backward()
@@ -27,9 +32,11 @@ Use instead
             optimizer.zero_grad()
 
 When it is harmless
+
 Where all of the training data is like this batch.
 
 References
+
 huggingface/transformers PR#34191
 """
 

@@ -1,17 +1,21 @@
 """GAV303 unrepeatable-backward (note): the full-batch run differs from itself.
 
 What it finds
+
 A script whose two full-batch runs, with weights that differ by one unit roundoff, do not train on the same thing: other
 first weights, or gradients that differ by far more than rounding.
 
 Why gradients diverge
+
 Nothing can be compared where two equal runs differ: a generator without a seed, data read in another order, a kernel
 that is not deterministic.
 
 Signature in the numbers
+
 The noise floor is as large as the gradient.
 
 Example
+
     model = build()  # no seed
     for i, (x, y) in enumerate(loader):
         (criterion(model(x), y) / K).backward()
@@ -20,6 +24,7 @@ Example
             optimizer.zero_grad()
 
 Use instead
+
     torch.manual_seed(0)
     model = build()
     for i, (x, y) in enumerate(loader):
@@ -29,9 +34,11 @@ Use instead
             optimizer.zero_grad()
 
 When it is harmless
+
 For training, where the seed is not to matter; for the audit give the script one.
 
 References
+
 https://pytorch.org/docs/stable/notes/randomness.html
 """
 

@@ -1,16 +1,20 @@
 """GAV201 wrong-loss-scale: the accumulated gradient is a constant times the full batch's.
 
 What it finds
+
 One factor for all parameters and micro-batches between what the optimizer got in both runs: K where the division by K
 was forgotten (or came after the backward), 1/K where the loss was divided twice.
 
 Why gradients diverge
+
 The full batch's loss is a mean over its samples; K micro-batch means sum to K times that.
 
 Signature in the numbers
+
 accumulated = c · full with a residual at rounding; c is K, 1/K, or a ratio of token counts.
 
 Example
+
     for i, (x, y) in enumerate(loader):
         criterion(model(x), y).backward()
         if (i + 1) % K == 0:
@@ -18,6 +22,7 @@ Example
             optimizer.zero_grad()
 
 Use instead
+
     for i, (x, y) in enumerate(loader):
         (criterion(model(x), y) / K).backward()
         if (i + 1) % K == 0:
@@ -25,9 +30,11 @@ Use instead
             optimizer.zero_grad()
 
 When it is harmless
+
 Adam divides the gradient by its own size and hides the factor, until its epsilon, clipping or weight decay see it.
 
 References
+
 karpathy/nanoGPT#168, roboflow/rf-detr#1503, huggingface/transformers#47688, huggingface/trl PR#6024,
 verl-project/verl PR#436
 """
@@ -38,6 +45,7 @@ import math
 from collections.abc import Iterator
 
 from gaverify.audit.records import Record, UpdateComparison, WeightFit
+from gaverify.audit.rules.empty_micro_batch import explains
 from gaverify.audit.rules.scale import constant_factor, factor_of
 from gaverify.audit.rules.trailing_window_misscaled import short_by
 from gaverify.audit.rules.wording import backward_place, difference, window_of
@@ -49,6 +57,8 @@ CODE, NAME = "GAV201", "wrong-loss-scale"
 def judge(record: Record) -> Iterator[Finding]:
     """Yields a finding where one factor explains the difference."""
     update = record.divergent
+    if explains(record):
+        return
     if update is not None:
         factor = factor_of(record, update)
         if factor is not None and update.fit is not None and short_by(record, update) is None:
