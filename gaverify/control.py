@@ -70,6 +70,7 @@ def float64_control(task: Task, state: ModelState, record: DrawRecord) -> Contro
         full, _ = full_batch_gradients(lifted, lifted_state, record, lift=True)
         accumulated = accumulated_gradients(lifted, lifted_state, record, full, lift=True)
         rows = {row.name: row for row in measure(accumulated.gradients, full.gradients)}
+        accumulated.gradients = dict.fromkeys(accumulated.gradients)  # measured; a diagnosis needs the memory
     return Control(rows, full, accumulated)
 
 

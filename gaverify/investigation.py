@@ -14,12 +14,10 @@ from gaverify.control import failure_sentence, in_float64
 from gaverify.gradients import PassResult, Task, full_batch_gradients
 from gaverify.judging import Judgement
 from gaverify.measurements import (
-    Cause,
     Measurements,
     Repeatability,
     StateChange,
     StateProbe,
-    Suspect,
     WeightFit,
     are_shares,
     is_constant,
@@ -28,20 +26,22 @@ from gaverify.precision import unit_roundoff
 from gaverify.probes import proof
 from gaverify.probes.backward_divergence import backward_culprit
 from gaverify.probes.batch_quality import identical_samples
-from gaverify.probes.controls import Bench, relative_difference
+from gaverify.probes.causes import CauseSearch
+from gaverify.probes.controls import Bench
+from gaverify.probes.fingerprints import sketch
 from gaverify.probes.first_divergence import Divergences, trace_divergences
 from gaverify.probes.micro_batch_weights import fitted
-from gaverify.probes.normalisation import normalises_channels
 from gaverify.probes.sample_coupling import sample_coupling
-from gaverify.probes.state import StateWatch
+from gaverify.probes.state import StateRestored, StateWatch
 from gaverify.results import Outcome
 
 # A fit that leaves less than this over explains the divergence by weights alone: float64 fits of additive losses
 # leave 1e-12 or less, a coupled loss more than 1e-4 (design, section 6: 3e-8 in float32).
 EXPLAINED_FLOAT64, EXPLAINED_FLOAT32 = 1e-6, 1e-3
+_NOTHING_LEFT = 0.01  # of the divergence: a fit that leaves more of a small one does not explain it
+_NO_WEIGHT = 1e-6  # of the largest fitted weight: what has a gradient and counts for less is left out on purpose
 _DRIFT_UNITS = 64.0  # of roundoff that K updates of a running average may differ by
-_ROUNDS = 4  # causes that are looked for one after the other
-_TRIED = 3  # suspects of one round that are tried in a control run
+_NO_EFFECT = 1e-6  # relative change of the difference below which restoring the state changed nothing
 T = TypeVar("T")
 
 
@@ -102,8 +102,9 @@ class _Search:
     def __init__(self, bench: Bench, measured: Measurements) -> None:
         self.bench, self.measured = bench, measured
         self.failures: dict[str, str] = {}
-        self.residual = 0.0  # what the best weights leave over at this point of the search
-        self.explained = EXPLAINED_FLOAT64 if bench.rounding < 1e-5 else EXPLAINED_FLOAT32
+        self.record = bench.record  # the draws as they were made, where a control holds them constant
+        explained = EXPLAINED_FLOAT64 if bench.rounding < 1e-5 else EXPLAINED_FLOAT32
+        self.explained = min(explained, _NOTHING_LEFT * measured.total)
 
     def run(self, before: PassResult | None) -> None:
         """Draws that could not be dealt out, then weights that mean something, state, other weights, operations."""
@@ -118,7 +119,7 @@ class _Search:
             if not (self._means(fit) and self._weights(fit)):
                 measured.state = self._attempt("state", lambda: proof.blame_state(self.bench, watch.changes()))
                 measured.coupling = self._attempt("coupling of samples", lambda: sample_coupling(self.bench))
-                if not self._state_explains() and not self._weights(self._joint(fit)):
+                if not self._state_explains() and not self._weights(self._joint(fit, self.bench)):
                     self._operations()
                     self._hidden_state()
                     self._backward()
@@ -146,7 +147,6 @@ class _Search:
     def _fit(self, watch: StateWatch | None, before: PassResult | None) -> WeightFit | None:
         """Fits the micro-batch weights to what is left."""
         fit = self._attempt("micro-batch weights", lambda: self._fitted(watch, before))
-        self.residual = fit.residual if fit is not None and not fit.vacuous else 0.0
         if fit is not None and (self.measured.fit is None or fit.residual < self.explained):
             self.measured.fit = fit
         return fit
@@ -161,11 +161,13 @@ class _Search:
         known = any(are_shares(fit.weights, share) for share in shares if share)
         return known or is_constant(factor, fit.residual)
 
-    def _joint(self, fit: WeightFit | None) -> WeightFit | None:
+    def _joint(self, fit: WeightFit | None, bench: Bench) -> WeightFit | None:
         """The weights that hold for moved parameters too; None where there are none."""
         if fit is None or fit.vacuous or not fit.residual < self.explained:
             return None
-        joint = self._attempt("weights at moved parameters", lambda: proof.joint_fit(self.bench))
+        if fit.determined and min(map(abs, fit.weights)) < _NO_WEIGHT * max(map(abs, fit.weights)):
+            return None  # a loss that picks some samples and forgets the others: a maximum, a worst group
+        joint = self._attempt("weights at moved parameters", lambda: proof.joint_fit(bench))
         return joint if joint is not None and joint.residual < self.explained else None
 
     def _weights(self, fit: WeightFit | None) -> bool:
@@ -182,17 +184,19 @@ class _Search:
     def _fitted(self, watch: StateWatch | None, before: PassResult | None) -> WeightFit:
         bench = self.bench
         probe = bench.with_probe(watch)
+        if watch is not None and (before is None or bench.record.constant):
+            before, _ = full_batch_gradients(bench.task, bench.state, bench.record, lift=bench.lift, probe=probe)
+        earlier = None
+        if watch is not None and before is not None:  # a sketch of it is enough, and leaves room for the next pass
+            earlier = sketch(list(before.gradients.values()))
+            before.gradients = dict.fromkeys(before.gradients)
         full, _ = full_batch_gradients(bench.task, bench.state, bench.record, lift=bench.lift, probe=probe)
-        if before is not None and not bench.record.constant:
-            backward = relative_difference(full.gradients, before.gradients)
+        if earlier is not None and before is not None:
+            norm = float(torch.linalg.vector_norm(earlier)) or 1.0
+            backward = float(torch.linalg.vector_norm(sketch(list(full.gradients.values())) - earlier)) / norm
             forward = abs(full.loss - before.loss) / max(abs(before.loss), 1e-300)
             self.measured.repeatability = Repeatability(forward, backward)
-            before.gradients = dict.fromkeys(before.gradients)
-        elif watch is not None:
-            again, _ = full_batch_gradients(bench.task, bench.state, bench.record, lift=bench.lift, probe=probe)
-            gap = abs(full.loss - again.loss) / max(abs(full.loss), 1e-300)
-            self.measured.repeatability = Repeatability(gap, relative_difference(again.gradients, full.gradients))
-        return fitted([bench.sketched(full, probe)[0]])
+        return fitted([bench.sketched(full, probe, release=True)[0]])
 
     def _state_explains(self) -> bool:
         state = self.measured.state
@@ -204,28 +208,50 @@ class _Search:
         return False
 
     def _operations(self) -> None:
-        """Round by round: trace, try the suspects, neutralise the one that helps, look at what is left."""
-        causes: list[Cause] = []
-        for _ in range(_ROUNDS):
-            found = self._attempt("first diverging operation", self._trace)
-            if found is None:
-                return
-            if not causes:
-                self.measured.forwards_agree, self.measured.loss_gap = found.forwards_agree, found.loss_gap
-            tried = self._tried(found, causes)
-            if tried is None:
-                return
-            causes.append(tried.cause)
-            self.measured.causes = tuple(causes)
-            control = tried.cause.control
-            if control is not None:
-                self.measured.left = control.left
-            if control is None or control.rounding or tried.neutral is None:
-                return
-            self.bench = replace(self.bench, neutral=(*self.bench.neutral, tried.neutral))
-            fit = self._fit(None, None)
-            if self._weights(fit if self._means(fit) else self._joint(fit)):
-                return
+        """Looks for operations that couple samples, beside state and draws that may be causes as well."""
+        measured = self.measured
+        base = self.bench
+        state = measured.state.control if measured.state is not None else None
+        if state is not None and abs(state.left - measured.left) > _NO_EFFECT * measured.left:
+            base = replace(base, neutral=(*base.neutral, StateRestored(base.state)))
+            fit, left = state.fit, state.left
+        else:
+            state, fit, left = None, measured.fit, measured.left
+        residual = fit.residual if fit is not None and not fit.vacuous else 0.0
+        search = CauseSearch(base, self._trace, self._weighed, left, residual)
+        self._attempt("first diverging operation", lambda: search.run(state.fit if state is not None else None))
+        self.failures |= search.failures
+        first = search.first
+        if first is not None:
+            measured.forwards_agree, measured.loss_gap = first.forwards_agree, first.loss_gap
+        measured.causes, measured.ruled_out = search.causes, tuple(search.ruled_out)
+        if search.weights is not None and search.cleared:
+            measured.fit, measured.weight_remedy = search.weights, search.remedy
+        if search.cleared or search.causes:
+            measured.left = search.left
+        if search.cleared:
+            self._others(search, base if state is not None else None)
+
+    def _others(self, search: CauseSearch, restored: Bench | None) -> None:
+        """Releases state and draws while everything else stays neutralised: do they matter by themselves?"""
+        measured = self.measured
+        if restored is not None and measured.state is not None:
+            alone = self._attempt("state released", lambda: search.final(bench=self.bench))
+            if alone is not None and not alone.rounding:
+                there = search.others_neutralised(self.bench)
+                read = proof.read_changes(measured.state.changes)
+                found = self._attempt("state held", lambda: proof.blamed(there, read)) if there is not None else None
+                measured.state = replace(measured.state, blamed=found or read, alone=alone.left)
+        if self.bench.record.constant:
+            live = replace(restored or self.bench, record=self.record)
+            alone = self._attempt("draws released", lambda: search.final(bench=live))
+            measured.draws_alone = alone.left if alone is not None and not alone.rounding else 0.0
+
+    def _weighed(self, bench: Bench, fit: WeightFit | None) -> WeightFit | None:
+        """The fitted weights, where they explain everything and are more than a coincidence of these parameters."""
+        if self._means(fit):
+            return fit
+        return self._joint(fit, bench)
 
     def _hidden_state(self) -> None:
         """Restores all known state before each micro-batch: what moves it may have no name, or move in a backward."""
@@ -247,35 +273,8 @@ class _Search:
         if found is not None:
             measured.backward_culprit, measured.backward_control = found.operation, found.control
 
-    def _trace(self) -> Divergences:
+    def _trace(self, bench: Bench) -> Divergences:
         measured = self.measured
         return trace_divergences(
-            self.bench, weights=measured.weights, valid_targets=measured.valid_targets,
-            foreign=measured.foreign_draws_differ,
-        )  # fmt: skip
-
-    def _tried(self, found: Divergences, causes: list[Cause]) -> proof.Tried | None:
-        """The first suspect whose control run helps; one whose control could not run, where there is no better."""
-        unproven = None
-        known = {str(cause.suspect.culprit) for cause in causes}
-        fresh = [suspect for suspect in found.suspects if str(suspect.culprit) not in known]
-        for suspect in fresh[:_TRIED]:
-            suspect = replace(suspect, statistics=suspect.statistics or self._normalises(suspect))
-            tried = self._attempt(f"control of {suspect.culprit}", lambda s=suspect: self._try(s))  # type: ignore[misc]
-            if tried is not None and tried.cause.control is not None:
-                return tried
-            if tried is not None and unproven is None:
-                unproven = tried
-                self.failures[f"control of {suspect.culprit}"] = "; ".join(tried.failures)
-            if tried is None:
-                self.measured.ruled_out = (*self.measured.ruled_out, str(suspect.culprit))
-        return unproven
-
-    def _try(self, suspect: Suspect) -> proof.Tried | None:
-        return proof.try_suspect(self.bench, suspect, self.measured.left, self.residual)
-
-    def _normalises(self, suspect: Suspect) -> bool:
-        path = suspect.operation.module
-        if path is None or not suspect.in_model:
-            return False
-        return bool(self._attempt("normalisation", lambda: normalises_channels(self.bench, path)))
+            bench, weights=measured.weights, valid_targets=measured.valid_targets, foreign=measured.foreign_draws_differ
+        )

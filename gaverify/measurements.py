@@ -104,12 +104,17 @@ class ControlRun:
 
 @dataclass(frozen=True)
 class Cause:
-    """A suspect, the control run that neutralised it, and the remedies that were run."""
+    """A suspect, the control run that neutralised it, and the remedies that were run.
+
+    `explained`: the share of the divergence that went away with it; `alone`: the difference that it makes by itself,
+    with every other cause neutralised.
+    """
 
     suspect: Suspect
     control: ControlRun | None
     remedies: tuple[ControlRun, ...] = ()
     explained: float = math.nan
+    alone: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -124,12 +129,16 @@ class StateChange:
 
 @dataclass(frozen=True)
 class StateProbe:
-    """What the forward changes, and the control run with it held still (or restored before each micro-batch)."""
+    """What the forward changes, and the control run with it held still (or restored before each micro-batch).
+
+    `alone`: the difference that the blamed changes make by themselves, with every other cause neutralised.
+    """
 
     changes: tuple[StateChange, ...]
     control: ControlRun | None = None
     blamed: tuple[StateChange, ...] = ()
     remedies: tuple[ControlRun, ...] = ()
+    alone: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -186,6 +195,7 @@ class Measurements:
     foreign_draws_differ: bool
     identical: bool
     draw_control: ControlRun | None = None
+    draws_alone: float = math.nan  # what draws that could not be dealt out make by themselves, beside other causes
     draw_places: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     control_failure: str = ""
     fit: WeightFit | None = None

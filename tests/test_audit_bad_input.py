@@ -189,6 +189,23 @@ class TestNothingToCompare:
         assert 0 < data["differing"] <= 8, str(result)
 
     @slow
+    def test_a_batch_that_was_not_cut(self) -> None:
+        """The accumulated run has four times the samples: nothing is called divergent."""
+        result = audit("loops_right.py", "--batch-size 8", "--batch-size 8 --accum 4", "--loop usual")
+        assert (result.code, result.faults) == (3, set()), str(result)
+        data = result.update(1)["data"]
+        assert (data["full"], data["accumulated"]) == (8, 32), str(result)
+
+    @slow
+    def test_learning_rates_that_differ(self) -> None:
+        """The first update agrees, and the second starts from other weights."""
+        result = audit("loops_right.py", "--lr 0.1", "--batch-size 4 --accum 4 --lr 0.025", "--loop usual")
+        assert result.code in (0, 3), str(result)
+        assert result.faults == set(), str(result)
+        assert result.update(1)["outcome"] == "equivalent"
+        assert "learning rate" in str(result)
+
+    @slow
     def test_a_gradient_that_is_not_a_number(self, script: Path) -> None:
         result = audited(script, TRAIN.replace("mse_loss(model(x), y)", "(mse_loss(model(x), y) * float('nan'))"))
         assert (result.code, result.outcome) == (3, "inconclusive"), str(result)

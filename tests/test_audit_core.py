@@ -202,6 +202,27 @@ class TestWeights:
         assert weights.values["weights"] == pytest.approx([0.1, 0.2, 0.3, 0.4])
         assert said in weights.statement
 
+    def test_weights_of_the_script_itself_are_not_called_averages(self) -> None:
+        """`loss / (i % K + 1)`: equal micro-batches that the script counts unequally."""
+        counted = update(ratio=1.8, fit=fit(1.5, 0.4, right=(0.25, 0.5, 0.75, 1.0)))
+        (found,) = findings_for(record(RIGHT, "BSZ BSZ", updates=(counted,)))
+        assert found.code == "GAV202" and "equal size" in found.summary
+
+    def test_a_running_sum_repeats_micro_batches(self) -> None:
+        repeated = update(ratio=2.1, fit=fit(1.5, 0.4, right=(1e-8, -2e-8, 3e-8, 1.0)))
+        (found,) = findings_for(record(RIGHT, "BSZ BSZ", updates=(repeated,)))
+        assert found.code == "GAV202" and "repeats" in found.summary and "e-08" not in found.remedy
+
+    @pytest.mark.parametrize(
+        "right", [(1.0, 4 / 3, 4 / 3, 4 / 3), (1.0, 4 / 9, 4 / 3, 20 / 9)], ids=["equal", "unequal"]
+    )
+    def test_an_empty_micro_batch_is_named(self, right: tuple[float, ...]) -> None:
+        counts = (0, 4, 4, 4) if right[1] == right[2] else (0, 1, 3, 5)
+        factor = fit(0.75, right=right) if right[1] == right[2] else fit(0.9, 0.3, right=right)
+        empty = update(ratio=0.75, fit=factor, valid_targets=counts, ignored_targets=True)
+        found = faults(findings_for(record(RIGHT, "BSZ BSZ", updates=(empty,))))
+        assert found == (["GAV203"] if right[1] == right[2] else ["GAV202", "GAV203"])
+
     def test_coupled_samples_are_unexplained(self) -> None:
         differs = update(ratio=1.2, fit=fit(0.9, 0.4, residual=0.3))
         (found,) = findings_for(record(RIGHT, "BSZ BSZ", updates=(differs,)))

@@ -40,6 +40,7 @@ FAULTS = [
     Fault("B13 micro-batches of 6, 6, 4", SCALE, "ragged_batches", "GAV202",
           full="--micro 16", accumulated="--micro 6", quick=True),
     Fault("B11 mean over matched × batch size", SCALE, "matched_targets", "GAV202"),
+    Fault("a micro-batch without labels", SCALE, "empty_micro_batch", "GAV203", ("GAV202",)),
     Fault("B01 mean over valid tokens", WORDS, "mean_of_means", "GAV202", (), *LESS, "--dropout 0.1"),
     Fault("B06 the model ignores the count", WORDS, "count_ignored", "GAV201", (), *LESS, "--equal"),
     Fault("B09 tokens of another window", WORDS, "tokens_of_another_window", "GAV201", (),
@@ -74,15 +75,13 @@ RIGHT_LOOPS = [
     ("N27 micro-batches in another order", RIGHT, "other_order", "--dropout 0.2"),
     ("twin of B04", RIGHT, "short_window_divided", "--samples 24"),
     ("gradients set to None by hand", RIGHT, "cleared_by_hand", ""),
-    ("validation between updates", RIGHT, "validates", ""),
     ("the usual loop, shuffled, with workers and dropout", RIGHT, "usual", "--shuffle --workers 2 --dropout 0.2"),
     ("N26 clipping that never clips", EXTRAS, "clip_per_update", ""),
-    ("clipping that clips, once per update", EXTRAS, "clip_per_update", "--clip 0.05"),
+    ("DistributedDataParallel with no_sync", RARE, "distributed", ""),
     ("sums kept outside .grad", RARE, "sums_of_its_own", ""),
     ("two passes over each window", RARE, "sharpness_aware", ""),
     ("LBFGS", RARE, "line_search", ""),
     ("a compiled model", RARE, "compiled", ""),
-    ("DistributedDataParallel with no_sync", RARE, "distributed", ""),
     ("loss scales that overflow", RARE, "overflowing", ""),
     ("a gradient penalty on the inputs", RARE, "gradient_penalty", ""),
     ("clamped weights, validation with gradients on", RARE, "clamped", ""),
@@ -220,6 +219,12 @@ class TestOtherScripts:
         result = audit("train_checkpointed.py")
         assert (result.code, result.faults) == (0, set()), str(result)
         assert "GAV301" in result.notes
+
+
+@slow
+def test_random_draws_outside_the_model_are_dealt_or_named() -> None:
+    result = audit(RARE, common="--loop dropout_in_the_loss --dropout 0.3")
+    assert result.code == 0 or "GAV302" in result.faults | result.notes, str(result)
 
 
 class TestEventsOnly:

@@ -48,7 +48,7 @@ def _give_up(folder: Path) -> NoReturn:
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Whether the recorder raised it: what torch or the script raise inside a recorded call ends in their own frames."""
+    """Whether the recorder raised it: what torch or the script raise in a recorded call ends in their own frames."""
     frames = traceback.extract_tb(error.__traceback__)
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
     return bool(frames) and frames[-1].filename.startswith(package) and frames[-1].filename != __file__

@@ -37,7 +37,8 @@ def compare_updates(full: Run, perturbed: Run, accumulated: Run, updates: int) -
         data = check_rows(full.rows(number), accumulated.rows(number))
         rows, unrepeatable = _rows(full, perturbed, accumulated, number, unit)
         apart = _distance(full.samples(number), accumulated.samples(number), "before")
-        judged = judged and data.same and not unrepeatable and not (number == 1 and apart > _START * unit)
+        judged = judged and data.same and not unrepeatable
+        judged = judged and not apart > _start_allowed(full, perturbed, number, unit)
         outcome = Outcome.INCONCLUSIVE if unrepeatable else _outcome(rows)
         comparison = _comparison(
             full.samples(number), accumulated.samples(number), windows.get(number), rows, outcome, data, judged, number
@@ -84,6 +85,14 @@ def _rows(
 def _open(row: ParameterComparison) -> ParameterComparison:
     """A gradient that is not finite in both runs says nothing about accumulation."""
     return row._replace(outcome=Outcome.INCONCLUSIVE)
+
+
+def _start_allowed(full: Run, perturbed: Run, number: int, unit: float) -> float:
+    """How far weights may be apart before an update: by rounding, and what earlier updates made of that."""
+    grown = 0.0
+    if number > 1 and perturbed.updates >= number:
+        grown = _distance(full.samples(number), perturbed.samples(number), "before")
+    return max(_START * unit, FLOOR_EQUIVALENT * grown)
 
 
 def _visible(working: Mapping[str, Difference], floor: Mapping[str, float]) -> float:

@@ -94,7 +94,7 @@ def _undecided(record: Record, update: UpdateComparison) -> str:
         return earlier + _other_data(update)
     if not update.judged:
         return f"{earlier}update {update.number}: the runs start from different weights " \
-            f"(relative difference {update.started_apart:.1e}); seed the script before it builds its model"  # fmt: skip
+            f"(relative difference {update.started_apart:.1e}); {_advice(record, update)}"  # fmt: skip
     if update.outcome is Outcome.INCONCLUSIVE:
         reason = next((row.reason for row in update.parameters if row.reason), "")
         count = sum(row.outcome is Outcome.INCONCLUSIVE for row in update.parameters)
@@ -103,6 +103,17 @@ def _undecided(record: Record, update: UpdateComparison) -> str:
             noun = "every gradient is zero"
         return f"{earlier}update {update.number}: {noun}" + (f": {reason}" if reason else "")
     return ""
+
+
+def _advice(record: Record, update: UpdateComparison) -> str:
+    before = record.update_of(update.number - 1)
+    if before is None:
+        return "seed the script before it builds its model"
+    if before.learning_rates != before.learning_rates_full:
+        rates = ", ".join(f"{rate:.4g}" for rate in before.learning_rates)
+        full = ", ".join(f"{rate:.4g}" for rate in before.learning_rates_full)
+        return f"the learning rates of update {before.number} differ: {full} in the full-batch run, {rates} here"
+    return f"the steps of update {before.number} differ although their gradients agree"
 
 
 def _other_data(update: UpdateComparison) -> str:

@@ -173,6 +173,8 @@ class Record:
         whole = next((full for full in self.full_windows if full.number == window.number), None)
         if whole is None or not whole.rows or not window.rows:
             return None
+        if whole.backwards > min(full.backwards for full in self.full_windows if full.optimizers == whole.optimizers):
+            return None  # the full batch's own window is longer than its others: it tells nothing about K
         return max(1, round(window.backwards * whole.rows / window.rows))
 
     def expected_of(self, number: int) -> int | None:

@@ -42,7 +42,7 @@ class _Matched:
 def check_rows(full: list[dict[str, Any]], accumulated: list[dict[str, Any]]) -> RowCheck:
     """Compares the rows of every input tensor of a window, over all its forwards and in any order.
 
-    A tensor of the same shape in both runs although one has more forwards holds no samples and is left out.
+    A tensor that is the same in every forward of both runs, although one has more forwards, holds no samples.
     """
     by_path_full, by_path = _by_path(full), _by_path(accumulated)
     worst = RowCheck(0, 0, checked=False)
@@ -69,8 +69,9 @@ def _by_path(forwards: list[dict[str, Any]]) -> dict[str, list[Any]]:
 
 def _matched(full: list[Any], accumulated: list[Any]) -> _Matched | None:
     shapes = {tuple(rows["shape"]) for rows in [*full, *accumulated]}
-    if len(shapes) == 1 and len(full) != len(accumulated):
-        return None  # a mask, a table of positions
+    contents = {tuple(rows["hash"][:, -1].tolist()) for rows in [*full, *accumulated]}
+    if len(shapes) == len(contents) == 1 and len(full) != len(accumulated):
+        return None  # a mask, a table of positions: the same in every forward
     dim = _batch_dimension(full, accumulated)
     left, right = rows_of(full, dim), rows_of(accumulated, dim)
     counts = len(left), len(right)

@@ -27,7 +27,7 @@ _UPDATES, _TIMEOUT = 2, 3600.0
 @click.option("--accumulated", metavar='"ARGS"', help="Arguments of the accumulated run alone.")
 @click.option("--updates", metavar="M", default=str(_UPDATES), help=f"Optimizer updates to record.  [{_UPDATES}]")
 @click.option("--steps", metavar="K", help="Backward passes that each update should have.  [found out]")
-@click.option("--events-only", is_flag=True, help="One run, only the order of its calls; M = 0 runs to its end.")
+@click.option("--events-only", is_flag=True, help="One run, the order of its calls alone; with --updates 0 to its end.")
 @click.option("--timeout", metavar="S", default=f"{_TIMEOUT:g}", help=f"Seconds until a run is ended.  [{_TIMEOUT:g}]")
 @click.option("--all", "show_all", is_flag=True, help="Show every parameter, not only the worst.")
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", help="What stdout gets.  [text]")

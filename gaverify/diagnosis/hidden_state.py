@@ -83,7 +83,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gaverify.diagnosis.state_changed_by_forward import evidence_for, location_of, remedy_for
+from gaverify.diagnosis.state_changed_by_forward import evidence_for, is_proven, location_of, remedy_for
 from gaverify.measurements import Measurements
 from gaverify.results import Evidence, Finding
 
@@ -100,7 +100,7 @@ def judge(measured: Measurements) -> Iterator[Finding]:
         yield Finding(
             CODE, NAME, "fault", f"the forward changes {names}, outside of parameters and buffers, and reads it again",
             location=location_of(blamed[0]), evidence=evidence_for(measured, state, blamed),
-            remedy=remedy_for(state), proven=state.control is not None and state.control.rounding,
+            remedy=remedy_for(state), proven=is_proven(measured, state),
         )  # fmt: skip
     elif twice is not None and twice.forward > measured.repeats:
         yield Finding(

@@ -113,7 +113,7 @@ def judge(measured: Measurements) -> Iterator[Finding]:
     yield Finding(
         CODE, NAME, "fault", f"the forward changes {names}, which the next micro-batch reads",
         location=location_of(blamed[0]), evidence=evidence_for(measured, state, blamed),
-        remedy=remedy_for(state), proven=state.control is not None and state.control.rounding,
+        remedy=remedy_for(state), proven=is_proven(measured, state),
     )  # fmt: skip
 
 
@@ -130,13 +130,24 @@ def evidence_for(measured: Measurements, state: StateProbe, blamed: list[StateCh
     found = [Evidence("state", "measured", f"{measured.largest}" + (f"; {writers}" if writers else ""),
                       {"changed": [change.name for change in state.changes]})]  # fmt: skip
     if state.control is not None:
-        text = f"with the {state.control.what} in both runs the difference is {state.control.left:.0e}: proven"
+        text = f"with the {state.control.what} in both runs the difference is {state.control.left:.0e}"
+        if state.control.rounding:
+            text += ": proven"
+        if state.alone > 0:
+            text += f"; alone, with the other causes neutralised, it makes {state.alone:.0e}: proven"
         found.append(Evidence("state", "control", text, {"left": state.control.left}))
     return tuple(found)
 
 
+def is_proven(measured: Measurements, state: StateProbe) -> bool:
+    """Whether the difference falls to rounding with the state held, or with it and the causes named beside it."""
+    return state.control is not None and (state.control.rounding or measured.cleared)
+
+
 def remedy_for(state: StateProbe) -> str:
     """The repair that was run."""
+    if state.alone > 0:
+        return "update the state once per window, after the optimizer step: tested together with the other repairs"
     if state.remedies:
         return "restore the state before each micro-batch: tested, equivalent; or update it once per window"
     return "update the state once per window, after the optimizer step: tested with the state held, equivalent"

@@ -92,17 +92,21 @@ def judge(measured: Measurements) -> Iterator[Finding]:
         evidence += [first_operation(measured, decisive), *control(measured, decisive)]
     still = measured.draw_control
     if still is not None:
-        outcome = "proven" if still.rounding else "another cause is left"
-        text = f"with {still.what} in both runs the difference is {still.left:.0e}: {outcome}"
+        text = f"with {still.what} in both runs the difference is {still.left:.0e}: " + (
+            "proven" if still.rounding else "another cause is left"
+        )
+        if measured.draws_alone > 0:
+            text += f"; with the other causes neutralised the draws alone make {measured.draws_alone:.0e}: proven"
         evidence.append(Evidence("random-draws", "control", text, {"left": still.left}))
-    decides = decisive is not None or (still is not None and still.rounding)
+    decides = decisive is not None or (still is not None and still.rounding) or measured.draws_alone > 0
     fault = bool(measured.divergent) and (decides or not explained(measured))
     yield Finding(
         CODE, NAME, "fault" if fault else "note", "random draws could not be dealt out per sample",
         location=decisive.suspect.operation.location if decisive is not None else _place(measured),
         evidence=tuple(evidence),
         remedy="draw per sample (one value for each row of the batch), or once per forward",
-        proven=(decisive is not None and proven(measured, decisive)) or (still is not None and still.rounding),
+        proven=(decisive is not None and proven(measured, decisive)) or (still is not None and still.rounding)
+        or measured.draws_alone > 0,
     )  # fmt: skip
 
 

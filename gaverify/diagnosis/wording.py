@@ -42,8 +42,12 @@ def control(measured: Measurements, cause: Cause) -> tuple[Evidence, ...]:
         text = f"with {run.what} in both runs {left}: proven"
     else:
         rest = "the causes named beside it explain the rest" if measured.cleared else "another cause is left"
-        text = f"with {run.what} in both runs {left}: this explains {cause.explained:.0%}, {rest}"
-    return (Evidence("control", "control", text, {"left": run.left, "explained": cause.explained}),)
+        share = f"this explains {cause.explained:.0%}, " if cause.explained > 0 else ""
+        text = f"with {run.what} in both runs {left}: {share}{rest}"
+    if cause.alone > 0:
+        text += f"; alone, with the other causes neutralised, it makes {cause.alone:.0e}: proven"
+    values = {"left": run.left, "explained": cause.explained, "alone": cause.alone}
+    return (Evidence("control", "control", text, values),)
 
 
 def proven(measured: Measurements, cause: Cause) -> bool:
@@ -71,7 +75,7 @@ def coupling(measured: Measurements) -> tuple[Evidence, ...]:
         text = "the model's outputs for a sample have an exactly zero gradient with respect to all other samples"
         return (Evidence("coupling", "coupling", text, values),)
     text = (
-        f"the model's outputs for sample {seen.sample} depend on {seen.others} of {measured.batch_size - 1} other samples "
+        f"the outputs for sample {seen.sample} depend on {seen.others} of {measured.batch_size - 1} other samples "
         f"(gradient up to {seen.strength:.1e} of that to its own input)"
     )
     return (Evidence("coupling", "coupling", text, values),)

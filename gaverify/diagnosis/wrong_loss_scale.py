@@ -83,7 +83,7 @@ _RESIDUAL = {True: 1e-6, False: 1e-3}  # of a fit in float64, and where no float
 def judge(measured: Measurements) -> Iterator[Finding]:
     """Yields a finding where one factor for all parameters and micro-batches makes the gradients agree."""
     factor, left = factor_of(measured)
-    if factor is None or abs(factor - 1) < 1e-7:
+    if factor is None or abs(factor - 1) < max(1e-7, left):
         return
     steps = measured.steps
     known = (

@@ -66,9 +66,11 @@ class Bench:
         left = relative_difference(accumulated.gradients, full.gradients)
         return ControlRun(what, left, left <= self.rounding, right)
 
-    def sketched(self, full: PassResult, probe: PassProbe | None) -> tuple[Sketches, PassResult]:
+    def sketched(
+        self, full: PassResult, probe: PassProbe | None, *, release: bool = False
+    ) -> tuple[Sketches, PassResult]:
         """Accumulates once more, with a sketch of every micro-batch's gradient."""
-        return sketched(self.task, self.state, self.record, full, lift=self.lift, probe=probe)
+        return sketched(self.task, self.state, self.record, full, lift=self.lift, probe=probe, release=release)
 
 
 def relative_difference(accumulated: Gradients, reference: Gradients) -> float:

@@ -136,8 +136,8 @@ class _Reader:
 
     def _non_additive(self, index: int, left: float) -> Iterator[Suspect]:
         step = self._full.steps[index]
-        if self._dependence.by_control_flow(index):
-            yield self._control_flow(index)
+        if self._dependence.by_control_flow(index):  # a loop over the samples, or a branch
+            yield self._suspect(index, "rows") if self._sources(index) else self._control_flow(index)
         yield Suspect("non-additive", self.operation(index), None, left, self._size, False, False, _some(step),
                       calls=self._chain_indices(step))  # fmt: skip
 
@@ -213,6 +213,15 @@ class _Reader:
             for call in _chain(self._full, self._full.steps[index])
         )
 
+    def _in_model_of(self, trace: Trace, position: int) -> bool:
+        """Whether a module around a stray hands out what not all traces computed."""
+        k = next((k for k, part in enumerate(self._m.parts) if part is trace), None)
+        stray = (lambda i: not self._m.matched(i)) if k is None else (lambda i: self._m.whole(k, i) is None)
+        return any(
+            call.path is not None and any(stray(output) for output in call.outputs)
+            for call in _chain(trace, trace.steps[position])
+        )
+
     def operation(self, index: int) -> Operation:
         """Where a step is, for people."""
         return _operation(self._full, self._full.steps[index])
@@ -226,8 +235,9 @@ class _Reader:
         decisive = trace.steps[decisions[-1] if decisions else start]
         place = _operation(trace, decisive)
         difference, samples = self._m.rows[index] or (1.0, self._size)
+        in_model = self._in_model(index) or self._in_model_of(trace, start)
         return Suspect(
-            "control-flow", place, None, difference, samples, self._in_model(index), "batch_norm" in decisive.name,
+            "control-flow", place, None, difference, samples, in_model, "batch_norm" in decisive.name,
             functions=_some(step), exits=self._exits(index), frame=decisive.frame if decisions else None,
             calls=self._chain_indices(step),
         )  # fmt: skip

@@ -31,13 +31,18 @@ class Sketches:
 
 
 def sketched(
-    task: Task, state: ModelState, record: DrawRecord, full: PassResult, *, lift: bool, probe: PassProbe | None = None
-) -> tuple[Sketches, PassResult]:
+    task: Task, state: ModelState, record: DrawRecord, full: PassResult, *, lift: bool, probe: PassProbe | None = None,
+    release: bool = False,
+) -> tuple[Sketches, PassResult]:  # fmt: skip
     """Accumulates once more and sketches every micro-batch's gradient on the way.
 
     The gradients accumulate in `.grad`; the sketch is linear, so the difference of two sketches is the sketch of one
-    micro-batch's share.
+    micro-batch's share. `release` frees the full batch's gradients once they are sketched.
     """
+    elements = sum(gradient.numel() for gradient in full.gradients.values() if gradient is not None)
+    target = sketch(list(full.gradients.values()))
+    if release:
+        full.gradients = dict.fromkeys(full.gradients)
     sums: list[torch.Tensor] = []
 
     def note(_: int) -> None:
@@ -45,11 +50,9 @@ def sketched(
 
     task = replace(task, strategy="accumulate")  # one backward over the sum would not tell the shares apart
     accumulated = accumulated_gradients(task, state, record, full, lift=lift, after_backward=note, probe=probe)
-    target = sketch(list(full.gradients.values()))
     steps = torch.stack([sums[0], *(b - a for a, b in pairwise(sums))], dim=1)
     weights = torch.tensor(accumulated.weights, dtype=steps.dtype, device=steps.device)
     columns = steps / torch.where(weights == 0, torch.ones_like(weights), weights)
-    elements = sum(gradient.numel() for gradient in full.gradients.values() if gradient is not None)
     return Sketches(columns, target, weights, elements), accumulated
 
 

@@ -23,6 +23,7 @@ from gaverify.probes.fingerprints import fingerprint, layout_of
 from gaverify.probes.traces import INPUT, Frame, ModuleCall, Result, Step, Trace, same_result
 from gaverify.tracebacks import calling_frame
 
+_FACTORIES = ("tensor", "as_tensor", "asarray", "from_numpy", "frombuffer")  # bring numbers in from outside torch
 _UNWRITTEN = ("empty", "new_empty")  # factories whose results hold whatever the memory held
 
 
@@ -79,14 +80,12 @@ class OperationTracer(PassProbe):
             self._storages.clear()
 
     def record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Notes one operation of the forward; operations of a backward (recomputation) are left out."""
-        if torch._C._current_autograd_node() is not None:  # type: ignore[attr-defined]
-            return
+        """Notes one operation of the forward, gradients that the forward asks for included."""
         name, view, random = _traits(func)
         if view:
             return
         tensors = list(_tensors((args, kwargs)))
-        self._note_inputs(tensors)
+        self.note_inputs(tensors)
         writers = tuple(dict.fromkeys(self._writers[p] for t in tensors if (p := _address(t)) in self._writers))
         self._add(name, writers, any(t.requires_grad for t in tensors), random, len(tensors), list(_tensors(result)))
 
@@ -115,7 +114,7 @@ class OperationTracer(PassProbe):
                 self._storages[address] = StorageWeakRef(tensor.untyped_storage())
         self._writers[address] = index
 
-    def _note_inputs(self, tensors: list[torch.Tensor]) -> None:
+    def note_inputs(self, tensors: list[torch.Tensor]) -> None:
         """Adds a step for every tensor that no operation wrote: the batch, and what comes from outside torch."""
         for tensor in tensors:
             address = _address(tensor)
@@ -198,7 +197,11 @@ class _Functions(TorchFunctionMode):
         before = self._tracer._function
         self._tracer._function = self._calls.key(func)
         try:
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+            if getattr(func, "__name__", "") in _FACTORIES:
+                with torch._C.DisableTorchFunction():
+                    self._tracer.note_inputs(list(_tensors(result)))
+            return result
         finally:
             self._tracer._function = before
 

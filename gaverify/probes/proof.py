@@ -19,7 +19,9 @@ from gaverify.probes.state import StateHeld, StateRestored
 from gaverify.remedies.batch_norm import group_norm_for
 
 _HELPS = 0.5  # a neutralised suspect that leaves more than half of the difference was not the cause
-_MOVED = 0.01  # of each weight, up or down: far from rounding, near enough that the loss stays finite
+# Of each weight, up or down: near, where the loss surely stays finite, and far, where a maximum, a threshold or a
+# branch falls otherwise.
+_MOVED = (0.0, 0.01, 0.5)
 _SINGLE = 4  # changed values that are tried one by one
 
 
@@ -30,6 +32,7 @@ class Tried:
     cause: Cause
     neutral: PassProbe | None
     failures: tuple[str, ...] = ()
+    helps: bool = True
 
 
 def weights_remedy(bench: Bench, fit: WeightFit) -> ControlRun:
@@ -42,30 +45,51 @@ def blame_state(bench: Bench, changes: tuple[StateChange, ...]) -> StateProbe:
     """Holds what the forward changes still; returns the control run, and which of the changes it blames.
 
     First every micro-batch starts from the full batch's state (a remedy as well), then writes have no effect at all.
+    Where neither explains everything, the first control is returned and nothing is blamed yet.
     """
-    # fused normalisations write their running statistics and do not read them in training
-    read = tuple(c for c in changes if c.writer is None or "batch_norm" not in c.writer.name)
-    read = tuple(c for c in read if not c.name.endswith("num_batches_tracked"))
+    read = read_changes(changes)
     if not read:
         return StateProbe(changes)
     restored = state_restored(bench)
     if restored.rounding:
-        return StateProbe(changes, restored, _blamed(bench, read), (restored,))
+        return StateProbe(changes, restored, blamed(bench, read), (restored,))
     held = bench.run("state held still", StateHeld(bench.task, [change.name for change in read]))
-    return StateProbe(changes, held, _blamed(bench, read) if held.rounding else ())
+    return StateProbe(changes, held, blamed(bench, read)) if held.rounding else StateProbe(changes, restored)
+
+
+def read_changes(changes: tuple[StateChange, ...]) -> tuple[StateChange, ...]:
+    """The changes that a forward may read: fused normalisations write running statistics and do not in training."""
+    read = tuple(c for c in changes if c.writer is None or "batch_norm" not in c.writer.name)
+    return tuple(c for c in read if not c.name.endswith("num_batches_tracked"))
 
 
 def state_restored(bench: Bench) -> ControlRun:
     """Starts every micro-batch from the state that the full batch started from."""
-    return bench.run("state restored before each micro-batch", StateRestored(bench.state))
+    return bench.run("state restored before each micro-batch", StateRestored(bench.state), fit=True)
 
 
-def _blamed(bench: Bench, changes: tuple[StateChange, ...]) -> tuple[StateChange, ...]:
-    """The changes that explain the difference alone; all of them where none does, or where there are many."""
-    if len(changes) == 1 or len(changes) > _SINGLE:
+def blamed(bench: Bench, changes: tuple[StateChange, ...]) -> tuple[StateChange, ...]:
+    """The changes that are enough to hold: single ones where there are any, else those that cannot be left out.
+
+    Parameters and buffers go before attributes: what the forward works out anew each time is no state of its own.
+    """
+    if not 1 < len(changes) <= _SINGLE:
         return changes
-    alone = [c for c in changes if bench.run(f"`{c.name}` held still", StateHeld(bench.task, [c.name])).rounding]
-    return tuple(alone) or changes
+    alone = [change for change in changes if _held(bench, [change]).rounding]
+    named = [change for change in alone if change.place in ("parameter", "buffer")]
+    if alone or not _held(bench, changes).rounding:
+        return tuple(named or alone or changes)
+    kept = list(changes)
+    for change in sorted(changes, key=lambda c: c.place in ("parameter", "buffer")):
+        others = [c for c in kept if c is not change]
+        if others and _held(bench, others).rounding:
+            kept = others
+    return tuple(kept)
+
+
+def _held(bench: Bench, changes: Sequence[StateChange]) -> ControlRun:
+    names = [change.name for change in changes]
+    return bench.run(f"{', '.join(f'`{name}`' for name in names)} held still", StateHeld(bench.task, names))
 
 
 def drawing_constants(bench: Bench) -> tuple[ControlRun, Bench]:
@@ -81,17 +105,22 @@ def joint_fit(bench: Bench) -> WeightFit:
     itself, such as 1/√L_k of a root mean squared error, change with its parameters.
     """
     runs = []
-    for moved in (False, True):
-        with perturbed(bench.task, _MOVED) if moved else nullcontext():
+    for moved in _MOVED:
+        with perturbed(bench.task, moved) if moved else nullcontext():
             there = replace(bench, state=ModelState(bench.task.modules, (bench.task.problem.loss,)))
             probe = there.with_probe(None)
             full, _ = full_batch_gradients(there.task, there.state, there.record, lift=there.lift, probe=probe)
-            runs.append(there.sketched(full, probe)[0])
+            sketches = there.sketched(full, probe)[0]
+            if bool(sketches.target.isfinite().all()) and bool(sketches.columns.isfinite().all()):
+                runs.append(sketches)
     return fitted(runs)
 
 
 def try_suspect(bench: Bench, suspect: Suspect, left: float, residual: float) -> Tried | None:
-    """Runs the controls that fit the suspect until one helps; None where none did.
+    """Runs the controls that fit the suspect until one helps; None where none could tell anything.
+
+    A control that does not help by itself may still be one of several causes: the best of them is returned then, with
+    `helps` false.
 
     Args:
         bench: Where to run.
@@ -100,9 +129,8 @@ def try_suspect(bench: Bench, suspect: Suspect, left: float, residual: float) ->
         residual: What the best micro-batch weights left over before: wrong weights may hide that a control helps.
     """
     failures: list[str] = []
-    tried = False
+    best: Tried | None = None
     for make in _controls(bench, suspect):
-        tried = True
         try:
             control, neutral = make()
         except Exception as error:
@@ -110,13 +138,13 @@ def try_suspect(bench: Bench, suspect: Suspect, left: float, residual: float) ->
             continue
         fit = control.fit
         weighted = fit.residual / residual if fit is not None and not fit.vacuous and residual > 0 else 1.0
-        if control.rounding or min(control.left / max(left, 1e-300), weighted) < _HELPS:
-            explained = 1.0 - min(control.left / max(left, 1e-300), weighted)
+        explained = 1.0 - min(control.left / max(left, 1e-300), weighted)
+        if control.rounding or explained > 1.0 - _HELPS:
             remedies = tuple(_remedies(bench, suspect)) if control.rounding else ()
             return Tried(Cause(suspect, control, remedies, explained), neutral, tuple(failures))
-    if failures or not tried:
-        return Tried(Cause(suspect, None), None, tuple(failures))
-    return None
+        if neutral is not None and (best is None or explained > best.cause.explained):
+            best = Tried(Cause(suspect, control, (), explained), neutral, tuple(failures), helps=False)
+    return best or Tried(Cause(suspect, None), None, tuple(failures), helps=False)
 
 
 def _controls(bench: Bench, suspect: Suspect) -> Iterator[Callable[[], tuple[ControlRun, PassProbe | None]]]:
@@ -130,7 +158,7 @@ def _controls(bench: Bench, suspect: Suspect) -> Iterator[Callable[[], tuple[Con
         modules = _same_kind(bench, path)
         names = f"`{path}`" if len(modules) == 1 else f"all {len(modules)} {type(modules[0]).__name__} layers"
         yield run(f"{names} frozen", Evaluated(modules))
-    if suspect.kind in ("matrix", "non-additive") or (suspect.kind == "rows" and not suspect.in_model):
+    if suspect.kind in ("matrix", "non-additive") or (suspect.kind != "random" and not suspect.in_model):
         yield lambda: (cached_gradients(bench, frozenset(suspect.calls)), None)
     if suspect.frame is not None:
         yield run("the full batch's decisions taken by every micro-batch", DecisionsHeld(suspect.frame))

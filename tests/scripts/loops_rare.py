@@ -142,6 +142,19 @@ def gradient_penalty(args, loader):
             optimizer.zero_grad()
 
 
+def dropout_in_the_loss(args, loader):
+    """Random draws outside the model, between its forward and the backward."""
+    model = network(args.dropout)
+    optimizer = sgd(model, args)
+    for i, (features, labels) in enumerate(loader):
+        hidden = nn.functional.dropout(torch.tanh(model(features)), args.dropout)
+        loss = criterion(nn.functional.dropout(hidden * 2, args.dropout), labels)
+        (loss / args.accum).backward()
+        if (i + 1) % args.accum == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def clamped(args, loader):
     """Weights are clamped after each step, and a validation pass follows that forgets `no_grad`."""
     model = network(args.dropout)
@@ -162,7 +175,8 @@ def clamped(args, loader):
 LOOPS = {
     loop.__name__: loop
     for loop in (
-        sums_of_its_own, sharpness_aware, line_search, compiled, distributed, overflowing, gradient_penalty, clamped,
+        sums_of_its_own, sharpness_aware, line_search, compiled, distributed, overflowing, gradient_penalty,
+        dropout_in_the_loss, clamped,
     )
 }  # fmt: skip
 

@@ -70,10 +70,22 @@ def matched_targets(args, model, optimizer, loader):
             optimizer.zero_grad()
 
 
+def empty_micro_batch(args, model, optimizer, loader):
+    """Samples without a label count for nothing; one micro-batch has no other."""
+    for i, (features, labels) in enumerate(loader):
+        unlabelled = args.batch_size * (i % args.accum) + torch.arange(len(labels)) < 4
+        loss = criterion(model(features), labels.masked_fill(unlabelled, -100)) / args.accum
+        loss.backward()  # here: empty_micro_batch
+        if (i + 1) % args.accum == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 LOOPS = {
     loop.__name__: loop
     for loop in (
         division_forgotten, divided_twice, scaled_after_backward, short_window, ragged_batches, matched_targets,
+        empty_micro_batch,
     )
 }  # fmt: skip
 

@@ -64,7 +64,8 @@ def judge(record: Record) -> Iterator[Finding]:
     counts = ", ".join(map(str, update.valid_targets))
     yield Finding(
         CODE, NAME, "fault",
-        f"micro-batch {which} of update {update.number} has no valid target: it takes a share of the mean and adds nothing",
+        f"micro-batch {which} of update {update.number} has no valid target: "
+        "it takes a share of the mean and adds nothing",
         location=backward_place(record.window_of(update.number)),
         evidence=(Evidence("micro-batch-weights", "measured",
                            f"{difference(update)}; valid targets per micro-batch: {counts}",

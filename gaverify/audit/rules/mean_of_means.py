@@ -80,7 +80,7 @@ def judge(record: Record) -> Iterator[Finding]:
                      {"weights": list(shares), "multipliers": list(fit.multipliers), "residual": fit.residual,
                       "determined": fit.determined}),
         ),
-        remedy=remedy + _multiply(record, update, fit), proven=True,
+        remedy=remedy + (_multiply(record, update, fit) if all(shares) else ""), proven=True,
     )  # fmt: skip
 
 
