@@ -15,6 +15,7 @@ from gaverify.gradients import PassResult, Task, full_batch_gradients
 from gaverify.judging import Judgement
 from gaverify.measurements import (
     Measurements,
+    Operation,
     Repeatability,
     StateChange,
     StateProbe,
@@ -33,7 +34,9 @@ from gaverify.probes.first_divergence import Divergences, trace_divergences
 from gaverify.probes.micro_batch_weights import fitted
 from gaverify.probes.sample_coupling import sample_coupling
 from gaverify.probes.state import StateRestored, StateWatch
+from gaverify.probes.writing_lines import writing_lines
 from gaverify.results import Outcome
+from gaverify.tracebacks import shown
 
 # A fit that leaves less than this over explains the divergence by weights alone: float64 fits of additive losses
 # leave 1e-12 or less, a coupled loss more than 1e-4 (design, section 6: 3e-8 in float32).
@@ -93,6 +96,7 @@ def investigate(task: Task, judgement: Judgement, *, diagnose: bool) -> Measurem
         search = _Search(Bench(task, state, judgement.record, lift), measured)
         if measured.comparable:
             search.run(before)
+            search.locate_writers()
     return measured
 
 
@@ -252,6 +256,25 @@ class _Search:
         if self._means(fit):
             return fit
         return self._joint(fit, bench)
+
+    def locate_writers(self) -> None:
+        """Finds the lines that change blamed state which is no tensor of the model and no attribute of a module."""
+        state = self.measured.state
+        if state is None:
+            return
+        open_ = [c for c in state.blamed if c.writer is None or c.writer.file is None]
+        unknown = [change.name for change in open_ if change.place in ("closure", "attribute")]
+        lines = self._attempt("writing lines", lambda: writing_lines(self.bench, unknown)) if unknown else None
+        if not lines:
+            return
+        placed = []
+        for change in state.blamed:
+            if change.name in lines:
+                file, line = lines[change.name]
+                writer = change.writer or Operation("")
+                change = replace(change, writer=replace(writer, file=shown(file), line=line))
+            placed.append(change)
+        self.measured.state = replace(state, blamed=tuple(placed))
 
     def _hidden_state(self) -> None:
         """Restores all known state before each micro-batch: what moves it may have no name, or move in a backward."""

@@ -12,7 +12,7 @@ _ZOO = os.path.join(_OWN, "zoo") + os.sep  # the built-in models stand in for a 
 
 
 @cache
-def _foreign(filename: str) -> bool:
+def is_user_file(filename: str) -> bool:
     """Whether a file is neither gaverify's nor torch's nor part of Python itself."""
     if filename.startswith("<"):
         return False
@@ -25,7 +25,7 @@ def _foreign(filename: str) -> bool:
 def user_frame(error: BaseException) -> str | None:
     """Returns "file:line" of the innermost frame outside gaverify and torch."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if _foreign(frame.filename):
+        if is_user_file(frame.filename):
             return f"{shown(frame.filename)}:{frame.lineno}"
     return None
 
@@ -34,7 +34,7 @@ def calling_frame() -> tuple[str, int] | None:
     """Returns file and line of the innermost frame outside gaverify and torch that is running now."""
     frame = sys._getframe(1)
     while frame is not None:
-        if _foreign(frame.f_code.co_filename):
+        if is_user_file(frame.f_code.co_filename):
             return frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]
     return None

@@ -49,9 +49,15 @@ class TestTrainer:
         assert result.update(1)["data"]["differing"] == 0
         assert result.faults == (set() if repaired else {"GAV202"}), str(result)
 
-    def test_dropout_as_it_is(self, repaired: bool) -> None:
-        result = audit("hf_trainer.py", FULL, ACCUMULATED, "--max-steps 4 --dropout 0.1")
+    def test_dropout_and_checkpointing_as_they_are(self, repaired: bool) -> None:
+        result = audit("hf_trainer.py", FULL, ACCUMULATED, "--max-steps 4 --dropout 0.1 --checkpoint")
         assert result.code == (0 if repaired else 1), str(result)
+        assert result.faults == (set() if repaired else {"GAV202"}), str(result)
+
+    def test_autocast_to_bfloat16_hides_nothing(self, repaired: bool) -> None:
+        result = audit("hf_trainer.py", FULL, ACCUMULATED, "--max-steps 4 --dropout 0.1 --bf16")
+        assert result.code == (0 if repaired else 1), str(result)
+        assert result.faults == (set() if repaired else {"GAV202"}), str(result)
 
     def test_sentences_of_one_length(self) -> None:
         """Equal token counts: the old trainer is right as well."""

@@ -222,6 +222,15 @@ class TestOtherScripts:
 
 
 @slow
+def test_batch_statistics_are_no_fault_of_the_loop() -> None:
+    """A01, D01: the gradients differ, the running statistics drift, and no line of the loop is blamed."""
+    result = audit(RIGHT, common="--loop usual --batchnorm")
+    assert (result.code, result.outcome) == (1, "divergent"), str(result)
+    assert "GAV402" in result.notes, str(result)
+    assert not {code for code in result.faults if code.startswith(("GAV2", "GAV6"))}, str(result)
+
+
+@slow
 def test_random_draws_outside_the_model_are_dealt_or_named() -> None:
     result = audit(RARE, common="--loop dropout_in_the_loss --dropout 0.3")
     assert result.code == 0 or "GAV302" in result.faults | result.notes, str(result)

@@ -32,7 +32,7 @@ if args.text:
     model = nn.Sequential(nn.Embedding(8, 16), nn.Linear(16, 8))
     x, y = torch.randint(8, (args.samples, 6)), torch.randint(8, (args.samples, 6))
     for row in range(args.samples):
-        y[row, (row * 5) % 6 + 1 if row >= 4 or EMPTY is False else 0:] = -100
+        y[row, (3 if row >= 4 else 0) if EMPTY else (row * 5) % 6 + 1 :] = -100
 else:
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 1))
     x, y = torch.randn(args.samples, 16), 20 * torch.randn(args.samples, 1)

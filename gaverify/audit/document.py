@@ -65,6 +65,7 @@ def _update(update: UpdateComparison) -> dict[str, Any]:
         "learning_rates": update.learning_rates,
         "learning_rates_full": update.learning_rates_full,
         "weights_difference": update.weights_difference,
+        "noise": update.noise,
         "started_apart": update.started_apart,
         "drifted_buffers": update.drifted,
         "unrepeatable": update.unrepeatable,

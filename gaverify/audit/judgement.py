@@ -10,18 +10,17 @@ from typing import Any
 import torch
 
 from gaverify.audit.fitting import fit_weights
+from gaverify.audit.floors import floors_allowed, judge, noise_of
 from gaverify.audit.reading import Run
 from gaverify.audit.records import RowCheck, UpdateComparison
 from gaverify.audit.same_data import check_rows
 from gaverify.audit.windows import Window, windows_of
-from gaverify.comparison import Difference, measure
-from gaverify.control import judge_by_floor
+from gaverify.comparison import measure
 from gaverify.errors import ProblemError
 from gaverify.precision import unit_roundoff
 from gaverify.results import Outcome, ParameterComparison
 
 _BUFFER_NOISE = 1e-4  # buffers that differ by less differ by rounding
-FLOOR_EQUIVALENT = 32.0  # the multiple of the floor that `judge_by_floor` allows
 _START = 64.0  # weights start equal, or moved by 2 u; as many units apart they were drawn anew
 _VISIBLE = 0.5  # K = 2 forgotten or divided twice is the smallest constant factor; a floor above it hides all
 
@@ -35,7 +34,7 @@ def compare_updates(full: Run, perturbed: Run, accumulated: Run, updates: int) -
     judged = True
     for number in range(1, min(full.updates, accumulated.updates, updates) + 1):
         data = check_rows(full.rows(number), accumulated.rows(number))
-        rows, unrepeatable = _rows(full, perturbed, accumulated, number, unit)
+        rows, noise, unrepeatable = _rows(full, perturbed, accumulated, number, unit)
         apart = _distance(full.samples(number), accumulated.samples(number), "before")
         judged = judged and data.same and not unrepeatable
         judged = judged and not apart > _start_allowed(full, perturbed, number, unit)
@@ -43,7 +42,7 @@ def compare_updates(full: Run, perturbed: Run, accumulated: Run, updates: int) -
         comparison = _comparison(
             full.samples(number), accumulated.samples(number), windows.get(number), rows, outcome, data, judged, number
         )
-        compared.append(replace(comparison, started_apart=apart, unrepeatable=unrepeatable))
+        compared.append(replace(comparison, noise=noise, started_apart=apart, unrepeatable=unrepeatable))
         judged = judged and outcome is Outcome.EQUIVALENT
     return tuple(compared)
 
@@ -68,8 +67,8 @@ def _check_parameters(full: Run, accumulated: Run) -> None:
 
 def _rows(
     full: Run, perturbed: Run, accumulated: Run, number: int, unit: float
-) -> tuple[tuple[ParameterComparison, ...], str]:
-    """Every parameter's comparison, and how the full-batch run differs from its own repetition (empty: by rounding)."""
+) -> tuple[tuple[ParameterComparison, ...], float, str]:
+    """Every parameter's comparison, the noise of the whole gradient, and how the full-batch run differs from itself."""
     reference, actual = _aligned(full.gradients(number), accumulated.gradients(number))
     working = {row.name: row for row in measure(actual, reference)}
     floor = dict.fromkeys(working, 0.0)
@@ -77,9 +76,10 @@ def _rows(
     if perturbed.updates >= number:
         reference, moved = _aligned(full.gradients(number), perturbed.gradients(number))
         floor |= {row.name: row.difference for row in measure(moved, reference) if math.isfinite(row.difference)}
-        unrepeatable = _unrepeatable(full, perturbed, number, unit, _visible(working, floor))
-    rows = judge_by_floor(working, floor, {}, unit)
-    return tuple(_open(row) if row.reason.endswith("both runs") else row for row in rows), unrepeatable
+        unrepeatable = _unrepeatable(full, perturbed, number, unit, noise_of(working, floor))
+    rows = judge(working, floor, unit)
+    decided = tuple(_open(row) if row.reason.endswith("both runs") else row for row in rows)
+    return decided, noise_of(working, floor), unrepeatable
 
 
 def _open(row: ParameterComparison) -> ParameterComparison:
@@ -92,24 +92,17 @@ def _start_allowed(full: Run, perturbed: Run, number: int, unit: float) -> float
     grown = 0.0
     if number > 1 and perturbed.updates >= number:
         grown = _distance(full.samples(number), perturbed.samples(number), "before")
-    return max(_START * unit, FLOOR_EQUIVALENT * grown)
+    return max(_START * unit, floors_allowed(unit) * grown)
 
 
-def _visible(working: Mapping[str, Difference], floor: Mapping[str, float]) -> float:
-    """The smallest relative difference of the whole gradient that the noise floor lets through."""
-    size = math.sqrt(sum(row.reference**2 for row in working.values() if math.isfinite(row.reference)))
-    noise = math.sqrt(sum(value**2 for value in floor.values()))
-    return FLOOR_EQUIVALENT * noise / size if size else 0.0
-
-
-def _unrepeatable(full: Run, perturbed: Run, number: int, unit: float, visible: float) -> str:
+def _unrepeatable(full: Run, perturbed: Run, number: int, unit: float, noise: float) -> str:
     start = _distance(full.samples(number), perturbed.samples(number), "before")
     if number == 1 and start > _START * unit:
         return f"its weights start {start:.1e} apart (relative) although only rounding was added"
-    if visible > _VISIBLE:
+    if floors_allowed(unit) * noise > _VISIBLE:
         rows = check_rows(full.rows(number), perturbed.rows(number))
         seen = "" if rows.same else f", and {rows.differing} of its {rows.full} rows are others"
-        return f"its gradients differ by {visible / FLOOR_EQUIVALENT:.1e} (relative) when run again{seen}"
+        return f"its gradients differ by {noise:.1e} (relative) when run again{seen}"
     return ""
 
 

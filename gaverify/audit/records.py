@@ -69,8 +69,9 @@ class UpdateComparison:
 
     `judged`: the runs had the same samples and, up to rounding, the same weights, so that a difference means something.
     `weights_difference` is relative, over sampled elements; `drifted` names buffers that differ after the update.
-    `started_apart` is how far the weights were apart before the update; `unrepeatable` says how the full-batch run
-    differed from its own repetition, where that was more than rounding.
+    `noise` is how far the gradients of two equal runs are apart, relative; `started_apart` the same of the weights of
+    both runs before the update. `unrepeatable` says how the full-batch run differed from its own repetition, where that
+    was more than rounding.
     """
 
     number: int
@@ -88,6 +89,7 @@ class UpdateComparison:
     weights_difference: float = math.nan
     drifted: tuple[str, ...] = ()
     started_apart: float = 0.0
+    noise: float = 0.0
     unrepeatable: str = ""
 
     @property
@@ -151,7 +153,8 @@ class Record:
     @property
     def tolerance(self) -> float:
         """Below this a fit's residual is rounding, and two weights are the same."""
-        return max(1e-4, 64 * self.unit)
+        noise = max((update.noise for update in self.updates if not update.unrepeatable), default=16 * self.unit)
+        return max(1e-4, 4 * noise)
 
     @property
     def complete(self) -> tuple[Window, ...]:

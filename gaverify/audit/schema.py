@@ -94,6 +94,7 @@ class UpdateItem(_Record):
     learning_rates: list[Number]
     learning_rates_full: list[Number]
     weights_difference: Number
+    noise: Number
     started_apart: Number
     drifted_buffers: list[str]
     unrepeatable: str

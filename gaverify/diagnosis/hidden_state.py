@@ -84,6 +84,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gaverify.diagnosis.state_changed_by_forward import evidence_for, is_proven, location_of, remedy_for
+from gaverify.diagnosis.wording import listed
 from gaverify.measurements import Measurements
 from gaverify.results import Evidence, Finding
 
@@ -96,7 +97,7 @@ def judge(measured: Measurements) -> Iterator[Finding]:
     hidden = ("attribute", "closure", "unnamed")
     blamed = [change for change in state.blamed if change.place in hidden] if state else []
     if state is not None and blamed:
-        names = ", ".join(f"`{change.name}`" for change in blamed if change.place != "unnamed") or "state"
+        names = listed([f"`{change.name}`" for change in blamed if change.place != "unnamed"]) or "state"
         yield Finding(
             CODE, NAME, "fault", f"the forward changes {names}, outside of parameters and buffers, and reads it again",
             location=location_of(blamed[0]), evidence=evidence_for(measured, state, blamed),

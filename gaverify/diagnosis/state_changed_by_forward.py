@@ -97,10 +97,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from gaverify.diagnosis.wording import listed
 from gaverify.measurements import Measurements, StateChange, StateProbe
 from gaverify.results import Evidence, Finding, Location
 
 CODE, NAME = "GAV401", "state-changed-by-forward"
+_SHOWN = 3  # changed values that are written out
 
 
 def judge(measured: Measurements) -> Iterator[Finding]:
@@ -109,7 +111,7 @@ def judge(measured: Measurements) -> Iterator[Finding]:
     blamed = [change for change in state.blamed if change.place in ("parameter", "buffer")] if state else []
     if state is None or not blamed:
         return
-    names = ", ".join(f"{change.place} `{change.name}`" for change in blamed)
+    names = listed([f"{change.place} `{change.name}`" for change in blamed])
     yield Finding(
         CODE, NAME, "fault", f"the forward changes {names}, which the next micro-batch reads",
         location=location_of(blamed[0]), evidence=evidence_for(measured, state, blamed),
@@ -122,11 +124,22 @@ def location_of(change: StateChange) -> Location | None:
     return change.writer.location if change.writer is not None else None
 
 
+def _writing(change: StateChange) -> str:
+    """What wrote a value, and where; empty where nothing is known."""
+    writer = change.writer
+    if writer is None or not (writer.name or writer.file):
+        return ""
+    if not writer.name:
+        return f"`{change.name}` changes at {writer.file}:{writer.line}"
+    return f"`{change.name}` is written by {writer}"
+
+
 def evidence_for(measured: Measurements, state: StateProbe, blamed: list[StateChange]) -> tuple[Evidence, ...]:
     """What was seen to change, and the control run."""
-    writers = "; ".join(
-        f"`{change.name}` is written by {change.writer}" for change in blamed if change.writer and change.writer.name
-    )
+    shown = blamed[:_SHOWN]
+    writers = "; ".join(text for change in shown if (text := _writing(change)))
+    if len(blamed) > _SHOWN:
+        writers += f"; and {len(blamed) - _SHOWN} more"
     found = [Evidence("state", "measured", f"{measured.largest}" + (f"; {writers}" if writers else ""),
                       {"changed": [change.name for change in state.changes]})]  # fmt: skip
     if state.control is not None:

@@ -47,6 +47,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from gaverify.diagnosis.wording import listed
 from gaverify.measurements import Measurements
 from gaverify.results import Evidence, Finding
 
@@ -65,7 +66,7 @@ def judge(measured: Measurements, found: tuple[Finding, ...]) -> Iterator[Findin
     if measured.repeatability is not None and measured.repeatability.backward < 1e-9:
         ruled_out.append("repeatability: the full batch agrees with itself")
     if measured.state is not None:
-        changed = ", ".join(f"`{change.name}`" for change in measured.state.changes)
+        changed = listed([f"`{change.name}`" for change in measured.state.changes])
         held = f"holding {changed} does not help" if measured.state.control else "none is changed and read"
         ruled_out.append(f"state: {held}")
     if measured.forwards_agree:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from gaverify.measurements import Cause, ControlRun, Measurements, Operation
 from gaverify.results import Evidence
 
@@ -58,6 +60,12 @@ def proven(measured: Measurements, cause: Cause) -> bool:
 def count(number: int, noun: str) -> str:
     """Returns a number with its noun, in the plural where that is due."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """Returns the first few names and how many more there are."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def tested(run: ControlRun) -> str:

@@ -25,6 +25,7 @@ class Dependence:
         self._m, self._foreign = matching, foreign
         self._shares, self._agree = shares, agree
         steps = matching.full.steps
+        self.live = matching.full.live()
         self.readers: list[list[int]] = [[] for _ in steps]
         for index, step in enumerate(steps):
             for source in step.inputs:
@@ -39,7 +40,7 @@ class Dependence:
     def origins(self) -> Iterator[int]:
         """Yields the steps that bring a difference about, in order: their inputs agree, their samples do not."""
         for index, kind in enumerate(self.kinds):
-            if kind is not None and not (kind == "matrix" and not self._harms(index)):
+            if kind is not None and index in self.live and not (kind == "matrix" and not self._harms(index)):
                 yield index
 
     def exits(self, index: int) -> list[int]:

@@ -59,7 +59,7 @@ def trace_divergences(
         tracer = OperationTracer(names, task.batch_size, task.sizes[0], template, plan)
         probe = bench.with_probe(tracer)
         loss = forward_pass(task, bench.state, record, k, lift=bench.lift, probe=probe)
-        return tracer.trace, float(loss)
+        return tracer.finish(loss), float(loss)
 
     task.progress("tracing the full batch")
     record.rewind()
@@ -79,13 +79,15 @@ def trace_divergences(
     shares = [torch.ones(task.steps, dtype=wide), torch.tensor(task.sizes, dtype=wide) / task.batch_size]
     if len(valid_targets) == task.steps and sum(valid_targets) > 0:
         shares.append(torch.tensor(valid_targets, dtype=wide) / sum(valid_targets))
-    gap = abs(sum(w * loss for w, loss in zip(weights, losses, strict=True)) - whole) / max(abs(whole), 1e-300)
     total = torch.tensor(losses, dtype=wide)
-    additive = min(abs(float(share @ total) - whole) for share in shares) <= agree * max(abs(whole), 1e-300)
+    gaps = [
+        abs(float(share @ total) - whole) / max(abs(whole), 1e-300)
+        for share in (torch.tensor(list(weights), dtype=wide), *shares)
+    ]
     matching = Matching(full, parts, agree)
     dependence = Dependence(matching, foreign=foreign, shares=shares, agree=agree)
     reader = _Reader(matching, dependence, task.batch_size)
-    return Divergences(full, list(reader.suspects(shares, agree, additive)), gap)
+    return Divergences(full, list(reader.suspects(shares, agree, min(gaps) <= agree)), min(gaps))
 
 
 def _to_host(trace: Trace) -> None:
@@ -116,14 +118,21 @@ class _Reader:
                 yield from self._suspects_of(index)
         if lines or additive:
             return
-        last = len(self._full.steps) - 1
-        for index in range(len(self._full.steps)):
+        for index in sorted(self._dependence.live):
             tainted = self._m.tainted[index] and self._full.steps[index].differentiable
             if tainted and self._m.additive(index, shares) > agree:
                 yield from self._non_additive(index, self._m.additive(index, shares))
                 return
-        if not self._m.matched(last):
+        last = len(self._full.steps) - 1 if self._full.loss is None else self._full.loss
+        if self._dependence.by_control_flow(last) or not self._m.matched(last) or self._other_end():
             yield self._control_flow(last)
+
+    def _other_end(self) -> bool:
+        """Whether a micro-batch's loss was written by another operation than the full batch's."""
+        return any(
+            part.loss is not None and self._m.whole(k, part.loss) != self._full.loss
+            for k, part in enumerate(self._m.parts)
+        )
 
     def _suspects_of(self, index: int) -> Iterator[Suspect]:
         kind = self._dependence.kinds[index]
@@ -249,14 +258,17 @@ class _Reader:
         if strays:
             return self._full, min(strays)
         for k, part in enumerate(self._m.parts):
-            strays = _back(part, self._m.partner(k, index), lambda i, k=k: self._m.whole(k, i) is None)  # type: ignore[misc]
+            end = part.loss if index == self._full.loss else self._m.partner(k, index)
+            strays = _back(part, end, lambda i, k=k: self._m.whole(k, i) is None)  # type: ignore[misc]
             if strays:
                 return part, min(strays)
         return self._full, index
 
 
-def _back(trace: Trace, index: int, stray: Callable[[int], bool]) -> set[int]:
+def _back(trace: Trace, index: int | None, stray: Callable[[int], bool]) -> set[int]:
     """The strays from which a step computes, back to the first steps that all traces have."""
+    if index is None:
+        return set()
     found: set[int] = {index} if stray(index) else set()
     queue = list(trace.steps[index].inputs)
     while queue:

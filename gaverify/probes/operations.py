@@ -76,8 +76,13 @@ class OperationTracer(PassProbe):
         finally:
             before.remove()
             after.remove()
-            self._writers.clear()
-            self._storages.clear()
+
+    def finish(self, loss: torch.Tensor) -> Trace:
+        """Ends the recording with the loss that the forward returned, and returns the trace."""
+        self.trace.loss = self._writers.get(_address(loss))
+        self._writers.clear()
+        self._storages.clear()
+        return self.trace
 
     def record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Notes one operation of the forward, gradients that the forward asks for included."""

@@ -45,6 +45,12 @@ def named_state(task: Task) -> dict[str, tuple[str, Getter]]:
     return found
 
 
+def all_parameters(task: Task) -> dict[str, nn.Parameter]:
+    """Returns the parameters by name, the frozen ones included: a forward may move a target network."""
+    named = {name: p for root in reversed(task.modules) for name, p in root.named_parameters()}
+    return named | task.parameters
+
+
 def _module_state(root: nn.Module, prefix: str) -> dict[str, tuple[str, Getter]]:
     found: dict[str, tuple[str, Getter]] = {}
     for path, module in root.named_modules():
@@ -70,7 +76,7 @@ class StateWatch(PassProbe):
         self._state = state
         self._named = named_state(task)
         self._paths = {id(m): path for root in task.modules for path, m in root.named_modules()}
-        self._parameters = {address(p): name for name, p in task.parameters.items()}
+        self._parameters = {address(p): name for name, p in all_parameters(task).items()}
         self._kinds = {path: type(m).__name__ for root in task.modules for path, m in root.named_modules()}
         self._changed: dict[str, str] = {}
         self._writers: dict[str, tuple[str, Frame]] = {}
@@ -117,10 +123,12 @@ class StateWatch(PassProbe):
 
     def _writer(self, name: str) -> Operation | None:
         operation, frame = self._writers.get(name, ("", None))
+        file, line = (shown(frame[0]), frame[1]) if frame is not None else (None, None)
+        if self._named.get(name, ("",))[0] == "closure":  # of no module
+            return Operation(operation, None, "", False, file, line)
         path = name.rpartition(".")[0]
         if path not in self._kinds:
             path = ""
-        file, line = (shown(frame[0]), frame[1]) if frame is not None else (None, None)
         return Operation(operation, path, self._kinds.get(path, ""), False, file, line)
 
 
@@ -144,7 +152,7 @@ class StateHeld(PassProbe):
     def __init__(self, task: Task, names: Sequence[str]) -> None:
         self._names = frozenset(names)
         self._named = {name: get for name, (_, get) in named_state(task).items() if name in self._names}
-        self._parameters = {name: p for name, p in task.parameters.items() if name in self._names}
+        self._parameters = {name: p for name, p in all_parameters(task).items() if name in self._names}
         self._paths = {id(m): path for root in task.modules for path, m in root.named_modules()}
 
     @contextmanager

@@ -71,6 +71,19 @@ class Trace:
     steps: list[Step] = field(default_factory=list)
     calls: list[ModuleCall] = field(default_factory=list)
     places: dict[Signature, list[int]] = field(default_factory=dict)
+    loss: int | None = None  # the step that wrote the loss
+
+    def live(self) -> set[int]:
+        """The steps that the loss depends on, through tensors or through numbers that Python code read out of them."""
+        queue = [index for index, step in enumerate(self.steps) if step.name in DECISIONS]
+        queue += [self.loss] if self.loss is not None else [len(self.steps) - 1]
+        found: set[int] = set()
+        while queue:
+            current = queue.pop()
+            if current not in found:
+                found.add(current)
+                queue.extend(self.steps[current].inputs)
+        return found
 
     def add(self, step: Step) -> int:
         """Appends a step and returns its index."""

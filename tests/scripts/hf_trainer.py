@@ -33,6 +33,8 @@ def main():
     parser.add_argument("--max-steps", type=int, default=4)
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--max-grad-norm", type=float, default=1.0, help="0 does not clip")
+    parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
+    parser.add_argument("--checkpoint", action="store_true", help="recompute activations in the backward")
     parser.add_argument("--equal", action="store_true", help="sentences of one length")
     parser.add_argument("--model", choices=["gpt2", "ignores-the-count"], default="gpt2")
     args = parser.parse_args()
@@ -46,6 +48,7 @@ def main():
         training = TrainingArguments(
             output_dir=folder, per_device_train_batch_size=args.batch_size, gradient_accumulation_steps=args.accum,
             max_steps=args.max_steps, learning_rate=1e-3, use_cpu=True, report_to=[], save_strategy="no",
+            bf16=args.bf16, gradient_checkpointing=args.checkpoint,
             max_grad_norm=args.max_grad_norm, remove_unused_columns=False, logging_steps=1,
         )  # fmt: skip
         trainer = Trainer(model, training, train_dataset=Rows(equal=args.equal), data_collator=collate_rows)

@@ -144,9 +144,10 @@ def main():
     parser.add_argument("--micro", type=int, default=16, help="rows of a micro-batch cut from the batch")
     parser.add_argument("--optimizer", choices=["SGD", "Adam", "AdamW"], default="SGD")
     parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--batchnorm", action="store_true")
     args = parser.parse_args()
     torch.manual_seed(args.seed)
-    model = network(args.dropout)
+    model = network(args.dropout, args.batchnorm)
     optimizer = getattr(torch.optim, args.optimizer)(model.parameters(), lr=args.lr)
     loader = loader_for(args)
     for _ in range(args.epochs):

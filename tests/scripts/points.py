@@ -31,5 +31,6 @@ def loader_for(args, **kwargs):
     return DataLoader(dataset, args.batch_size, shuffle=args.shuffle, num_workers=args.workers, **kwargs)
 
 
-def network(dropout=0.0):
-    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Dropout(dropout), nn.Linear(32, 4))
+def network(dropout=0.0, batchnorm=False):
+    middle = nn.BatchNorm1d(32) if batchnorm else nn.Identity()
+    return nn.Sequential(nn.Linear(16, 32), middle, nn.GELU(), nn.Dropout(dropout), nn.Linear(32, 4))

@@ -49,9 +49,8 @@ from collections.abc import Iterator
 
 from gaverify.audit.records import Record, UpdateComparison, WeightFit
 from gaverify.audit.rules.empty_micro_batch import explains
-from gaverify.audit.rules.scale import factor_of, weights_of
+from gaverify.audit.rules.scale import factor_of, shares, weights_of
 from gaverify.audit.rules.wording import backward_place, difference, weights_text, window_of
-from gaverify.measurements import are_shares
 from gaverify.results import Evidence, Finding
 
 CODE, NAME = "GAV202", "mean-of-means"
@@ -66,9 +65,9 @@ def judge(record: Record) -> Iterator[Finding]:
     if factor_of(record, update) is not None:
         return
     total = sum(fit.multipliers)
-    shares = tuple(multiplier / total for multiplier in fit.multipliers) if total else fit.multipliers
-    shares = tuple(0.0 if abs(share) < record.tolerance else share for share in shares)
-    summary, meaning, remedy = _meaning(update, shares)
+    weights = tuple(multiplier / total for multiplier in fit.multipliers) if total else fit.multipliers
+    weights = tuple(0.0 if abs(weight) < record.tolerance else weight for weight in weights)
+    summary, meaning, remedy = _meaning(update, weights, record.tolerance)
     unsure = "" if fit.determined else " (other weights fit as well: these micro-batches cannot tell them apart)"
     yield Finding(
         CODE, NAME, "fault", f"{summary} in update {update.number}",
@@ -76,31 +75,31 @@ def judge(record: Record) -> Iterator[Finding]:
         evidence=(
             Evidence("micro-batch-weights", "measured", difference(update), {"update": update.number}),
             Evidence("micro-batch-weights", "weights",
-                     f"{weights_text(shares)} give the full-batch gradient to {fit.residual:.0e}{meaning}{unsure}",
-                     {"weights": list(shares), "multipliers": list(fit.multipliers), "residual": fit.residual,
+                     f"{weights_text(weights)} give the full-batch gradient to {fit.residual:.0e}{meaning}{unsure}",
+                     {"weights": list(weights), "multipliers": list(fit.multipliers), "residual": fit.residual,
                       "determined": fit.determined}),
         ),
-        remedy=remedy + (_multiply(record, update, fit) if all(shares) else ""), proven=True,
+        remedy=remedy + (_multiply(record, update, fit) if all(weights) else ""), proven=True,
     )  # fmt: skip
 
 
-def _meaning(update: UpdateComparison, shares: tuple[float, ...]) -> tuple[str, str, str]:
+def _meaning(update: UpdateComparison, weights: tuple[float, ...], tolerance: float) -> tuple[str, str, str]:
     """What is wrong, what the fitted weights are, and what to do to get them."""
     equally = "micro-batches of unequal weight are averaged equally"
-    if are_shares(shares, tuple(map(float, update.sizes))):
+    if shares(weights, update.sizes, tolerance):
         return equally, "; they are the shares of samples n_k/N", "weight each micro-batch by n_k/N"
-    if are_shares(shares, tuple(map(float, update.valid_targets))):
+    if shares(weights, update.valid_targets, tolerance):
         return (
             equally, "; they are the shares of valid targets",
             "sum the losses and divide by the valid targets of the whole window",
         )  # fmt: skip
-    if not any(shares[:-1]):
+    if not any(weights[:-1]):
         return (
             "each backward pass repeats the micro-batches before it", "; the last one alone holds the whole window",
             "call `backward()` on each micro-batch's own loss, not on the running sum",
         )  # fmt: skip
-    if len(set(update.sizes)) == 1 and len(set(update.valid_targets)) < 2 and all(shares):
-        usual = [f"{min(shares) / share:.3g}" for share in shares[:12]]
+    if len(set(update.sizes)) == 1 and len(set(update.valid_targets)) < 2 and all(weights):
+        usual = [f"{min(weights) / weight:.3g}" for weight in weights[:12]]
         return (
             "micro-batches of equal size are weighted unequally",
             f"; the script counts them {', '.join(usual)} to one another", "give each micro-batch the same weight, 1/K",

@@ -43,4 +43,19 @@ def constant(values: tuple[float, ...], tolerance: float) -> bool:
     """Whether all values are the same number and not zero."""
     if not values or not all(map(math.isfinite, values)) or values[0] == 0:
         return False
-    return all(math.isclose(value, values[0], rel_tol=10 * tolerance) for value in values)
+    return all(math.isclose(value, values[0], rel_tol=weight_tolerance(tolerance)) for value in values)
+
+
+def shares(fitted: tuple[float, ...], amounts: tuple[int, ...], tolerance: float) -> bool:
+    """Whether weights are the shares of some amounts."""
+    total = sum(amounts)
+    close = weight_tolerance(tolerance)
+    return len(amounts) == len(fitted) and total > 0 and all(
+        math.isclose(weight, amount / total, rel_tol=close, abs_tol=close / len(fitted))
+        for weight, amount in zip(fitted, amounts, strict=True)
+    )  # fmt: skip
+
+
+def weight_tolerance(tolerance: float) -> float:
+    """How far two fitted weights may be apart: a fit magnifies the noise of what it is fitted to."""
+    return min(10 * tolerance, max(1e-3, 2 * tolerance))
