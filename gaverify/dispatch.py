@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -27,10 +27,11 @@ class _Plan(NamedTuple):
     counts_targets: bool
     sums: bool
     casts: bool
+    likens: bool
 
     @property
     def plain(self) -> bool:
-        return not (self.writes or self.random or self.counts_targets or self.sums)
+        return not (self.writes or self.random or self.counts_targets or self.sums or self.likens)
 
 
 @cache
@@ -43,6 +44,7 @@ def _plan(func: Any) -> _Plan:
         counts_targets=func in (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default),
         sums=func is aten.sum.dim_IntList,
         casts=any(arg.name == "dtype" for arg in arguments),
+        likens=func is aten.empty_like.default,
     )
 
 
@@ -65,11 +67,26 @@ class PassMode(TorchDispatchMode):
     """
 
     def __init__(
-        self, state: ModelState, random: Callable[..., Any], *, lift: bool = False, observe_terms: bool = False
+        self, state: ModelState, random: Recorder | Dealer, *, lift: bool = False, observe_terms: bool = False
     ) -> None:
         super().__init__()
         self.observed = Observed()
         self._state, self._random, self._lift, self._observe_terms = state, random, lift, observe_terms
+        self._likened: tuple[Any, Any] = (None, None)
+        self._watching: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> PassMode:
+        """Watches the generators that the dispatcher does not see as well."""
+        watching = self._random.watching()
+        watching.__enter__()
+        self._watching.append(watching)
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __exit__(self, *exception: Any) -> None:
+        try:
+            super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        finally:
+            self._watching.pop().__exit__(None, None, None)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -79,6 +96,8 @@ class PassMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         plan = _plan(func)
+        # A dropout fills a tensor made after its input, in the very next operation; longer, the input is not held.
+        (made, like), self._likened = self._likened, (None, None)
         if self._lift:
             args, kwargs = _lifted(plan, args, kwargs)
         if plan.plain:
@@ -87,8 +106,10 @@ class PassMode(TorchDispatchMode):
             for tensor in written_tensors(func, args, kwargs):
                 self._state.before_write(tensor)
         if plan.random:
-            return self._random(func, args, kwargs)
+            return self._random(func, args, kwargs, like if made is not None and args[0] is made else None)
         result = func(*args, **kwargs)
+        if plan.likens:
+            self._likened = (result, args[0])
         if plan.counts_targets:
             self._count(args, result)
         elif plan.sums and self._observe_terms and torch._C._current_autograd_node() is not None:

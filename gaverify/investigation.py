@@ -44,7 +44,6 @@ EXPLAINED_FLOAT64, EXPLAINED_FLOAT32 = 1e-6, 1e-3
 _NOTHING_LEFT = 0.01  # of the divergence: a fit that leaves more of a small one does not explain it
 _NO_WEIGHT = 1e-6  # of the largest fitted weight: what has a gradient and counts for less is left out on purpose
 _DRIFT_UNITS = 64.0  # of roundoff that K updates of a running average may differ by
-_NO_EFFECT = 1e-6  # relative change of the difference below which restoring the state changed nothing
 T = TypeVar("T")
 
 
@@ -58,7 +57,7 @@ def collected(task: Task, judgement: Judgement) -> Measurements:
     return Measurements(
         rows=tuple(judgement.rows), steps=task.steps, batch_size=task.batch_size, sizes=task.sizes,
         weights=accumulated.weights, weighting=weighting, micro_losses=accumulated.micro_losses,
-        method=judgement.method, valid_targets=valid, ignored_targets=ignored, draws=len(record.draws),
+        method=judgement.method, valid_targets=valid, ignored_targets=ignored, draws=record.count,
         draws_sliced=record.sliced, draws_unaligned=dict(record.unaligned),
         draw_places=dict(record.places), foreign_draws_differ=accumulated.foreign_draws_differ,
         identical=identical_samples(task.problem.batch, task.batch_size), control_failure=judgement.control_failure,
@@ -121,7 +120,7 @@ class _Search:
             if twice is not None and twice.forward > measured.repeats:
                 return  # a batch that differs from itself tells nothing about micro-batches
             if not (self._means(fit) and self._weights(fit)):
-                measured.state = self._attempt("state", lambda: proof.blame_state(self.bench, watch.changes()))
+                measured.state = self._attempt("state", lambda: proof.blame_state(self.bench, watch.changes(), measured.left))
                 measured.coupling = self._attempt("coupling of samples", lambda: sample_coupling(self.bench))
                 if not self._state_explains() and not self._weights(self._joint(fit, self.bench)):
                     self._operations()
@@ -216,11 +215,11 @@ class _Search:
         measured = self.measured
         base = self.bench
         state = measured.state.control if measured.state is not None else None
-        if state is not None and abs(state.left - measured.left) > _NO_EFFECT * measured.left:
+        if state is not None:  # on probation: what is changed may matter only once something else does not
             base = replace(base, neutral=(*base.neutral, StateRestored(base.state)))
             fit, left = state.fit, state.left
         else:
-            state, fit, left = None, measured.fit, measured.left
+            fit, left = measured.fit, measured.left
         residual = fit.residual if fit is not None and not fit.vacuous else 0.0
         search = CauseSearch(base, self._trace, self._weighed, left, residual)
         self._attempt("first diverging operation", lambda: search.run(state.fit if state is not None else None))
@@ -244,7 +243,9 @@ class _Search:
             if alone is not None and not alone.rounding:
                 there = search.others_neutralised(self.bench)
                 read = proof.read_changes(measured.state.changes)
-                found = self._attempt("state held", lambda: proof.blamed(there, read)) if there is not None else None
+                found = None
+                if there is not None:
+                    found = self._attempt("state held", lambda: proof.blamed(there, read, alone.left))
                 measured.state = replace(measured.state, blamed=found or read, alone=alone.left)
         if self.bench.record.constant:
             live = replace(restored or self.bench, record=self.record)

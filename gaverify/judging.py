@@ -92,8 +92,8 @@ def judge(task: Task, *, rtol: float | None, atol: float | None, keep_gradients:
     accumulated = accumulated_gradients(task, state, record, full)
     accumulated_at = time.perf_counter()
     measured = measure(accumulated.gradients, full.gradients)
-    if record.ambiguous:
-        accumulated, measured = _other_fold(task, state, record, full, accumulated, measured)
+    if record.ambiguous and not _agree(task, measured):
+        accumulated, measured = _other_reading(task, state, record, full, accumulated, measured)
     if rtol is not None and atol is not None:
         rows = _by_tolerance(measured, accumulated.gradients, full.gradients, rtol, atol)
     judgement = Judgement(
@@ -129,24 +129,33 @@ def _recorded(task: Task, state: ModelState) -> tuple[Task, PassResult, DrawReco
     return task, full, record
 
 
-def _other_fold(
+def _agree(task: Task, measured: list[Difference]) -> bool:
+    """Whether all gradients are equal within float32's rounding at least: then no draw went to the wrong sample."""
+    unit = max(unit_roundoff(_dtype(task)), unit_roundoff(task.autocast) if task.autocast is not None else 0.0)
+    if unit > unit_roundoff(torch.float32):
+        return False
+    return all(_at_once(row, unit, {}).outcome is Outcome.EQUIVALENT for row in measured)
+
+
+def _other_reading(
     task: Task, state: ModelState, record: DrawRecord, full: PassResult, accumulated: PassResult,
     measured: list[Difference],
 ) -> tuple[PassResult, list[Difference]]:  # fmt: skip
-    """Deals folded draws out with the batch as the inner index, where that brings the gradients closer.
+    """Deals the draws out in the second reading (`randomness`), and keeps it where it brings the gradients closer.
 
-    A draw without an input does not tell whether its folded rows are sample-major or not (`randomness`); only one of
-    the two readings can make the gradients of an equivalent model agree.
+    Only the right reading can make the gradients of an equivalent model agree.
     """
+
     def total(rows: list[Difference]) -> float:
         return sum(row.difference for row in rows if math.isfinite(row.difference))
 
+    unaligned = dict(record.unaligned)
     record.inner = True
     other = accumulated_gradients(task, state, record, full)
     rows = measure(other.gradients, full.gradients)
     if total(rows) < total(measured):
         return other, rows
-    record.inner = False
+    record.inner, record.unaligned = False, unaligned
     return accumulated, measured
 
 

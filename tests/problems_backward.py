@@ -134,7 +134,83 @@ def momentum_queue() -> Problem:
     return Problem(Queue(), lambda model, batch: model(batch), torch.randn(16, 2, 6))
 
 
+class MovingWeights:
+    """A loss of two terms, each divided by the average of what it was (dynamic weight averaging)."""
+
+    def __init__(self, moves: bool) -> None:
+        self.averages, self.moves = [1.0, 1.0], moves
+
+    def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        logits = model(batch[0])
+        terms = [F.cross_entropy(logits, batch[1]), logits.square().mean()]
+        total = sum(term / average for term, average in zip(terms, self.averages, strict=True))
+        if self.moves:
+            pairs = list(zip(self.averages, (float(term.detach()) for term in terms), strict=True))
+            self.averages = [0.9 * average + 0.1 * value for average, value in pairs]  # planted averages
+        return total
+
+
+def moving_weights() -> Problem:
+    return replace(_classifier(nn.Tanh()), loss=MovingWeights(True))
+
+
+def resting_weights() -> Problem:
+    return replace(_classifier(nn.Tanh()), loss=MovingWeights(False))
+
+
+KEYS: list[torch.Tensor] = []
+
+
+def _against_keys(model: nn.Module, batch: Any, keep: bool) -> torch.Tensor:
+    logits = model(batch[0])
+    keys = torch.cat(KEYS[-3:]) if KEYS else torch.zeros(1, 4, dtype=logits.dtype)
+    loss = F.cross_entropy(logits, batch[1]) + (logits @ keys.T).logsumexp(1).mean()
+    if keep:
+        KEYS.append(logits.detach())  # planted key-list
+    return loss
+
+
+def key_list() -> Problem:
+    KEYS.clear()
+    return replace(_classifier(nn.Tanh()), loss=lambda model, batch: _against_keys(model, batch, True))
+
+
+def empty_key_list() -> Problem:
+    KEYS.clear()
+    return replace(_classifier(nn.Tanh()), loss=lambda model, batch: _against_keys(model, batch, False))
+
+
+class Target(nn.Module):
+    """An online and a target network; the target follows in every forward."""
+
+    def __init__(self, follows: bool) -> None:
+        super().__init__()
+        self.online, self.target, self.follows = nn.Linear(6, 4), nn.Linear(6, 4), follows
+        self.target.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = (F.normalize(self.online(x), dim=1) - F.normalize(self.target(x), dim=1)).square().sum(1).mean()
+        if self.follows:
+            with torch.no_grad():
+                self.target.weight.lerp_(self.online.weight, 0.1)  # planted target-network
+        return loss
+
+
+def target_network() -> Problem:
+    torch.manual_seed(0)
+    return Problem(Target(True), lambda model, x: model(x), torch.randn(16, 6))
+
+
+def resting_target() -> Problem:
+    torch.manual_seed(0)
+    return Problem(Target(False), lambda model, x: model(x), torch.randn(16, 6))
+
+
 FAULTS = (
+    fault("averages", moving_weights, "GAV403", "the next micro-batch is weighted by what this one left", planted=True),
+    fault("key-list", key_list, "GAV403", "a global list of keys grows with every forward", planted=True),
+    fault("target-network", target_network, "GAV401", "frozen parameters that the forward moves", planted=True,
+          module="target"),
     fault(
         "backward-norm", normalised_gradient, "GAV104", "a backward divides by the norm of what reaches it", module="1"
     ),
@@ -147,6 +223,9 @@ FAULTS = (
 )
 
 TWINS = (
+    quiet("averages", resting_weights, "constant weights"),
+    quiet("key-list", empty_key_list, "a list that stays empty"),
+    quiet("target-network", resting_target, "a target that rests"),
     quiet("backward-norm", doubled_gradient, "a backward that treats every element alike"),
     quiet("gradient-hook", masked_by_hook, "a hook that scales by a constant"),
     quiet("root-mean-squared", root_of_each, "the root of every sample's own error"),

@@ -3,14 +3,15 @@
 What it finds
 
 Draws whose values for a sample depend on how many samples were drawn with it, so that no replay can give both runs
-the same ones: numbers from Python's or NumPy's generator in a loop over the batch, a permutation of the batch,
-rejection sampling, a kernel that draws inside, a step that runs the forward twice with different masks.
+the same ones: numbers from a Python or NumPy generator of your own, a permutation of the batch, rejection sampling,
+a kernel that draws inside, a step that runs the forward twice with different masks.
 
 Why gradients diverge
 
 The full batch asks its generator for B values, a micro-batch for B/K. gaverify replays torch's own draws row by
-row; a draw that it cannot see, or that has no rows, stays different. The two gradients are then two samples of a
-random quantity: what is measured is noise, and a fault could hide in it.
+row, and those of Python's and NumPy's global generators; a draw that it cannot see, or that has no rows, stays
+different. The two gradients are then two samples of a random quantity: what is measured is noise, and a fault could
+hide in it.
 
 A real fault is a second pass that does not repeat the draws of the first, as in a two-pass contrastive step whose
 recomputed embeddings have another dropout mask: the cached gradient belongs to embeddings that no longer exist.
@@ -28,12 +29,13 @@ Example
     import torch
     from torch import nn
 
+    generator = random.Random(0)
     model = nn.Linear(6, 3)
     batch = torch.randn(16, 6), torch.randint(3, (16,))
 
     def loss(model, batch):
         inputs, classes = batch
-        noise = torch.tensor([[random.gauss(0, 1)] for _ in inputs])
+        noise = torch.tensor([[generator.gauss(0, 1)] for _ in inputs])
         logits = model(inputs + noise.to(inputs.dtype))
         return nn.functional.cross_entropy(logits, classes)
 

@@ -129,7 +129,7 @@ class CauseSearch:
         return True
 
     def _tried(self, bench: Bench, found: Divergences) -> proof.Tried | None:
-        """The first suspect whose control run helps; else one that has a control, on probation; else an unproven one."""
+        """The first suspect whose control helps; else one that has a control, on probation; else an unproven one."""
         candidates: list[proof.Tried] = []
         known = {str(entry.cause.suspect.culprit) for entry in self._found}
         for suspect in [s for s in found.suspects if str(s.culprit) not in known][:_TRIED]:

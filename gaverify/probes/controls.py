@@ -64,6 +64,8 @@ class Bench:
         else:
             accumulated = accumulated_gradients(self.task, self.state, self.record, full, lift=self.lift, probe=probe)
         left = relative_difference(accumulated.gradients, full.gradients)
+        if left == 0.0 and not _any(full.gradients):
+            raise ControlFailed(f"with {what} every gradient is zero, so that nothing is left to compare")
         return ControlRun(what, left, left <= self.rounding, right)
 
     def sketched(
@@ -71,6 +73,10 @@ class Bench:
     ) -> tuple[Sketches, PassResult]:
         """Accumulates once more, with a sketch of every micro-batch's gradient."""
         return sketched(self.task, self.state, self.record, full, lift=self.lift, probe=probe, release=release)
+
+
+def _any(gradients: Gradients) -> bool:
+    return any(gradient is not None and bool((gradient != 0).any()) for gradient in gradients.values())
 
 
 def relative_difference(accumulated: Gradients, reference: Gradients) -> float:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from gaverify.control import failure_sentence, perturbed
+from gaverify.errors import GaverifyError
 from gaverify.gradients import PassProbe, full_batch_gradients
 from gaverify.isolation import ModelState
 from gaverify.measurements import Cause, ControlRun, StateChange, StateProbe, Suspect, WeightFit
@@ -22,7 +23,8 @@ _HELPS = 0.5  # a neutralised suspect that leaves more than half of the differen
 # Of each weight, up or down: near, where the loss surely stays finite, and far, where a maximum, a threshold or a
 # branch falls otherwise.
 _MOVED = (0.0, 0.01, 0.5)
-_SINGLE = 4  # changed values that are tried one by one
+_SINGLE = 5  # changed values that are tried one by one
+_NO_EFFECT = 1e-6  # relative change of the difference below which holding a value changed nothing
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ def weights_remedy(bench: Bench, fit: WeightFit) -> ControlRun:
     return replace(bench, task=task).run("with these weights")
 
 
-def blame_state(bench: Bench, changes: tuple[StateChange, ...]) -> StateProbe:
+def blame_state(bench: Bench, changes: tuple[StateChange, ...], left: float) -> StateProbe:
     """Holds what the forward changes still; returns the control run, and which of the changes it blames.
 
     First every micro-batch starts from the full batch's state (a remedy as well), then writes have no effect at all.
@@ -52,9 +54,9 @@ def blame_state(bench: Bench, changes: tuple[StateChange, ...]) -> StateProbe:
         return StateProbe(changes)
     restored = state_restored(bench)
     if restored.rounding:
-        return StateProbe(changes, restored, blamed(bench, read), (restored,))
+        return StateProbe(changes, restored, blamed(bench, read, left), (restored,))
     held = bench.run("state held still", StateHeld(bench.task, [change.name for change in read]))
-    return StateProbe(changes, held, blamed(bench, read)) if held.rounding else StateProbe(changes, restored)
+    return StateProbe(changes, held, blamed(bench, read, left)) if held.rounding else StateProbe(changes, restored)
 
 
 def read_changes(changes: tuple[StateChange, ...]) -> tuple[StateChange, ...]:
@@ -68,17 +70,51 @@ def state_restored(bench: Bench) -> ControlRun:
     return bench.run("state restored before each micro-batch", StateRestored(bench.state), fit=True)
 
 
-def blamed(bench: Bench, changes: tuple[StateChange, ...]) -> tuple[StateChange, ...]:
-    """The changes that are enough to hold: single ones where there are any, else those that cannot be left out.
+def blamed(bench: Bench, changes: tuple[StateChange, ...], left: float) -> tuple[StateChange, ...]:
+    """The changes that matter: single ones that are enough to hold, else those that have an effect and cannot be spared.
 
     Parameters and buffers go before attributes: what the forward works out anew each time is no state of its own.
+
+    Args:
+        bench: Where to run.
+        changes: What a forward may read.
+        left: The relative difference with none of them held.
     """
+    changes = _narrowed(bench, changes)
     if not 1 < len(changes) <= _SINGLE:
         return changes
-    alone = [change for change in changes if _held(bench, [change]).rounding]
-    named = [change for change in alone if change.place in ("parameter", "buffer")]
-    if alone or not _held(bench, changes).rounding:
-        return tuple(named or alone or changes)
+    runs = {change: _tried_alone(bench, change) for change in changes}
+    alone = [change for change, run in runs.items() if run is not None and run.rounding]
+    if alone:
+        return tuple(change for change in alone if change.place in ("parameter", "buffer")) or tuple(alone)
+    effective = [c for c, run in runs.items() if run is None or abs(run.left - left) > _NO_EFFECT * left]
+    return _spared(bench, tuple(effective)) or changes
+
+
+def _tried_alone(bench: Bench, change: StateChange) -> ControlRun | None:
+    """The control run with one value held; None where that stops the model (a step counter that stays at zero)."""
+    try:
+        return _held(bench, [change])
+    except GaverifyError:
+        return None
+
+
+def _narrowed(bench: Bench, changes: tuple[StateChange, ...]) -> tuple[StateChange, ...]:
+    """Where there are many changes, those of one kind, if holding them is enough."""
+    if len(changes) <= _SINGLE:
+        return changes
+    kinds = {change.place: tuple(c for c in changes if c.place == change.place) for change in changes}
+    written = tuple(c for c in changes if c.writer is not None and c.writer.name)
+    for some in (written, *kinds.values()):
+        if 0 < len(some) < len(changes) and _held(bench, some).rounding:
+            return _narrowed(bench, some)
+    return changes
+
+
+def _spared(bench: Bench, changes: tuple[StateChange, ...]) -> tuple[StateChange, ...]:
+    """Leaves out what need not be held beside the others."""
+    if len(changes) < 2 or not _held(bench, changes).rounding:
+        return changes
     kept = list(changes)
     for change in sorted(changes, key=lambda c: c.place in ("parameter", "buffer")):
         others = [c for c in kept if c is not change]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -14,16 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gaverify.audit.job import COMPILED, Job
 from gaverify.audit.recording.matching import Matcher
+from gaverify.audit.recording.packing import packed, unpacked
 from gaverify.audit.recording.recomputing import Recomputing
 from gaverify.randomness import Dealer, Draw, DrawRecord, Recorder, raw
 
 Shapes = list[tuple[int, ...]]
 Key = tuple[int, bool, int]
 """A model, whether it is in training mode, and how many inputs it is given."""
-
-_GATHER = 0x8040201008040201 - (1 << 64)  # moves bit 8 i to bit 63 - i
-_EIGHTS = torch.tensor([[at >> (7 - bit) & 1 for bit in range(8)] for at in range(256)], dtype=torch.uint8)
-_EIGHTS = _EIGHTS.view(torch.int64).flatten()
 
 
 class DrawMode(TorchDispatchMode):
@@ -74,7 +70,7 @@ class KeptDraws:
         for key, shapes, recorder in self._forwards:
             self.fused |= recorder.record.fused
             self.count += len(recorder.record.draws)
-            draws = [{**vars(draw), "value": _packed(draw.value)} for draw in recorder.record.draws]
+            draws = [{**vars(draw), "value": packed(draw.value)} for draw in recorder.record.draws]
             written.append({"key": key, "shapes": shapes, "draws": draws})
         if any(entry["draws"] for entry in written):
             torch.save(written, self._folder / f"draws-{update}.pt")
@@ -108,7 +104,7 @@ class DealtDraws:
         entries = torch.load(path, weights_only=False) if path.exists() else []
         self._places = {}
         for entry in entries:
-            draws = [Draw(**{**draw, "value": _unpacked(draw["value"])}) for draw in entry["draws"]]
+            draws = [Draw(**{**draw, "value": unpacked(draw["value"])}) for draw in entry["draws"]]
             self._places.setdefault(entry["key"], []).append(len(self._entries))
             self._entries.append((entry["shapes"], DrawRecord(draws)))
         if entries:
@@ -228,23 +224,6 @@ def _generators() -> list[bytes]:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states.append(torch.cuda.get_rng_state())
     return [raw(state) for state in states]
-
-
-def _packed(value: torch.Tensor) -> Any:
-    """A mask as eight elements per byte, with its shape; anything else as it is."""
-    if value.dtype is not torch.bool:
-        return value
-    flat = torch.nn.functional.pad(value.detach().cpu().flatten(), (0, -value.numel() % 8))
-    eights = flat.view(torch.uint8).view(torch.int64)  # eight bytes of 0 or 1; the product gathers them in the last
-    return ((eights * _GATHER) >> 56).to(torch.uint8), tuple(value.shape), value.device
-
-
-def _unpacked(stored: Any) -> Any:
-    if isinstance(stored, torch.Tensor):
-        return stored
-    packed, shape, device = stored
-    eights = _EIGHTS[packed.to(torch.int64)]
-    return eights.view(torch.uint8).view(torch.bool)[: math.prod(shape)].view(shape).to(device)
 
 
 def _batch_rows(full: Shapes, micro: Shapes) -> tuple[int, int] | None:

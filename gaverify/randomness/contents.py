@@ -1,0 +1,83 @@
+"""Fingerprints of rows: they tell whose draw a row of a mask is, wherever the row lies.
+
+Shapes: a tensor of shape (*rows, C) has a fingerprint of shape (*rows,); a vector is its own. W rows of the full
+batch's draw, P of the micro-batch's.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+_PAIRS = 50_000_000  # W · P above which rows are not looked for
+# How far fingerprints of one row may lie apart, relative to the largest: the rounding of what came before, in a batch
+# of another size. Half-precision values agree to their 8 bits, and a few layers blur that.
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
+_LOW_TOLERANCE = 0.1
+
+
+def fingerprint(source: torch.Tensor) -> torch.Tensor:
+    """Returns a weighted sum per row of the last dimension; the weights have no period and no zero.
+
+    A plain sum would not do: it is 0 for every row behind a LayerNorm, and 1 behind a softmax.
+    """
+    values = source.detach()
+    values = torch.view_as_real(values.resolve_conj()).flatten(-2) if values.is_complex() else values
+    dtype = torch.float64 if values.dtype is torch.float64 else torch.float32
+    if values.dim() < 2:
+        return values.to(dtype)
+    return torch.matmul(values.to(dtype), _wave(values.shape[-1], dtype, values.device))
+
+
+def tolerance(source: torch.Tensor) -> float:
+    """How far fingerprints of one row may lie apart, relative to the largest."""
+    return _TOLERANCE.get(source.dtype.to_real(), _LOW_TOLERANCE)
+
+
+def differ(ours: torch.Tensor, full: torch.Tensor, least: float) -> torch.Tensor:
+    """Whether two sets of fingerprints are of different rows, as a tensor: nothing waits for the device."""
+    return (ours - full).abs().max() > least * full.abs().max()
+
+
+def matching_rows(
+    full: torch.Tensor, ours: torch.Tensor, dim: int, taken: list[torch.Tensor], least: float
+) -> torch.Tensor | None:
+    """Returns for each of our rows along `dim` the full batch's row of the same contents; None where one has none.
+
+    Args:
+        full: Fingerprints of the full batch's input.
+        ours: Fingerprints of the micro-batch's; all other dimensions are the same.
+        dim: The dimension of the rows.
+        taken: Rows that other micro-batches were given: equal rows are handed out in order, each once.
+        least: As `tolerance` returns it.
+    """
+    whole, part = _rows(full, dim), _rows(ours, dim)
+    if len(whole) * len(part) > _PAIRS or len(part) > len(whole):
+        return None
+    scale = float(whole.abs().max())
+    free = torch.ones(len(whole), dtype=torch.bool, device=whole.device)
+    for rows in taken:
+        free[rows] = False
+    found = []
+    for row in part:
+        distance = (whole - row).abs().amax(1).masked_fill(~free, torch.inf)
+        nearest = float(distance.min())
+        if not nearest <= least * scale:
+            return None
+        at = int((distance <= nearest + least * scale / 100).nonzero()[0])
+        free[at] = False
+        found.append(at)
+    return torch.tensor(found, dtype=torch.int64, device=full.device)
+
+
+def _rows(prints: torch.Tensor, dim: int) -> torch.Tensor:
+    """Two numbers per row along `dim`, of shape (rows, 2)."""
+    flat = prints.movedim(dim, 0).flatten(1) if prints.dim() > 1 else prints.unsqueeze(1)
+    first = _wave(flat.shape[1], flat.dtype, flat.device)
+    return torch.stack([flat @ first, flat @ first.flip(0)], dim=1)
+
+
+@cache
+def _wave(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.cos(torch.arange(length, dtype=torch.float64) * 1.7 + 0.3).to(device=device, dtype=dtype)

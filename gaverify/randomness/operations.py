@@ -1,0 +1,128 @@
+"""Random operations: what they draw, from which generator, and for the rows of which input."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+MASKED = ("native_dropout", "_fused_dropout")
+"""Operations that return their mask beside the masked input."""
+
+
+def name_of(func: Any) -> str:
+    """Returns `bernoulli` for `aten::bernoulli_.float`."""
+    return str(func._schema.name.split("::")[-1].rstrip("_"))
+
+
+def raw(state: torch.Tensor) -> bytes:
+    """The bytes of a generator's state, a contiguous CPU tensor; NumPy, which torch does not need, is not asked."""
+    return ctypes.string_at(state.data_ptr(), state.numel())
+
+
+def generator_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, bytes]:
+    """Identifies the state of the generator that an operation will draw from."""
+    generator = kwargs.get("generator")
+    if generator is None:
+        generator = next((arg for arg in args if isinstance(arg, torch.Generator)), None)
+    if generator is not None:
+        return id(generator), raw(generator.get_state())
+    device = kwargs.get("device")
+    if device is None:
+        device = next((arg.device for arg in args if isinstance(arg, torch.Tensor)), torch.device("cpu"))
+    device = torch.device(device)
+    if device.type == "cuda":
+        return device.index or 0, raw(torch.cuda.get_rng_state(device))
+    if device.type == "mps":
+        return -2, raw(torch.mps.get_rng_state())
+    return -1, raw(torch.get_rng_state())
+
+
+def drawn_by(operation: str, args: tuple[Any, ...], result: Any) -> torch.Tensor | None:
+    """The random tensor in an operation's result; None where it stays inside the kernel."""
+    if operation in MASKED:
+        return result[1]  # type: ignore[no-any-return]
+    if operation.startswith("rrelu_with_noise"):
+        return args[1]  # type: ignore[no-any-return]
+    return result if isinstance(result, torch.Tensor) and "attention" not in operation else None
+
+
+def source_of(func: Any, args: tuple[Any, ...], like: torch.Tensor | None) -> torch.Tensor | None:
+    """The input whose rows the drawn rows belong to, if there is one.
+
+    Args:
+        func: The operation.
+        args: Its arguments.
+        like: The tensor after whose shape the tensor that is drawn into was made: the input of a dropout.
+    """
+    operation = name_of(func)
+    source = args[0] if args and isinstance(args[0], torch.Tensor) else None
+    if operation in MASKED or operation == "multinomial" or operation.startswith("rrelu_with_noise"):
+        return source
+    if operation == "normal":  # around a mean per element; in place it is drawn into
+        return source if not func._schema.name.endswith("_") else None
+    return like
+
+
+def kept_source(func: Any, source: torch.Tensor | None) -> torch.Tensor | None:
+    """The source, as a copy where the operation is about to overwrite it."""
+    overwritten = source is not None and func._schema.name.endswith("rrelu_with_noise_")
+    return source.clone() if overwritten and source is not None else source
+
+
+def kind_of(operation: str) -> str:
+    """A mask is a mask, whether it was drawn on its own or by a fused dropout (TorchScript changes its mind)."""
+    return "mask" if operation in MASKED or operation.startswith("bernoulli") else operation
+
+
+def arguments_of(operation: str, args: Sequence[Any]) -> tuple[Any, ...]:
+    """The numbers that a draw was asked for; of a mask the share that it keeps."""
+    if operation in MASKED:
+        return (1.0 - args[1],)
+    return tuple(arg for arg in args if isinstance(arg, int | float | bool))
+
+
+def same_arguments(
+    ours: tuple[Any, ...], full: tuple[Any, ...], shape: Sequence[int], full_shape: Sequence[int]
+) -> bool:
+    """Whether two draws were asked for the same; an argument that is a size may follow the batch."""
+    if len(ours) != len(full):
+        return False
+    return all(
+        our == whole or math.isclose(our, whole) or (whole in full_shape and our in shape)
+        for our, whole in zip(ours, full, strict=True)
+    )
+
+
+def typical(operation: str, args: tuple[Any, ...], drawn: torch.Tensor) -> torch.Tensor:
+    """A value that the operation might have drawn, the same for every sample."""
+    if operation == "randperm":
+        # not the identity: it would hide that samples meet through a permutation
+        return torch.arange(drawn.numel() - 1, -1, -1, device=drawn.device, dtype=drawn.dtype)
+    if operation in ("multinomial", "random"):
+        return torch.zeros_like(drawn)
+    if operation.startswith("randint"):
+        numbers = [arg for arg in args if isinstance(arg, int)]
+        return torch.full_like(drawn, min(numbers) if len(numbers) > 1 else 0)
+    if operation in ("uniform", "rand", "rand_like"):
+        bounds = arguments_of(operation, args)
+        low, high = bounds[:2] if len(bounds) > 1 else (0.0, 1.0)
+        return torch.full_like(drawn, (low + high) / 2)
+    return torch.ones_like(drawn)
+
+
+def replaced(
+    operation: str, args: tuple[Any, ...], result: Any, drawn: torch.Tensor, value: torch.Tensor,
+    source: torch.Tensor | None,
+) -> Any:  # fmt: skip
+    """Puts the dealt rows into the result of the real operation; `source` is its input as it was before."""
+    drawn.copy_(value)
+    if operation in MASKED:
+        keep = 1.0 - args[1]
+        result[0].copy_(args[0] * value.to(args[0].dtype) / keep if keep > 0 else torch.zeros_like(args[0]))
+    elif operation.startswith("rrelu_with_noise") and source is not None:
+        (result if isinstance(result, torch.Tensor) else result[0]).copy_(source * args[1])
+    return result
