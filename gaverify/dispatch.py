@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from gaverify.isolation import ModelState, written_tensors
+from gaverify.randomness import Dealer, Recorder
 
 aten = torch.ops.aten
 _BELOW_FLOAT64 = (torch.float32, torch.bfloat16, torch.float16)

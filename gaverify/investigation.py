@@ -120,7 +120,8 @@ class _Search:
             if twice is not None and twice.forward > measured.repeats:
                 return  # a batch that differs from itself tells nothing about micro-batches
             if not (self._means(fit) and self._weights(fit)):
-                measured.state = self._attempt("state", lambda: proof.blame_state(self.bench, watch.changes(), measured.left))
+                changes, left = watch.changes(), measured.left
+                measured.state = self._attempt("state", lambda: proof.blame_state(self.bench, changes, left))
                 measured.coupling = self._attempt("coupling of samples", lambda: sample_coupling(self.bench))
                 if not self._state_explains() and not self._weights(self._joint(fit, self.bench)):
                     self._operations()

@@ -76,7 +76,8 @@ class Bench:
 
 
 def _any(gradients: Gradients) -> bool:
-    return any(gradient is not None and bool((gradient != 0).any()) for gradient in gradients.values())
+    present = [g.to_dense() if g.layout is not torch.strided else g for g in gradients.values() if g is not None]
+    return any(bool((gradient != 0).any()) for gradient in present)
 
 
 def relative_difference(accumulated: Gradients, reference: Gradients) -> float:

@@ -71,7 +71,7 @@ def state_restored(bench: Bench) -> ControlRun:
 
 
 def blamed(bench: Bench, changes: tuple[StateChange, ...], left: float) -> tuple[StateChange, ...]:
-    """The changes that matter: single ones that are enough to hold, else those that have an effect and cannot be spared.
+    """The changes that matter: single ones that are enough to hold, else those with an effect that cannot be spared.
 
     Parameters and buffers go before attributes: what the forward works out anew each time is no state of its own.
 

@@ -129,7 +129,7 @@ def state_after(draws: list[ForeignDraw], at: int, end: Mapping[str, Any]) -> An
 
 def same_state(module: str, state: Any) -> bool:
     """Whether a generator is in that state."""
-    return _comparable(state_of(module)) == _comparable(state)
+    return bool(_comparable(state_of(module)) == _comparable(state))
 
 
 def states() -> dict[str, Any]:
@@ -150,7 +150,7 @@ def set_state(module: str, state: Any) -> None:
         sys.modules["numpy"].random.set_state(state)
 
 
-def _comparable(state: Any) -> Any:
+def _comparable(state: Any) -> tuple[Any, ...]:
     """NumPy keeps its numbers in an array."""
     return tuple(part.tobytes() if hasattr(part, "tobytes") else part for part in state)
 
