@@ -195,11 +195,10 @@ def _readings(node: list[Any] | tuple[Any, ...], structure: list[int]) -> list[i
 
 
 def _fields_disagree(batch: Any) -> bool:
-    """Whether a batch is a tuple of tensors of different kinds and lengths: inputs and targets, never two samples."""
+    """Whether a batch is a tuple of tensors of different lengths: inputs and targets, where a list would be samples."""
     if not isinstance(batch, tuple) or _is_namedtuple(batch) or not all(is_array(entry) for entry in batch):
         return False
-    kinds = {(len(entry.shape), str(entry.dtype)) for entry in batch}
-    return len(kinds) > 1 and len({_leading(entry) for entry in batch if len(entry.shape)}) > 1
+    return len({_leading(entry) for entry in batch if len(entry.shape)}) > 1
 
 
 def _agreed(options: list[list[int] | None]) -> list[int] | None:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from gaverify.isolation import ModelState, written_tensors
-from gaverify.randomness import Dealer, Recorder
+from gaverify.randomness import Dealer, Recomputing, Recorder
 
 aten = torch.ops.aten
 _BELOW_FLOAT64 = (torch.float32, torch.bfloat16, torch.float16)
@@ -68,8 +68,9 @@ class PassMode(TorchDispatchMode):
     """
 
     def __init__(
-        self, state: ModelState, random: Recorder | Dealer, *, lift: bool = False, observe_terms: bool = False
-    ) -> None:
+        self, state: ModelState, random: Recorder | Dealer | Recomputing, *, lift: bool = False,
+        observe_terms: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.observed = Observed()
         self._state, self._random, self._lift, self._observe_terms = state, random, lift, observe_terms

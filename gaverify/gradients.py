@@ -23,7 +23,7 @@ from gaverify.batching import fresh, other_reading, take
 from gaverify.dispatch import Observed, PassMode
 from gaverify.errors import GaverifyError, ProblemError
 from gaverify.isolation import ModelState, foreign_generator_states, generator_states
-from gaverify.randomness import Dealer, DrawRecord, Recorder
+from gaverify.randomness import Dealer, DrawRecord, Recomputing, Recorder
 from gaverify.tracebacks import user_frame
 from gaverify.weighting import Weighing, micro_batch_weight
 
@@ -135,13 +135,16 @@ def accumulated_gradients(
     """
     record.rewind()
     probe = probe or PassProbe()
-    losses, weights, observed, total, foreign = [], [], [], None, False
+    losses, weights, observed, dealers, total, foreign = [], [], [], [], None, False
     with _pass(task, state):
         at_start = generator_states()
         for k, (start, stop) in enumerate(task.bounds()):
             at_start()
+            if task.strategy != "accumulate":
+                torch.manual_seed(k)  # each graph its own states, by which its draws are known again in the backward
             where = f"micro-batch {k + 1} of {task.steps} (samples {start} to {stop - 1})"
             dealer = Dealer(record, start, stop, task.batch_size)
+            dealers.append(dealer)
             mode = PassMode(state, dealer, lift=lift)
             micro_batch = fresh(_micro_batch(task, start, stop, where))
             with mode, _blame(where, task), probe.around(k):
@@ -160,7 +163,7 @@ def accumulated_gradients(
             if after_backward is not None and task.strategy == "accumulate":
                 after_backward(k)
         if total is not None:
-            with mode, _blame("the summed loss", task):
+            with PassMode(state, Recomputing(dealers), lift=lift), _blame("the summed loss", task):
                 total.backward()
         gradients = _collect(task)
         buffers = _buffers(task)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -14,6 +15,7 @@ from gaverify.control import failure_sentence, in_float64
 from gaverify.gradients import PassResult, Task, full_batch_gradients
 from gaverify.judging import Judgement
 from gaverify.measurements import (
+    ControlRun,
     Measurements,
     Operation,
     Repeatability,
@@ -105,6 +107,7 @@ class _Search:
     def __init__(self, bench: Bench, measured: Measurements) -> None:
         self.bench, self.measured = bench, measured
         self.failures: dict[str, str] = {}
+        self.shares: tuple[float, ...] = ()  # micro-batch weights that fit the losses
         self.record = bench.record  # the draws as they were made, where a control holds them constant
         explained = EXPLAINED_FLOAT64 if bench.rounding < 1e-5 else EXPLAINED_FLOAT32
         self.explained = min(explained, _NOTHING_LEFT * measured.total)
@@ -228,6 +231,7 @@ class _Search:
         first = search.first
         if first is not None:
             measured.forwards_agree, measured.loss_gap = first.forwards_agree, first.loss_gap
+            self.shares = first.shares
         measured.causes, measured.ruled_out = search.causes, tuple(search.ruled_out)
         if search.weights is not None and search.cleared:
             measured.fit, measured.weight_remedy = search.weights, search.remedy
@@ -290,13 +294,24 @@ class _Search:
             measured.left = restored.left
 
     def _backward(self) -> None:
-        """Looks for the place where gradients part, where all forwards agree."""
+        """Looks for the place where gradients part, where all forwards agree, with weights that fit the losses."""
         measured = self.measured
         if measured.causes or not measured.forwards_agree or measured.left <= self.bench.rounding:
             return
-        found = self._attempt("backward", lambda: backward_culprit(self.bench))
-        if found is not None:
-            measured.backward_culprit, measured.backward_control = found.operation, found.control
+        weights = self.shares or measured.weights
+        bench = replace(self.bench, task=replace(self.bench.task, weighting=list(weights)))
+        found = self._attempt("backward", lambda: backward_culprit(bench))
+        if found is None:
+            return
+        measured.backward_culprit, measured.backward_control = found.operation, found.control
+        if found.control is None or not found.control.rounding:
+            return
+        measured.left = found.control.left
+        pairs = zip(weights, measured.weights, strict=True)
+        if any(not math.isclose(right, used, rel_tol=1e-7) for right, used in pairs):
+            noise = measured.fit.noise if measured.fit is not None else math.nan
+            measured.fit = WeightFit(tuple(weights), found.control.left, determined=True, noise=noise)
+            measured.weight_remedy = ControlRun("with these weights", found.control.left, True)
 
     def _trace(self, bench: Bench) -> Divergences:
         measured = self.measured

@@ -20,6 +20,31 @@ from gaverify.cli import main
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
+HEAD = """
+import argparse, os, sys, threading, time
+import torch
+from torch.nn.functional import mse_loss
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch-size", type=int, default=8)
+parser.add_argument("--accum", type=int, default=1)
+parser.add_argument("--odd", action="store_true")
+args = parser.parse_args()
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+inputs = torch.randn(32, 4)
+targets = inputs.sum(1, keepdim=True)
+batches = list(zip(inputs.split(args.batch_size), targets.split(args.batch_size)))
+"""
+TRAIN = """
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for i, (x, y) in enumerate(batches):
+    (mse_loss(model(x), y) / args.accum).backward()
+    if (i + 1) % args.accum == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
 
 @dataclass(frozen=True)
 class Audited:
@@ -131,6 +156,23 @@ def _script(script: str | Path) -> list[str]:
     if isinstance(script, Path):
         return [str(script)]
     return [str(SCRIPTS / script)] if script.endswith(".py") else ["-m", script]
+
+
+def audited(
+    script: Path, body: str, accumulated: str = "--batch-size 2 --accum 4", options: Sequence[str] = ()
+) -> Audited:
+    """Writes a script that begins with `HEAD`, and audits it."""
+    script.write_text(HEAD + body, encoding="utf-8")
+    return audit(script, "--batch-size 8", accumulated, options=options)
+
+
+def refused(result: Audited, *words: str) -> None:
+    """Exit 2, nothing on stdout, the words in the message, and no frame of gaverify."""
+    assert result.code == 2, str(result)
+    for word in words:
+        assert word in result.err, f"{word!r} is missing in\n{result}"
+    assert "gaverify/audit" not in result.err, str(result)
+    assert result.out == "", str(result)
 
 
 @contextlib.contextmanager

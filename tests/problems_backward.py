@@ -71,8 +71,8 @@ def masked_by_hook() -> Problem:
 
 
 def normalised_in_the_loss() -> Problem:
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:  # planted backward-of-loss
-        return F.cross_entropy(NormalisedGradient.apply(model(batch[0])), batch[1])
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(NormalisedGradient.apply(model(batch[0])), batch[1])  # planted backward-of-loss
 
     return replace(_classifier(nn.Tanh()), loss=loss)
 

@@ -270,11 +270,23 @@ class TestNotes:
         alike = update(valid_targets=(5, 5, 5, 5))
         assert findings_for(record(RIGHT, "BSZ BSZ", updates=(alike,))) == ()
 
-    @pytest.mark.parametrize(("ratio", "severity"), [(1.0, "note"), (1.5, "fault")])
-    def test_unaligned_draws_matter_where_the_runs_differ(self, ratio: float, severity: str) -> None:
+    @pytest.mark.parametrize(("ratio", "outcome"), [(1.0, Outcome.EQUIVALENT), (1.5, Outcome.INCONCLUSIVE)])
+    def test_unaligned_draws_leave_a_difference_open(self, ratio: float, outcome: Outcome) -> None:
         differs = update(ratio=ratio, fit=fit(0.9, 0.4, residual=0.3))
-        found = findings_for(record(RIGHT, "BSZ BSZ", updates=(differs,), unaligned={"randperm": "of the batch"}))
-        assert [(f.code, f.severity) for f in found] == [("GAV302", severity)]
+        found = record(RIGHT, "BSZ BSZ", updates=(differs,), unaligned={"randperm": "of the batch"})
+        assert [(f.code, f.severity) for f in findings_for(found)] == [("GAV302", "note")]
+        request = Request("train.py", ("--a",), ("--b",))
+        assert report_of(request, found, findings_for(found), (), META, {}).outcome is outcome
+
+    def test_unaligned_draws_excuse_no_forgotten_division(self) -> None:
+        differs = update(ratio=4.0, fit=fit(4.0, right=(0.25,) * 4))
+        found = record(RIGHT, "BSZ BSZ", updates=(differs,), unaligned={"randperm": "of the batch"})
+        assert faults(findings_for(found)) == ["GAV201"]
+
+    def test_forwards_without_a_backward_are_counted(self) -> None:
+        differs = update(ratio=1.5, fit=fit(0.9, 0.4, right=(1.0,), residual=0.3, used=(1.0,)), backwards=1)
+        (found,) = findings_for(record("BSZ BSZ", "BSZ BSZ", updates=(differs,)))
+        assert found.code == "GAV000" and "3 of 4 forwards" in found.evidence[1].statement
 
     def test_a_gradient_on_one_side_only(self) -> None:
         row = parameter(math.nan, Outcome.DIVERGENT, reason="no gradient (None) in the accumulated run only")

@@ -63,6 +63,12 @@ def same_arguments(request: Request) -> AuditReport:
 def _decided(request: Request, record: Record, findings: tuple[Finding, ...]) -> tuple[Outcome, str]:
     faults = [finding for finding in findings if finding.severity == "fault"]
     differing = record.divergent
+    if differing is not None and record.unaligned and not faults:
+        names = ", ".join(record.unaligned)
+        return Outcome.INCONCLUSIVE, (
+            f"update {differing.number} differs, but random draws could not be dealt out per sample ({names}): "
+            "nothing can be told apart from them; switch them off for the audit"
+        )
     if differing is not None:
         return Outcome.DIVERGENT, f"update {differing.number}: {_differing(differing)}"
     if faults:

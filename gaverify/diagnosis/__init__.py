@@ -64,5 +64,5 @@ def _with_harm(measured: Measurements, found: list[Finding]) -> Iterator[Finding
         matters = position == 0 and measured.divergent and (finding.severity == "fault" or finding.code == "GAV000")
         extra = harm(measured) if matters else ()
         if matters and finding.code in ("GAV101", "GAV102", "GAV103"):
-            extra = (*coupling(measured), *extra)
+            extra = (*coupling(measured, finding.code), *extra)
         yield replace(finding, evidence=(*finding.evidence, *extra)) if extra else finding

@@ -77,6 +77,13 @@ from gaverify.results import Evidence, Finding, Location
 
 CODE, NAME = "GAV104", "batch-dependent-backward"
 _GAP = 1e-6
+_LOOK = "look at custom `backward` functions and hooks: they see the micro-batch's gradient, not the window's"
+_REMEDIES = {
+    "gradient hook": "do in one place, after the window's last backward, what the hooks do per micro-batch",
+    "backward hook": "do in one place, after the window's last backward, what the hooks do per micro-batch",
+    "gradient hook on a tensor": "let the hook treat each sample on its own; it sees the micro-batch's gradient",
+    "constant of the batch": "compute the constant per sample, or once per window and use it in every micro-batch",
+}
 
 
 def judge(measured: Measurements) -> Iterator[Finding]:
@@ -84,7 +91,7 @@ def judge(measured: Measurements) -> Iterator[Finding]:
     repeats = measured.repeatability is None or measured.repeatability.backward <= _GAP
     if measured.causes or not measured.forwards_agree or not measured.loss_gap <= _GAP or not repeats:
         return
-    if measured.left <= _GAP:
+    if measured.left <= _GAP and measured.backward_control is None:
         return
     rows = [row for row in measured.divergent if row.relative_difference > row.relative_allowed]
     names = ", ".join(f"`{row.name}`" for row in rows[:3]) + (f" and {len(rows) - 3} more" if len(rows) > 3 else "")
@@ -106,16 +113,21 @@ def judge(measured: Measurements) -> Iterator[Finding]:
                      f"{where}{hooks}", {"loss_gap": measured.loss_gap}),
             *shown,
         ),
-        remedy="look at custom `backward` functions and hooks: they see the micro-batch's gradient, not the window's",
+        remedy=_REMEDIES.get(culprit.name if culprit is not None else "", _LOOK),
         proven=run is not None and run.rounding,
     )  # fmt: skip
 
 
 def _place(culprit: Operation) -> str:
-    if culprit.name == "gradient hook":
-        return f"the gradient hooks of the parameters of `{culprit.module or '(root)'}`"
-    if culprit.name == "backward of the loss":
-        return "the backward of the loss"
+    fixed = {
+        "gradient hook": f"the gradient hooks of the parameters of `{culprit.module or '(root)'}`",
+        "backward hook": f"the backward hooks on `{culprit.module or '(root)'}`",
+        "gradient hook on a tensor": "a gradient hook that the forward puts on a tensor",
+        "constant of the batch": "what was computed from the batch and is a constant to the backward",
+        "backward of the loss": "the backward of the loss",
+    }
+    if culprit.name in fixed:
+        return fixed[culprit.name] + (f": `{culprit.source}`" if culprit.source else "")
     return f"the backward of `{culprit.module or '(root)'}`" + (f" ({culprit.kind})" if culprit.kind else "")
 
 

@@ -73,7 +73,7 @@ def tested(run: ControlRun) -> str:
     return "tested, equivalent" if run.rounding else f"tested, leaves {run.left:.0e}"
 
 
-def coupling(measured: Measurements) -> tuple[Evidence, ...]:
+def coupling(measured: Measurements, code: str = "") -> tuple[Evidence, ...]:
     """Whether the model lets samples meet, by the gradient of one sample's outputs with respect to the others."""
     seen = measured.coupling
     if seen is None:
@@ -81,6 +81,8 @@ def coupling(measured: Measurements) -> tuple[Evidence, ...]:
     values = {"sample": seen.sample, "others": seen.others, "strength": seen.strength}
     if seen.others == 0:
         text = "the model's outputs for a sample have an exactly zero gradient with respect to all other samples"
+        if code in ("GAV101", "GAV102"):
+            text += ": they meet through choices (an order, a threshold, a branch), which have no gradient"
         return (Evidence("coupling", "coupling", text, values),)
     text = (
         f"the outputs for sample {seen.sample} depend on {seen.others} of {measured.batch_size - 1} other samples "

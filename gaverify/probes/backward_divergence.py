@@ -8,53 +8,141 @@ Shapes: B samples, micro-batches of samples `start` to `stop - 1`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from gaverify.errors import GaverifyError
 from gaverify.gradients import PassProbe, accumulated_gradients, full_batch_gradients
 from gaverify.measurements import ControlRun, Operation
+from gaverify.probes.backward_controls import (
+    ConstantsHeld,
+    OutputsHeld,
+    WithoutHooks,
+    WithoutTensorHooks,
+    applications,
+    module_registries,
+    parameter_registries,
+)
 from gaverify.probes.controls import Bench
 from gaverify.probes.holding import ControlFailed, OutputHeld, rows_for
-from gaverify.tracebacks import shown
+from gaverify.probes.traces import Frame, source_line
+from gaverify.tracebacks import calling_frame, shown
 
 _AGREE = 1e-6
+_LINES = 6  # lines or modules that are tried one by one
 Key = tuple[int, str, int]  # the module call, "outputs" or "inputs", the position of the tensor
 
 
 @dataclass(frozen=True)
 class BackwardCulprit:
-    """The module inside which gradients that agreed stop to agree; `hooks` where hooks on parameters do it instead."""
+    """Where gradients that agreed stop to agree, with the control run that neutralises it, where one was possible."""
 
     operation: Operation
     control: ControlRun | None
-    hooks: bool = False
 
 
 def backward_culprit(bench: Bench) -> BackwardCulprit | None:
-    """Returns where the backward diverges, with a control run; None where no single place was found."""
-    hooked = [name for name, parameter in bench.task.parameters.items() if _hooked(parameter)]
-    if hooked:
-        without = bench.run("gradient hooks on parameters removed", _WithoutHooks(bench))
-        if without.rounding:
-            owner = hooked[0].rpartition(".")[0]
-            return BackwardCulprit(Operation("gradient hook", owner, _kinds(bench).get(owner, "")), without, hooks=True)
-    listener = _listened(bench)
-    path = _diverging_module(listener)
-    if path is None:
-        return BackwardCulprit(_loss_function(bench), None) if _starts_in_the_loss(listener) else None
-    kind = _kinds(bench)[path]
-    modules = {name: module for root in bench.task.modules for name, module in root.named_modules()}
-    held = OutputHeld(modules[path], list(bench.task.bounds()), bench.task.batch_size)
+    """Returns where the backward diverges, with a control run; None where no single place was found.
+
+    Hooks and constants are tried first, where there are any, because their lines are known.
+    """
+    for search in (_parameter_hooks, _module_hooks, _tensor_hooks, _constants, _boundaries):
+        culprit = search(bench)
+        if culprit is not None:
+            return culprit
+    return None
+
+
+def _attempt(bench: Bench, what: str, probe: PassProbe) -> ControlRun | None:
+    """The control run; None where what is neutralised leaves nothing to compare."""
     try:
-        control = bench.run(f"the output of `{path or '(root)'}` held constant", held)
-    except ControlFailed:
-        control = None
-    return BackwardCulprit(Operation("backward", path, kind), control)
+        return bench.run(what, probe)
+    except GaverifyError:
+        return None
+
+
+def _parameter_hooks(bench: Bench) -> BackwardCulprit | None:
+    hooked = {name: p for name, p in bench.task.parameters.items() if any(parameter_registries(p))}
+    registries = [registry for parameter in hooked.values() for registry in parameter_registries(parameter)]
+    if not registries:
+        return None
+    without = _attempt(bench, "gradient hooks on parameters removed", WithoutHooks(registries))
+    if without is None or not without.rounding:
+        return None
+    owner = next(iter(hooked)).rpartition(".")[0]
+    return BackwardCulprit(Operation("gradient hook", owner, _kinds(bench).get(owner, "")), without)
+
+
+def _module_hooks(bench: Bench) -> BackwardCulprit | None:
+    modules = [(path, module) for root in bench.task.modules for path, module in root.named_modules()]
+    hooked = [(path, module) for path, module in modules if any(module_registries(module))]
+    if not hooked:
+        return None
+    registries = [registry for _, module in hooked for registry in module_registries(module)]
+    without = _attempt(bench, "backward hooks on modules removed", WithoutHooks(registries))
+    if without is None or not without.rounding:
+        return None
+    path, module = hooked[0]
+    for path, module in hooked if len(hooked) <= _LINES else []:
+        alone = _attempt(bench, f"the backward hooks on `{path}` removed", WithoutHooks(module_registries(module)))
+        if alone is not None and alone.rounding:
+            without = alone
+            break
+    return BackwardCulprit(Operation("backward hook", path, type(module).__name__), without)
+
+
+def _tensor_hooks(bench: Bench) -> BackwardCulprit | None:
+    probe = WithoutTensorHooks()
+    without = _attempt(bench, "gradient hooks on tensors left out", probe)
+    if without is None or not without.rounding or not probe.frames:
+        return None
+    return BackwardCulprit(_at("gradient hook on a tensor", probe.frames[0]), without)
+
+
+def _constants(bench: Bench) -> BackwardCulprit | None:
+    probe = ConstantsHeld()
+    held = _attempt(bench, "what the forward cuts out of the graph held constant", probe)
+    if held is None or not held.rounding or not probe.frames:
+        return None
+    frames = list(probe.frames)
+    for frame in frames if 1 < len(frames) <= _LINES else []:
+        alone = _attempt(bench, "what this line cuts out of the graph held constant", ConstantsHeld(frame))
+        if alone is not None and alone.rounding:
+            return BackwardCulprit(_at("constant of the batch", frame), alone)
+    return BackwardCulprit(_at("constant of the batch", frames[0]), held)
+
+
+def _at(name: str, frame: Frame) -> Operation:
+    if frame is None:
+        return Operation(name)
+    return Operation(name, file=shown(frame[0]), line=frame[1], source=source_line(frame))
+
+
+def _boundaries(bench: Bench) -> BackwardCulprit | None:
+    """Compares the gradients at the boundaries of modules and custom functions."""
+    listener = _listened(bench)
+    call = _diverging_call(listener)
+    if call is None:
+        return BackwardCulprit(_loss_function(bench), None) if _starts_in_the_loss(listener) else None
+    bounds, size = list(bench.task.bounds()), bench.task.batch_size
+    if call in listener.functions:
+        position, kind, frame = listener.functions[call]
+        control = _attempt(bench, f"the result of `{kind}` held constant", OutputsHeld(position, bounds, size))
+        if control is None:
+            straight = OutputsHeld(position, bounds, size, straight=True)
+            control = _attempt(bench, f"gradients passed through `{kind}` unchanged", straight)
+        operation = replace(_at("backward", frame), module=listener.paths.get(call), kind=kind)
+        return BackwardCulprit(operation, control)
+    path = listener.paths[call]
+    modules = {name: module for root in bench.task.modules for name, module in root.named_modules()}
+    what = f"the output of `{path or '(root)'}` held constant"
+    control = _attempt(bench, what, OutputHeld(modules[path], bounds, size))
+    return BackwardCulprit(Operation("backward", path, _kinds(bench)[path]), control)
 
 
 def _kinds(bench: Bench) -> dict[str, str]:
@@ -62,7 +150,7 @@ def _kinds(bench: Bench) -> dict[str, str]:
 
 
 def _listened(bench: Bench) -> _GradientListener:
-    """Runs both strategies and compares the gradients at all module boundaries."""
+    """Runs both strategies and compares the gradients at all boundaries."""
     listener = _GradientListener(bench)
     probe = bench.with_probe(listener)
     full, _ = full_batch_gradients(bench.task, bench.state, bench.record, lift=bench.lift, probe=probe)
@@ -70,14 +158,14 @@ def _listened(bench: Bench) -> _GradientListener:
     return listener
 
 
-def _diverging_module(listener: _GradientListener) -> str | None:
-    """The innermost module whose output gradients agree and whose input gradients do not."""
+def _diverging_call(listener: _GradientListener) -> int | None:
+    """The innermost call whose output gradients agree and whose input gradients do not."""
     culprits = [
         call
         for call, sides in listener.by_call().items()
         if sides.get("outputs") and max(sides["outputs"]) <= _AGREE and max(sides.get("inputs", [0.0])) > _AGREE
     ]
-    return listener.paths[max(culprits)] if culprits else None  # the innermost call was entered last
+    return max(culprits) if culprits else None  # the innermost call was entered last
 
 
 def _starts_in_the_loss(listener: _GradientListener) -> bool:
@@ -103,6 +191,7 @@ class _GradientListener(PassProbe):
         self._worst: dict[Key, float] = {}
         self.paths: dict[int, str] = {}
         self.outermost: set[int] = set()
+        self.functions: dict[int, tuple[int, str, Frame]] = {}  # position among applications, class, line
         self._k: int | None = None
         self._calls = -1
         self._stack: list[int] = []
@@ -115,8 +204,10 @@ class _GradientListener(PassProbe):
             nn.modules.module.register_module_forward_pre_hook(self._enter),
             nn.modules.module.register_module_forward_hook(self._leave),
         ]
+        self._applied = 0
         try:
-            yield
+            with applications(self._apply):
+                yield
         finally:
             for handle in handles:
                 handle.remove()
@@ -143,6 +234,20 @@ class _GradientListener(PassProbe):
             if module in self._names:
                 self._listen(output, call, "outputs")
 
+    def _apply(self, kind: type, args: Any, call: Callable[[], Any]) -> Any:
+        """Listens at a custom function; what its own arguments were used for besides shows in other calls."""
+        self._calls += 1
+        number, frame = self._calls, calling_frame()
+        self.functions[number] = (self._applied, kind.__name__, frame)
+        self._applied += 1
+        inside = [self.paths[call] for call in self._stack if call in self.paths]
+        if inside:
+            self.paths[number] = inside[-1]
+        self._listen(args, number, "inputs")
+        result = call()
+        self._listen(result, number, "outputs")
+        return result
+
     def _listen(self, value: Any, call: int, side: str) -> None:
         tensors = value if isinstance(value, tuple | list) else (value,)
         for position, tensor in enumerate(tensors):
@@ -164,32 +269,3 @@ class _GradientListener(PassProbe):
             scale = float(rows.norm()) or 1.0
             difference = float((gradient.detach() - rows).norm()) / scale
             self._worst[key] = max(self._worst.get(key, 0.0), difference)
-
-
-class _WithoutHooks(PassProbe):
-    """Takes the gradient hooks off every parameter for the length of a pass."""
-
-    def __init__(self, bench: Bench) -> None:
-        self._parameters = list(bench.task.parameters.values())
-
-    @contextmanager
-    def around(self, k: int | None) -> Iterator[None]:
-        """Empties the hook registries, and fills them again."""
-        registries = [registry for p in self._parameters for registry in _registries(p)]
-        kept = [dict(registry) for registry in registries]
-        for registry in registries:
-            registry.clear()
-        try:
-            yield
-        finally:
-            for registry, hooks in zip(registries, kept, strict=True):
-                registry.update(hooks)
-
-
-def _registries(parameter: torch.Tensor) -> list[dict[int, Any]]:
-    found = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
-    return [registry for registry in found if registry is not None]
-
-
-def _hooked(parameter: torch.Tensor) -> bool:
-    return any(_registries(parameter))

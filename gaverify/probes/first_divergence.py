@@ -31,6 +31,7 @@ class Divergences:
     full: Trace
     suspects: list[Suspect]
     loss_gap: float
+    shares: tuple[float, ...] = ()  # the micro-batch weights that come nearest to the full batch's loss
 
     @property
     def forwards_agree(self) -> bool:
@@ -80,14 +81,13 @@ def trace_divergences(
     if len(valid_targets) == task.steps and sum(valid_targets) > 0:
         shares.append(torch.tensor(valid_targets, dtype=wide) / sum(valid_targets))
     total = torch.tensor(losses, dtype=wide)
-    gaps = [
-        abs(float(share @ total) - whole) / max(abs(whole), 1e-300)
-        for share in (torch.tensor(list(weights), dtype=wide), *shares)
-    ]
+    candidates = [torch.tensor(list(weights), dtype=wide), *shares]
+    gaps = [abs(float(share @ total) - whole) / max(abs(whole), 1e-300) for share in candidates]
+    gap, nearest = min(zip(gaps, candidates, strict=True), key=lambda pair: pair[0])
     matching = Matching(full, parts, agree)
     dependence = Dependence(matching, foreign=foreign, shares=shares, agree=agree)
     reader = _Reader(matching, dependence, task.batch_size)
-    return Divergences(full, list(reader.suspects(shares, agree, min(gaps) <= agree)), min(gaps))
+    return Divergences(full, list(reader.suspects(shares, agree, gap <= agree)), gap, tuple(nearest.tolist()))
 
 
 def _to_host(trace: Trace) -> None:

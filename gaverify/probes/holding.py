@@ -60,7 +60,7 @@ class Held(PassProbe):
                 return tree_map_only(torch.Tensor, torch.clone, self._values[key])
             if key not in self._values:
                 raise ControlFailed("the micro-batches call other torch functions than the full batch")
-            return _rows_of_all(self._values[key], result, *self._bounds[k], self._size)
+            return rows_of_all(self._values[key], result, *self._bounds[k], self._size)
 
 
 class OutputHeld(PassProbe):
@@ -92,7 +92,7 @@ class OutputHeld(PassProbe):
                 return tree_map_only(torch.Tensor, torch.clone, self._values[-1])
             if self._calls > len(self._values):
                 raise ControlFailed("the micro-batches call the module more often than the full batch")
-            return _rows_of_all(self._values[self._calls - 1], output, *self._bounds[self._k], self._size)
+            return rows_of_all(self._values[self._calls - 1], output, *self._bounds[self._k], self._size)
 
 
 class DecisionsHeld(PassProbe):
@@ -135,8 +135,12 @@ class _Decisions(TorchDispatchMode):
         return self._held.values[self._calls - 1]
 
 
-def _rows_of_all(value: Any, result: Any, start: int, stop: int, size: int) -> Any:
-    """The rows of a micro-batch for every tensor of a result."""
+def rows_of_all(value: Any, result: Any, start: int, stop: int, size: int) -> Any:
+    """Returns the rows of a micro-batch for every tensor of a result.
+
+    Raises:
+        ControlFailed: The micro-batch's result has another form.
+    """
     whole, (parts, form) = tree_leaves(value), tree_flatten(result)
     if len(whole) != len(parts):
         raise ControlFailed("the micro-batches' results have another form than the full batch's")

@@ -18,6 +18,7 @@ from gaverify.randomness.dealing import Dealer
 from gaverify.randomness.draws import Draw, DrawRecord
 from gaverify.randomness.operations import MASKED, raw
 from gaverify.randomness.operations import generator_key as _generator_key
+from gaverify.randomness.recomputing import Recomputing
 from gaverify.randomness.recording import Recorder
 
-__all__ = ["MASKED", "Dealer", "Draw", "DrawRecord", "Recorder", "_generator_key", "raw"]
+__all__ = ["MASKED", "Dealer", "Draw", "DrawRecord", "Recomputing", "Recorder", "_generator_key", "raw"]

@@ -48,7 +48,8 @@ class Dealer:
         self.record = record
         self._micro_batch = (start, stop)
         self._size = batch_size
-        self._index: dict[Any, tuple[torch.Tensor, Selection] | None] = {}  # a repeated draw is dealt the same rows
+        # A repeated draw is dealt the same rows: by the generator's state before it, and the shape that was drawn.
+        self._index: dict[Any, tuple[torch.Size, tuple[torch.Tensor, Selection] | None]] = {}
         self._next = 0
         self._made: Counter[int] = Counter()
         self._doubts: list[torch.Tensor] = []
@@ -74,12 +75,12 @@ class Dealer:
             return result
         if self.record.constant:
             return replaced(operation, args, result, drawn, typical(operation, args, drawn), source)
-        if before not in self._index or drawn.numel() == 0:
+        if before not in self._index or self._index[before][0] != drawn.shape or drawn.numel() == 0:
             if generator_key(args, kwargs) == before and drawn.numel() > 0:
                 return result
             rows = self._rows(drawn, source)
-            self._index[before] = self._deal(self._place(operation, rows), operation, drawn, args, rows)
-        dealt = self._index[before]
+            self._index[before] = drawn.shape, self._deal(self._place(operation, rows), operation, drawn, args, rows)
+        dealt = self._index[before][1]
         if dealt is None:
             return result
         return replaced(operation, args, result, drawn, taken_from(*dealt), source)

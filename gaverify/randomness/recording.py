@@ -29,7 +29,7 @@ class Recorder:
     def __init__(self, batch_size: int) -> None:
         self.record = DrawRecord()
         self._size = batch_size
-        self._seen: set[Any] = set()
+        self._seen: dict[Any, torch.Size] = {}  # by the generator's state before the draw: what shape was drawn
 
     def __call__(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: torch.Tensor | None = None
@@ -44,9 +44,9 @@ class Recorder:
             if generator_key(args, kwargs) != before:
                 self.record.fused.add(operation)
             return result
-        if before in self._seen or (generator_key(args, kwargs) == before and drawn.numel() > 0):
+        if self._seen.get(before) == drawn.shape or (generator_key(args, kwargs) == before and drawn.numel() > 0):
             return result
-        self._seen.add(before)
+        self._seen[before] = drawn.shape
         self.record.draws.append(_keep(operation, drawn, args, source))
         return result
 

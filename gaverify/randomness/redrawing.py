@@ -42,7 +42,7 @@ class ForeignDealer:
 
     def finish(self) -> None:
         """Leaves the generators where the full batch leaves them, if every draw was found and drew as much."""
-        if not self._active:
+        if not self._active or self._micro_batch == (0, self._size):
             return
         self._hold_against_full()
         end = self._record.foreign_end
@@ -58,7 +58,7 @@ class ForeignDealer:
         site = call_site()
         at = self._made[site]
         self._made[site] += 1
-        if not self._record.inner:
+        if not self._record.inner or self._micro_batch == (0, self._size):
             return call.run()
         draws = self._record.foreign
         of_site = self._record.at(site, foreign=True)

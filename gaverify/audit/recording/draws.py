@@ -12,10 +12,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gaverify.audit.job import COMPILED, Job
-from gaverify.audit.recording.matching import Matcher
+from gaverify.audit.recording.matching import Matcher, ScatteredRows
 from gaverify.audit.recording.packing import packed, unpacked
-from gaverify.audit.recording.recomputing import Recomputing
-from gaverify.randomness import Dealer, Draw, DrawRecord, Recorder, raw
+from gaverify.randomness import Dealer, Draw, DrawRecord, Recomputing, Recorder, raw
 
 Shapes = list[tuple[int, ...]]
 Key = tuple[int, bool, int]
@@ -124,7 +123,11 @@ class DealtDraws:
         places = self._places.get(key)
         if not places:
             return None
-        spot = self._matcher.find(places, prints)
+        try:
+            spot = self._matcher.find(places, prints)
+        except ScatteredRows:
+            self.unaligned["rows"] = "those of a micro-batch do not lie one behind the other in the full batch"
+            return None
         place = spot[0] if spot is not None else places[self._seen.get(key, 0) % len(places)]
         self._seen[key] = self._seen.get(key, 0) + 1
         full, record = self._entries[place]

@@ -12,6 +12,10 @@ Spot = tuple[int, int]
 """The number of a forward of the full-batch run, and the first of its rows."""
 
 
+class ScatteredRows(Exception):
+    """The rows of a micro-batch do not lie one behind the other in the full batch."""
+
+
 class Matcher:
     """Finds the rows of micro-batches in the forwards of one update of the full-batch run, each spot once.
 
@@ -28,10 +32,16 @@ class Matcher:
         """Returns where a micro-batch lies in one of the forwards `among`; None where content does not tell.
 
         The input with the fewest possible places decides: a mask is the same for many samples.
+
+        Raises:
+            ScatteredRows: All rows are there, but not one behind the other (two views of each sample in one batch).
         """
         best: list[Spot] = []
         for path, prints in micro_batch.items():
-            spots = self._spots(among, path, rows_of([prints], 0))
+            rows = rows_of([prints], 0)
+            spots = self._spots(among, path, rows)
+            if not spots and self._holds(among, path, rows):
+                raise ScatteredRows
             if spots and (not best or len(spots) < len(best)):
                 best = spots
         if not best:
@@ -48,6 +58,10 @@ class Matcher:
                 if all(alike(row, whole[start + at]) for at, row in enumerate(rows)):
                     found.append((forward, start))
         return found
+
+    def _holds(self, among: Sequence[int], path: str, rows: list[Row]) -> bool:
+        wholes = [self._rows(forward, path) for forward in among]
+        return any(all(any(alike(row, other) for other in whole) for row in rows) for whole in wholes)
 
     def _rows(self, forward: int, path: str) -> list[Row]:
         if (forward, path) not in self._read:

@@ -10,9 +10,14 @@ from gaverify.results import Outcome
 
 def factor_of(record: Record, update: UpdateComparison) -> float | None:
     """Returns c where the accumulated gradient of an update is c ≠ 1 times the full batch's, to rounding."""
-    if not update.judged or update.outcome is not Outcome.DIVERGENT or update.fit is None:
+    if not update.judged or not _differs(update) or update.fit is None:
         return None
     return constant_factor(update.fit, record.tolerance)
+
+
+def _differs(update: UpdateComparison) -> bool:
+    """Whether a gradient that both runs have differs; one that is missing has no weight to speak of."""
+    return any(row.outcome is Outcome.DIVERGENT and math.isfinite(row.difference_norm) for row in update.parameters)
 
 
 def constant_factor(fit: WeightFit, tolerance: float) -> float | None:
@@ -31,7 +36,7 @@ def weights_of(record: Record) -> tuple[UpdateComparison, WeightFit] | None:
     """Returns the first differing update whose micro-batches give the full-batch gradient with other weights."""
     update = record.divergent
     fit = update.fit if update is not None else None
-    if update is None or fit is None or fit.residual > record.tolerance or not fit.right:
+    if update is None or fit is None or fit.residual > record.tolerance or not fit.right or not _differs(update):
         return None
     multipliers = fit.multipliers
     if not all(map(math.isfinite, multipliers)) or constant(multipliers, record.tolerance):

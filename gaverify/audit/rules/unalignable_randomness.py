@@ -1,4 +1,4 @@
-"""GAV302 unalignable-randomness (fault or note): a random draw could not be dealt out per sample.
+"""GAV302 unalignable-randomness (note): a random draw could not be dealt out per sample.
 
 What it finds
 
@@ -45,21 +45,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gaverify.audit.records import Record
-from gaverify.audit.rules.scale import factor_of, weights_of
 from gaverify.results import Evidence, Finding
 
 CODE, NAME = "GAV302", "unalignable-randomness"
 
 
 def judge(record: Record) -> Iterator[Finding]:
-    """Yields a fault where draws could not be dealt out and the runs differ, a note where they agree all the same."""
+    """Yields a note: where the runs differ and nothing else explains it, these draws leave the question open."""
     if not record.unaligned:
         return
     text = "; ".join(f"`{name}`: {why}" for name, why in record.unaligned.items())
-    update = record.divergent
-    explained = update is None or factor_of(record, update) is not None or weights_of(record) is not None
     yield Finding(
-        CODE, NAME, "note" if explained else "fault",
+        CODE, NAME, "note",
         "random draws could not be dealt out per sample",
         evidence=(Evidence("random-draws", "measured", text, dict(record.unaligned)),),
         remedy="draw per sample (one value for each row of the batch) or once per forward, or switch it off here",

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from gaverify.randomness import Dealer, Recorder, _generator_key
+import torch
+
+from gaverify.randomness.dealing import Dealer
+from gaverify.randomness.operations import generator_key
+from gaverify.randomness.recording import Recorder
 
 
 class Recomputing:
@@ -14,14 +20,20 @@ class Recomputing:
         handlers: Those of the window's forwards, in order.
     """
 
-    def __init__(self, handlers: list[Recorder | Dealer]) -> None:
+    def __init__(self, handlers: Sequence[Recorder | Dealer]) -> None:
         self._handlers = handlers
 
-    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def watching(self) -> AbstractContextManager[None]:
+        """Returns a context that does nothing: a backward draws nothing from Python's or NumPy's generators."""
+        return nullcontext()
+
+    def __call__(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: torch.Tensor | None = None
+    ) -> Any:
         """Runs the operation under the handler that knows it; the last forward's where none does."""
-        key = _generator_key(args, kwargs)
+        key = generator_key(args, kwargs)
         first = next((handler for handler in self._handlers if key in _known(handler)), self._handlers[-1])
-        return first(func, args, kwargs)
+        return first(func, args, kwargs, like)
 
 
 def _known(handler: Recorder | Dealer) -> Any:
