@@ -56,7 +56,7 @@ def batch_size_of(batch: Any, steps: int = 1, batch_size: int | None = None, spl
             return size
     if split is not None and hasattr(batch, "__len__") and not isinstance(batch, Mapping | tuple):
         return len(batch)
-    shapes = ", ".join(f"`{path}` {list(leaf.shape)}" for path, leaf in leaves(batch) if _leading(leaf) is not None)
+    shapes = ", ".join(f"`{path}` {_shape(leaf)}" for path, leaf in leaves(batch) if _leading(leaf) is not None)
     if not shapes:
         raise ProblemError(
             "the batch holds no tensor with a leading batch dimension; "
@@ -146,7 +146,24 @@ def is_array(leaf: Any) -> bool:
 
 
 def _leading(leaf: Any) -> int | None:
+    if isinstance(leaf, torch.Tensor) and leaf.is_nested:  # it has a size, but no shape
+        return int(leaf.size(0))
     return int(leaf.shape[0]) if is_array(leaf) and len(leaf.shape) > 0 else None
+
+
+def _shape(leaf: Any) -> list[Any]:
+    nested = isinstance(leaf, torch.Tensor) and leaf.is_nested
+    return [_leading(leaf), "nested"] if nested else list(leaf.shape)
+
+
+def _rows(leaf: Any, start: int, stop: int) -> Any:
+    """The samples of one tensor or array; nested and sparse tensors cannot be sliced."""
+    if isinstance(leaf, torch.Tensor) and leaf.is_nested:
+        return torch.nested.as_nested_tensor(list(leaf.unbind()[start:stop]), layout=leaf.layout)
+    if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
+        rows = torch.arange(start, stop, device=leaf.device)
+        return leaf.to_sparse_coo().index_select(0, rows).to_sparse(layout=leaf.layout)
+    return leaf[start:stop]
 
 
 def _is_namedtuple(node: Any) -> bool:
@@ -198,7 +215,7 @@ def _fields_disagree(batch: Any) -> bool:
     """Whether a batch is a tuple of tensors of different lengths: inputs and targets, where a list would be samples."""
     if not isinstance(batch, tuple) or _is_namedtuple(batch) or not all(is_array(entry) for entry in batch):
         return False
-    return len({_leading(entry) for entry in batch if len(entry.shape)}) > 1
+    return len({_leading(entry) for entry in batch} - {None}) > 1
 
 
 def _agreed(options: list[list[int] | None]) -> list[int] | None:
@@ -211,7 +228,7 @@ def _agreed(options: list[list[int] | None]) -> list[int] | None:
 def _take(node: Any, start: int, stop: int, size: int) -> Any:
     children = _children(node)
     if children is None:
-        return node[start:stop] if _leading(node) == size else node
+        return _rows(node, start, stop) if _leading(node) == size else node
     if isinstance(node, list | tuple) and not _is_namedtuple(node) and len(node) == size:
         structure = _agreed([_candidates(child) for _, child in children])
         if not structure or size not in structure or _readings(node, structure)[0] == len(node) != structure[0]:

@@ -52,9 +52,7 @@ def in_float64(task: Task, state: ModelState) -> Iterator[tuple[Task, ModelState
         if task.autocast is not None:
             stack.enter_context(torch.autocast(task.device.type, enabled=False))
         batch = fresh(task.problem.batch, device, torch.float64)
-        problem = Problem(
-            task.problem.model, task.problem.loss, batch, task.problem.split, task.problem.batch_size
-        )
+        problem = Problem(task.problem.model, task.problem.loss, batch, task.problem.split, task.problem.batch_size)
         lifted = replace(task, problem=problem, device=device, autocast=None)
         yield lifted, ModelState(task.modules, (task.problem.loss,))
 
@@ -142,8 +140,11 @@ def judge_by_floor(
         smallest = WORKING_UNITS * unit * max(row.scale, scales.get(name, 0.0))
         allowed = max(smallest, _FLOOR_EQUIVALENT * floor[name])
         outcome = Outcome.DIVERGENT
+        capped = _CAPPED * max(row.scale, scales.get(name, 0.0)) if unit <= U64 else 0.0
         if row.difference <= allowed:
             outcome = Outcome.EQUIVALENT
+        elif row.difference <= capped:  # a float64 model whose code casts to float32: moved weights do not show it
+            outcome, allowed = Outcome.EQUIVALENT, capped
         elif row.difference <= max(smallest, _FLOOR_DIVERGENT * floor[name]):
             outcome = Outcome.INCONCLUSIVE
         rows.append(judged(row, outcome, "noise-floor", allowed))

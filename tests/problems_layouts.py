@@ -83,6 +83,12 @@ def checkpointed_reentrant() -> Problem:
     return _checkpointed(True)
 
 
+@replayed("one backward over all micro-batches repeats the draws of each", notes="GAV301",
+          options={"strategy": "summed-loss"})  # fmt: skip
+def checkpointed_summed() -> Problem:
+    return _checkpointed(False)
+
+
 @replayed("a seed set inside the forward", notes="GAV301")
 def seeded_forward() -> Problem:
     def seeded(x: torch.Tensor) -> torch.Tensor:

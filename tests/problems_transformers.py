@@ -119,7 +119,8 @@ _Row = tuple[str, str, Callable[[], Any], dict[str, Any], str, dict[str, Any]]
 _HEALTHY: list[_Row] = [
     ("BertForSequenceClassification", "BertConfig", _classes, {**_SMALL, "num_labels": 3}, "dropout everywhere", {}),
     ("DebertaV2ForSequenceClassification", "DebertaV2Config", _classes,
-     {**_SMALL, "num_labels": 3, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]}, "its own dropout, as a function", {}),
+     {**_SMALL, "num_labels": 3, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
+     "its own dropout, as a function", {}),
     ("GPT2LMHeadModel", "GPT2Config", _text,
      {"vocab_size": _WORDS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}, "tied weights", _TOKENS),
     ("LlamaForCausalLM", "LlamaConfig", _text, _GROUPED, "dropout in the fused attention", _TOKENS),

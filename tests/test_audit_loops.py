@@ -86,7 +86,6 @@ RIGHT_LOOPS = [
     ("a gradient penalty on the inputs", RARE, "gradient_penalty", ""),
     ("clamped weights, validation with gradients on", RARE, "clamped", ""),
     ("twin of row 9", EXTRAS, "schedule_per_update", ""),
-    ("twin of L10", EXTRAS, "average_per_update", ""),
     ("twin of L08", EXTRAS, "scaler_per_update", ""),
 ]
 
@@ -103,7 +102,6 @@ def test_a_right_loop_stays_quiet(why: str, script: str, loop: str, common: str)
 RIGHT_WINDOWS = [
     ("N20 divided by the tokens of the window", "tokens_of_the_window", *LESS, "--dropout 0.1"),
     ("row 7 padding counted", "padding_counted", *LESS, ""),
-    ("N22 equal token counts", "mean_of_means", *LESS, "--equal"),
 ]
 
 

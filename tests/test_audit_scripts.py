@@ -10,7 +10,7 @@ slow = pytest.mark.slow
 
 
 class TestReferenceSystems:
-    """Rows 4 and 8; rows 3 and 9 are above, row 10 is in test_audit_frameworks."""
+    """Rows 4 and 8; rows 3 and 9 are in test_audit_loops, row 10 is in test_audit_frameworks."""
 
     @slow
     def test_the_loop_that_steps_too_early_has_both_faults(self) -> None:
@@ -72,6 +72,19 @@ class TestOtherScripts:
         result = audit("train_checkpointed.py")
         assert (result.code, result.faults) == (0, set()), str(result)
         assert "GAV301" in result.notes
+
+
+@slow
+def test_micro_batches_without_a_backward_pass_are_counted() -> None:
+    result = audit(STEPS, common="--loop backward_at_the_boundary")
+    assert (result.code, result.outcome) == (1, "divergent"), str(result)
+    assert "3 of 4 forwards have no backward pass" in result.text("GAV000"), str(result)
+
+
+@slow
+def test_an_optimizer_that_steps_in_one_run_only_is_named() -> None:
+    result = audit(STEPS, common="--loop head_never_steps")
+    assert (result.code, result.faults) == (1, {"GAV502"}), str(result)
 
 
 @slow

@@ -8,6 +8,7 @@ import problems_backward
 import problems_coupling
 import problems_state
 import problems_traps
+import problems_unseen
 import problems_weights
 import pytest
 from problems import Case, fault_codes, note_codes, story
@@ -15,7 +16,8 @@ from problems import Case, fault_codes, note_codes, story
 import gaverify
 from gaverify import Outcome, ProblemError
 
-_FAMILIES = (problems_backward, problems_coupling, problems_weights, problems_state, problems_traps)
+_FAMILIES = (problems_backward, problems_coupling, problems_weights, problems_state, problems_traps,
+             problems_unseen)  # fmt: skip
 FAULTS: tuple[Case, ...] = sum((family.FAULTS for family in _FAMILIES), ())
 TWINS: tuple[Case, ...] = sum((family.TWINS for family in _FAMILIES), ())
 

@@ -55,18 +55,19 @@ def rules(format_: str) -> int:
 
 
 def _console() -> Console:
-    from rich.console import Console
+    from gaverify.cli.console import console as console_of
 
-    console = Console(highlight=False)
+    console = console_of(highlight=False)
     console.width = min(console.width, WIDTH)
     return console
 
 
 def _print_table(pages: tuple[RulePage, ...]) -> None:
     """One line per rule on a pipe; on a terminal what a rule finds wraps in its column."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from gaverify.cli.console import console as console_of
 
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column("code", no_wrap=True)
@@ -75,7 +76,7 @@ def _print_table(pages: tuple[RulePage, ...]) -> None:
     table.add_column("finds", overflow="fold")
     for page in pages:
         table.add_row(*(Text(cell) for cell in (page.code, page.name, page.severity, page.summary)))
-    console = Console(highlight=False)
+    console = console_of(highlight=False)
     if not console.is_terminal:
         console.width = LONGEST
     with console.capture() as capture:

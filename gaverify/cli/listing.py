@@ -11,10 +11,10 @@ import click
 @click.command(short_help="List the built-in problems.")
 def models() -> int:
     """Lists the built-in problems: parameters, batch, loss and what to expect."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    from gaverify.cli.console import console as console_of
     from gaverify.zoo import BUILTINS
 
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
@@ -28,17 +28,22 @@ def models() -> int:
         table.add_row(
             *(Text(_cell(getattr(entry, name))) for name in ("name", "parameters", "batch", "loss", "expect"))
         )
-    Console().print(table)
+    console_of().print(table)
     click.echo("\nRun one with `gaverify run --model NAME --steps K`.")
     return 0
 
 
-@click.command(short_help="Print the JSON schema of `run --format json`.")
-def schema() -> int:
-    """Prints the JSON schema of the document that `gaverify run --format json` prints."""
-    from gaverify.document import verdict_schema
-
-    click.echo(verdict_schema().rstrip())
+@click.command(short_help="Print the JSON schema of `--format json`.")
+@click.argument("command", type=click.Choice(["run", "audit", "profile"]), default="run")
+def schema(command: str) -> int:
+    """Prints the JSON schema of the document that `gaverify COMMAND --format json` prints (run, audit or profile)."""
+    if command == "run":
+        from gaverify.document import verdict_schema as of_document
+    elif command == "audit":
+        from gaverify.audit.document import audit_schema as of_document
+    else:
+        from gaverify.profiling.document import profile_schema as of_document
+    click.echo(of_document().rstrip())
     return 0
 
 

@@ -46,10 +46,17 @@ def control(measured: Measurements, cause: Cause) -> tuple[Evidence, ...]:
         rest = "the causes named beside it explain the rest" if measured.cleared else "another cause is left"
         share = f"this explains {cause.explained:.0%}, " if cause.explained > 0 else ""
         text = f"with {run.what} in both runs {left}: {share}{rest}"
-    if cause.alone > 0:
+    if cause.alone > 0 and several(measured):
         text += f"; alone, with the other causes neutralised, it makes {cause.alone:.0e}: proven"
     values = {"left": run.left, "explained": cause.explained, "alone": cause.alone}
     return (Evidence("control", "control", text, values),)
+
+
+def several(measured: Measurements) -> bool:
+    """Whether more than one cause was found."""
+    state = measured.state is not None and bool(measured.state.blamed)
+    weights = measured.weight_remedy is not None
+    return len(measured.causes) + state + weights + (measured.draws_alone > 0) > 1
 
 
 def proven(measured: Measurements, cause: Cause) -> bool:

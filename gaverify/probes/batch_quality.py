@@ -13,6 +13,8 @@ def identical_samples(batch: Any, batch_size: int) -> bool:
     """Returns whether all samples of the batch are the same, so that no coupling between them could show."""
     compared = False
     for _, leaf in leaves(batch):
+        if isinstance(leaf, torch.Tensor) and leaf.is_nested:
+            return False  # samples of lengths of their own
         if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.dim() > 0:
             if leaf.shape[0] != batch_size or batch_size < 2:
                 return False

@@ -1,8 +1,7 @@
 """Looks for causes one after the other: each is neutralised in both runs, until nothing is left to explain.
 
 What does not help by itself may be one of several causes that hide each other. Such a suspect stays neutralised on
-probation; in the end every cause is released alone while the others stay neutralised, and those are dropped without
-which nothing is left either.
+probation; in the end every cause is released alone while the others stay neutralised, which tells what it makes.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class CauseSearch:
         self._bench, self._trace, self._weighed = bench, trace, weighed
         self._residual = residual
         self._found: list[Neutralised] = []
-        self.left = left
+        self.left = self._before = left
         self.first: Divergences | None = None
         self.weights: WeightFit | None = None
         self.remedy: ControlRun | None = None
@@ -82,6 +81,7 @@ class CauseSearch:
             if tried is None:
                 break
             self._found.append(Neutralised(tried.cause, tried.neutral, tried.helps))
+            self._before = self.left
             control = tried.cause.control
             if control is None:
                 break
@@ -155,19 +155,23 @@ class CauseSearch:
         return tried
 
     def _released(self) -> None:
-        """Releases every cause alone: drops those that nothing depends on, and notes what the others leave."""
-        for entry in sorted(self._found[:-1] if self._ends_openly() else self._found, key=lambda entry: entry.helps):
-            if len(self._found) == 1 and self.weights is None:
-                return
+        """Releases every cause alone: notes what the others leave, and drops those on probation that change nothing."""
+        if not self._found:
+            return
+        last = self._found[-1]
+        if self.weights is None:  # with the causes before it neutralised, this was left
+            last.cause = replace(last.cause, alone=self._before)
+        rest = [entry for entry in self._found if entry is not last or self.weights is not None]
+        for entry in sorted(rest, key=lambda entry: entry.helps):
             try:
                 alone = self.final(without=entry)
             except Exception as error:
                 self.failures[f"release of {entry.cause.suspect.culprit}"] = failure_sentence(error)
                 continue
-            if alone.rounding:
-                self._found.remove(entry)
-            else:
+            if not alone.rounding:
                 entry.cause = replace(entry.cause, alone=alone.left)
+            elif not entry.helps and entry.cause.suspect.kind != "rows":
+                self._found.remove(entry)  # rows that differ and reach the loss couple samples, hidden or not
 
     def _ends_openly(self) -> bool:
         """Whether the last cause has no probe of its own, so that it cannot be released."""

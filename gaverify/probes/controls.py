@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -219,7 +219,8 @@ def cached_gradients(bench: Bench, inside: frozenset[int]) -> ControlRun:
     Source: L. Gao, Y. Zhang, J. Han, J. Callan, Scaling Deep Contrastive Learning Batch Size under Memory Limited
     Setup, 2021, section 3.
     """
-    task = bench.task
+    # one backward over the summed losses would leave no place for the cotangents
+    task = replace(bench.task, strategy="accumulate")
     task.progress("control: cached gradients")
     full, _ = full_batch_gradients(task, bench.state, bench.record, lift=bench.lift, probe=bench.with_probe(None))
     cut = _Cut(task, inside)

@@ -57,6 +57,16 @@ class Dependence:
                 queue.extend(self.readers[current])
         return sorted(found)
 
+    def descendants(self, index: int) -> set[int]:
+        """The step itself and everything computed from it."""
+        found, queue = {index}, list(self.readers[index])
+        while queue:
+            current = queue.pop()
+            if current not in found:
+                found.add(current)
+                queue.extend(self.readers[current])
+        return found
+
     def by_control_flow(self, index: int) -> bool:
         """Whether a step reads what only some of the traces computed."""
         steps = self._m.full.steps

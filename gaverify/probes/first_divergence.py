@@ -155,7 +155,7 @@ class _Reader:
         sources = self._sources(index)
         scope = self._scope(index)
         same = [i for i, k in enumerate(self._dependence.kinds) if k is not None and self._scope(i) == scope]
-        held = sorted({source for i in same for source in self._sources(i)})
+        held = sorted({source for i in same for source in self._sources(i)} | self._given_back(scope))
         functions = {f for i in same if (s := self._full.steps[i]).frame == step.frame for f in _some(s)}
         difference, samples = self._m.rows[index] or (1.0, self._size)
         return Suspect(
@@ -165,6 +165,17 @@ class _Reader:
             source_functions=_in_order({f for i in held if (f := self._held_function(i)) is not None}),
             exits=self._exits(index), calls=self._chain_indices(step),
         )  # fmt: skip
+
+    def _given_back(self, scope: tuple[str, str]) -> set[int]:
+        """All reductions over the batch in modules of one class that reach the samples again."""
+        if scope[0] != "module":
+            return set()
+        return {
+            index
+            for index in self._dependence.live
+            if self._m.tainted[index] and self._scope(index) == scope and not self._reductions(index)
+            and self._dependence.exits(index)
+        }  # fmt: skip
 
     def _exits(self, index: int) -> tuple[FunctionKey, ...]:
         found = self._dependence.exits(index)
@@ -216,11 +227,14 @@ class _Reader:
         return () if step.call is None else (step.call, *self._full.calls[step.call].parents)
 
     def _in_model(self, index: int) -> bool:
-        """Whether a module around the step hands out samples that differ."""
-        return any(
-            call.path is not None and any(self._m.differs(output) for output in call.outputs)
+        """Whether a module around the step hands out samples that come from it, even where they agree by value."""
+        outputs = {
+            output
             for call in _chain(self._full, self._full.steps[index])
-        )
+            for output in call.outputs
+            if call.path is not None and self._m.rows[output] is not None
+        }
+        return bool(outputs) and not outputs.isdisjoint(self._dependence.descendants(index))
 
     def _in_model_of(self, trace: Trace, position: int) -> bool:
         """Whether a module around a stray hands out what not all traces computed."""

@@ -14,7 +14,10 @@ _PAIRS = 50_000_000  # W · P above which rows are not looked for
 # How far fingerprints of one row may lie apart, relative to the largest: the rounding of what came before, in a batch
 # of another size. Half-precision values agree to their 8 bits, and a few layers blur that.
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
-_LOW_TOLERANCE = 0.1
+LOOSE = 0.1
+"""The same where something before computes in lower precision than its result shows (autocast, casts)."""
+_APART = 3.0  # how much farther off every other row must be than the nearest, where the nearest is not close
+_NEAR = 1e-4  # rows closer to each other than this are equal: to be handed out in order
 
 
 def fingerprint(source: torch.Tensor) -> torch.Tensor:
@@ -32,7 +35,7 @@ def fingerprint(source: torch.Tensor) -> torch.Tensor:
 
 def tolerance(source: torch.Tensor) -> float:
     """How far fingerprints of one row may lie apart, relative to the largest."""
-    return _TOLERANCE.get(source.dtype.to_real(), _LOW_TOLERANCE)
+    return _TOLERANCE.get(source.dtype.to_real(), LOOSE)
 
 
 def differ(ours: torch.Tensor, full: torch.Tensor, least: float) -> torch.Tensor:
@@ -62,13 +65,23 @@ def matching_rows(
     found = []
     for row in part:
         distance = (whole - row).abs().amax(1).masked_fill(~free, torch.inf)
-        nearest = float(distance.min())
-        if not nearest <= least * scale:
+        at = _nearest(distance, least * scale, _NEAR * scale)
+        if at is None:
             return None
-        at = int((distance <= nearest + least * scale / 100).nonzero()[0])
         free[at] = False
         found.append(at)
     return torch.tensor(found, dtype=torch.int64, device=full.device)
+
+
+def _nearest(distance: torch.Tensor, allowed: float, near: float) -> int | None:
+    """The first row that is as near as any; None where none is near enough, or others are nearly as near."""
+    nearest = float(distance.min())
+    if not nearest <= allowed:
+        return None
+    equal = distance <= nearest + min(near, allowed)
+    if nearest > near and bool((distance[~equal] < _APART * nearest).any()):
+        return None
+    return int(equal.nonzero()[0])
 
 
 def _rows(prints: torch.Tensor, dim: int) -> torch.Tensor:

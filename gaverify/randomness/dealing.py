@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from gaverify.randomness.contents import fingerprint, tolerance
+from gaverify.randomness.contents import LOOSE, fingerprint, tolerance
 from gaverify.randomness.draws import Draw, DrawRecord, placed
 from gaverify.randomness.operations import (
     arguments_of,
@@ -187,9 +188,11 @@ class Dealer:
             if doubt is not None:
                 self._doubts.append(doubt)
             return selection
-        doubt = doubtful(draw, rows, selection) if selection is not None else torch.tensor(True)
-        if doubt is not None and bool(doubt):
-            found = by_contents(draw, rows)
+        for level in (rows, replace(rows, least=max(rows.least, LOOSE))):
+            doubt = doubtful(draw, level, selection) if selection is not None else torch.tensor(True)
+            if doubt is None or not bool(doubt):
+                return selection
+            found = by_contents(draw, level)
             if found is not None:
                 withdraw(draw, rows)
                 return found

@@ -44,10 +44,15 @@ def generator_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, b
 def drawn_by(operation: str, args: tuple[Any, ...], result: Any) -> torch.Tensor | None:
     """The random tensor in an operation's result; None where it stays inside the kernel."""
     if operation in MASKED:
-        return result[1]  # type: ignore[no-any-return]
+        return plain(result[1])
     if operation.startswith("rrelu_with_noise"):
-        return args[1]  # type: ignore[no-any-return]
-    return result if isinstance(result, torch.Tensor) and "attention" not in operation else None
+        return plain(args[1])
+    return plain(result) if isinstance(result, torch.Tensor) and "attention" not in operation else None
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers of a nested tensor end to end, in the memory where they are; any other tensor as it is."""
+    return tensor.values() if tensor.is_nested else tensor
 
 
 def source_of(func: Any, args: tuple[Any, ...], like: torch.Tensor | None) -> torch.Tensor | None:
@@ -61,10 +66,10 @@ def source_of(func: Any, args: tuple[Any, ...], like: torch.Tensor | None) -> to
     operation = name_of(func)
     source = args[0] if args and isinstance(args[0], torch.Tensor) else None
     if operation in MASKED or operation == "multinomial" or operation.startswith("rrelu_with_noise"):
-        return source
+        return plain(source) if source is not None else None
     if operation == "normal":  # around a mean per element; in place it is drawn into
         return source if not func._schema.name.endswith("_") else None
-    return like
+    return plain(like) if like is not None and like.layout in (torch.strided, torch.jagged) else None
 
 
 def kept_source(func: Any, source: torch.Tensor | None) -> torch.Tensor | None:
@@ -120,9 +125,9 @@ def replaced(
 ) -> Any:  # fmt: skip
     """Puts the dealt rows into the result of the real operation; `source` is its input as it was before."""
     drawn.copy_(value)
-    if operation in MASKED:
+    if operation in MASKED and source is not None:
         keep = 1.0 - args[1]
-        result[0].copy_(args[0] * value.to(args[0].dtype) / keep if keep > 0 else torch.zeros_like(args[0]))
+        plain(result[0]).copy_(source * value.to(source.dtype) / keep if keep > 0 else torch.zeros_like(source))
     elif operation.startswith("rrelu_with_noise") and source is not None:
         (result if isinstance(result, torch.Tensor) else result[0]).copy_(source * args[1])
     return result

@@ -23,7 +23,7 @@ def call_site() -> int:
             break
         if _counts(module):
             # Only torch's own frame is asked for its locals: in a user's, the answer would keep tensors alive.
-            place += (id(code), frame.f_lasti, id(frame.f_locals["self"]) if code is _CALL else 0)
+            place += (id(code), frame.f_lasti, id(frame.f_locals.get("self")) if code is _CALL else 0)
         frame = frame.f_back  # type: ignore[assignment]
     return hash(tuple(place))
 

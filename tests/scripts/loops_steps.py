@@ -111,11 +111,37 @@ def step_in_a_hook(args, model, optimizer, loader):
             loss.backward()
 
 
+def backward_at_the_boundary(args, model, optimizer, loader):
+    """Three of four micro-batches are computed for nothing."""
+    for _ in range(args.epochs):
+        for i, (features, labels) in enumerate(loader):
+            loss = criterion(model(features), labels) / args.accum
+            if (i + 1) % args.accum == 0:
+                loss.backward()  # here: backward_at_the_boundary
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def head_never_steps(args, model, optimizer, loader):
+    """Two optimizers; with accumulation the head's is forgotten."""
+    body = torch.optim.SGD(model[0].parameters(), lr=args.lr)
+    head = torch.optim.SGD(model[-1].parameters(), lr=args.lr)
+    for _ in range(args.epochs):
+        for i, (features, labels) in enumerate(loader):
+            loss = criterion(model(features), labels) / args.accum
+            loss.backward()
+            if (i + 1) % args.accum == 0:
+                body.step()
+                if args.accum == 1:
+                    head.step()
+                model.zero_grad()
+
+
 LOOPS = {
     loop.__name__: loop
     for loop in (
         cleared_inside, cleared_at_epoch, leaks_into_next_epoch, never_cleared, all_but_the_boundary,
-        step_outside_the_if, too_early, decay_by_hand, step_in_a_hook,
+        step_outside_the_if, too_early, decay_by_hand, step_in_a_hook, backward_at_the_boundary, head_never_steps,
     )
 }  # fmt: skip
 

@@ -60,20 +60,20 @@ def judge(record: Record) -> Iterator[Finding]:
     rows = [row for row in rows if row.reason.startswith("no gradient")]
     if update is None or not rows:
         return
+    more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
     if _other_optimizers(record, update.number):
         yield Finding(
             CODE, NAME, "fault", f"not the same optimizers step in update {update.number} of both runs",
             evidence=(Evidence("events", "measured",
-                               f"{len(rows)} parameters reach a step in one run only, `{rows[0].name}` among them",
+                               f"`{rows[0].name}`{more} is stepped in one run only",
                                {"parameters": [row.name for row in rows]}),),
             remedy="step all optimizers at the same place, at the end of the window", proven=True,
         )  # fmt: skip
         return
-    more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
     yield Finding(
         CODE, NAME, "fault", f"`{rows[0].name}`{more} has {rows[0].reason} (update {update.number})",
         location=Location(rows[0].name.rpartition(".")[0]),
-        evidence=(Evidence("comparison", "measured", f"{len(rows)} parameters have a gradient on one side only",
+        evidence=(Evidence("comparison", "measured", f"{_count(len(rows))} a gradient on one side only",
                            {"parameters": [row.name for row in rows]}),),
         remedy="look for a branch that depends on the batch: the parameter is reached in one run only", proven=True,
     )  # fmt: skip
@@ -83,3 +83,7 @@ def _other_optimizers(record: Record, number: int) -> bool:
     whole = next((window for window in record.full_windows if window.number == number), None)
     window = record.window_of(number)
     return whole is not None and window is not None and set(whole.optimizers) != set(window.optimizers)
+
+
+def _count(parameters: int) -> str:
+    return "1 parameter has" if parameters == 1 else f"{parameters} parameters have"
