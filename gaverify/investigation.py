@@ -12,7 +12,7 @@ import torch
 
 from gaverify.comparison import measure
 from gaverify.control import failure_sentence, in_float64
-from gaverify.gradients import PassResult, Task, full_batch_gradients
+from gaverify.gradients import PassProbe, PassResult, Task, full_batch_gradients
 from gaverify.judging import Judgement
 from gaverify.measurements import (
     ControlRun,
@@ -46,6 +46,7 @@ EXPLAINED_FLOAT64, EXPLAINED_FLOAT32 = 1e-6, 1e-3
 _NOTHING_LEFT = 0.01  # of the divergence: a fit that leaves more of a small one does not explain it
 _NO_WEIGHT = 1e-6  # of the largest fitted weight: what has a gradient and counts for less is left out on purpose
 _DRIFT_UNITS = 64.0  # of roundoff that K updates of a running average may differ by
+_NO_EFFECT = 1e-6  # relative change of the difference below which a control changed nothing
 T = TypeVar("T")
 
 
@@ -108,6 +109,7 @@ class _Search:
         self.bench, self.measured = bench, measured
         self.failures: dict[str, str] = {}
         self.shares: tuple[float, ...] = ()  # micro-batch weights that fit the losses
+        self.restoring: PassProbe | None = None  # neutralises the state that forwards change
         self.record = bench.record  # the draws as they were made, where a control holds them constant
         explained = EXPLAINED_FLOAT64 if bench.rounding < 1e-5 else EXPLAINED_FLOAT32
         self.explained = min(explained, _NOTHING_LEFT * measured.total)
@@ -124,7 +126,8 @@ class _Search:
                 return  # a batch that differs from itself tells nothing about micro-batches
             if not (self._means(fit) and self._weights(fit)):
                 changes, left = watch.changes(), measured.left
-                measured.state = self._attempt("state", lambda: proof.blame_state(self.bench, changes, left))
+                blamed = self._attempt("state", lambda: proof.blame_state(self.bench, changes, left))
+                measured.state, self.restoring = blamed or (None, None)
                 measured.coupling = self._attempt("coupling of samples", lambda: sample_coupling(self.bench))
                 if not self._state_explains() and not self._weights(self._joint(fit, self.bench)):
                     self._operations()
@@ -177,12 +180,12 @@ class _Search:
         joint = self._attempt("weights at moved parameters", lambda: proof.joint_fit(bench))
         return joint if joint is not None and joint.residual < self.explained else None
 
-    def _weights(self, fit: WeightFit | None) -> bool:
+    def _weights(self, fit: WeightFit | None, bench: Bench | None = None) -> bool:
         """Runs the accumulation with fitted weights; whether that was done."""
         if fit is None:
             return False
         self.measured.fit = fit
-        remedy = self._attempt("weights", lambda: proof.weights_remedy(self.bench, fit))
+        remedy = self._attempt("weights", lambda: proof.weights_remedy(bench or self.bench, fit))
         self.measured.weight_remedy = remedy
         if remedy is not None:
             self.measured.left = remedy.left
@@ -219,8 +222,9 @@ class _Search:
         measured = self.measured
         base = self.bench
         state = measured.state.control if measured.state is not None else None
-        if state is not None:  # on probation: what is changed may matter only once something else does not
-            base = replace(base, neutral=(*base.neutral, StateRestored(base.state)))
+        if state is not None and self.restoring is not None:
+            # on probation: what is changed may matter only once something else does not
+            base = replace(base, neutral=(*base.neutral, self.restoring))
             fit, left = state.fit, state.left
         else:
             fit, left = measured.fit, measured.left
@@ -246,12 +250,12 @@ class _Search:
         if restored is not None and measured.state is not None:
             alone = self._attempt("state released", lambda: search.final(bench=self.bench))
             if alone is not None and not alone.rounding:
-                there = search.others_neutralised(self.bench)
+                there, left = search.others_neutralised(self.bench), alone.left
                 read = proof.read_changes(measured.state.changes)
                 found = None
                 if there is not None:
-                    found = self._attempt("state held", lambda: proof.blamed(there, read, alone.left))
-                measured.state = replace(measured.state, blamed=found or read, alone=alone.left)
+                    found = self._attempt("state held", lambda: proof.blamed(there, read, left))
+                measured.state = replace(measured.state, blamed=found or read, alone=left)
         if self.bench.record.constant:
             live = replace(restored or self.bench, record=self.record)
             alone = self._attempt("draws released", lambda: search.final(bench=live))
@@ -288,30 +292,37 @@ class _Search:
         if measured.causes or not measured.forwards_agree:
             return
         restored = self._attempt("state restored", lambda: proof.state_restored(self.bench))
-        if restored is not None and restored.rounding:
-            unnamed = StateChange("state", "unnamed", True)
-            measured.state = StateProbe((unnamed,), restored, (unnamed,), (restored,))
-            measured.left = restored.left
+        if restored is None:
+            return
+        unnamed = StateChange("state", "unnamed", True)
+        found = StateProbe((unnamed,), restored, (unnamed,), (restored,))
+        if restored.rounding:
+            measured.state, measured.left = found, restored.left
+        elif abs(restored.left - measured.left) > _NO_EFFECT * measured.left:
+            there = replace(self.bench, neutral=(*self.bench.neutral, StateRestored(self.bench.state)))
+            if self._weights(self._weighed(there, restored.fit), there):
+                measured.state = replace(found, alone=measured.total)
 
     def _backward(self) -> None:
         """Looks for the place where gradients part, where all forwards agree, with weights that fit the losses."""
         measured = self.measured
         if measured.causes or not measured.forwards_agree or measured.left <= self.bench.rounding:
             return
-        weights = self.shares or measured.weights
-        bench = replace(self.bench, task=replace(self.bench.task, weighting=list(weights)))
-        found = self._attempt("backward", lambda: backward_culprit(bench))
+        shares = self.shares or measured.weights
+        bench = replace(self.bench, task=replace(self.bench.task, weighting=list(shares)))
+        found = self._attempt("backward", lambda: backward_culprit(bench, self._means))
         if found is None:
             return
         measured.backward_culprit, measured.backward_control = found.operation, found.control
         if found.control is None or not found.control.rounding:
             return
+        fit = found.control.fit
+        right = fit.weights if fit is not None and self._means(fit) else shares
         measured.left = found.control.left
-        pairs = zip(weights, measured.weights, strict=True)
-        if any(not math.isclose(right, used, rel_tol=1e-7) for right, used in pairs):
+        if any(not math.isclose(c, w, rel_tol=1e-7) for c, w in zip(right, measured.weights, strict=True)):
             noise = measured.fit.noise if measured.fit is not None else math.nan
-            measured.fit = WeightFit(tuple(weights), found.control.left, determined=True, noise=noise)
-            measured.weight_remedy = ControlRun("with these weights", found.control.left, True)
+            measured.fit = WeightFit(tuple(right), measured.left, determined=True, noise=noise)
+            measured.weight_remedy = ControlRun("with these weights", measured.left, True)
 
     def _trace(self, bench: Bench) -> Divergences:
         measured = self.measured

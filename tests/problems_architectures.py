@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy
@@ -234,9 +235,104 @@ def shuffled_micro_batches() -> Problem:
     return problem
 
 
+@healthy("two ways of folding the draws of a repeated batch, in one forward")
+def folded_both_ways() -> Problem:
+    def repeat(x: torch.Tensor) -> torch.Tensor:
+        outside = x.repeat(3, 1)
+        outside = outside + torch.randn_like(outside)
+        inside = outside.unflatten(0, (3, -1)).transpose(0, 1).flatten(0, 1)
+        return (inside + torch.randn_like(inside)).unflatten(0, (-1, 3)).mean(1)
+
+    return _rows_dropped(repeat)
+
+
+@healthy("edges of graphs in any order, and a mask per edge", options={"batch_size": 8})
+def masked_edges() -> Problem:
+    sizes = torch.tensor([3, 5, 2, 4, 6, 3, 4, 2])
+    ends = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
+    graphs = [torch.randint(int(a), int(b), (2, 6)) for a, b in pairwise(ends)]
+    edges = torch.cat(graphs, 1)[:, torch.randperm(48)]
+
+    class Passing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.score, self.head = nn.Linear(6, 8), nn.Linear(16, 1), nn.Linear(8, 4)
+
+        def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            nodes, (source, target) = self.first(batch["nodes"]), batch["edges"]
+            weight = self.score(torch.cat([nodes[source], nodes[target]], 1)).exp().squeeze(1)
+            message = F.dropout(weight, 0.3)[:, None] * nodes[source]
+            nodes = nodes + torch.zeros_like(nodes).index_add(0, target, message)
+            pooled = torch.zeros(len(batch["classes"]), 8, dtype=nodes.dtype)
+            return self.head(pooled.index_add(0, batch["graph"], F.dropout(nodes, 0.1)))
+
+    def split(batch: dict[str, torch.Tensor], start: int, stop: int) -> dict[str, torch.Tensor]:
+        first, last = int(ends[start]), int(ends[stop])
+        own = (batch["edges"][0] >= first) & (batch["edges"][0] < last)
+        return {
+            "nodes": batch["nodes"][first:last], "edges": batch["edges"][:, own] - first,
+            "graph": batch["graph"][first:last] - start, "classes": batch["classes"][start:stop],
+        }  # fmt: skip
+
+    batch = {
+        "nodes": torch.randn(int(sizes.sum()), 6), "edges": edges, "classes": torch.randint(4, (8,)),
+        "graph": torch.repeat_interleave(torch.arange(8), sizes),
+    }  # fmt: skip
+    return Problem(Passing(), lambda model, part: F.cross_entropy(model(part), part["classes"]), batch, split)
+
+
 @healthy("an activation that draws and overwrites its input")
 def randomised_relu_in_place() -> Problem:
     return classified(nn.Sequential(nn.Linear(6, 8), nn.RReLU(inplace=True), nn.Linear(8, 4)), 6)
+
+
+def _nested(layout: torch.layout) -> Problem:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(torch.nested.to_padded_tensor(model(batch[0]), 0.0).sum(1), batch[1])
+
+    rows = torch.nested.nested_tensor([torch.randn(size, 6) for size in _LENGTHS], layout=layout)
+    return Problem(_dropping(), loss, (rows, torch.randint(4, (8,))))
+
+
+@healthy("a batch as a nested tensor, drawn for in one piece")
+def nested_batch() -> Problem:
+    return _nested(torch.jagged)
+
+
+@healthy("a nested tensor of the older layout has no shape")
+def strided_nested_batch() -> Problem:
+    return _nested(torch.strided)
+
+
+def _sparse(layout: torch.layout) -> Problem:
+    def loss(model: nn.Linear, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(torch.sparse.mm(batch[0], F.dropout(model.weight.t(), 0.2)) + model.bias, batch[1])
+
+    rows = torch.randn(8, 6).relu().to_sparse(layout=layout)
+    return Problem(nn.Linear(6, 4), loss, (rows, torch.randint(4, (8,))))
+
+
+ARCHITECTURES += [
+    quiet(name, _seeded(lambda layout=layout: _sparse(layout)), "a sparse batch cannot be sliced")
+    for name, layout in {"sparse_coo_batch": torch.sparse_coo, "sparse_csr_batch": torch.sparse_csr}.items()
+]
+
+
+class InnerFloat32(nn.Module):
+    """Normalises in float32, whatever it is given, as language models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = F.dropout(self.first(x), 0.2).float()
+        return self.head((hidden * torch.exp(-hidden.pow(2).cumsum(1))).to(x.dtype))
+
+
+@healthy("float32 rounding inside a model that was asked for in float64", options={"dtype": "float64"})
+def float32_inside_float64() -> Problem:
+    return classified(InnerFloat32(), 6)
 
 
 def _noised(draw: Callable[[int], Any]) -> Problem:

@@ -57,7 +57,7 @@ def rules(format_: str) -> int:
 def _console() -> Console:
     from gaverify.cli.console import console as console_of
 
-    console = console_of(highlight=False)
+    console: Console = console_of(highlight=False)
     console.width = min(console.width, WIDTH)
     return console
 

@@ -201,7 +201,7 @@ def applications(changed: Callable[[type, Any, Callable[[], Any]], Any]) -> Iter
         torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
         yield
     finally:
-        torch.autograd.Function.apply = original
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
 
 
 class _Functions(TorchFunctionMode):

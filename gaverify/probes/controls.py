@@ -57,6 +57,8 @@ class Bench:
         self.task.progress(f"control: {what}")
         probe = self.with_probe(probe)
         full, _ = full_batch_gradients(self.task, self.state, self.record, lift=self.lift, probe=probe)
+        if not _any(full.gradients):
+            raise ControlFailed(f"with {what} every gradient is zero, so that nothing is left to compare")
         right = None
         if fit:
             sketches, accumulated = self.sketched(full, probe)
@@ -64,8 +66,6 @@ class Bench:
         else:
             accumulated = accumulated_gradients(self.task, self.state, self.record, full, lift=self.lift, probe=probe)
         left = relative_difference(accumulated.gradients, full.gradients)
-        if left == 0.0 and not _any(full.gradients):
-            raise ControlFailed(f"with {what} every gradient is zero, so that nothing is left to compare")
         return ControlRun(what, left, left <= self.rounding, right)
 
     def sketched(
@@ -76,8 +76,8 @@ class Bench:
 
 
 def _any(gradients: Gradients) -> bool:
-    present = [g.to_dense() if g.layout is not torch.strided else g for g in gradients.values() if g is not None]
-    return any(bool((gradient != 0).any()) for gradient in present)
+    present = (g.to_dense() if g.layout is not torch.strided else g for g in gradients.values() if g is not None)
+    return any(bool(gradient.any()) for gradient in present)
 
 
 def relative_difference(accumulated: Gradients, reference: Gradients) -> float:

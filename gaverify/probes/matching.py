@@ -15,6 +15,8 @@ import torch
 from gaverify.probes.fingerprints import Layout
 from gaverify.probes.traces import Result, Step, Trace
 
+_NAN = 1e30  # stands for NaN in a comparison
+
 
 class Matching:
     """The traces of the full batch and of the micro-batches, aligned and compared.
@@ -72,9 +74,10 @@ class Matching:
             parts = self.prints(index, position)
             if result.prints is None or not result.floating or parts is None or not _is_global(result):
                 continue
-            stacked = torch.stack([part[0, 0, :2] for part in parts])
+            stacked = _finite(torch.stack([part[0, 0, :2] for part in parts]))
+            target = _finite(result.prints[0, 0, :2])
             scale = stacked.abs().max().clamp_min(1e-300)
-            left = min(float(((share @ stacked) - result.prints[0, 0, :2]).abs().max() / scale) for share in shares)
+            left = min(float(((share @ stacked) - target).abs().max() / scale) for share in shares)
             worst = max(worst, left)
         return worst
 
@@ -118,10 +121,16 @@ class Matching:
             parts = self.prints(index, position)
             if result.prints is None or parts is None or not _is_global(result):
                 continue
-            scale = result.prints[..., 2].max().clamp_min(1e-300)
-            if any(float((part - result.prints).abs().max() / scale) > self._agree for part in parts):
+            whole = _finite(result.prints)
+            scale = whole[..., 2].max().clamp_min(1e-300)
+            if any(float((_finite(part) - whole).abs().max() / scale) > self._agree for part in parts):
                 return True
         return False
+
+
+def _finite(prints: torch.Tensor) -> torch.Tensor:
+    """Fingerprints in which a NaN is a number of its own: equal to another NaN, and to nothing else."""
+    return prints.nan_to_num(nan=_NAN)
 
 
 def _is_global(result: Result) -> bool:

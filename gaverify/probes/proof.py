@@ -24,6 +24,7 @@ _HELPS = 0.5  # a neutralised suspect that leaves more than half of the differen
 # branch falls otherwise.
 _MOVED = (0.0, 0.01, 0.5)
 _SINGLE = 5  # changed values that are tried one by one
+_NEARER = 0.5  # of what one control leaves over: the other one is kept unless it leaves less than this
 _NO_EFFECT = 1e-6  # relative change of the difference below which holding a value changed nothing
 
 
@@ -43,20 +44,33 @@ def weights_remedy(bench: Bench, fit: WeightFit) -> ControlRun:
     return replace(bench, task=task).run("with these weights")
 
 
-def blame_state(bench: Bench, changes: tuple[StateChange, ...], left: float) -> StateProbe:
-    """Holds what the forward changes still; returns the control run, and which of the changes it blames.
+def blame_state(bench: Bench, changes: tuple[StateChange, ...], left: float) -> tuple[StateProbe, PassProbe | None]:
+    """Holds what the forward changes still; returns the control run, which of the changes it blames, and its probe.
 
     First every micro-batch starts from the full batch's state (a remedy as well), then writes have no effect at all.
-    Where neither explains everything, the first control is returned and nothing is blamed yet.
+    Where neither explains everything, the control that comes nearer is returned and nothing is blamed yet.
     """
     read = read_changes(changes)
     if not read:
-        return StateProbe(changes)
+        return StateProbe(changes), None
+    probe: PassProbe = StateRestored(bench.state)
     restored = state_restored(bench)
     if restored.rounding:
-        return StateProbe(changes, restored, blamed(bench, read, left), (restored,))
-    held = bench.run("state held still", StateHeld(bench.task, [change.name for change in read]))
-    return StateProbe(changes, held, blamed(bench, read, left)) if held.rounding else StateProbe(changes, restored)
+        return StateProbe(changes, restored, blamed(bench, read, left), (restored,)), probe
+    still = StateHeld(bench.task, [change.name for change in read])
+    try:
+        held = bench.run("state held still", still, fit=True)
+    except GaverifyError:  # a counter that stays at zero stops the model
+        return StateProbe(changes, restored), probe
+    if held.rounding:
+        return StateProbe(changes, held, blamed(bench, read, left)), still
+    nearer = _unexplained(held) < _NEARER * _unexplained(restored)
+    return (StateProbe(changes, held), still) if nearer else (StateProbe(changes, restored), probe)
+
+
+def _unexplained(control: ControlRun) -> float:
+    """What a control leaves over, with the best weights."""
+    return control.left if control.fit is None or control.fit.vacuous else control.fit.residual
 
 
 def read_changes(changes: tuple[StateChange, ...]) -> tuple[StateChange, ...]:

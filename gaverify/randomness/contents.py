@@ -16,8 +16,8 @@ _PAIRS = 50_000_000  # W · P above which rows are not looked for
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 LOOSE = 0.1
 """The same where something before computes in lower precision than its result shows (autocast, casts)."""
-_APART = 3.0  # how much farther off every other row must be than the nearest, where the nearest is not close
-_NEAR = 1e-4  # rows closer to each other than this are equal: to be handed out in order
+_APART = 3.0  # under the loose tolerance: how many times farther off every other row must be than the nearest
+_EQUAL = 8.0  # units in the last place within which two rows of one batch are equal: handed out in order
 
 
 def fingerprint(source: torch.Tensor) -> torch.Tensor:
@@ -62,10 +62,10 @@ def matching_rows(
     free = torch.ones(len(whole), dtype=torch.bool, device=whole.device)
     for rows in taken:
         free[rows] = False
+    equal = _EQUAL * torch.finfo(whole.dtype).eps * scale
     found = []
     for row in part:
-        distance = (whole - row).abs().amax(1).masked_fill(~free, torch.inf)
-        at = _nearest(distance, least * scale, _NEAR * scale)
+        at = _nearest(whole, row, free, least * scale, equal)
         if at is None:
             return None
         free[at] = False
@@ -73,15 +73,18 @@ def matching_rows(
     return torch.tensor(found, dtype=torch.int64, device=full.device)
 
 
-def _nearest(distance: torch.Tensor, allowed: float, near: float) -> int | None:
-    """The first row that is as near as any; None where none is near enough, or others are nearly as near."""
-    nearest = float(distance.min())
+def _nearest(whole: torch.Tensor, row: torch.Tensor, free: torch.Tensor, allowed: float, equal: float) -> int | None:
+    """The first row that equals the nearest; None where none is near enough, or others are nearly as near."""
+    distance = (whole - row).abs().amax(1).masked_fill(~free, torch.inf)
+    at = int(distance.argmin())
+    nearest = float(distance[at])
     if not nearest <= allowed:
         return None
-    equal = distance <= nearest + min(near, allowed)
-    if nearest > near and bool((distance[~equal] < _APART * nearest).any()):
+    same = ((whole - whole[at]).abs().amax(1) <= equal) & free
+    close = allowed <= max(_TOLERANCE.values()) * float(whole.abs().max())
+    if not close and bool((distance[~same] < _APART * nearest).any()):
         return None
-    return int(equal.nonzero()[0])
+    return int(same.nonzero()[0])
 
 
 def _rows(prints: torch.Tensor, dim: int) -> torch.Tensor:

@@ -63,13 +63,10 @@ def source_of(func: Any, args: tuple[Any, ...], like: torch.Tensor | None) -> to
         args: Its arguments.
         like: The tensor after whose shape the tensor that is drawn into was made: the input of a dropout.
     """
-    operation = name_of(func)
     source = args[0] if args and isinstance(args[0], torch.Tensor) else None
-    if operation in MASKED or operation == "multinomial" or operation.startswith("rrelu_with_noise"):
-        return plain(source) if source is not None else None
-    if operation == "normal":  # around a mean per element; in place it is drawn into
-        return source if not func._schema.name.endswith("_") else None
-    return plain(like) if like is not None and like.layout in (torch.strided, torch.jagged) else None
+    written = func._schema.name.endswith("_") and not name_of(func).startswith("rrelu_with_noise")
+    source = like if written else source  # what is drawn into has no contents of its own
+    return plain(source) if source is not None and source.layout in (torch.strided, torch.jagged) else None
 
 
 def kept_source(func: Any, source: torch.Tensor | None) -> torch.Tensor | None:

@@ -144,4 +144,7 @@ def _batch_is_inner(draw: Draw, rows: Rows, dim: int, fold: int, inner: bool) ->
         return inner, True
     outer = taken_from(draw.prints, [(dim, slice(start * fold, stop * fold))])
     inside = taken_from(draw.prints, [(dim, _inner_rows(draw, rows, dim, fold))])
-    return bool((rows.prints - inside).norm() < (rows.prints - outer).norm()), False
+    far_inside, far_outer = float((rows.prints - inside).norm()), float((rows.prints - outer).norm())
+    if far_inside == far_outer:  # rows that are all the same do not tell
+        return inner, True
+    return far_inside < far_outer, False
