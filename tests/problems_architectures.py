@@ -5,15 +5,13 @@ Shapes: B = 8 or 16 samples of 6 features (or up to 7 tokens) in 4 micro-batches
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-import numpy
 import torch
 import torch.nn.functional as F
-from problems import Builder, Case, classified, cross_entropy, fault, mlp, quiet
+from problems import Builder, Case, classified, cross_entropy, fault, quiet
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,14 +19,14 @@ from gaverify import Problem
 
 ARCHITECTURES: list[Case] = []
 FAULTY: list[Case] = []
-_LENGTHS = (3, 5, 3, 4, 2, 2, 7, 3)
+LENGTHS = (3, 5, 3, 4, 2, 2, 7, 3)
 
 
 def healthy(why: str, **changes: Any) -> Callable[[Builder], Builder]:
     """Adds the decorated builder to the cases that must be equivalent with a note that draws were replayed."""
 
     def add(build: Builder) -> Builder:
-        ARCHITECTURES.append(quiet(build.__name__, _seeded(build), why, notes="GAV301", **changes))
+        ARCHITECTURES.append(quiet(build.__name__, seeded(build), why, notes="GAV301", **changes))
         return build
 
     return add
@@ -38,21 +36,24 @@ def faulty(codes: str, why: str, **changes: Any) -> Callable[[Builder], Builder]
     """Adds the decorated builder to the cases that must diverge with one of the codes."""
 
     def add(build: Builder) -> Builder:
-        FAULTY.append(fault(build.__name__, _seeded(build), codes, why, **changes))
+        FAULTY.append(fault(build.__name__, seeded(build), codes, why, **changes))
         return build
 
     return add
 
 
-def _seeded(build: Builder) -> Builder:
-    def seeded() -> Problem:
+def seeded(build: Builder) -> Builder:
+    """A builder that starts from the same seed each time."""
+
+    def build_seeded() -> Problem:
         torch.manual_seed(0)
         return build()
 
-    return seeded
+    return build_seeded
 
 
-def _dropping(*parts: nn.Module) -> nn.Sequential:
+def dropping(*parts: nn.Module) -> nn.Sequential:
+    """Linear layers with two dropouts, `parts` behind the first."""
     return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), *parts, nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 4))
 
 
@@ -101,14 +102,14 @@ def packed_lstm_under_uniform_weights() -> Problem:
 
 @healthy("TorchScript draws a mask on its own first, and by a fused dropout once it has seen the shapes")
 def scripted_dropout() -> Problem:
-    problem = classified(_dropping(), 6)
+    problem = classified(dropping(), 6)
     problem.model = torch.jit.script(problem.model)
     return problem
 
 
 @healthy("a traced model")
 def traced_dropout() -> Problem:
-    problem = classified(_dropping(), 6)
+    problem = classified(dropping(), 6)
     problem.model = torch.jit.trace(problem.model, torch.randn(4, 6), check_trace=False)
     return problem
 
@@ -118,7 +119,7 @@ def _looped(forward: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> Probl
         losses = [F.cross_entropy(forward(model, x), y.expand(len(x))) for x, y in zip(*batch, strict=True)]
         return torch.stack(losses).mean()
 
-    return Problem(_dropping(), loss, ([torch.randn(size, 6) for size in _LENGTHS], torch.randint(4, (8,))))
+    return Problem(dropping(), loss, ([torch.randn(size, 6) for size in LENGTHS], torch.randint(4, (8,))))
 
 
 @healthy("a forward per sample: the i-th sample's draws are the i-th")
@@ -137,7 +138,7 @@ def loop_over_equal_samples() -> Problem:
         losses = [F.cross_entropy(model(x)[None], y[None]) for x, y in zip(*batch, strict=True)]
         return torch.stack(losses).mean()
 
-    return Problem(_dropping(), loss, (torch.randn(8, 6), torch.randint(4, (8,))))
+    return Problem(dropping(), loss, (torch.randn(8, 6), torch.randint(4, (8,))))
 
 
 @healthy("a loop over layers around a loop over samples, in one line of code")
@@ -149,7 +150,7 @@ def layers_around_samples() -> Problem:
         return torch.stack([F.cross_entropy(x, y.expand(len(x))) for x, y in zip(rows, classes, strict=True)]).mean()
 
     model = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4)])
-    return Problem(model, loss, ([torch.randn(size, 6) for size in _LENGTHS], torch.randint(4, (8,))))
+    return Problem(model, loss, ([torch.randn(size, 6) for size in LENGTHS], torch.randint(4, (8,))))
 
 
 @healthy("a permutation of each image's own candidates, as detectors draw them")
@@ -230,7 +231,7 @@ def chunked_batch() -> Problem:
 @healthy("micro-batches of the batch's samples in another order")
 def shuffled_micro_batches() -> Problem:
     order = [11, 3, 7, 15, 0, 1, 2, 14, 13, 12, 4, 5, 6, 8, 9, 10]
-    problem = classified(_dropping(), 6)
+    problem = classified(dropping(), 6)
     problem.split = lambda batch, start, stop: tuple(part[order[start:stop]] for part in batch)
     return problem
 
@@ -286,94 +287,9 @@ def randomised_relu_in_place() -> Problem:
     return classified(nn.Sequential(nn.Linear(6, 8), nn.RReLU(inplace=True), nn.Linear(8, 4)), 6)
 
 
-def _nested(layout: torch.layout) -> Problem:
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        return F.cross_entropy(torch.nested.to_padded_tensor(model(batch[0]), 0.0).sum(1), batch[1])
-
-    rows = torch.nested.nested_tensor([torch.randn(size, 6) for size in _LENGTHS], layout=layout)
-    return Problem(_dropping(), loss, (rows, torch.randint(4, (8,))))
-
-
-@healthy("a batch as a nested tensor, drawn for in one piece")
-def nested_batch() -> Problem:
-    return _nested(torch.jagged)
-
-
-@healthy("a nested tensor of the older layout has no shape")
-def strided_nested_batch() -> Problem:
-    return _nested(torch.strided)
-
-
-def _sparse(layout: torch.layout) -> Problem:
-    def loss(model: nn.Linear, batch: Any) -> torch.Tensor:
-        return F.cross_entropy(torch.sparse.mm(batch[0], F.dropout(model.weight.t(), 0.2)) + model.bias, batch[1])
-
-    rows = torch.randn(8, 6).relu().to_sparse(layout=layout)
-    return Problem(nn.Linear(6, 4), loss, (rows, torch.randint(4, (8,))))
-
-
-ARCHITECTURES += [
-    quiet(name, _seeded(lambda layout=layout: _sparse(layout)), "a sparse batch cannot be sliced")
-    for name, layout in {"sparse_coo_batch": torch.sparse_coo, "sparse_csr_batch": torch.sparse_csr}.items()
-]
-
-
-class InnerFloat32(nn.Module):
-    """Normalises in float32, whatever it is given, as language models do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.head = nn.Linear(6, 8), nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = F.dropout(self.first(x), 0.2).float()
-        return self.head((hidden * torch.exp(-hidden.pow(2).cumsum(1))).to(x.dtype))
-
-
-@healthy("float32 rounding inside a model that was asked for in float64", options={"dtype": "float64"})
-def float32_inside_float64() -> Problem:
-    return classified(InnerFloat32(), 6)
-
-
-def _noised(draw: Callable[[int], Any]) -> Problem:
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        x, y = batch
-        noise = torch.as_tensor(numpy.asarray(draw(len(x))), dtype=x.dtype).reshape(-1, 1)
-        return F.cross_entropy(model(x + 0.5 * noise), y)
-
-    return Problem(mlp(), loss, (torch.randn(16, 6), torch.randint(4, (16,))))
-
-
-FOREIGN: dict[str, Callable[[int], Any]] = {
-    "numpy-array": lambda n: numpy.random.randn(n),
-    "numpy-arrays": lambda n: numpy.random.rand(n) + numpy.random.normal(0.0, 1.0, n),
-    "numpy-integers": lambda n: numpy.random.randint(0, 5, size=(n,)),
-    "numpy-choice": lambda n: numpy.random.choice([1.0, 2.0], size=n, p=[0.3, 0.7]),
-    "numpy-per-sample": lambda n: [numpy.random.choice(9, 2, replace=False)[0] for _ in range(n)],
-    "python-per-sample": lambda n: [random.gauss(0, 1) for _ in range(n)],
-    "python-sample": lambda n: [random.sample(range(9), 3)[0] for _ in range(n)],
-    "python-branch": lambda n: [random.random() if random.random() < 0.5 else 0.0 for _ in range(n)],
-    "once-and-per-sample": lambda n: numpy.random.rand() + numpy.array([random.random() for _ in range(n)]),
-}
-ARCHITECTURES += [
-    quiet(name, _seeded(lambda draw=draw: _noised(draw)), "draws from global generators are made again", notes="GAV301")
-    for name, draw in FOREIGN.items()
-]
-
-
-@faulty("GAV302", "one Python call draws a list for the whole batch: it has no rows that could be dealt out")
-def python_choices() -> Problem:
-    return _noised(lambda n: random.choices([1.0, 2.0, 3.0], k=n))
-
-
-@faulty("GAV302", "a permutation of the batch has no rows of its own for a micro-batch")
-def numpy_permutation() -> Problem:
-    return _noised(lambda n: numpy.random.permutation(n))
-
-
 @faulty("GAV101", "dropout behind a BatchNorm: the rows really differ, and are not looked for elsewhere")
 def dropout_behind_batch_norm() -> Problem:
-    return classified(_dropping(nn.BatchNorm1d(8)), 6)
+    return classified(dropping(nn.BatchNorm1d(8)), 6)
 
 
 @faulty("GAV103", "partners from the other end of the batch, dropout in the model")
@@ -382,4 +298,4 @@ def mixed_pairs_with_dropout() -> Problem:
         x, y = batch
         return cross_entropy(model, (0.3 * x + 0.7 * x.flip(0), y))
 
-    return Problem(_dropping(), loss, (torch.randn(16, 6), torch.randint(4, (16,))))
+    return Problem(dropping(), loss, (torch.randn(16, 6), torch.randint(4, (16,))))

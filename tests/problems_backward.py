@@ -209,8 +209,14 @@ def resting_target() -> Problem:
 FAULTS = (
     fault("averages", moving_weights, "GAV403", "the next micro-batch is weighted by what this one left", planted=True),
     fault("key-list", key_list, "GAV403", "a global list of keys grows with every forward", planted=True),
-    fault("target-network", target_network, "GAV401", "frozen parameters that the forward moves", planted=True,
-          module="target"),
+    fault(
+        "target-network",
+        target_network,
+        "GAV401",
+        "frozen parameters that the forward moves",
+        planted=True,
+        module="target",
+    ),
     fault(
         "backward-norm", normalised_gradient, "GAV104", "a backward divides by the norm of what reaches it", module="1"
     ),

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy
 import problems_architectures
+import problems_foreign
 import problems_transformers
 import pytest
 import torch
@@ -53,7 +54,7 @@ def test_transformers_model_is_named(case: Case) -> None:
     assert fault_codes(verdict) and fault_codes(verdict) <= case.codes, f"{case.why}\n{story(verdict)}"
 
 
-@pytest.mark.parametrize("name", sorted(problems_architectures.FOREIGN))
+@pytest.mark.parametrize("name", sorted(problems_foreign.FOREIGN))
 def test_global_generators_are_as_they_were(name: str) -> None:
     """Their functions are wrapped for the length of a pass only, and no draw of ours is left in them."""
     functions = {**vars(random)}, {**vars(numpy.random)}

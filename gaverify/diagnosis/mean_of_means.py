@@ -116,12 +116,12 @@ def judge(measured: Measurements) -> Iterator[Finding]:
 
 def _meaning(measured: Measurements, fitted: tuple[float, ...]) -> tuple[str, str]:
     """What the fitted weights are, and how to ask for them."""
+    if are_shares(fitted, tuple(map(float, measured.sizes))):
+        return "; they are the shares of samples n_k/N", "weight each micro-batch by n_k/N (--weighting samples)"
     if are_shares(fitted, measured.valid_targets):
         return (
             "; they are the shares of valid targets",
             "weight each micro-batch by its share of the window's valid targets (--weighting tokens)",
         )
-    if are_shares(fitted, tuple(map(float, measured.sizes))):
-        return "; they are the shares of samples n_k/N", "weight each micro-batch by n_k/N (--weighting samples)"
     weights = ", ".join(f"{weight:.6g}" for weight in fitted)
     return "", f"multiply the micro-batch losses by {weights}"

@@ -60,9 +60,7 @@ def layout_of(full: tuple[int, ...], micro: tuple[int, ...], batch_size: int, co
     changed = [dim for dim, (whole, part) in enumerate(zip(full, micro, strict=True)) if whole != part]
     if not changed:
         return Layout("global")
-    scaled = [
-        dim for dim in changed if full[dim] % batch_size == 0 and micro[dim] == full[dim] // batch_size * count
-    ]
+    scaled = [dim for dim in changed if full[dim] % batch_size == 0 and micro[dim] == full[dim] // batch_size * count]
     if len(changed) == 1:
         return Layout("rows", changed[0], full[changed[0]] // batch_size) if scaled else Layout("selected", changed[0])
     return Layout("matrix") if len(scaled) == len(changed) else None

@@ -138,9 +138,7 @@ class OperationTracer(PassProbe):
         written = not name.startswith(_UNWRITTEN)
         if written and result.layout is not None and tensor.layout is torch.strided:
             with _disable_current_modes():
-                result.prints = fingerprint(
-                    tensor, result.layout, integers=name == INPUT or tensor.dtype is torch.bool
-                )
+                result.prints = fingerprint(tensor, result.layout, integers=name == INPUT or tensor.dtype is torch.bool)
         return result
 
     def _enter(self, module: nn.Module, _: Any) -> None:

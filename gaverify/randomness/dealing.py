@@ -96,8 +96,9 @@ class Dealer:
             self._finish_last()
         if not self.record.inner:
             self._miss(range(self._next, len(self.record.draws)))
-        if any(bool(doubt) for doubt in self._doubts):
-            self.record.ambiguous = True
+        for device in {doubt.device for doubt in self._doubts}:  # one wait per device, not one per draw
+            doubts = torch.stack([doubt for doubt in self._doubts if doubt.device == device])
+            self.record.ambiguous = self.record.ambiguous or bool(doubts.any())
         self._foreign.finish()
 
     def _finish_last(self) -> None:

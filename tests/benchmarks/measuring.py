@@ -16,8 +16,7 @@ from statistics import median
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 4
 _HIGH_WATER = (
-    "import sys; sys.path[:0] = [{root!r}, {here!r}]; "
-    "import {module} as m; m.{function}(); print(m.measuring.peak())"
+    "import sys; sys.path[:0] = [{root!r}, {here!r}]; import {module} as m; m.{function}(); print(m.measuring.peak())"
 )
 
 
