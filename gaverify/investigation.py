@@ -26,7 +26,7 @@ from gaverify.measurements import (
     is_constant,
 )
 from gaverify.precision import unit_roundoff
-from gaverify.probes import proof
+from gaverify.probes import blame, proof
 from gaverify.probes.backward_divergence import backward_culprit
 from gaverify.probes.batch_quality import identical_samples
 from gaverify.probes.causes import CauseSearch
@@ -126,7 +126,7 @@ class _Search:
                 return  # a batch that differs from itself tells nothing about micro-batches
             if not (self._means(fit) and self._weights(fit)):
                 changes, left = watch.changes(), measured.left
-                blamed = self._attempt("state", lambda: proof.blame_state(self.bench, changes, left))
+                blamed = self._attempt("state", lambda: blame.blame_state(self.bench, changes, left))
                 measured.state, self.restoring = blamed or (None, None)
                 measured.coupling = self._attempt("coupling of samples", lambda: sample_coupling(self.bench))
                 if not self._state_explains() and not self._weights(self._joint(fit, self.bench)):
@@ -247,14 +247,16 @@ class _Search:
     def _others(self, search: CauseSearch, restored: Bench | None) -> None:
         """Releases state and draws while everything else stays neutralised: do they matter by themselves?"""
         measured = self.measured
+        if restored is not None or self.bench.record.constant:
+            search.close()
         if restored is not None and measured.state is not None:
             alone = self._attempt("state released", lambda: search.final(bench=self.bench))
             if alone is not None and not alone.rounding:
                 there, left = search.others_neutralised(self.bench), alone.left
-                read = proof.read_changes(measured.state.changes)
+                read = blame.read_changes(measured.state.changes)
                 found = None
                 if there is not None:
-                    found = self._attempt("state held", lambda: proof.blamed(there, read, left))
+                    found = self._attempt("state held", lambda: blame.blamed(there, read, left))
                 measured.state = replace(measured.state, blamed=found or read, alone=left)
         if self.bench.record.constant:
             live = replace(restored or self.bench, record=self.record)
@@ -291,7 +293,7 @@ class _Search:
         measured = self.measured
         if measured.causes or not measured.forwards_agree:
             return
-        restored = self._attempt("state restored", lambda: proof.state_restored(self.bench))
+        restored = self._attempt("state restored", lambda: blame.state_restored(self.bench))
         if restored is None:
             return
         unnamed = StateChange("state", "unnamed", True)

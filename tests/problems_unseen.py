@@ -310,6 +310,28 @@ class TokenNorm(nn.Module):
         return self.head(self.norm(self.embedding(tokens)))
 
 
+class Sparse(nn.Module):
+    """Top-1 routing: an expert that no sample of a micro-batch chooses has no gradient there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(6, 3), nn.ModuleList(nn.Linear(6, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, choice = self.router(x).softmax(1).max(1)
+        out = x.new_zeros(len(x), 4)
+        for number, expert in enumerate(self.experts):
+            rows = (choice == number).nonzero()[:, 0]
+            if len(rows):
+                out = out.index_add(0, rows, weight[rows, None] * expert(x[rows]))
+        return out
+
+
+def sparse() -> Problem:
+    torch.manual_seed(7)
+    return under(cross_entropy, Sparse())
+
+
 class TwoMixtures(nn.Module):
     """A softmax over the batch, and a mean over the batch later."""
 
@@ -382,6 +404,7 @@ FAULTS = (
     fault("loop-over-pairs", lambda: under(loop_over_pairs), "GAV103", "traces of different length", planted=True),
     fault("gradient-penalty", lambda: under(lambda m, b: gradient_penalty(m, b, True)), "GAV103",
           "one norm over all samples of a gradient taken in the forward", planted=True),
+    fault("idle-expert", sparse, "GAV202", "five micro-batches of 4 and 3 samples; some leave an expert out", steps=5),
     fault("pasted", lambda: under(pasted), "GAV103", "inputs and labels of another sample", planted=True),
 )  # fmt: skip
 
@@ -400,6 +423,7 @@ TWINS = (
     quiet("hardest-half", lambda: under(above_threshold), "a threshold that is a constant"),
     quiet("loop-over-pairs", lambda: under(loop_over_samples), "a loop whose terms are samples"),
     quiet("gradient-penalty", lambda: under(lambda m, b: gradient_penalty(m, b, False)), "a norm per sample"),
+    quiet("idle-expert", sparse, "weighted by n_k/N", steps=5, options={"weighting": "samples"}),
     quiet("pasted", lambda: under(diagonal_only), "all pairs are computed and only the diagonal is used"),
 )
 

@@ -8,13 +8,8 @@ Shapes: B samples, micro-batches of samples `start` to `stop - 1`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
-from torch import nn
 
 from gaverify.errors import GaverifyError
 from gaverify.gradients import PassProbe, accumulated_gradients, full_batch_gradients
@@ -24,18 +19,17 @@ from gaverify.probes.backward_controls import (
     OutputsHeld,
     WithoutHooks,
     WithoutTensorHooks,
-    applications,
     module_registries,
     parameter_registries,
 )
+from gaverify.probes.backward_listening import GradientListener
 from gaverify.probes.controls import Bench
-from gaverify.probes.holding import ControlFailed, OutputHeld, rows_for
+from gaverify.probes.holding import OutputHeld
 from gaverify.probes.traces import Frame, source_line
-from gaverify.tracebacks import calling_frame, shown
+from gaverify.tracebacks import shown
 
 _AGREE = 1e-6
 _LINES = 6  # lines or modules that are tried one by one
-Key = tuple[int, str, int]  # the module call, "outputs" or "inputs", the position of the tensor
 
 
 @dataclass(frozen=True)
@@ -165,16 +159,16 @@ def _kinds(bench: Bench) -> dict[str, str]:
     return {path: type(module).__name__ for root in bench.task.modules for path, module in root.named_modules()}
 
 
-def _listened(bench: Bench) -> _GradientListener:
+def _listened(bench: Bench) -> GradientListener:
     """Runs both strategies and compares the gradients at all boundaries."""
-    listener = _GradientListener(bench)
+    listener = GradientListener(bench)
     probe = bench.with_probe(listener)
     full, _ = full_batch_gradients(bench.task, bench.state, bench.record, lift=bench.lift, probe=probe)
     accumulated_gradients(bench.task, bench.state, bench.record, full, lift=bench.lift, probe=probe)
     return listener
 
 
-def _diverging_call(listener: _GradientListener) -> int | None:
+def _diverging_call(listener: GradientListener) -> int | None:
     """The innermost call whose output gradients agree and whose input gradients do not."""
     culprits = [
         call
@@ -184,7 +178,7 @@ def _diverging_call(listener: _GradientListener) -> int | None:
     return max(culprits) if culprits else None  # the innermost call was entered last
 
 
-def _starts_in_the_loss(listener: _GradientListener) -> bool:
+def _starts_in_the_loss(listener: GradientListener) -> bool:
     """Whether the gradients that reach the outermost modules differ already."""
     outermost = [listener.by_call().get(call, {}).get("outputs", []) for call in listener.outermost]
     return any(outputs and max(outputs) > _AGREE for outputs in outermost)
@@ -195,93 +189,3 @@ def _loss_function(bench: Bench) -> Operation:
     if code is None:
         return Operation("backward of the loss")
     return Operation("backward of the loss", file=shown(code.co_filename), line=code.co_firstlineno)
-
-
-class _GradientListener(PassProbe):
-    """Keeps the gradients at module boundaries of the full batch, and compares the micro-batches' with their rows."""
-
-    def __init__(self, bench: Bench) -> None:
-        self._names = {module: path for root in bench.task.modules for path, module in root.named_modules()}
-        self._bounds, self._size = list(bench.task.bounds()), bench.task.batch_size
-        self._full: dict[Key, torch.Tensor] = {}
-        self._worst: dict[Key, float] = {}
-        self.paths: dict[int, str] = {}
-        self.outermost: set[int] = set()
-        self.functions: dict[int, tuple[int, str, Frame]] = {}  # position among applications, class, line
-        self._k: int | None = None
-        self._calls = -1
-        self._stack: list[int] = []
-
-    @contextmanager
-    def around(self, k: int | None) -> Iterator[None]:
-        """Registers tensor hooks while the forward runs; they fire in its backward."""
-        self._k, self._calls, self._stack = k, -1, []
-        handles = [
-            nn.modules.module.register_module_forward_pre_hook(self._enter),
-            nn.modules.module.register_module_forward_hook(self._leave),
-        ]
-        self._applied = 0
-        try:
-            with applications(self._apply):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def by_call(self) -> dict[int, dict[str, list[float]]]:
-        """The largest relative differences at every boundary that both runs passed, by module call and side."""
-        found: dict[int, dict[str, list[float]]] = {}
-        for (call, side, _), difference in self._worst.items():
-            found.setdefault(call, {}).setdefault(side, []).append(difference)
-        return found
-
-    def _enter(self, module: nn.Module, inputs: Any) -> None:
-        self._calls += 1
-        if not self._stack:
-            self.outermost.add(self._calls)
-        self._stack.append(self._calls)
-        if module in self._names:
-            self.paths[self._calls] = self._names[module]
-            self._listen(inputs, self._calls, "inputs")
-
-    def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
-        if self._stack:
-            call = self._stack.pop()
-            if module in self._names:
-                self._listen(output, call, "outputs")
-
-    def _apply(self, kind: type, args: Any, call: Callable[[], Any]) -> Any:
-        """Listens at a custom function; what its own arguments were used for besides shows in other calls."""
-        self._calls += 1
-        number, frame = self._calls, calling_frame()
-        self.functions[number] = (self._applied, kind.__name__, frame)
-        self._applied += 1
-        inside = [self.paths[call] for call in self._stack if call in self.paths]
-        if inside:
-            self.paths[number] = inside[-1]
-        self._listen(args, number, "inputs")
-        result = call()
-        self._listen(result, number, "outputs")
-        return result
-
-    def _listen(self, value: Any, call: int, side: str) -> None:
-        tensors = value if isinstance(value, tuple | list) else (value,)
-        for position, tensor in enumerate(tensors):
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda g, key=(call, side, position), k=self._k: self._hear(key, k, g))
-
-    def _hear(self, key: Key, k: int | None, gradient: torch.Tensor) -> None:
-        with torch.no_grad():
-            if k is None:
-                self._full[key] = gradient.detach().clone()
-                return
-            full = self._full.get(key)
-            if full is None or full.shape == gradient.shape:
-                return  # no rows of its own
-            try:
-                rows = rows_for(full, gradient, *self._bounds[k], self._size)
-            except ControlFailed:
-                return
-            scale = float(rows.norm()) or 1.0
-            difference = float((gradient.detach() - rows).norm()) / scale
-            self._worst[key] = max(self._worst.get(key, 0.0), difference)

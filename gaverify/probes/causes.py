@@ -10,11 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from gaverify.control import failure_sentence
+from gaverify.errors import GaverifyError
 from gaverify.gradients import PassProbe
 from gaverify.measurements import Cause, ControlRun, Suspect, WeightFit
 from gaverify.probes import proof
 from gaverify.probes.controls import Bench, cached_gradients
 from gaverify.probes.first_divergence import Divergences
+from gaverify.probes.holding import Held
 from gaverify.probes.normalisation import normalises_channels
 
 _ROUNDS = 5  # causes that are looked for one after the other
@@ -92,6 +94,25 @@ class CauseSearch:
                 self._residual = control.fit.residual
         if self.cleared:
             self._released()
+
+    def close(self) -> None:
+        """Gives a last cause that cached gradients repair a probe of its own, so that others can be released beside it.
+
+        A cached gradient computes the loss once: state that only the loss reads would not show.
+        """
+        if not (self._ends_openly() and self.cleared):
+            return
+        last, bench = self._found[-1], self._with(self._found[:-1], self._bench)
+        suspect, bounds = last.cause.suspect, list(bench.task.bounds())
+        for functions in (suspect.source_functions, suspect.functions):
+            probe = Held(functions, bounds, bench.task.batch_size)
+            try:
+                held = functions and bench.run("what couples the samples held constant", probe)
+            except GaverifyError:
+                continue
+            if held and held.rounding:
+                last.neutral = probe
+                return
 
     def final(self, without: Neutralised | None = None, bench: Bench | None = None) -> ControlRun:
         """Runs the last control again, without one of the neutralised causes or on another bench."""

@@ -20,16 +20,18 @@ def sketch(tensors: list[torch.Tensor | None]) -> torch.Tensor:
     """Returns a linear sketch of length 4096 of all tensors laid end to end, in float64 on their device.
 
     Each element is added with a random sign to the bucket of its position modulo 4096, so inner products are
-    preserved in expectation and linear relations exactly.
+    preserved in expectation and linear relations exactly. The signs depend on a tensor's place in the list, whether or
+    not those before it are None: a parameter that one micro-batch leaves out changes nothing for the others.
 
     Source: M. Charikar, K. Chen, M. Farach-Colton, Finding frequent items in data streams, 2002 (count sketch).
     """
-    present = [tensor for tensor in tensors if tensor is not None]
-    device = present[0].device
+    present = {place: tensor for place, tensor in enumerate(tensors) if tensor is not None}
+    device = next((tensor.device for tensor in present.values()), torch.device("cpu"))
     wide = torch.float32 if device.type == "mps" else torch.float64
     total = torch.zeros(SKETCH, dtype=wide, device=device)
-    generator = torch.Generator(device="cpu").manual_seed(0)
-    for tensor in present:
+    generator = torch.Generator(device="cpu")
+    for place, tensor in present.items():
+        generator.manual_seed(place)
         dense = tensor.to_dense() if tensor.layout is not torch.strided else tensor
         flat = torch.view_as_real(dense.resolve_conj()).reshape(-1) if dense.is_complex() else dense.reshape(-1)
         for start in range(0, flat.numel(), SKETCH * _CHUNK_ROWS):

@@ -1,0 +1,13 @@
+"""What every test run starts from: one thread, and an interrupt that interrupts."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+# The models of the tests are so small that handing work to other threads takes longer than doing it. Set before torch
+# is imported, and for the processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A shell starts what it runs in the background with SIGINT ignored, and children inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
