@@ -18,7 +18,7 @@ from gaverify.results import Element, Method, Outcome, ParameterComparison
 _CHUNK = 1 << 18
 _PIECE = 1 << 18  # elements of small parameters that are laid end to end, in float64 with their squares
 _SMALL = 1 << 15
-_ALIKE = 8  # parameters of one size from which on they are measured as the rows of a matrix
+_ALIKE = 8  # parameters of one shape from which on they are measured as the rows of a matrix
 _SAFE = (1e-12, 1e15)  # norms whose squares float32 can sum
 # A summed gradient's rounding grows with the terms, not with the sum; "a few" units of roundoff of their scale.
 WORKING_UNITS = 16.0
@@ -147,12 +147,12 @@ def _measured(pairs: Sequence[Pair]) -> Iterator[tuple[Pair, tuple[float, ...]]]
     pending: dict[torch.device, list[tuple[list[Pair], torch.Tensor]]] = {}
     for (device, *_), group in groups.items():
         entries = pending.setdefault(device, [])
-        alike: dict[int, list[Pair]] = {}
+        alike: dict[torch.Size, list[Pair]] = {}
         for pair in group:
             if pair.elements >= _SMALL:
                 entries.append(([pair], _walked(pair.actual, pair.expected)))
             else:
-                alike.setdefault(pair.elements, []).append(pair)
+                alike.setdefault(pair.expected.shape, []).append(pair)
         odd = [pair for pairs_alike in alike.values() if len(pairs_alike) < _ALIKE for pair in pairs_alike]
         entries += [(piece, _segments(piece)) for piece in _pieces(odd)]
         for pairs_alike in alike.values():
@@ -186,11 +186,11 @@ def _wide(device: torch.device) -> torch.dtype:
 
 
 def _stacked(piece: list[Pair]) -> torch.Tensor:
-    """The numbers of many small parameters of one size: a row for each. Shape (P, 6)."""
+    """The numbers of many small parameters of one shape: a row for each. Shape (P, 6)."""
     wide = _wide(piece[0].expected.device)
     size = len(piece), piece[0].elements
-    expected = _flat([pair.expected for pair in piece]).to(wide).view(size)
-    actual = _flat([pair.actual for pair in piece]).to(wide).view(size)
+    expected = torch.stack([pair.expected for pair in piece]).to(wide).view(size)
+    actual = torch.stack([pair.actual for pair in piece]).to(wide).view(size)
     difference = actual - expected
     norms = [torch.linalg.vector_norm(side, dim=1) for side in (expected, actual, difference)]
     if piece[0].elements == 0:
