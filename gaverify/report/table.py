@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
 from gaverify.report.layout import Layout, Line, cells, columns, pad
 from gaverify.report.wording import number, ordered, shape, value, worst
 from gaverify.results import Outcome, ParameterComparison, Verdict
+
+_VANISHING = 1e-12
+"""A gradient so far below the largest one is what rounding left of a zero."""
 
 SMALL = 10
 """A table of at most so many parameters is never folded."""
@@ -27,10 +31,11 @@ def table_lines(verdict: Verdict, layout: Layout, show_all: bool) -> list[Line]:
     if not rows:
         return []
     shown = rows if show_all or len(rows) <= SMALL else _failing(rows)
-    lines = _rows(shown, layout) if shown else []
+    zero = _VANISHING * max((row.reference_norm for row in rows if math.isfinite(row.reference_norm)), default=0.0)
+    lines = _rows(shown, layout, zero) if shown else []
     lines += _hidden(rows[len(shown) :], layout)
-    if any(row.reference_norm == 0 and row.method != "not-compared" for row in shown):
-        lines += layout.wrap("* not relative: the full-batch gradient is zero", indent=2, style="dim")
+    if any(row.reference_norm <= zero and row.method != "not-compared" for row in shown):
+        lines += layout.wrap("* not relative: the full-batch gradient is zero, or rounding", indent=2, style="dim")
     return lines
 
 
@@ -50,8 +55,8 @@ def _hidden(rows: Sequence[ParameterComparison], layout: Layout) -> list[Line]:
     return lines
 
 
-def _rows(rows: Sequence[ParameterComparison], layout: Layout) -> list[Line]:
-    body = [[layout.text(cell) for cell in _cells(row)] for row in rows]
+def _rows(rows: Sequence[ParameterComparison], layout: Layout, zero: float) -> list[Line]:
+    body = [[layout.text(cell) for cell in _cells(row, zero)] for row in rows]
     table = [[layout.text(cell) for cell in _HEADER], *body]
     rest = columns([row[1:] for row in table], right=(1, 2, 3))
     taken = sum(cells(cell) + len(_GAP) for cell in rest[0]) + len(_GAP)
@@ -76,12 +81,12 @@ def _rows(rows: Sequence[ParameterComparison], layout: Layout) -> list[Line]:
     return lines
 
 
-def _cells(row: ParameterComparison) -> tuple[str, ...]:
+def _cells(row: ParameterComparison, zero: float) -> tuple[str, ...]:
     name = row.name or "(unnamed)"
     difference, allowed = number(row.relative_difference), number(row.relative_allowed)
     if row.method == "not-compared":
         allowed = "-"
-    elif row.reference_norm == 0:
+    elif row.reference_norm <= zero:
         # Relative to zero everything is infinite; the plain norms say something, the star says what they are.
         difference, allowed = number(row.difference_norm) + "*", number(row.allowed) + "*"
     return name, shape(row), number(row.reference_norm), difference, allowed, row.outcome.value
