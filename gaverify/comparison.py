@@ -205,7 +205,7 @@ def _segments(piece: list[Pair]) -> torch.Tensor:
     expected, actual = _flat([pair.expected for pair in piece]), _flat([pair.actual for pair in piece])
     wide = _wide(expected.device)
     expected, actual = expected.to(wide), actual.to(wide)
-    lengths = torch.tensor([pair.elements for pair in piece], device=expected.device)
+    lengths = torch.tensor([pair.elements for pair in piece]).to(expected.device, non_blocking=True)
     difference = actual - expected
     squares = torch.stack([expected * expected, actual * actual, difference * difference], dim=1)
     norms = torch.segment_reduce(squares, "sum", lengths=lengths, axis=0, unsafe=True, initial=0.0).sqrt_()
