@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from gaverify.errors import GaverifyError as GaverifyError
     from gaverify.errors import ProblemError as ProblemError
     from gaverify.errors import SpecError as SpecError
-    from gaverify.problem import Problem as Problem
-    from gaverify.results import Finding as Finding
-    from gaverify.results import Outcome as Outcome
-    from gaverify.results import ParameterComparison as ParameterComparison
-    from gaverify.results import Verdict as Verdict
+    from gaverify.passes.problem import Problem as Problem
+    from gaverify.records.comparison import Outcome as Outcome
+    from gaverify.records.comparison import ParameterComparison as ParameterComparison
+    from gaverify.records.findings import Finding as Finding
+    from gaverify.records.verdict import Verdict as Verdict
     from gaverify.verification import assert_equivalent as assert_equivalent
     from gaverify.verification import verify as verify
 
@@ -27,11 +27,11 @@ _HOMES = {
     "GaverifyError": "gaverify.errors",
     "ProblemError": "gaverify.errors",
     "SpecError": "gaverify.errors",
-    "Problem": "gaverify.problem",
-    "Finding": "gaverify.results",
-    "Outcome": "gaverify.results",
-    "ParameterComparison": "gaverify.results",
-    "Verdict": "gaverify.results",
+    "Problem": "gaverify.passes.problem",
+    "Finding": "gaverify.records.findings",
+    "Outcome": "gaverify.records.comparison",
+    "ParameterComparison": "gaverify.records.comparison",
+    "Verdict": "gaverify.records.verdict",
     "assert_equivalent": "gaverify.verification",
     "verify": "gaverify.verification",
 }

@@ -4,6 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+"""What torch's allocators say; the CPU's raises a plain RuntimeError."""
+
+_NO_SUCH_SIZE = (
+    "Storage size calculation overflowed",
+    "numel: integer multiplication overflow",
+    "Overflow when unpack",
+)
+"""What torch says of a shape whose number of bytes does not even fit an integer."""
+
+
+def text_of(error: BaseException) -> str:
+    """Returns `str(error)`, or what stands for it where the exception cannot print itself."""
+    try:
+        return str(error).strip()
+    except Exception as broken:
+        return f"(its own text cannot be read: {type(broken).__name__})"
+
+
+class HardExit(SystemExit):
+    """Stands for a call of `os._exit` by the user's code, which would end the process without a verdict."""
+
+
+def exit_call(error: SystemExit) -> str:
+    """Returns the call by which the user's code wanted to leave Python."""
+    return f"{'os._exit' if isinstance(error, HardExit) else 'sys.exit'}({error.code!r})"
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether memory ran out, on any device, also behind another error; a shape too large for any memory counts."""
+    while error is not None:
+        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+            return True
+        # a shape beyond 64 bits is a TypeError or an OverflowError, an allocator's refusal a RuntimeError
+        if isinstance(error, RuntimeError | TypeError | OverflowError | ValueError):
+            said = text_of(error)
+            if any(words in said for words in _NO_MEMORY) and isinstance(error, RuntimeError):
+                return True
+            if any(words in said for words in _NO_SUCH_SIZE):
+                return True
+        error = error.__cause__
+    return False
+
 
 class GaverifyError(Exception):
     """Any condition that gaverify foresees. `exit_code` is what the command line leaves with."""

@@ -2,7 +2,7 @@
 
 A page starts with `CODE name: one line.`, where `(note)` or `(fault or note)` behind the name tells the severity of its
 findings (a fault where nothing is said), and has the sections of `HEADINGS`, each heading alone on its line. Indented
-lines are formulas and code.
+lines are formulas and code. Where a code arises in runs and in audits, both examples stand under `Example`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ HEADINGS = (
     "When it is harmless",
     "References",
 )
+A_MODEL, A_LOOP = "A model:", "A training loop:"
+"""Lines above the two examples of a code that arises in both: `gaverify run` shows one, `gaverify audit` the other."""
 _ALIKE = 0.5  # of `difflib`'s ratio; below it a word is no typing mistake of a rule's name
 _FIRST = re.compile(r"(?P<code>GAV\d{3}) (?P<name>[a-z0-9-]+)(?: \((?P<severity>[a-z ]+)\))?: (?P<summary>.+)")
 
@@ -50,23 +52,27 @@ class RulePage:
     summary: str
     sections: Mapping[str, str]
 
-    def code_block(self, heading: str) -> str:
-        """Returns the indented lines under a heading without their indentation; empty where there are none."""
+    def code_block(self, heading: str, kind: str | None = None) -> str:
+        """Returns the indented lines under a heading without their indentation; empty where there are none.
+
+        Args:
+            heading: One of `HEADINGS`.
+            kind: `A_MODEL` or `A_LOOP`: the lines below that line alone; None: all.
+        """
         lines = self.sections[heading].splitlines()
+        if kind is not None:
+            starts = lines.index(kind) + 1 if kind in lines else len(lines)
+            others = [at for at in range(starts, len(lines)) if lines[at] in (A_MODEL, A_LOOP)]
+            lines = lines[starts : others[0] if others else len(lines)]
         return textwrap.dedent("\n".join(line for line in lines if line.startswith("    ") or not line)).strip("\n")
 
 
 @cache
 def rule_pages() -> tuple[RulePage, ...]:
-    """Returns a page for every code, in the order of the codes; a code that both commands know has one page."""
-    from gaverify import diagnosis
-    from gaverify.audit import rules as audit_rules
-    from gaverify.diagnosis import unexplained
+    """Returns a page for every code, in the order of the codes."""
+    from gaverify.rules import RULES, unexplained
 
-    modules: dict[str, ModuleType] = {}
-    for rule in (*diagnosis.RULES, unexplained, *audit_rules.RULES):
-        modules.setdefault(str(rule.CODE), rule)
-    return tuple(_page(modules[code]) for code in sorted(modules))
+    return tuple(_page(rule) for rule in sorted((*RULES, unexplained), key=lambda rule: str(rule.CODE)))
 
 
 def find_page(wanted: str) -> RulePage:

@@ -1,42 +1,123 @@
-"""Where in the user's code an exception, or an operation that runs right now, comes from."""
+"""Where in the user's code an exception, or an operation that runs right now, comes from; and whose fault it is."""
 
 from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 import traceback
+from collections.abc import Callable, Iterator
+from enum import IntEnum
 from functools import cache
+from types import CodeType, FrameType
+from typing import Any, TypeVar
 
-_OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_ZOO = os.path.join(_OWN, "zoo") + os.sep  # the built-in models stand in for a user's code
+from gaverify.errors import GaverifyError, InternalError, is_out_of_memory
+
+Place = tuple[str, int]
+"""A file, as the interpreter names it, and a line."""
+
+_OWN = os.path.dirname(os.path.realpath(__file__)) + os.sep
+_ZOO = os.path.join(_OWN, "zoo") + os.sep  # the built-in models stand in for a library's code
+_STANDARD = tuple(
+    {os.path.realpath(path) + os.sep for key in ("stdlib", "platstdlib") if (path := sysconfig.get_paths().get(key))}
+)
+_LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_ROOMS = tuple(os.path.join(_OWN, room) + os.sep for room in ("passes", "verdict", "causes"))  # run in a pass
+_PASSES = tuple(os.path.join(_OWN, "passes", name) for name in ("gradients.py", "task.py"))  # call the user's code
+_home: list[str] = []
+_handing_over: set[CodeType] = set()
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Owner(IntEnum):
+    """Who wrote a file, from what no report would name to what the user can change."""
+
+    MACHINERY = 0
+    """gaverify, torch, Python itself, and generated code."""
+    LIBRARY = 1
+    """An installed package: the models of transformers, say. A report about a model may name its lines."""
+    USER = 2
+
+
+def set_home(folder: str) -> None:
+    """Declares a folder as the user's own, also where it lies inside Python's standard library."""
+    _home[:] = [os.path.realpath(folder) + os.sep]
+    owner_of.cache_clear()
 
 
 @cache
-def is_user_file(filename: str) -> bool:
-    """Whether a file is neither gaverify's nor torch's nor part of Python itself."""
+def owner_of(filename: str) -> Owner:
+    """Returns who wrote the file of a code object."""
     if filename.startswith("<"):
-        return False
-    torch = sys.modules.get("torch")
-    own = torch is not None and filename.startswith(os.path.dirname(os.path.abspath(str(torch.__file__))) + os.sep)
-    library = filename.startswith(os.path.dirname(os.__file__) + os.sep) and "-packages" not in filename
-    return not (own or library or (filename.startswith(_OWN) and not filename.startswith(_ZOO)))
+        return Owner.MACHINERY
+    path = os.path.realpath(filename)
+    if path.startswith(_OWN):
+        return Owner.LIBRARY if path.startswith(_ZOO) else Owner.MACHINERY
+    if _is_torch(path):
+        return Owner.MACHINERY
+    if any(part in path for part in _LIBRARIES):
+        return Owner.LIBRARY
+    if path.startswith(_STANDARD) and not path.startswith(tuple(_home)):
+        return Owner.MACHINERY
+    return Owner.USER
+
+
+def _is_torch(path: str) -> bool:
+    torch = getattr(sys.modules.get("torch"), "__file__", None)
+    return torch is not None and path.startswith(os.path.dirname(os.path.realpath(torch)) + os.sep)
+
+
+def hands_over(function: F) -> F:
+    """Marks a function of gaverify's that calls the user's code or a kernel of torch.
+
+    An exception that is raised by such a call, and not by work of gaverify's own, is the user's.
+    """
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    if code is not None:
+        _handing_over.add(code)
+    return function
+
+
+def is_own_fault(error: BaseException) -> bool:
+    """Whether gaverify itself made an exception that was raised during a pass.
+
+    It did where the innermost of its functions in the traceback does work of its own: fingerprints a result, compares
+    rows, restores state. Functions that hand a call over, and are marked so, did not.
+    """
+    if isinstance(error, GaverifyError) or is_out_of_memory(error):
+        return isinstance(error, InternalError)
+    own = [code for code in _codes(error) if code.co_filename.startswith(_ROOMS)]
+    return bool(own) and own[-1] not in _handing_over
+
+
+def _codes(error: BaseException) -> Iterator[CodeType]:
+    """The functions in an exception's traceback, the innermost last."""
+    step = error.__traceback__
+    while step is not None:
+        yield step.tb_frame.f_code
+        step = step.tb_next
 
 
 def user_frame(error: BaseException) -> str | None:
-    """Returns "file:line" of the innermost frame outside gaverify and torch."""
+    """Returns "file:line" of the innermost frame of the user's or a library's code that an exception went through."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if is_user_file(frame.filename):
+        if owner_of(frame.filename) >= Owner.LIBRARY:
             return f"{shown(frame.filename)}:{frame.lineno}"
     return None
 
 
-def calling_frame() -> tuple[str, int] | None:
-    """Returns file and line of the innermost frame outside gaverify and torch that is running now."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if is_user_file(frame.f_code.co_filename):
+def calling_frame(least: Owner = Owner.LIBRARY) -> Place | None:
+    """Returns the innermost place that is running now in code of the user's, or of a library's unless `least` says no.
+
+    None where only other code is on the stack. Who called gaverify is not looked at: during a pass the search ends
+    where gaverify calls the user's loss or a backward.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename not in _PASSES:
+        if owner_of(frame.f_code.co_filename) >= least:
             return frame.f_code.co_filename, frame.f_lineno
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return None
 
 

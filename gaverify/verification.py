@@ -3,36 +3,44 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from gaverify import batching
-from gaverify.devices import resolve_device
-from gaverify.diagnosis import findings_for
+from gaverify.causes.investigation import investigate
 from gaverify.errors import ProblemError, SpecError
-from gaverify.gradients import Task, seed_everything
-from gaverify.investigation import investigate
-from gaverify.isolation import (
+from gaverify.passes import batching
+from gaverify.passes.devices import resolve_device
+from gaverify.passes.gradients import Task
+from gaverify.passes.isolation import (
     deterministic,
     eager_when_compiled,
     gradients_kept,
     isolated_generators,
     mode_set,
+    seed_everything,
 )
-from gaverify.judging import Judgement, judge
-from gaverify.precision import DTYPES, converted, short_name
-from gaverify.problem import Loss, Problem, Split
-from gaverify.results import Outcome, RunInfo, Verdict
-from gaverify.tracing import traced
+from gaverify.passes.precision import short_name
+from gaverify.passes.problem import Loss, Problem, Split
+from gaverify.passes.weighting import check_weighting
+from gaverify.preparation import Progress, check_choices, dtype_of, problem_of, reporter, task_of
+from gaverify.records.comparison import NotCompared, Outcome, ParameterComparison
+from gaverify.records.facts import Facts
+from gaverify.records.ranks import Engine
+from gaverify.records.verdict import RunInfo, Verdict
+from gaverify.rules import findings_for
+from gaverify.sources import with_excerpts
+from gaverify.verdict.judging import Judgement, judge
+from gaverify.verdict.tracing import traced
 from gaverify.version import __version__
-from gaverify.weighting import check_weighting
 
-Progress = Callable[[str, int, int], None]
+if TYPE_CHECKING:
+    from gaverify.ranks.confirming import Ranks
+
 Weighting = str | list[float] | tuple[float, ...] | Callable[..., float]
 
 
@@ -58,15 +66,20 @@ def verify(
     optimizer: str = "sgd",
     lr: float | None = None,
     diagnose: bool = True,
+    exact: bool = False,
     name: str | None = None,
+    ranks: int | None = None,
+    engine: str | Engine = Engine.DDP,
+    timeout: float | None = None,
     progress: Progress | None = None,
 ) -> Verdict:
     """Verifies that accumulating over K micro-batches computes the gradient of the full batch.
 
     Args:
         model: The model, or a `Problem` that holds model, loss and batch.
-        loss: `loss(model, batch)` returns the scalar loss of exactly that (micro-)batch, or an object with `.loss`.
-        batch: The full batch of B samples (see `gaverify.batching` for what it may be).
+        loss: `loss(model, batch)` returns the scalar loss of exactly that (micro-)batch, or an object with `.loss`. A
+            criterion of torch stands for that of a batch `(inputs, targets)`; a `training_step` needs no loss.
+        batch: The full batch of B samples (see `gaverify.passes.batching` for what it may be), or a loader: its first.
         steps: K, 1 to B.
         weighting: The recipe under test: "uniform" (1/K), "samples" (n_k/N), "tokens" (shares of valid targets),
             "none", K numbers, or a function `f(micro_batch)` or `f(micro_batch, batch)` that returns the loss's factor.
@@ -85,7 +98,11 @@ def verify(
         optimizer: "sgd", "adam" or "adamw", for `trace`.
         lr: Learning rate for `trace`; None: 0.01 for SGD, 0.001 otherwise.
         diagnose: Look for the cause of a divergence.
+        exact: Ask float64 for every parameter, also where the working precision could tell.
         name: How reports call the model.
+        ranks: R, 2 or more: K micro-batches on each of R ranks, processes on this machine, against one full batch.
+        engine: "ddp" or "fsdp2", for `ranks`.
+        timeout: Seconds that a window on the ranks may take; None waits for ever.
         progress: Called as `progress(description, done, total)`.
 
     Returns:
@@ -94,31 +111,110 @@ def verify(
     Raises:
         ProblemError: The problem cannot be verified; the message says what is wrong, and where.
     """
+    problem = problem_of(model, loss, batch, split, batch_size, name)
+    total = steps * (ranks or 1)
+    check_weighting(weighting, total)
+    check_choices(mode=mode, strategy=strategy, rtol=rtol, atol=atol, exact=exact)
+    settings = _Settings(
+        total,
+        weighting,
+        device,
+        dtype_of(dtype),
+        seed,
+        mode,
+        dtype_of(autocast),
+        strategy,
+        rtol,
+        atol,
+        ignore_index,
+        trace,
+        optimizer,
+        lr,
+        diagnose,
+        exact,
+    )
+    if ranks is None:
+        return _verified(problem, settings, None, progress)
+    from gaverify.ranks.coordinating import coordinated, ranks_wanted
+
+    wanted = ranks_wanted(ranks, engine, timeout, problem, resolve_device(device), strategy, rtol)
+    return coordinated(lambda report: _verified(problem, settings, wanted, report), progress)
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What `verify` was asked to do, checked; `steps` counts the micro-batches of all ranks together."""
+
+    steps: int
+    weighting: Weighting
+    device: str | torch.device | None
+    dtype: torch.dtype | None
+    seed: int
+    mode: str | None
+    autocast: torch.dtype | None
+    strategy: str
+    rtol: float | None
+    atol: float | None
+    ignore_index: int
+    trace: bool
+    optimizer: str
+    lr: float | None
+    diagnose: bool
+    exact: bool
+
+
+def _verified(problem: Problem, settings: _Settings, ranks: Ranks | None, progress: Progress | None) -> Verdict:
+    """Verifies in this process, or, in a coordinator that may join process groups, on ranks."""
     started = time.perf_counter()
-    problem = _problem(model, loss, batch, split, batch_size, name)
-    check_weighting(weighting, steps)
-    _check_choices(mode=mode, strategy=strategy, rtol=rtol, atol=atol)
     modules = [module for module in (problem.model, problem.loss) if isinstance(module, nn.Module)]
     with ExitStack() as stack:
-        for context in (isolated_generators(), deterministic(), eager_when_compiled(modules), mode_set(modules, mode)):
+        for context in (
+            isolated_generators(),
+            deterministic(),
+            eager_when_compiled(modules),
+            mode_set(modules, settings.mode),
+            gradients_kept([p for module in modules for p in module.parameters()]),
+        ):
             stack.enter_context(context)
-        stack.enter_context(gradients_kept([p for module in modules for p in module.parameters()]))
-        task = _task(stack, problem, modules, steps, device, _dtype(dtype), _dtype(autocast))
+        task = task_of(stack, problem, modules, settings.steps, settings.device, settings.dtype, settings.autocast)
         task = replace(
-            task, weighting=weighting, ignore_index=ignore_index, strategy=strategy, progress=_reporter(progress, steps)
+            task,
+            weighting=settings.weighting,
+            ignore_index=settings.ignore_index,
+            strategy=settings.strategy,
+            progress=reporter(progress, settings.steps),
         )
-        seed_everything(seed)
-        judgement = judge(task, rtol=rtol, atol=atol, keep_gradients=trace)
-        judged_at = time.perf_counter()
-        findings = findings_for(investigate(task, judgement, diagnose=diagnose))
+        seed_everything(settings.seed)
+        judgement, facts = _judged(task, settings, ranks)
+        findings = with_excerpts(findings_for(facts))
         outcome = judgement.outcome(findings)
-        steps_shown = traced(task, judgement, optimizer, lr) if trace else None
+        if outcome is Outcome.EQUIVALENT and facts.blind:
+            outcome = Outcome.INCONCLUSIVE
+        steps_shown = traced(task, judgement, settings.optimizer, settings.lr) if settings.trace else None
     return Verdict(
-        outcome, tuple(judgement.rows), findings, _run_info(task, judgement, seed, mode), judgement.method,
-        judgement.resolution,
-        {**judgement.timings, "diagnosis": time.perf_counter() - judged_at, "total": time.perf_counter() - started},
-        steps_shown,
-    )  # fmt: skip
+        outcome=outcome,
+        parameters=tuple(_shaped(row, task.parameters) for row in judgement.rows),
+        findings=findings,
+        run=_run_info(task, judgement, settings),
+        method=judgement.method,
+        resolution=judgement.resolution,
+        timings={**judgement.timings, "total": time.perf_counter() - started},
+        trace=steps_shown,
+        control_failure=judgement.control_failure,
+        ranks=facts.ranks,
+    )
+
+
+def _judged(task: Task, settings: _Settings, ranks: Ranks | None) -> tuple[Judgement, Facts]:
+    if ranks is not None:
+        from gaverify.ranks.flow import judge_on_ranks
+
+        return judge_on_ranks(task, ranks, diagnose=settings.diagnose, exact=settings.exact)
+    judgement = judge(task, rtol=settings.rtol, atol=settings.atol, keep_gradients=settings.trace, exact=settings.exact)
+    begun = time.perf_counter()
+    facts = investigate(task, judgement, diagnose=settings.diagnose)
+    judgement.timings["diagnosis"] = time.perf_counter() - begun
+    return judgement, facts
 
 
 def verify_spec(spec: Any, progress: Progress | None = None) -> Verdict:
@@ -127,11 +223,29 @@ def verify_spec(spec: Any, progress: Progress | None = None) -> Verdict:
 
     problem = trimmed(load_problem(spec), spec.batch_size)
     verdict = verify(
-        problem, steps=spec.steps, weighting=spec.weighting, device=spec.device, dtype=spec.dtype, seed=spec.seed,
-        mode=spec.mode, autocast=spec.autocast, strategy=spec.strategy, rtol=spec.rtol, atol=spec.atol,
-        ignore_index=spec.ignore_index, trace=spec.trace, optimizer=spec.optimizer, lr=spec.lr, diagnose=spec.diagnose,
-        name=spec.model, progress=progress,
-    )  # fmt: skip
+        problem,
+        steps=spec.steps,
+        weighting=spec.weighting,
+        device=spec.device,
+        dtype=spec.dtype,
+        seed=spec.seed,
+        mode=spec.mode,
+        autocast=spec.autocast,
+        strategy=spec.strategy,
+        rtol=spec.rtol,
+        atol=spec.atol,
+        ignore_index=spec.ignore_index,
+        trace=spec.trace,
+        optimizer=spec.optimizer,
+        lr=spec.lr,
+        diagnose=spec.diagnose,
+        exact=spec.exact,
+        ranks=spec.ranks,
+        engine=spec.engine,
+        timeout=spec.timeout,
+        name=spec.model,
+        progress=progress,
+    )
     return replace(verdict, spec=spec.to_dict())
 
 
@@ -151,100 +265,32 @@ def trimmed(problem: Problem, batch_size: int | None) -> Problem:
     return replace(problem, batch=batch, batch_size=batch_size)
 
 
-def assert_equivalent(model: nn.Module | Problem, loss: Loss | None = None, batch: Any = None, *args: Any,
-                      **options: Any) -> Verdict:  # fmt: skip
+def assert_equivalent(
+    model: nn.Module | Problem, loss: Loss | None = None, batch: Any = None, *args: Any, **options: Any
+) -> Verdict:
     """Verifies as `verify` does, and raises unless the verdict is equivalent.
 
     Raises:
         AssertionError: Divergent or inconclusive; the message is the whole report.
     """
+    __tracebackhide__ = True  # pytest shows the caller's line and the report, not this function
     verdict = verify(model, loss, batch, *args, **options)
     if verdict.outcome is not Outcome.EQUIVALENT:
         from gaverify.report import render
 
-        raise AssertionError("\n" + render([verdict], "text"))
+        error = AssertionError("\n" + render([verdict], "text"))
+        error.__dict__["gaverify_verdict"] = verdict  # the pytest plugin shows it in colour
+        raise error
     return verdict
 
 
-def _problem(
-    model: Any, loss: Loss | None, batch: Any, split: Split | None, batch_size: int | None, name: str | None
-) -> Problem:
-    if isinstance(model, Problem):
-        problem = replace(model, split=split or model.split, batch_size=batch_size or model.batch_size,
-                          name=name or model.name)  # fmt: skip
-    else:
-        if loss is None or not callable(loss):
-            raise ProblemError("verify needs `loss(model, batch)`, a function that returns the loss of that batch")
-        problem = Problem(model, loss, batch, split, batch_size, name)
-    if not isinstance(problem.model, nn.Module):
-        raise ProblemError(
-            f"the model is a {type(problem.model).__name__}, not a torch.nn.Module; "
-            "wrap several modules into an nn.ModuleDict"
-        )
-    return problem
+def _shaped(row: ParameterComparison, parameters: Mapping[str, nn.Parameter]) -> ParameterComparison:
+    """The row with its parameter's shape: one without a gradient on either side was measured without knowing it."""
+    unknown = row.why is NotCompared.UNUSED
+    return row._replace(shape=tuple(parameters[row.name].shape)) if unknown else row
 
 
-def _task(
-    stack: ExitStack, problem: Problem, modules: list[nn.Module], steps: int, device: Any, dtype: torch.dtype | None,
-    autocast: torch.dtype | None,
-) -> Task:  # fmt: skip
-    """Puts model and batch where they shall run, for as long as `stack` is open."""
-    target = resolve_device(device)
-    size = batching.batch_size_of(problem.batch, steps, problem.batch_size, problem.split)
-    sizes = batching.micro_batch_sizes(size, steps)
-    if target is not None or dtype is not None:
-        stack.enter_context(converted(modules, device=target, dtype=dtype))
-        problem = replace(problem, batch=batching.fresh(problem.batch, target, dtype))
-    parameters = _parameters(problem)
-    where = next(iter(parameters.values())).device
-    return Task(problem=problem, parameters=parameters, modules=modules, batch_size=size, sizes=sizes,
-                weighting="uniform", device=where, autocast=autocast)  # fmt: skip
-
-
-def _parameters(problem: Problem) -> dict[str, nn.Parameter]:
-    """The trainable parameters by name; those of a loss that is a module itself are prefixed `loss.`."""
-    named = dict(problem.model.named_parameters())
-    if isinstance(problem.loss, nn.Module):
-        known = {id(parameter) for parameter in named.values()}
-        named |= {f"loss.{name}": p for name, p in problem.loss.named_parameters() if id(p) not in known}
-    trainable = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-    if not trainable:
-        state = "it has no parameters" if not named else f"all {len(named)} parameters are frozen (requires_grad=False)"
-        raise ProblemError(f"the model has nothing to train: {state}; there is no gradient to compare")
-    return trainable
-
-
-def _check_choices(*, mode: str | None, strategy: str, rtol: float | None, atol: float | None) -> None:
-    if mode not in ("train", "eval", None):
-        raise ProblemError(f'unknown mode {mode!r}; write "train" or "eval"')
-    if strategy not in ("accumulate", "summed-loss"):
-        raise ProblemError(f'unknown strategy {strategy!r}; write "accumulate" or "summed-loss"')
-    if (rtol is None) != (atol is None):
-        raise ProblemError("rtol and atol go together: give both or neither")
-
-
-def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    if dtype is None or isinstance(dtype, torch.dtype):
-        return dtype
-    if dtype not in DTYPES:
-        raise ProblemError(f"unknown dtype `{dtype}`; write one of {', '.join(DTYPES)}")
-    return DTYPES[dtype]
-
-
-def _reporter(progress: Progress | None, steps: int) -> Callable[[str], None]:
-    if progress is None:
-        return lambda _: None
-    done = 0
-
-    def report(description: str) -> None:
-        nonlocal done
-        done += 1
-        progress(description, min(done, steps + 1), steps + 1)
-
-    return report
-
-
-def _run_info(task: Task, judgement: Judgement, seed: int, mode: str | None) -> RunInfo:
+def _run_info(task: Task, judgement: Judgement, settings: _Settings) -> RunInfo:
     parameters = {id(p): p for module in task.modules for p in module.parameters()}
     weighting = task.weighting
     if not isinstance(weighting, str):
@@ -253,9 +299,19 @@ def _run_info(task: Task, judgement: Judgement, seed: int, mode: str | None) -> 
         model=task.problem.name or type(task.problem.model).__name__,
         parameters=sum(p.numel() for p in parameters.values()),
         trainable=sum(p.numel() for p in task.parameters.values()),
-        batch_size=task.batch_size, micro_batches=task.sizes, weights=judgement.accumulated.weights,
-        weighting=weighting, strategy=task.strategy, device=str(task.device),
-        dtype=short_name(judgement.dtype), seed=seed, mode=mode or "as is", torch=torch.__version__,
-        gaverify=__version__, autocast=short_name(task.autocast) if task.autocast else None,
-        loss_full=judgement.full.loss, loss_accumulated=judgement.accumulated.loss,
-    )  # fmt: skip
+        batch_size=task.batch_size,
+        micro_batches=task.sizes,
+        weights=judgement.accumulated.weights,
+        weighting=weighting,
+        strategy=task.strategy,
+        device=str(task.device),
+        dtype=short_name(judgement.dtype),
+        seed=settings.seed,
+        mode=settings.mode or "as is",
+        torch=torch.__version__,
+        gaverify=__version__,
+        autocast=short_name(task.autocast) if task.autocast else None,
+        rounded=tuple(f"{kind} {to}" for kind, to in judgement.rounded.items()),
+        loss_full=judgement.full.loss,
+        loss_accumulated=judgement.accumulated.loss,
+    )

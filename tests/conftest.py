@@ -11,3 +11,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shell starts what it runs in the background with SIGINT ignored, and children inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# `nohup` ignores SIGHUP, for all that it starts; tests send it to processes that must obey.
+if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)

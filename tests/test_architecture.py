@@ -30,14 +30,14 @@ def test_layers_hold() -> None:
 def test_a_wrong_import_is_seen(tmp_path: Path, line: str) -> None:
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     shutil.copytree(ROOT / "gaverify", tmp_path / "gaverify", ignore=shutil.ignore_patterns("__pycache__"))
-    rule = tmp_path / "gaverify" / "diagnosis" / "mean_of_means.py"
+    rule = tmp_path / "gaverify" / "rules" / "mean_of_means.py"
     rule.write_text(rule.read_text(encoding="utf-8") + f"\n{line}\n", encoding="utf-8")
     done = _lint(tmp_path)
     assert done.returncode == 1, done.stdout
 
 
 @pytest.mark.parametrize(
-    "name", ["gaverify", "gaverify.cli", "gaverify.diagnosis", "gaverify.report", "gaverify.document"]
+    "name", ["gaverify", "gaverify.cli", "gaverify.rules", "gaverify.report", "gaverify.report.documents"]
 )
 def test_no_torch_behind_the_wall(name: str) -> None:
     code = f"import {name}, sys; sys.exit('torch' in sys.modules)"
@@ -45,5 +45,5 @@ def test_no_torch_behind_the_wall(name: str) -> None:
 
 
 def test_torch_could_be_seen_behind_the_wall() -> None:
-    code = "import gaverify.gradients, sys; sys.exit('torch' in sys.modules)"
+    code = "import gaverify.passes.gradients, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode == 1

@@ -45,7 +45,7 @@ def test_help_names_every_command_of_the_readme() -> None:
 @pytest.mark.parametrize(("command", "shown"), COMMANDS, ids=[command for command, _ in COMMANDS])
 def test_output_is_what_is_printed_now(command: str, shown: str) -> None:
     if "gpt2" in command or "profile" in command or "audit" in command:
-        pytest.skip("takes longer than the default run allows: `python tests/readme.py` refreshes it")
+        pytest.skip("takes longer than the default run allows: `python tests/support/readme.py` refreshes it")
     assert readme.skeleton(readme.block(command)) == readme.skeleton(shown)
 
 
@@ -54,10 +54,20 @@ def test_the_skeleton_tells_words_apart() -> None:
     assert readme.skeleton("1 divergent") != readme.skeleton("1 equivalent")
 
 
-def test_fault_table_is_what_is_found_now() -> None:
-    shown = TEXT.partition("<!-- faults -->\n")[2].partition("<!-- /faults -->")[0]
-    assert readme.skeleton(readme.fault_table()) == readme.skeleton(shown)
-    assert "FLAGGED" not in shown
+def test_the_pages_that_it_links_are_there_and_current() -> None:
+    for path in re.findall(r"\]\(([^)#:]+)\)", TEXT):
+        assert (readme.ROOT / path).exists(), path
+    assert readme.TEMPLATES.read_text(encoding="utf-8") == readme.templates()
+
+
+def test_the_picture_is_the_report_of_now() -> None:
+    shown, now = readme.words_of(readme.PICTURE.read_text(encoding="utf-8")), readme.words_of(readme.picture())
+    assert readme.skeleton(shown) == readme.skeleton(now)
+    assert "GAV101" in shown and "DIVERGENT" in shown
+
+
+def test_the_first_verdict_stands_on_the_first_screen() -> None:
+    assert any("EQUIVALENT" in line for line in TEXT.splitlines()[:36])
 
 
 def test_the_example_file_runs(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]

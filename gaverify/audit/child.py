@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import sys
@@ -10,7 +11,12 @@ import types
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from gaverify.audit.configuring import read_instead, substitutes
+from gaverify.audit.editing import PLACED, Edits
 from gaverify.audit.job import RECORDER_FAILED, SCRIPT_FAILED, Job
+from gaverify.audit.launch import launched
+from gaverify.children.output import cause_of
+from gaverify.errors import ProblemError
 
 if TYPE_CHECKING:
     from gaverify.audit.recording.recorder import Recorder
@@ -22,24 +28,62 @@ def main(path: str) -> NoReturn:
     folder = Path(job.folder)
     if job.eager:
         os.environ["TORCH_COMPILE_DISABLE"] = "1"
+    if job.world is not None:
+        os.environ |= launched(*job.world)
+    _keep_from_others(job, folder)
     try:
         recorder = _installed(job, folder)
     except BaseException:
         _give_up(folder)
     reason, status = "script", 0
     try:
-        _run(job)
+        edits = _changed_values(job, folder)
+        _seed(job)
+        _run(job, edits)
+    except ProblemError as error:
+        (folder / "error.txt").write_text(f"{error}\n", encoding="utf-8")
+        os._exit(SCRIPT_FAILED)
     except SystemExit as error:
         reason = f"exit {error.code!r}"
         if error.code not in (None, 0):
             status = SCRIPT_FAILED
-            (folder / "error.txt").write_text(f"the script left Python with sys.exit({error.code!r})", encoding="utf-8")
+            (folder / "error.txt").write_text(f"it left Python with sys.exit({error.code!r})", encoding="utf-8")
     except BaseException as error:
         if _is_ours(error):
             _give_up(folder)
         reason, status = "error", SCRIPT_FAILED
-        (folder / "error.txt").write_text(_trimmed(error), encoding="utf-8")
-    _end(recorder, reason, status)
+        (folder / "error.txt").write_text(f"{cause_of(error)}\n{_trimmed(error)}", encoding="utf-8", errors="replace")
+    recorder.finish(reason, status)
+    raise AssertionError("the recorder ends the process")
+
+
+def _keep_from_others(job: Job, folder: Path) -> None:
+    """Sees to it that the run changes no file of the user's or of another run; before torch starts its threads."""
+    from gaverify.audit.outputs import IMPOSSIBLE, shared_folders
+
+    if job.files == "view":
+        from gaverify.audit.outputs.view import enter
+
+        needed = [Path.cwd()] if job.module else [Path.cwd(), Path(job.script).resolve().parent]
+        reason = enter(folder, [*shared_folders(), *_meeting(job)], needed)
+        if reason:
+            (folder / "no-view.txt").write_text(reason, encoding="utf-8")
+            os._exit(IMPOSSIBLE)
+    elif job.files == "guard":
+        from gaverify.audit.outputs.guard import Guard, tell_of_saving
+
+        def told(name: str) -> None:
+            from gaverify.audit.recording.places import user_place
+
+            (folder / "refused.json").write_text(json.dumps([name, user_place()]), encoding="utf-8")
+
+        tell_of_saving()
+        Guard(folder, [*shared_folders(), *_meeting(job)], told).install()
+
+
+def _meeting(job: Job) -> list[Path]:
+    """The folder that the ranks of a run see alike, where there are several."""
+    return [job.meeting] if job.meeting is not None else []
 
 
 def _give_up(folder: Path) -> NoReturn:
@@ -51,27 +95,59 @@ def _is_ours(error: BaseException) -> bool:
     """Whether the recorder raised it: what torch or the script raise in a recorded call ends in their own frames."""
     frames = traceback.extract_tb(error.__traceback__)
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+    if isinstance(error, SyntaxError):  # of a source that was compiled here
+        return False
     return bool(frames) and frames[-1].filename.startswith(package) and frames[-1].filename != __file__
 
 
 def _installed(job: Job, folder: Path) -> Recorder:
     from gaverify.audit.recording.patches import install
-    from gaverify.audit.recording.places import set_home
-    from gaverify.audit.recording.recorder import Recorder
     from gaverify.audit.recording.storage import Storage
+    from gaverify.audit.replay.recorder import ReplayingRecorder
+    from gaverify.tracebacks import set_home
 
-    recorder = Recorder(job, Storage(folder))
+    recorder = ReplayingRecorder(job, Storage(folder))
     install(recorder)
     set_home(os.getcwd() if job.module else os.path.dirname(os.path.abspath(job.script)))
     return recorder
 
 
-def _end(recorder: Recorder, reason: str, status: int) -> NoReturn:
-    recorder.finish(reason, status)
-    raise AssertionError("the recorder ends the process")
+def _seed(job: Job) -> None:
+    """Seeds what a script seeds that wants to be repeated: Python's generator, NumPy's and torch's."""
+    if job.seed is None:
+        return
+    import importlib.util
+    import random
+
+    import torch
+
+    random.seed(job.seed)
+    if importlib.util.find_spec("numpy") is not None:
+        import numpy
+
+        numpy.random.seed(job.seed)
+    torch.manual_seed(job.seed)
 
 
-def _run(job: Job) -> None:
+def _changed_values(job: Job, folder: Path) -> Edits:
+    """Sees to it that the run finds its own values in source and configuration files."""
+    files = {}
+    for name, word in job.values:
+        file, colon, key = name.rpartition(":")
+        if colon:
+            files[file, key] = word
+    read_instead(substitutes(files, folder))
+    edits = Edits(
+        [(name, word) for name, word in job.values if ":" not in name],
+        job.script if job.module else "",
+        folder / PLACED,
+    )
+    if edits.wanted:
+        edits.install()
+    return edits
+
+
+def _run(job: Job, edits: Edits) -> None:
     if job.module:
         _first_on_path(os.getcwd())
         sys.argv = [job.script, *job.arguments]
@@ -89,7 +165,8 @@ def _run(job: Job) -> None:
     main.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = main
     with open(script, "rb") as stream:
-        code = compile(stream.read(), script, "exec", dont_inherit=True)
+        source = stream.read()
+    code = edits.script(source, script) if edits.wanted else compile(source, script, "exec", dont_inherit=True)
     exec(code, main.__dict__)
 
 
@@ -100,13 +177,13 @@ def _first_on_path(folder: str) -> None:
 
 def _trimmed(error: BaseException) -> str:
     """The traceback without the frames that led to the script and, if it has any of its own, without libraries'."""
-    from gaverify.audit.recording.places import is_user_file
+    from gaverify.tracebacks import Owner, owner_of
 
     whole = traceback.TracebackException.from_exception(error)
     part: traceback.TracebackException | None = whole
     while part is not None:
-        own = [frame for frame in part.stack if is_user_file(frame.filename)]
-        last = part.stack[-1:] if part.stack and not is_user_file(part.stack[-1].filename) else []
+        own = [frame for frame in part.stack if owner_of(frame.filename) is Owner.USER]
+        last = part.stack[-1:] if part.stack and part.stack[-1] not in own else []
         part.stack = traceback.StackSummary.from_list([*own, *last] if own else [])
         part = part.__cause__ or (None if part.__suppress_context__ else part.__context__)
     return "".join(whole.format()).rstrip()

@@ -9,47 +9,56 @@ Shapes: S sampled elements of the gradients, K backward passes of the window.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
-from gaverify.audit.records import WeightFit
+from gaverify.audit.reading import Samples
+from gaverify.passes.weight_fit import SINGULAR_FLOAT32, fit_weights
+from gaverify.records.weights import WeightFit
 
-_RANK = 1e-6  # singular values below this share of the largest are noise of float32 gradients
 
-
-def fit_weights(full: Mapping[str, Any], accumulated: Mapping[str, Any]) -> WeightFit | None:
+def fit_of(full: Samples, accumulated: Samples, *, summed: bool = True) -> WeightFit | None:
     """Returns the fit over the sampled elements of all optimizers that stepped; None where there is nothing to fit.
 
     Args:
-        full: The samples of an update of the full-batch run.
+        full: The steps of the full-batch run.
         accumulated: Those of the accumulated run.
+        summed: Of the gradients as the last backward pass left them; else as the optimizers saw them.
     """
-    optimizers = [at for at in full["final"] if at in accumulated["final"]]
-    scale = [full["stretches"][at].sqrt() for at in optimizers]
+    finals = [samples.summed if summed else samples.of("final") for samples in (full, accumulated)]
+    return fit_gradients(finals[0], full.of("stretches"), finals[1], accumulated.increments)
+
+
+def fit_gradients(
+    target_of: Mapping[int, torch.Tensor],
+    stretches: Mapping[int, torch.Tensor],
+    used_of: Mapping[int, torch.Tensor],
+    increments: list[dict[int, torch.Tensor]],
+) -> WeightFit | None:
+    """Returns the fit of a full-batch gradient and of a used one by what each backward pass added.
+
+    Args:
+        target_of: The full-batch gradient by optimizer, shape (S,).
+        stretches: How many elements each sampled one stands for, shape (S,).
+        used_of: What reached the optimizers, shape (S,).
+        increments: One entry per backward pass.
+    """
+    optimizers = [at for at in target_of if at in used_of]
+    scale = [stretches[at].sqrt() for at in optimizers]
     sizes = [len(part) for part in scale]
-    if any(len(accumulated["final"][at]) != size for at, size in zip(optimizers, sizes, strict=True)) or not optimizers:
+    if any(len(used_of[at]) != size for at, size in zip(optimizers, sizes, strict=True)) or not optimizers:
         return None
-    target = torch.cat([full["final"][at] * s for at, s in zip(optimizers, scale, strict=True)])
-    used = torch.cat([accumulated["final"][at] * s for at, s in zip(optimizers, scale, strict=True)])
-    columns = _columns(accumulated["increments"], optimizers, scale)
+    target = torch.cat([target_of[at] * s for at, s in zip(optimizers, scale, strict=True)])
+    used = torch.cat([used_of[at] * s for at, s in zip(optimizers, scale, strict=True)])
+    columns = _columns(increments, optimizers, scale)
     everything = torch.cat([target[None], used[None], columns.T])
     if not bool(torch.isfinite(everything).all()) or not bool(target.any()):
         return None
-    factor = float(used @ target / (target @ target))
-    left = float(torch.linalg.vector_norm(used - factor * target) / torch.linalg.vector_norm(target)) / max(
-        abs(factor), 1e-300
-    )
-    used_weights, used_residual, _ = _solve(columns, used, None)
-    right, residual, determined = _solve(columns, target, used_weights)
-    return WeightFit(
-        factor=factor, factor_residual=left, used=tuple(used_weights.tolist()), used_residual=used_residual,
-        right=tuple(right.tolist()), residual=residual, determined=determined,
-    )  # fmt: skip
+    return fit_weights(columns, target, used=used, singular=SINGULAR_FLOAT32)
 
 
 def _columns(
-    increments: list[Mapping[int, torch.Tensor]], optimizers: list[int], scale: list[torch.Tensor]
+    increments: list[dict[int, torch.Tensor]], optimizers: list[int], scale: list[torch.Tensor]
 ) -> torch.Tensor:
     """One column per backward pass that reached these optimizers, shape (S, K)."""
     columns = []
@@ -62,22 +71,5 @@ def _columns(
             parts.append(part * stretch)
         columns.append(torch.cat(parts))
     if not columns:
-        return torch.zeros(sum(len(stretch) for stretch in scale), 0, dtype=torch.float64)
+        return torch.zeros(sum(len(stretch) for stretch in scale), 0, dtype=torch.float64, device="cpu")
     return torch.stack(columns, dim=1)
-
-
-def _solve(columns: torch.Tensor, target: torch.Tensor, near: torch.Tensor | None) -> tuple[torch.Tensor, float, bool]:
-    """Least squares; where the columns leave it open, the solution nearest to `near`, or to equal weights."""
-    count = columns.shape[1]
-    norm = torch.linalg.vector_norm(target)
-    if count == 0 or not bool(columns.any()) or not bool(norm):
-        return torch.zeros(count, dtype=torch.float64), 1.0 if bool(norm) else 0.0, False
-    u, s, vh = torch.linalg.svd(columns, full_matrices=False)
-    kept = s > s.max() * _RANK
-    if near is None:
-        total = columns.sum(1)
-        near = torch.full((count,), float(total @ target / (total @ total).clamp_min(1e-300)), dtype=torch.float64)
-    left = target - columns @ near
-    weights = near + vh[kept].T @ ((u[:, kept].T @ left) / s[kept])
-    residual = torch.linalg.vector_norm(target - columns @ weights) / norm
-    return weights, float(residual), bool(kept.all())

@@ -7,6 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+Files = Literal["view", "guard", "in-place"]
+"""How a run is kept from the user's files; see `gaverify.audit.outputs`."""
+
 Role = Literal["full", "perturbed", "accumulated", "frozen", "events"]
 
 COMPILED = "compiled graph"
@@ -37,8 +40,18 @@ class Job:
         source: Folder of the full-batch run (draws).
         unit: Unit roundoff by which weights are moved.
         perturb_early: Move weights when an optimizer takes them, for a script without modules.
+        lead: Step with the gradients of the run at `source`, so that each update starts from that run's weights.
         eager: Run without compilation: draws inside a compiled graph cannot be replayed.
         math_kernels: Run attention on its unfused kernel, whose draws can be replayed.
+        files: "view" gives the run its own view of all files, "guard" ends it before it changes one that was there, and
+            "in-place" lets it write as it does without gaverify.
+        environment: Variables that this run alone is given.
+        values: Names in the source, or `FILE:key` for a configuration file, and the words to put there.
+        seed: Seeds every generator before the script starts.
+        replay: Keep the loaders' samples and the loop's draws ("full"), or take those of the run in `source`.
+        tail: Micro-batches of a short last window that every pass over a loader ends with; 0 leaves passes alone.
+        parts: Micro-batches per batch of the full-batch run, for a replay; 0 where that is not known.
+        world: Rank, number of ranks and port of the rendezvous, where the script is started as a launcher would.
     """
 
     role: Role
@@ -52,6 +65,30 @@ class Job:
     perturb_early: bool = False
     math_kernels: bool = False
     eager: bool = False
+    lead: bool = True
+    files: Files = "view"
+    environment: tuple[tuple[str, str], ...] = ()
+    values: tuple[tuple[str, str], ...] = ()
+    seed: int | None = None
+    replay: bool = False
+    parts: int = 0
+    tail: int = 0
+    world: tuple[int, int, int] | None = None
+
+    @property
+    def rank(self) -> int:
+        """The rank that the run plays; 0 where it is alone."""
+        return self.world[0] if self.world is not None else 0
+
+    @property
+    def meeting(self) -> Path | None:
+        """A folder that all ranks of the run see; None where it is alone."""
+        return Path(self.folder).parent / f"ranks-{self.world[2]}" if self.world is not None else None
+
+    @property
+    def ranks(self) -> int:
+        """How many processes train together in the run."""
+        return self.world[1] if self.world is not None else 1
 
     def write(self, path: Path) -> None:
         """Writes the job for the child to read."""
@@ -62,4 +99,7 @@ class Job:
         """Reads what `write` wrote."""
         words = json.loads(path.read_text(encoding="utf-8"))
         words["arguments"] = tuple(words["arguments"])
+        words["world"] = tuple(words["world"]) if words.get("world") else None
+        for name in ("environment", "values"):
+            words[name] = tuple((key, value) for key, value in words[name])
         return cls(**words)

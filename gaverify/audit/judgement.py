@@ -3,48 +3,158 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from gaverify.audit.fitting import fit_weights
-from gaverify.audit.floors import floors_allowed, judge, noise_of
-from gaverify.audit.reading import Run
-from gaverify.audit.records import RowCheck, UpdateComparison
+from gaverify.audit.fitting import fit_of
+from gaverify.audit.reading import Run, Samples, labels
 from gaverify.audit.same_data import check_rows
-from gaverify.audit.windows import Window, windows_of
-from gaverify.comparison import measure
+from gaverify.audit.stages import (
+    Rows,
+    Runs,
+    clips_of,
+    compare_changes,
+    compare_gradients,
+    led,
+    setting_differences,
+    terms_of,
+)
 from gaverify.errors import ProblemError
-from gaverify.precision import unit_roundoff
-from gaverify.results import Outcome, ParameterComparison
+from gaverify.passes.precision import unit_roundoff
+from gaverify.records.audit import RowCheck, UpdateComparison
+from gaverify.records.comparison import Outcome, ParameterComparison
+from gaverify.records.rounds import Round, common_rounds, numbered, rounds_of
+from gaverify.records.stages import Clip, Stage
+from gaverify.records.windows import Window, windows_of
+from gaverify.verdict.criteria import floors_allowed
 
 _BUFFER_NOISE = 1e-4  # buffers that differ by less differ by rounding
 _START = 64.0  # weights start equal, or moved by 2 u; as many units apart they were drawn anew
+_AGREE = 64.0  # gradients that agree are some roundings apart, and so is what a step makes of them
+_FACTOR = 1e-3  # one factor for all parameters leaves less than this over
 _VISIBLE = 0.5  # K = 2 forgotten or divided twice is the smallest constant factor; a floor above it hides all
 
 
 def compare_updates(full: Run, perturbed: Run, accumulated: Run, updates: int) -> tuple[UpdateComparison, ...]:
     """Returns a comparison for each update that both runs made, at most `updates` of them."""
     _check_parameters(full, accumulated)
-    unit = working_unit(full)
-    windows = {window.number: window for window in windows_of(accumulated.events)}
+    rounds = common_rounds(full.events, accumulated.events)
+    runs = Runs(full, perturbed, accumulated, labels(full, accumulated))
+    windows = [
+        {window.number: window for window in windows_of(run.events, numbered(rounds))} for run in (full, accumulated)
+    ]
+    most = sum(len(round_) for round_ in rounds_of(full.events)[:updates])
     compared: list[UpdateComparison] = []
-    judged = True
-    for number in range(1, min(full.updates, accumulated.updates, updates) + 1):
-        data = check_rows(full.rows(number), accumulated.rows(number))
-        rows, noise, unrepeatable = _rows(full, perturbed, accumulated, number, unit)
-        apart = _distance(full.samples(number), accumulated.samples(number), "before")
-        judged = judged and data.same and not unrepeatable
-        judged = judged and not apart > _start_allowed(full, perturbed, number, unit)
-        outcome = Outcome.INCONCLUSIVE if unrepeatable else _outcome(rows)
-        comparison = _comparison(
-            full.samples(number), accumulated.samples(number), windows.get(number), rows, outcome, data, judged, number
-        )
-        compared.append(replace(comparison, noise=noise, started_apart=apart, unrepeatable=unrepeatable))
-        judged = judged and outcome is Outcome.EQUIVALENT
+    seen = 0
+    for number, round_ in enumerate(rounds, 1):
+        seen += len(round_)
+        if not _recorded(runs, round_) or (seen > most and number > updates):
+            break
+        compared.append(_compared(runs, round_, number, *(found.get(number) for found in windows)))
     return tuple(compared)
+
+
+def _recorded(runs: Runs, round_: Round) -> bool:
+    return bool(runs.full.samples(round_).steps) and bool(runs.accumulated.samples(round_).steps)
+
+
+def _compared(runs: Runs, round_: Round, number: int, whole: Window | None, window: Window | None) -> UpdateComparison:
+    unit = working_unit(runs.full)
+    full, accumulated = runs.full.samples(round_), runs.accumulated.samples(round_)
+    data = _data(runs.full, full, runs.accumulated, accumulated)
+    fit = fit_of(full, accumulated)
+    terms = terms_of(accumulated, fit)
+    used = compare_gradients(runs, round_, unit, terms, summed=False)
+    summed = used
+    if full.of("summed") or accumulated.of("summed"):
+        summed = compare_gradients(runs, round_, unit, terms, summed=True)
+    clips, clips_full = clips_of(window), clips_of(whole)
+    change = compare_changes(full, accumulated, unit) if led(accumulated) else None
+    decided, unclear = _deciding(full, used, summed, clips + clips_full)
+    rows = summed if decided is Stage.SUMMED else used
+    unrepeatable = _unrepeatable(runs, round_, number, unit, rows.noise)
+    apart = _distance(full, accumulated, "before")
+    judged = data.same and not unrepeatable and not apart > _start_allowed(runs, round_, number, unit)
+    outcome = Outcome.INCONCLUSIVE if unrepeatable or unclear else rows.outcome
+    stages = [*([summed.stage(Stage.SUMMED)] if summed is not used else []), used.stage(Stage.USED)]
+    if change is not None and judged:
+        stages.append(change)
+    comparison = _comparison(full, accumulated, window, rows.parameters, outcome, data, judged, number)
+    return replace(
+        comparison,
+        noise=rows.noise,
+        started_apart=apart,
+        unrepeatable=unrepeatable,
+        unclear=unclear,
+        decided=decided,
+        fit=fit if decided is Stage.SUMMED or summed is used else fit_of(full, accumulated, summed=False),
+        stages=tuple(stages),
+        clips=clips,
+        clips_full=clips_full,
+        settings=setting_differences(full, accumulated) if judged else (),
+    )
+
+
+def _deciding(full: Samples, used: Rows, summed: Rows, clips: tuple[Clip, ...]) -> tuple[Stage, bool]:
+    """At which stage an update is decided, and whether neither can decide it.
+
+    Clipping hides a wrong scale, so where one was active the sum before it counts; it was kept just before the clip,
+    after what the script did to it by hand. Without one, a gradient that only the accumulated run changed is meant to
+    be compared as it was used: the script divides it, or puts together a sum of its own. Where both runs changed it
+    without a known call, sums that differ and end alike are either divided or clipped by hand.
+    """
+    if summed is used:
+        return Stage.USED, False
+    if any(clip.active for clip in clips):
+        return (Stage.USED if summed.outcome is Outcome.EQUIVALENT else Stage.SUMMED), False
+    if not full.of("summed") or summed.outcome is Outcome.EQUIVALENT:
+        return Stage.USED, False
+    return Stage.SUMMED, used.outcome is Outcome.EQUIVALENT
+
+
+def _data(whole: Run, full: Samples, part: Run, accumulated: Samples) -> RowCheck:
+    """Whether both were fed the same rows: those that a backward pass reached, or all of them."""
+    checks = [
+        check_rows(whole.rows_of(full, reached=reached), part.rows_of(accumulated, reached=reached))
+        for reached in (True, False)
+    ]
+    return next(
+        (check for check in checks if check.checked and check.same), checks[0] if checks[0].checked else checks[1]
+    )
+
+
+def settled_by_weights(
+    updates: tuple[UpdateComparison, ...], full: Run, perturbed: Run, own: Run
+) -> tuple[UpdateComparison, ...]:
+    """Returns the updates; those whose weights change alike with the script's own gradients have no fault.
+
+    Their gradients differ by a factor that the step takes out again: a step that divides by K, a lower rate.
+
+    Args:
+        updates: The comparisons with the run whose steps were led.
+        full: The full-batch run.
+        perturbed: The same with moved weights.
+        own: The accumulated run, stepping with its own gradients.
+    """
+    alone = compare_updates(full, perturbed, own, len(updates))
+    rounds = common_rounds(full.events, own.events)
+    settled = tuple(_settled(update, full, own, rounds[update.number - 1]) for update in alone)
+    found = any(after.step_takes_factor and before.other_step for before, after in zip(updates, settled, strict=False))
+    return settled if found else updates
+
+
+def _settled(update: UpdateComparison, full: Run, own: Run, round_: Round) -> UpdateComparison:
+    left = update.fit.factor_residual if update.fit is not None else math.inf
+    if not update.judged or update.outcome is not Outcome.DIVERGENT or not left < _FACTOR:
+        return update
+    unit = working_unit(full)
+    noise = max(_AGREE * unit, floors_allowed(unit) * update.noise) + left
+    change = compare_changes(full.samples(round_), own.samples(round_), unit, noise)
+    if change is None or change.outcome is not Outcome.EQUIVALENT:
+        return update
+    stages = (*update.stages, change)
+    return replace(update, outcome=Outcome.EQUIVALENT, step_takes_factor=True, stages=stages)
 
 
 def working_unit(run: Run) -> float:
@@ -53,112 +163,100 @@ def working_unit(run: Run) -> float:
 
 
 def _check_parameters(full: Run, accumulated: Run) -> None:
-    a, b = full.shapes, accumulated.shapes
-    missing = [f"`{name}` only in the full-batch run" for name in a if name not in b]
-    missing += [f"`{name}` only in the accumulated run" for name in b if name not in a]
-    missing += [f"`{name}` is {list(a[name])} and {list(b[name])}" for name in a if name in b and a[name] != b[name]]
-    if missing:
-        shown = "; ".join(missing[:5]) + (f"; and {len(missing) - 5} more" if len(missing) > 5 else "")
-        raise ProblemError(
-            f"the two runs trained different parameters: {shown}; "
-            "their arguments must differ only in how the batch is cut"
-        )
+    """Raises unless both runs trained the same parameters: the same shapes in the same places of their optimizers."""
+    a, b = ({place: shape for place, (_, shape) in run.parameters.items()} for run in (full, accumulated))
+    if a == b:
+        return
+    named = [{key.partition(":")[2]: shape for key, shape in run.parameters.values()} for run in (full, accumulated)]
+    missing = [f"`{name}` only in the full-batch run" for name in named[0] if name not in named[1]]
+    missing += [f"`{name}` only in the accumulated run" for name in named[1] if name not in named[0]]
+    missing += [
+        f"`{name}` is {list(shape)} and {list(named[1][name])}"
+        for name, shape in named[0].items()
+        if named[1].get(name, shape) != shape
+    ]
+    shown = "; ".join(missing[:5]) + (f"; and {len(missing) - 5} more" if len(missing) > 5 else "")
+    raise ProblemError(
+        f"the two runs trained different parameters: {shown or 'their optimizers hold them in another order'}; "
+        "their arguments must differ only in how the batch is cut"
+    )
 
 
-def _rows(
-    full: Run, perturbed: Run, accumulated: Run, number: int, unit: float
-) -> tuple[tuple[ParameterComparison, ...], float, str]:
-    """Every parameter's comparison, the noise of the whole gradient, and how the full-batch run differs from itself."""
-    reference, actual = _aligned(full.gradients(number), accumulated.gradients(number))
-    working = {row.name: row for row in measure(actual, reference)}
-    floor = dict.fromkeys(working, 0.0)
-    unrepeatable = ""
-    if perturbed.updates >= number:
-        reference, moved = _aligned(full.gradients(number), perturbed.gradients(number))
-        floor |= {row.name: row.difference for row in measure(moved, reference) if math.isfinite(row.difference)}
-        unrepeatable = _unrepeatable(full, perturbed, number, unit, noise_of(working, floor))
-    rows = judge(working, floor, unit)
-    decided = tuple(_open(row) if row.reason.endswith("both runs") else row for row in rows)
-    return decided, noise_of(working, floor), unrepeatable
-
-
-def _open(row: ParameterComparison) -> ParameterComparison:
-    """A gradient that is not finite in both runs says nothing about accumulation."""
-    return row._replace(outcome=Outcome.INCONCLUSIVE)
-
-
-def _start_allowed(full: Run, perturbed: Run, number: int, unit: float) -> float:
+def _start_allowed(runs: Runs, round_: Round, number: int, unit: float) -> float:
     """How far weights may be apart before an update: by rounding, and what earlier updates made of that."""
     grown = 0.0
-    if number > 1 and perturbed.updates >= number:
-        grown = _distance(full.samples(number), perturbed.samples(number), "before")
-    return max(_START * unit, floors_allowed(unit) * grown)
+    if number > 1:
+        grown = _distance(runs.full.samples(round_), runs.perturbed.samples(round_), "before")
+    return max(_START * unit, floors_allowed(unit) * (grown if math.isfinite(grown) else 0.0))
 
 
-def _unrepeatable(full: Run, perturbed: Run, number: int, unit: float, noise: float) -> str:
-    start = _distance(full.samples(number), perturbed.samples(number), "before")
+def _unrepeatable(runs: Runs, round_: Round, number: int, unit: float, noise: float) -> str:
+    full, perturbed = runs.full.samples(round_), runs.perturbed.samples(round_)
+    if not perturbed.steps:
+        return ""
+    start = _distance(full, perturbed, "before")
     if number == 1 and start > _START * unit:
         return f"its weights start {start:.1e} apart (relative) although only rounding was added"
     if floors_allowed(unit) * noise > _VISIBLE:
-        rows = check_rows(full.rows(number), perturbed.rows(number))
+        rows = _data(runs.full, full, runs.perturbed, perturbed)
         seen = "" if rows.same else f", and {rows.differing} of its {rows.full} rows are others"
         return f"its gradients differ by {noise:.1e} (relative) when run again{seen}"
     return ""
 
 
-def _aligned(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Both under the same names: a parameter without a gradient has None."""
-    names = list(dict.fromkeys([*a, *b]))
-    return {name: a.get(name) for name in names}, {name: b.get(name) for name in names}
-
-
-def _outcome(rows: tuple[ParameterComparison, ...]) -> Outcome:
-    outcomes = {row.outcome for row in rows}
-    if Outcome.DIVERGENT in outcomes:
-        return Outcome.DIVERGENT
-    informative = any(row.reference_norm > 0 or row.accumulated_norm > 0 for row in rows)
-    return Outcome.INCONCLUSIVE if Outcome.INCONCLUSIVE in outcomes or not informative else Outcome.EQUIVALENT
-
-
 def _comparison(
-    full: Mapping[str, Any], accumulated: Mapping[str, Any], window: Window | None,
-    rows: tuple[ParameterComparison, ...], outcome: Outcome, data: RowCheck, judged: bool, number: int,
-) -> UpdateComparison:  # fmt: skip
+    full: Samples,
+    accumulated: Samples,
+    window: Window | None,
+    rows: tuple[ParameterComparison, ...],
+    outcome: Outcome,
+    data: RowCheck,
+    judged: bool,
+    number: int,
+) -> UpdateComparison:
     backwards = window.of("backward") if window is not None else ()
     forwards = window.of("forward") if window is not None else ()
     valid = tuple(max((count for count, _ in event.values.get("targets", ())), default=-1) for event in backwards)
     return UpdateComparison(
-        number=number, outcome=outcome, judged=judged, parameters=rows, data=data,
-        fit=fit_weights(full, accumulated), backwards=len(backwards),
+        number=number,
+        outcome=outcome,
+        judged=judged,
+        parameters=rows,
+        data=data,
+        backwards=len(backwards),
         sizes=tuple(event.values.get("rows") or 0 for event in forwards),
         valid_targets=valid if valid and min(valid) >= 0 else (),
         ignored_targets=any(count < total for event in backwards for count, total in event.values.get("targets", ())),
-        learning_rates=_rates(accumulated), learning_rates_full=_rates(full),
-        weights_difference=_distance(full, accumulated, "weights"), drifted=_drifted(full, accumulated),
-    )  # fmt: skip
+        learning_rates=_rates(accumulated),
+        learning_rates_full=_rates(full),
+        weights_difference=_distance(full, accumulated, "weights"),
+        drifted=_drifted(full, accumulated),
+    )
 
 
-def _rates(samples: Mapping[str, Any]) -> tuple[float, ...]:
-    return tuple(rate for rates in samples["lrs"].values() for rate in rates)
+def _rates(samples: Samples) -> tuple[float, ...]:
+    return tuple(rate for step in samples.steps.values() for rate in step.get("lrs", ()))
 
 
-def _distance(full: Mapping[str, Any], accumulated: Mapping[str, Any], when: str) -> float:
+def _distance(full: Samples, accumulated: Samples, when: str) -> float:
     """How far the weights are apart, relative, over sampled elements that stand for their share of a parameter."""
     difference = size = 0.0
-    for at, weights in full[when].items():
-        other = accumulated[when].get(at)
+    others = accumulated.of(when)
+    for at, weights in full.of(when).items():
+        other = others.get(at)
         if other is None or len(other) != len(weights):
-            return math.nan
-        stretch = full["stretches"][at]
+            continue
+        stretch = full.steps[at]["stretches"]
         difference += float((stretch * (other - weights).square()).sum())
         size += float((stretch * weights.square()).sum())
     return math.sqrt(difference / size) if size else math.nan
 
 
-def _drifted(full: Mapping[str, Any], accumulated: Mapping[str, Any]) -> tuple[str, ...]:
+def _drifted(full: Samples, accumulated: Samples) -> tuple[str, ...]:
     names = []
-    for name, value in full["buffers"].items():
-        other = accumulated["buffers"].get(name)
+    buffers, others = (_buffers(samples) for samples in (full, accumulated))
+    for name, value in buffers.items():
+        other = others.get(name)
         if other is None or other.shape != value.shape:
             names.append(name.partition(":")[2])
             continue
@@ -166,3 +264,7 @@ def _drifted(full: Mapping[str, Any], accumulated: Mapping[str, Any]) -> tuple[s
         if float(torch.linalg.vector_norm(other - value)) > _BUFFER_NOISE * scale:
             names.append(name.partition(":")[2])
     return tuple(names)
+
+
+def _buffers(samples: Samples) -> dict[str, torch.Tensor]:
+    return {name: value for step in samples.steps.values() for name, value in step.get("buffers", {}).items()}

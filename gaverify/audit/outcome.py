@@ -6,10 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gaverify.audit.answer import AuditReport, RunSummary, counts_of
-from gaverify.audit.records import Record, UpdateComparison
 from gaverify.audit.request import Request
-from gaverify.results import Finding, Outcome
+from gaverify.records.audit import Record, UpdateComparison
+from gaverify.records.audit_report import AuditReport, RunSummary, counts_of, timeline_of
+from gaverify.records.comparison import Method, Outcome
+from gaverify.records.findings import Finding
 from gaverify.version import __version__
 
 
@@ -34,14 +35,27 @@ def report_of(
     outcome, reason = _decided(request, record, findings)
     working = meta["working"]
     return AuditReport(
-        script=request.script, outcome=outcome, reason=reason, findings=findings, updates=record.updates,
-        counts=counts_of(record.windows), runs=tuple(summaries), device=working["device"], dtype=working["dtype"],
-        autocast=working["autocast"], torch=meta["torch"], gaverify=__version__, modules=tuple(meta["modules"]),
+        script=request.script,
+        outcome=outcome,
+        reason=reason,
+        findings=findings,
+        updates=record.updates,
+        counts=counts_of(record.windows),
+        timeline=timeline_of(record.windows),
+        runs=tuple(summaries),
+        device=working["device"],
+        dtype=working["dtype"],
+        autocast=working["autocast"],
+        torch=meta["torch"],
+        gaverify=__version__,
+        modules=tuple(meta["modules"]),
         optimizers=tuple(meta["optimizers"]),
-        trainable=sum(math.prod(shape) for shape in meta["parameters"].values()),
-        method="events" if request.events_only else "noise-floor", events_only=request.events_only,
+        trainable=sum(math.prod(shape) for members in meta["parameters"] for _, shape in members),
+        method=Method.EVENTS if request.events_only else Method.NOISE_FLOOR,
+        events_only=request.events_only,
         timings=dict(timings),
-    )  # fmt: skip
+        left_out=dict(meta.get("left_out", {})),
+    )
 
 
 def same_arguments(request: Request) -> AuditReport:
@@ -50,19 +64,36 @@ def same_arguments(request: Request) -> AuditReport:
     if not request.full:
         told = "no `--full` and `--accumulated`"
     return AuditReport(
-        script=request.script, outcome=Outcome.INCONCLUSIVE,
+        script=request.script,
+        outcome=Outcome.INCONCLUSIVE,
         reason=f"nothing was compared: {told} would make two equal runs; "
         'give a large batch and its micro-batches, such as --full "--batch-size 8 --accum 1" '
         '--accumulated "--batch-size 2 --accum 4"',
-        findings=(), updates=(), counts=(), runs=(), device="unknown", dtype="unknown", autocast=None,
-        torch="not loaded", gaverify=__version__, modules=(), optimizers=(), trainable=0, method="not-compared",
+        findings=(),
+        updates=(),
+        counts=(),
+        runs=(),
+        device="unknown",
+        dtype="unknown",
+        autocast=None,
+        torch="not loaded",
+        gaverify=__version__,
+        modules=(),
+        optimizers=(),
+        trainable=0,
+        method=Method.NOT_COMPARED,
         events_only=False,
-    )  # fmt: skip
+    )
 
 
 def _decided(request: Request, record: Record, findings: tuple[Finding, ...]) -> tuple[Outcome, str]:
     faults = [finding for finding in findings if finding.severity == "fault"]
     differing = record.divergent
+    if record.ranks > 1 and record.together is None:
+        return Outcome.INCONCLUSIVE, (
+            f"the script trains in {record.ranks} processes and one of them was seen: what the others add to a "
+            f"gradient is unknown; write `--ranks {record.ranks}`, and gaverify starts all of them"
+        )
     if differing is not None and record.unaligned and not faults:
         names = ", ".join(record.unaligned)
         return Outcome.INCONCLUSIVE, (
@@ -71,36 +102,64 @@ def _decided(request: Request, record: Record, findings: tuple[Finding, ...]) ->
         )
     if differing is not None:
         return Outcome.DIVERGENT, f"update {differing.number}: {_differing(differing)}"
-    if faults:
-        codes = ", ".join(dict.fromkeys(f"{finding.code} {finding.name}" for finding in faults))
+    decisive = [finding for finding in faults if finding.proven or request.events_only]
+    if decisive:
+        codes = ", ".join(dict.fromkeys(f"{finding.code} {finding.name}" for finding in decisive))
         return Outcome.DIVERGENT, f"{_compared(record)}the loop is at fault: {codes}"
     if request.events_only:
         seen = len(record.complete)
-        calls = f"the calls of {seen} update{'s' if seen > 1 else ''} are in order"
+        calls = f"the calls of {seen} update{'s' if seen > 1 else ''} are in order{_short(record)}"
         return Outcome.INCONCLUSIVE, f"{calls}; gradients were not compared (--events-only)"
     for update in record.updates:
         why = _undecided(record, update)
         if why:
             return Outcome.INCONCLUSIVE, why
+    if faults:
+        codes = ", ".join(dict.fromkeys(f"{finding.code} {finding.name}" for finding in faults))
+        return Outcome.INCONCLUSIVE, f"{_compared(record)}suspected, but not shown by any control: {codes}"
     if not record.updates:
         return Outcome.INCONCLUSIVE, "nothing was compared: the runs have no update in common"
-    return Outcome.EQUIVALENT, _compared(record).rstrip("; ") + _fewer(request, record)
+    return Outcome.EQUIVALENT, _compared(record).rstrip("; ") + _fewer(request, record) + record.epochs
+
+
+def _short(record: Record) -> str:
+    """What calls alone do not tell of a window that is shorter than the others; empty where none is."""
+    short = next((window for window in record.complete if 0 < window.backwards < record.usual(window)), None)
+    if short is None:
+        return ""
+    return (
+        f", but update {short.number} has {short.backwards} backward passes where others have {record.usual(short)}: "
+        "whether its losses are divided by as many, only gradients tell (`--tail`)"
+    )
 
 
 def _undecided(record: Record, update: UpdateComparison) -> str:
     """Why an update leaves the question open; empty where it does not."""
-    earlier = "" if update.number == 1 else (
-        f"update {update.number - 1} agrees, and `--updates {update.number - 1}` would settle for that; "
-    )  # fmt: skip
+    earlier = (
+        ""
+        if update.number == 1
+        else (f"update {update.number - 1} agrees, and `--updates {update.number - 1}` would settle for that; ")
+    )
     if update.number == 1 and record.same_pieces:
         return "nothing was compared: both runs fed update 1 in the same pieces; do the arguments cut the batch?"
     if update.unrepeatable:
-        return f"{earlier}update {update.number}: the full-batch run does not repeat itself: {update.unrepeatable}"
+        return (
+            f"{earlier}update {update.number}: the full-batch run does not repeat itself: "
+            f"{update.unrepeatable}; {_start_advice(record)}"
+        )
     if not update.data.same:
-        return earlier + _other_data(update)
+        return earlier + _other_data(record, update)
     if not update.judged:
-        return f"{earlier}update {update.number}: the runs start from different weights " \
-            f"(relative difference {update.started_apart:.1e}); {_advice(record, update)}"  # fmt: skip
+        return (
+            f"{earlier}update {update.number}: the runs start from different weights "
+            f"(relative difference {update.started_apart:.1e}); {_advice(record, update)}"
+        )
+    if update.unclear:
+        return (
+            f"{earlier}update {update.number}: both runs change their summed gradients by hand before the step; "
+            "the sums differ, what the optimizer used agrees. Clipping by hand would hide a wrong scale: "
+            "use `torch.nn.utils.clip_grad_norm_`, or switch it off for the audit"
+        )
     if update.outcome is Outcome.INCONCLUSIVE:
         reason = next((row.reason for row in update.parameters if row.reason), "")
         count = sum(row.outcome is Outcome.INCONCLUSIVE for row in update.parameters)
@@ -114,7 +173,7 @@ def _undecided(record: Record, update: UpdateComparison) -> str:
 def _advice(record: Record, update: UpdateComparison) -> str:
     before = record.update_of(update.number - 1)
     if before is None:
-        return "seed the script before it builds its model"
+        return _start_advice(record)
     if before.learning_rates != before.learning_rates_full:
         rates = ", ".join(f"{rate:.4g}" for rate in before.learning_rates)
         full = ", ".join(f"{rate:.4g}" for rate in before.learning_rates_full)
@@ -122,7 +181,25 @@ def _advice(record: Record, update: UpdateComparison) -> str:
     return f"the steps of update {before.number} differ although their gradients agree"
 
 
-def _other_data(update: UpdateComparison) -> str:
+def _start_advice(record: Record) -> str:
+    """What to do about weights that start elsewhere: a run that read a checkpoint resumes, any other lacks a seed."""
+    loads = [
+        {(event.values["path"], event.place) for window in windows for event in window.of("loaded")}
+        for windows in (record.full_windows, record.windows)
+    ]
+    alone = sorted(
+        (path, place, run)
+        for run, ours, others in (("full-batch", loads[0], loads[1]), ("accumulated", loads[1], loads[0]))
+        for path, place in ours - others
+    )
+    if alone:
+        path, (file, line), run = alone[0]
+        where = f" ({file}:{line})" if file else ""
+        return f"does it resume? the {run} run alone loaded `{path}`{where}; let both start anew"
+    return "seed every generator before the model is built: `--seed 0` does"
+
+
+def _other_data(record: Record, update: UpdateComparison) -> str:
     data = update.data
     if data.full != data.accumulated:
         rows = f"{data.full} rows in the full-batch run, {data.accumulated} in the accumulated one"
@@ -130,6 +207,9 @@ def _other_data(update: UpdateComparison) -> str:
     else:
         rows = f"{data.full} rows in both"
         advice = "shuffling, seeds, a dropped batch, packing or draws outside the model make such differences"
+        if record.unaligned:
+            drawn = "; ".join(f"{name}: {why}" for name, why in record.unaligned.items())
+            advice = f"what the loop drew could not be dealt out per sample: {drawn}"
     padded = " (after padding was taken off)" if data.padded else ""
     return (
         f"update {update.number}: the runs did not see the same samples: {data.differing} rows of `{data.path}` "
@@ -142,8 +222,11 @@ def _differing(update: UpdateComparison) -> str:
     total = len(update.parameters)
     text = f"{len(rows)} of {total} parameter{'s' if total > 1 else ''} differ{'s' if len(rows) == 1 else ''}"
     whole = update.relative_difference
-    return f"{text}; all together by {whole:.2g} of the full batch's gradient, norm ratio {update.norm_ratio:.3g}" \
-        if math.isfinite(whole) else f"{text}; not every gradient is finite and there on both sides"  # fmt: skip
+    return (
+        f"{text}; all together by {whole:.2g} of the full batch's gradient, norm ratio {update.norm_ratio:.3g}"
+        if math.isfinite(whole)
+        else f"{text}; not every gradient is finite and there on both sides"
+    )
 
 
 def _compared(record: Record) -> str:
@@ -153,6 +236,12 @@ def _compared(record: Record) -> str:
         return ""
     names = f"update {judged[0].number}" if len(judged) == 1 else f"updates {judged[0].number} to {judged[-1].number}"
     rows = judged[0].parameters
+    factors = [f"{update.fit.factor:.4g}" for update in judged if update.step_takes_factor and update.fit is not None]
+    if len(factors) == len(judged):
+        return (
+            f"{names}: the gradient is {factors[0]} times the full batch's and the step takes the factor out again "
+            "(it divides, or its rate is lower): the weights change alike, to rounding; "
+        )
     return f"{names}: {len(rows)} of {len(rows)} gradients agree to rounding; "
 
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from typing import Any
 
+from gaverify.audit.editing import PLACED, assigned, not_placed
 from gaverify.audit.job import DISK_FULL, RECORDER_FAILED, Job
+from gaverify.audit.outputs import IMPOSSIBLE
+from gaverify.audit.outputs.guard import take_away
+from gaverify.children import Kept, started
+from gaverify.children.output import last_lines
 from gaverify.errors import InternalError, ProblemError
+from gaverify.records.audit_report import TITLES
 
 _ROOT = str(Path(__file__).resolve().parents[2])
 _BOOT = (
@@ -27,11 +32,35 @@ _BOOT = (
     "main({job!r})\n"
 )
 _TICK = 0.05
-_TAIL = 15  # lines of a script's output that are shown when it fails
-TITLES = {
-    "full": "full-batch run", "perturbed": "full-batch run with moved weights", "accumulated": "accumulated run",
-    "frozen": "accumulated run with its steps undone", "events": "run",
-}  # fmt: skip
+_JOB, _DONE = "job.json", "done.json"
+
+
+@dataclass(frozen=True)
+class Done:
+    """A run that has left a complete record.
+
+    Args:
+        job: What it was told.
+        command: What it stands for.
+        seconds: How long it took.
+        folder: Where its record lies.
+    """
+
+    job: Job
+    command: str
+    seconds: float
+    folder: Path
+
+    def write(self) -> None:
+        """Notes beside the record what only the parent knows."""
+        text = json.dumps({"command": self.command, "seconds": self.seconds})
+        (self.folder / _DONE).write_text(text, encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> Done:
+        """Reads the record of a run that was kept."""
+        noted = json.loads((folder / _DONE).read_text(encoding="utf-8"))
+        return cls(Job.read(folder / _JOB), noted["command"], noted["seconds"], folder)
 
 
 @dataclass
@@ -40,9 +69,14 @@ class Child:
 
     job: Job
     command: str
-    process: subprocess.Popen[bytes]
+    kept: Kept
     started: float
     seconds: float = 0.0
+
+    @property
+    def status(self) -> int | None:
+        """How it ended; None while it runs."""
+        return self.kept.process.poll()
 
     @property
     def folder(self) -> Path:
@@ -55,7 +89,11 @@ class Child:
         return TITLES[self.job.role]
 
 
-def run_jobs(jobs: Sequence[tuple[Job, str]], timeout: float, progress: Callable[[str], None]) -> list[Child]:
+class NoView(Exception):
+    """No run can be given a view of its own of the files; the message says why. Nothing of the script has run."""
+
+
+def run_jobs(jobs: Sequence[tuple[Job, str]], timeout: float, progress: Callable[[str], None]) -> list[Done]:
     """Runs jobs side by side until all have ended.
 
     Args:
@@ -64,34 +102,52 @@ def run_jobs(jobs: Sequence[tuple[Job, str]], timeout: float, progress: Callable
         progress: Told what is running.
 
     Raises:
+        NoView: The kernel makes no view of the files.
         ProblemError: A script failed, hung, or was killed; the message holds its own traceback and last output.
     """
     progress(" and ".join(TITLES[job.role] for job, _ in jobs))
     children: list[Child] = []
-    with _terminated_as_interrupted():
-        try:
-            children += [_start(job, command) for job, command in jobs]
-            failed = _wait(children, timeout)
-        finally:
-            for child in children:
-                _end(child.process)
+    try:
+        children += [_start(job, command) for job, command in jobs]
+        failed = _wait(children, timeout)
+    finally:
+        for child in children:
+            child.kept.end()
+            if child.job.files == "guard":
+                take_away(child.folder)
     for child in [failed] if failed is not None else children:
         _check(child)
-    return children
+    done = [Done(child.job, child.command, child.seconds, child.folder) for child in children]
+    for run in done:
+        run.write()
+    return done
 
 
 def _start(job: Job, command: str) -> Child:
     folder = Path(job.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    description = folder / "job.json"
+    if job.meeting is not None:
+        job.meeting.mkdir(exist_ok=True)
+    description = folder / _JOB
     job.write(description)
     code = _BOOT.format(root=_ROOT, job=str(description))
     with (folder / "log.txt").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )  # fmt: skip
-    return Child(job, command, process, time.monotonic())
+        kept = started(
+            [sys.executable, "-c", code],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=_environment(job),
+        )
+    return Child(job, command, kept, time.monotonic())
+
+
+def _environment(job: Job) -> dict[str, str]:
+    """The variables of a run; all runs order sets of strings alike, or they might order their data differently."""
+    fixed = {"PYTHONHASHSEED": str(job.seed or 0)}
+    if job.seed is None and os.environ.get("PYTHONHASHSEED"):
+        fixed = {}
+    return {**os.environ, **fixed, **dict(job.environment)}
 
 
 def _wait(children: Sequence[Child], timeout: float) -> Child | None:
@@ -100,12 +156,11 @@ def _wait(children: Sequence[Child], timeout: float) -> Child | None:
     while open_children:
         for child in list(open_children):
             child.seconds = time.monotonic() - child.started
-            if child.process.poll() is not None:
+            if child.status is not None:
                 open_children.remove(child)
-                if child.process.returncode and not (_complete(child) and _enough(child)):
+                if child.status and not (_complete(child) and _enough(child)):
                     return child
             elif child.seconds > timeout:
-                _end(child.process)
                 raise ProblemError(
                     f"the {child.title} was still running after {timeout:g} s and was ended (--timeout): "
                     f"{child.command}\n{_progress_so_far(child)}{_output(child)}"
@@ -117,8 +172,9 @@ def _wait(children: Sequence[Child], timeout: float) -> Child | None:
 
 def _check(child: Child) -> None:
     """Raises unless the run left a complete record."""
-    status = child.process.returncode
+    status = child.status
     if _complete(child) and (status == 0 or _enough(child)):
+        _check_values(child)
         return
     if status == DISK_FULL:
         raise ProblemError(
@@ -129,14 +185,50 @@ def _check(child: Child) -> None:
         internal = child.folder / "internal.txt"
         text = internal.read_text(encoding="utf-8") if internal.exists() else "no traceback"
         raise InternalError(f"the recorder failed in the {child.title}: {text}")
+    if status == IMPOSSIBLE:
+        raise NoView((child.folder / "no-view.txt").read_text(encoding="utf-8"))
+    refused = child.folder / "refused.json"
+    if refused.exists():
+        raise ProblemError(_refusal(child, *json.loads(refused.read_text(encoding="utf-8"))))
+    assert status is not None
+    cause, whole = _cause(child, status)
+    raise ProblemError(f"the {child.title} failed: {cause}\n{child.command}\n{whole}{_output(child)}".rstrip())
+
+
+def _check_values(child: Child) -> None:
+    """Raises where a value of the source was asked for and nothing in the source took it."""
+    path = child.folder / PLACED
+    taken = set(path.read_text(encoding="utf-8").splitlines()) if path.exists() else set()
+    left = [name for name, _ in child.job.values if ":" not in name and name not in taken]
+    if left:
+        try:
+            known = assigned(Path(child.job.script).read_bytes())
+        except OSError:
+            known = []
+        sentences = [not_placed(name, child.job.script, known) for name in left]
+        raise ProblemError(f"the {child.title}: " + "\n".join(sentences))
+
+
+def _refusal(child: Child, name: str, place: list[Any] | None) -> str:
+    where = f" ({place[0]}:{place[1]})" if place else ""
+    return (
+        f"the {child.title} would change `{name}`{where}, which was there before it, and was ended; the file is as it "
+        f"was: {child.command}\nthis system cannot give each run a view of the files of its own; let each write into "
+        'a folder of its own, such as --full "--out a" --accumulated "--out b", or write `--in-place` if the file may '
+        "be changed"
+    )
+
+
+def _cause(child: Child, status: int) -> tuple[str, str]:
+    """Why a run failed, in a line, and the traceback where there is one."""
     error = child.folder / "error.txt"
     if error.exists():
-        why = error.read_text(encoding="utf-8", errors="replace")
-    elif status < 0:
-        why = f"it was killed by {_signal(-status)}" + (" (out of memory?)" if -status == 9 else "")
-    else:
-        why = f"it left with status {status} past Python's own exit (os._exit)"
-    raise ProblemError(f"the {child.title} failed: {child.command}\n{why}{_output(child)}")
+        cause, _, whole = error.read_text(encoding="utf-8", errors="replace").partition("\n")
+        said = last_lines(child.folder / "log.txt")[-1:] if not whole else []
+        return ": ".join([cause, *said]), whole
+    if status < 0:
+        return f"it was killed by {_signal(-status)}" + (" (out of memory?)" if -status == 9 else ""), ""
+    return f"it left with status {status} past Python's own exit (os._exit)", ""
 
 
 def _complete(child: Child) -> bool:
@@ -145,8 +237,6 @@ def _complete(child: Child) -> bool:
 
 def _enough(child: Child) -> bool:
     """Whether a script that failed in the end had made all updates that were asked for."""
-    import json
-
     meta = json.loads((child.folder / "meta.json").read_text(encoding="utf-8"))
     return bool(child.job.updates) and int(meta["updates"]) >= child.job.updates
 
@@ -157,55 +247,10 @@ def _progress_so_far(child: Child) -> str:
 
 
 def _output(child: Child) -> str:
-    with suppress(OSError):
-        with (child.folder / "log.txt").open("rb") as log:
-            log.seek(0, os.SEEK_END)
-            log.seek(max(0, log.tell() - (1 << 14)))
-            lines = log.read().decode("utf-8", "replace").splitlines()
-        if lines:
-            return "\nthe last lines of its output:\n" + "\n".join(f"    {line}" for line in lines[-_TAIL:])
-    return ""
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a child and everything in its session: workers first get the chance to clean up."""
-    for number in (signal.SIGTERM, getattr(signal, "SIGKILL", signal.SIGTERM)):
-        with suppress(ProcessLookupError, PermissionError):
-            if hasattr(os, "killpg"):
-                os.killpg(process.pid, number)
-            else:
-                process.kill()
-        if process.poll() is None:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(1.0)
-        if not _group_alive(process.pid):
-            return
-        time.sleep(_TICK)
-
-
-def _group_alive(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except (ProcessLookupError, PermissionError, AttributeError):
-        return False
-    return True
-
-
-@contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """Turns SIGTERM into the exception of Ctrl-C, so that children and the temporary folder go in either case."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    lines = last_lines(child.folder / "log.txt")
+    if not lines:
+        return ""
+    return "\nthe last lines of its output:\n" + "\n".join(f"    {line}" for line in lines)
 
 
 def _signal(number: int) -> str:

@@ -11,8 +11,12 @@ from typing import Any
 
 import torch
 
-from gaverify.audit.events import Event
 from gaverify.audit.job import Role
+from gaverify.records.events import Event
+from gaverify.records.rounds import Round
+
+Place = tuple[int, int]
+"""An optimizer, and the position of one of its parameters."""
 
 
 @dataclass(frozen=True)
@@ -40,26 +44,50 @@ class Run:
         return int(self.meta["updates"])
 
     @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every parameter of every optimizer with its shape."""
-        parameters = {key: tuple(shape) for key, shape in self.meta["parameters"].items()}
-        return {name: parameters[key] for key, name in _display(list(parameters)).items()}
+    def parameters(self) -> dict[Place, tuple[str, tuple[int, ...]]]:
+        """The key `model:name` and the shape of every parameter, by its optimizer and its position in that."""
+        return {
+            (optimizer, at): (key, tuple(shape))
+            for optimizer, members in enumerate(self.meta["parameters"])
+            for at, (key, shape) in enumerate(members)
+        }
 
-    def gradients(self, update: int) -> dict[str, torch.Tensor]:
-        """Returns the gradients of an update by parameter name, mapped from disk rather than read."""
-        found: dict[str, torch.Tensor] = {}
-        for path in sorted(self.folder.glob(f"gradients-{update}-*.pt")):
-            found |= torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        names = _display(list(self.meta["parameters"]))
-        return {names.get(key, key): gradient for key, gradient in found.items()}
+    def gradients(self, round_: Round, *, summed: bool = False) -> dict[Place, torch.Tensor]:
+        """Returns the gradients of some steps, mapped from disk rather than read.
 
-    def samples(self, update: int) -> dict[str, Any]:
-        """Returns the sampled elements of an update's window."""
-        return torch.load(self.folder / f"samples-{update}.pt", weights_only=True)  # type: ignore[no-any-return]
+        Args:
+            round_: The steps.
+            summed: As the window's last backward pass left them, where something changed them before the step.
+        """
+        found: dict[Place, torch.Tensor] = {}
+        for optimizer, step in round_:
+            paths = [self.folder / f"{kind}-{optimizer}-{step}.pt" for kind in ("summed", "gradients")]
+            path = paths[0] if summed and paths[0].exists() else paths[1]
+            if path.exists():
+                stored = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+                found |= {(optimizer, at): gradient for at, gradient in stored.items()}
+        return found
+
+    def samples(self, round_: Round) -> Samples:
+        """Returns what was sampled at some steps; steps that the run did not make are left out."""
+        paths = {optimizer: self.folder / f"step-{optimizer}-{step}.pt" for optimizer, step in round_}
+        return Samples({at: torch.load(path, weights_only=True) for at, path in paths.items() if path.exists()})
 
     def rows(self, update: int) -> list[dict[str, Any]]:
-        """Returns the fingerprints of the rows of an update's forwards."""
-        return torch.load(self.folder / f"rows-{update}.pt", weights_only=True)  # type: ignore[no-any-return]
+        """Returns the fingerprints of the rows of an update's forwards, in order."""
+        path = self.folder / f"rows-{update}.pt"
+        return torch.load(path, weights_only=True) if path.exists() else []  # type: ignore[no-any-return]
+
+    def rows_of(self, samples: Samples, *, reached: bool) -> list[dict[str, Any]]:
+        """Returns the fingerprints of the rows behind some steps.
+
+        Args:
+            samples: The steps.
+            reached: Of the forwards that a backward pass reached; else of all forwards of their updates.
+        """
+        if not reached:
+            return [row for update in sorted(samples.updates) for row in self.rows(update)]
+        return [self.rows(update)[position] for update, position in samples.forwards]
 
     @cached_property
     def disk_bytes(self) -> int:
@@ -67,11 +95,59 @@ class Run:
         return sum(path.stat().st_size for path in self.folder.glob("*.pt"))
 
 
-def _display(keys: list[str]) -> dict[str, str]:
-    """Names for people: the model's number only where there are several, or where two names would collide."""
-    models = {key.partition(":")[0] for key in keys if not key.startswith("-")}
-    names = {}
-    for key in keys:
+@dataclass(frozen=True)
+class Samples:
+    """What was sampled at the steps of one round, by optimizer.
+
+    Shapes: S sampled elements of an optimizer's gradients or weights.
+    """
+
+    steps: Mapping[int, Mapping[str, Any]]
+
+    def of(self, what: str) -> dict[int, torch.Tensor]:
+        """Returns one of the sampled tensors of every optimizer: final, summed, stretches, before or weights."""
+        return {at: step[what] for at, step in self.steps.items() if step.get(what) is not None}
+
+    @property
+    def summed(self) -> dict[int, torch.Tensor]:
+        """The gradients as the last backward pass left them, shape (S,)."""
+        return self.of("final") | self.of("summed")
+
+    @property
+    def increments(self) -> list[dict[int, torch.Tensor]]:
+        """What each backward pass added, in order."""
+        found: dict[int, dict[int, torch.Tensor]] = {}
+        for at, step in self.steps.items():
+            for backward, change in step["increments"]:
+                found.setdefault(backward, {})[at] = change
+        return [found[backward] for backward in sorted(found)]
+
+    @property
+    def forwards(self) -> list[tuple[int, int]]:
+        """The forwards that were reached: the number of their update, and their position in it."""
+        return sorted({(update, position) for step in self.steps.values() for update, position in step["forwards"]})
+
+    @property
+    def updates(self) -> set[int]:
+        """The updates in which the steps were made."""
+        return {step["update"] for step in self.steps.values()}
+
+
+def labels(full: Run, accumulated: Run) -> dict[Place, str]:
+    """Names of all parameters for people, as the full-batch run calls them.
+
+    The model's number stands before them only where there are several. A parameter that a run met outside any module
+    has the other run's name, if that has one.
+    """
+    keys = {}
+    other = accumulated.parameters
+    for place, (key, _) in full.parameters.items():
+        known = other.get(place, (key, ()))[0]
+        keys[place] = known if key.startswith("-") and not known.startswith("-") else key
+    keys = {place: key for place, (key, _) in other.items()} | keys
+    models = {key.partition(":")[0] for key in keys.values() if not key.startswith("-")}
+    named = {}
+    for place, key in keys.items():
         model, _, name = key.partition(":")
-        names[key] = name if len(models) < 2 or model == "-" else f"{model}.{name}"
-    return names
+        named[place] = name if len(models) < 2 or model == "-" else f"{model}.{name}"
+    return named

@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from gaverify.errors import SpecError
+
+RECORDED = "audit.json"
+"""Name of the file in a folder of kept records that tells what was asked for."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What one run alone is given besides its arguments.
+
+    Args:
+        script: Another script than the common one.
+        environment: Variables and their values.
+        values: Names in the source, or `FILE:key` for a configuration file, and the words to put there.
+    """
+
+    script: str | None = None
+    environment: tuple[tuple[str, str], ...] = ()
+    values: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -24,6 +43,13 @@ class Request:
         events_only: One run, with the common arguments, whose calls are checked and whose gradients are not.
         steps: K, where the user says it: backward passes that each update should have.
         timeout: Seconds after which a run is ended.
+        full_setting: What else the full-batch run alone is given.
+        accumulated_setting: The same for the accumulated run, and for the only run with `events_only`.
+        seed: Seeds every generator before the script starts.
+        keep: A folder in which the runs' records stay, for `kept`.
+        ranks: Processes that train together in the accumulated run; None starts one, without a launcher's variables.
+        tail: Also audit an epoch that ends with a short window.
+        in_place: Let the runs write into the user's folders, as the script does without gaverify.
     """
 
     script: str
@@ -35,41 +61,110 @@ class Request:
     events_only: bool = False
     steps: int | None = None
     timeout: float = 3600.0
+    full_setting: Setting = Setting()
+    accumulated_setting: Setting = Setting()
+    seed: int | None = None
+    keep: str | None = None
+    in_place: bool = False
+    ranks: int | None = None
+    tail: bool = False
     problems: tuple[str, ...] = field(default=(), compare=False)
 
-    def command(self, arguments: tuple[str, ...]) -> str:
+    @property
+    def same(self) -> bool:
+        """Whether both runs would be the same."""
+        return self.full == self.accumulated and self.full_setting == self.accumulated_setting
+
+    def setting(self, role: str) -> Setting:
+        """What the run that plays a role is given."""
+        return self.full_setting if role in ("full", "perturbed") else self.accumulated_setting
+
+    def command(self, arguments: tuple[str, ...], setting: Setting = Setting()) -> str:
         """Returns the command that a run stands for."""
-        head = ["python", "-m", self.script] if self.module else ["python", self.script]
-        return shlex.join([*head, *arguments])
+        script = setting.script or self.script
+        head = ["python", "-m", script] if self.module else ["python", script]
+        variables = [f"{name}={shlex.quote(value)}" for name, value in setting.environment]
+        values = [f"with {name}={word}" for name, word in setting.values]
+        return " ".join([*variables, shlex.join([*head, *arguments]), *values])
 
     def check(self) -> None:
         """Raises `SpecError` with every problem of the request."""
-        problems = [*self.problems, *self._script_problems()]
+        problems = [*self.problems, *self._script_problems(self.script)]
+        if self.full_setting.script is not None:
+            problems += self._script_problems(self.full_setting.script)
         if self.updates < (0 if self.events_only else 1):
             problems.append(f"--updates {self.updates}: record at least one update")
         if self.steps is not None and self.steps < 1:
             problems.append(f"--steps {self.steps}: K is at least 1")
         if not self.timeout > 0:
             problems.append(f"--timeout {self.timeout:g}: give a positive number of seconds")
+        if self.seed is not None and not 0 <= self.seed < 2**32:
+            problems.append(f"--seed {self.seed}: give a whole number from 0 to 2^32 - 1, as NumPy takes it")
+        if self.keep is not None and os.path.lexists(self.keep):
+            if not os.path.isdir(self.keep):
+                problems.append(f"--keep {self.keep}: it is a file; name a new folder")
+            elif os.listdir(self.keep):
+                problems.append(f"--keep {self.keep}: the folder is not empty; name a new one, nothing is overwritten")
+        problems += self._rank_problems()
         if problems:
             raise SpecError(problems)
 
-    def _script_problems(self) -> list[str]:
+    def _rank_problems(self) -> list[str]:
+        if self.ranks is None:
+            return []
+        problems = []
+        if self.ranks < 2:
+            problems.append(f"--ranks {self.ranks}: one process is what an audit runs without it; write 2 or more")
+        if self.events_only:
+            problems.append("--ranks compares the gradients of several processes; leave out --events-only")
+        return problems
+
+    def _script_problems(self, script: str) -> list[str]:
         if self.module:
             try:
-                found = self.script and importlib.util.find_spec(self.script.split(".")[0]) is not None
+                found = script and importlib.util.find_spec(script.split(".")[0]) is not None
             except (ImportError, ValueError):
                 found = False
-            here = os.path.join(os.getcwd(), *self.script.split("."))
+            here = os.path.join(os.getcwd(), *script.split("."))
             if found or os.path.exists(here + ".py") or os.path.isdir(here):
                 return []
-            return [f"there is no module `{self.script}`; `-m` looks in `{os.getcwd()}` and in what is installed"]
-        if os.path.isfile(self.script):
+            return [f"there is no module `{script}`; `-m` looks in `{os.getcwd()}` and in what is installed"]
+        if os.path.isfile(script):
             return []
-        if os.path.isdir(self.script) and os.path.exists(os.path.join(self.script, "__main__.py")):
+        if os.path.isdir(script) and os.path.exists(os.path.join(script, "__main__.py")):
             return []
-        kind = "a folder without `__main__.py`" if os.path.isdir(self.script) else "not there"
-        return [f"the script `{self.script}` is {kind}; name the file as for `python FILE`, or use `-m package.module`"]
+        kind = "a folder without `__main__.py`" if os.path.isdir(script) else "not there"
+        return [f"the script `{script}` is {kind}; name the file as for `python FILE`, or use `-m package.module`"]
+
+
+def written(request: Request) -> str:
+    """Returns a request as JSON, for `kept`."""
+    return json.dumps({"version": 1, "request": asdict(request)}, indent=2)
+
+
+def kept(folder: str) -> Request:
+    """Returns the request whose records a folder keeps.
+
+    Raises:
+        SpecError: The folder holds none.
+    """
+    path = os.path.join(folder, RECORDED)
+    try:
+        with open(path, encoding="utf-8") as stream:
+            whole = json.load(stream)
+        if whole["version"] != 1:
+            raise ValueError(f"version {whole['version']}")
+        fields = whole["request"]
+        for name in ("full_setting", "accumulated_setting"):
+            setting = fields[name]
+            pairs = {key: tuple((n, w) for n, w in setting[key]) for key in ("environment", "values")}
+            fields[name] = Setting(setting["script"], **pairs)
+        lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+        return Request(**{**fields, **lists, "keep": folder})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SpecError(
+            f"--from {folder}: it keeps no audit's records ({error}); name a folder that `--keep` wrote"
+        ) from error
 
 
 def words(text: str, option: str) -> tuple[str, ...]:

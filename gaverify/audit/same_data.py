@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gaverify.audit.records import RowCheck
+from gaverify.records.audit import RowCheck
 
 # Two computations of the same row differ by rounding, rows of different samples by far more.
 _COMPUTED = 1e-4
@@ -186,8 +186,8 @@ def _to_rounding(matched: _Matched) -> _Matched:
     right = [row for row in matched.left_accumulated if row.projections is not None]
     if not left or not right:
         return matched
-    a = torch.tensor([row.projections for row in left], dtype=torch.float64)
-    b = torch.tensor([row.projections for row in right], dtype=torch.float64)
+    a = torch.tensor([row.projections for row in left], dtype=torch.float64, device="cpu")
+    b = torch.tensor([row.projections for row in right], dtype=torch.float64, device="cpu")
     scale = torch.maximum(a[:, 2:].abs(), b[:, 2:].abs().T).clamp_min(1e-300)
     distance = torch.cdist(a, b, p=float("inf")) / scale
     paired_left: set[int] = set()

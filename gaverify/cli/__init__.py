@@ -14,15 +14,31 @@ from collections.abc import Sequence
 
 import click
 
+from gaverify.cli.accepting import baseline
 from gaverify.cli.auditing import audit
+from gaverify.cli.doctoring import doctor
 from gaverify.cli.explaining import explain, rules
-from gaverify.cli.failures import Invocation, report_failure, report_interrupt, silence_stdout
+from gaverify.cli.failures import Invocation, report_failure, report_interrupt
 from gaverify.cli.listing import models, schema
 from gaverify.cli.profiling import profile
+from gaverify.cli.reporting import report
 from gaverify.cli.running import run
 from gaverify.cli.starting import init
+from gaverify.cli.streams import open_closed_streams, silence
 
-COMMANDS: tuple[click.Command, ...] = (run, audit, profile, models, rules, explain, schema, init)
+COMMANDS: tuple[click.Command, ...] = (
+    run,
+    audit,
+    profile,
+    report,
+    baseline,
+    models,
+    rules,
+    explain,
+    schema,
+    init,
+    doctor,
+)
 BROKEN_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
 
 
@@ -83,6 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     own_words = words[: words.index("--")] if "--" in words else words
     debug = "--debug" in own_words or os.environ.get("GAVERIFY_DEBUG", "") not in ("", "0")
     invocation = Invocation(tuple(words), debug)
+    open_closed_streams()
     # names and messages hold characters such as × that a terminal without Unicode cannot show
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -96,11 +113,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, click.Abort):
         return report_interrupt()
     except BrokenPipeError:
-        silence_stdout()
+        silence(sys.stdout)
         return BROKEN_PIPE
     except BaseException as error:
         if isinstance(error, OSError):
-            silence_stdout()  # a full disk behind it: what is left in its buffer would fail again on exit
+            silence(sys.stdout)  # a full disk behind it: what is left in its buffer would fail again on exit
         return report_failure(error, invocation)
 
 

@@ -2,21 +2,49 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from gaverify.cli.audit_files import options_files, read_options
+from gaverify.cli.failures import Invocation, failure_message, report_failure
 from gaverify.cli.progress import DelayedProgress
+from gaverify.cli.showing import check_outputs, exit_code_of, output_options, show, strict_option
 from gaverify.errors import SpecError
 
 if TYPE_CHECKING:
-    from gaverify.audit.answer import AuditReport
-    from gaverify.audit.request import Request
+    from gaverify.audit.request import Request, Setting
+    from gaverify.records.audit_report import AuditReport
+    from gaverify.spec.accepting import Project
 
+_Command = TypeVar("_Command", bound=Callable[..., Any])
 _UPDATES, _TIMEOUT = 2, 3600.0
+_RUNS = (
+    "arguments",
+    "module",
+    "full",
+    "accumulated",
+    "full_script",
+    "full_env",
+    "accumulated_env",
+    "both_set",
+    "full_set",
+    "accumulated_set",
+    "seed",
+    "ranks",
+    "steps",
+    "events_only",
+    "in_place",
+    "keep",
+    "tail",
+)
+
+
+def _repeated(option: str, name: str, metavar: str, text: str) -> Callable[[_Command], _Command]:
+    return click.option(option, name, metavar=metavar, multiple=True, help=text)
 
 
 @click.command(short_help="Check a training script, unchanged.", context_settings={"ignore_unknown_options": False})
@@ -25,22 +53,27 @@ _UPDATES, _TIMEOUT = 2, 3600.0
 @click.option("-m", "module", metavar="MODULE", help="Run `python -m MODULE` in place of a script.")
 @click.option("--full", metavar='"ARGS"', help="Arguments of the full-batch run alone.")
 @click.option("--accumulated", metavar='"ARGS"', help="Arguments of the accumulated run alone.")
-@click.option("--updates", metavar="M", default=str(_UPDATES), help=f"Optimizer updates to record.  [{_UPDATES}]")
+@click.option("--full-script", metavar="FILE", help="Another script for the full-batch run.")
+@_repeated("--full-env", "full_env", "K=V", "A variable of the full-batch run's environment; repeatable.")
+@_repeated("--accumulated-env", "accumulated_env", "K=V", "The same for the accumulated run.")
+@_repeated("--full-set", "full_set", "NAME=VALUE", "A constant or default in the source of the full-batch run.")
+@_repeated("--accumulated-set", "accumulated_set", "NAME=VALUE", "The same for the accumulated run.")
+@_repeated("--set", "both_set", "NAME=VALUE", "For every run; NAME may be `FILE:key` of a configuration file.")
+@click.option("--seed", metavar="N", help="Seed Python, NumPy and torch before the script starts.")
+@click.option("--updates", metavar="M", help=f"Optimizer updates to record.  [{_UPDATES}]")
 @click.option("--steps", metavar="K", help="Backward passes that each update should have.  [found out]")
 @click.option("--events-only", is_flag=True, help="One run, the order of its calls alone; with --updates 0 to its end.")
-@click.option("--timeout", metavar="S", default=f"{_TIMEOUT:g}", help=f"Seconds until a run is ended.  [{_TIMEOUT:g}]")
+@click.option("--tail", is_flag=True, help="Also audit epochs that end with a short window.")
+@click.option("--timeout", metavar="S", help=f"Seconds until a run is ended.  [{_TIMEOUT:g}]")
+@click.option("--ranks", metavar="R", help="Run the accumulated run in R processes, as torchrun would.")
+@click.option("--in-place", is_flag=True, help="Let the runs change files, as the script does on its own.")
+@click.option("--keep", metavar="DIR", help="Keep the runs' records in a new folder.")
+@click.option("--from", "kept", metavar="DIR", help="Report again from kept records; runs nothing.")
 @click.option("--all", "show_all", is_flag=True, help="Show every parameter, not only the worst.")
-@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", help="What stdout gets.  [text]")
-@click.option(
-    "--output", "outputs", multiple=True, metavar="FILE", type=click.Path(path_type=Path),
-    help="Also write a report; the ending decides the format; repeatable.",
-)  # fmt: skip
+@strict_option
+@output_options
 @click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
-def audit(
-    script: str | None, arguments: tuple[str, ...], module: str | None, full: str | None, accumulated: str | None,
-    updates: str, steps: str | None, events_only: bool, timeout: str, show_all: bool, form: str,
-    outputs: tuple[Path, ...],
-) -> int:  # fmt: skip
+def audit(kept: str | None, show_all: bool, strict: bool, form: str, outputs: tuple[Path, ...], **given: Any) -> int:
     """Runs SCRIPT with a large batch and with accumulation, and compares what reaches the optimizer.
 
     ARGS behind `--` go to every run. The script is stopped after M updates.
@@ -48,22 +81,92 @@ def audit(
     \b
       gaverify audit train.py --full "--batch-size 8 --accum 1" \\
           --accumulated "--batch-size 2 --accum 4" -- --data d/
+      gaverify audit train.py --full-set BATCH=8 --accumulated-set BATCH=2 \\
+          --accumulated-set ACCUM=4
+      gaverify audit audit.toml                  # these options in a file; or folders
       gaverify audit -m package.train --events-only -- --accum 4
     """
-    request = _request(script, arguments, module, full, accumulated, updates, steps, events_only, timeout)
-    if outputs:
-        from gaverify.report import check_writable
+    from gaverify.acceptance import settled
+    from gaverify.spec.accepting import project_settings
 
-        check_writable(outputs)
-    report = _audited(request)
-    _show(report, form, outputs, show_all)
-    return report.outcome.exit_code
+    project = project_settings()
+    if kept is None and given["module"] is None:
+        files = options_files(filter(None, (given["script"], *given["arguments"])))
+        if files:
+            _check_only_files(given)
+            check_outputs(outputs)
+            return _audit_files(files, project, form, outputs, show_all=show_all, strict=strict)
+    request = None if kept is not None else _request(**given)
+    if kept is not None:
+        _check_alone(given)
+    check_outputs(outputs)
+    report = _audited(request) if request is not None else _again(kept or "")
+    report = settled(report, (), project, strict=strict)
+    show([report], form, outputs, show_all=show_all)
+    return report.exit_code
+
+
+def _check_only_files(given: dict[str, Any]) -> None:
+    """Raises where options of an audit stand beside files that hold them."""
+    names = {"both_set": "--set"}
+    also = [name for name, value in given.items() if value and name not in ("script", "arguments")]
+    if also:
+        listed = ", ".join(names.get(name, f"--{name.replace('_', '-')}") for name in also)
+        raise SpecError(f"the options of these audits stand in their files; leave out {listed}")
+
+
+def _audit_files(
+    files: Sequence[Path], project: Project, form: str, outputs: Sequence[Path], *, show_all: bool, strict: bool
+) -> int:
+    """Audits one file after the other; one that cannot be audited is an error of the report and stops no other."""
+    from gaverify.acceptance import settled
+
+    invocation = click.get_current_context().find_object(Invocation) or Invocation()
+    reports: list[AuditReport] = []
+    errors: list[tuple[str, str]] = []
+    codes: list[int] = []
+    for file in files:
+        try:
+            options = read_options(file, audit.params)
+            report = _audited(_request(**options.given))
+        except (Exception, SystemExit) as error:  # Ctrl-C ends them all
+            foreseen = isinstance(error, SpecError) and error.source == str(file)
+            codes.append(report_failure(error, invocation, "" if foreseen else str(file)))
+            errors.append((str(file), failure_message(error)))
+            continue
+        made = settled(report, options.accept, project, expect=options.expect, strict=strict)
+        reports.append(replace(made, source=str(file)))
+    show(reports, form, outputs, show_all=show_all, errors=errors)
+    return max(codes, default=0) or exit_code_of(reports, project, strict=strict)
+
+
+def _check_alone(given: dict[str, Any]) -> None:
+    """Raises where `--from` stands beside what only a new audit could obey."""
+    names = {"both_set": "--set", "arguments": "arguments", "module": "-m"}
+    also = [names.get(name, f"--{name.replace('_', '-')}") for name in (*_RUNS, "updates", "timeout") if given[name]]
+    also = ([f"`{given['script']}`"] if given["script"] else []) + also
+    if also:
+        raise SpecError(f"--from reports again what was run before; leave out {', '.join(also)}")
 
 
 def _request(
-    script: str | None, arguments: tuple[str, ...], module: str | None, full: str | None, accumulated: str | None,
-    updates: str, steps: str | None, events_only: bool, timeout: str,
-) -> Request:  # fmt: skip
+    script: str | None,
+    arguments: tuple[str, ...],
+    module: str | None,
+    full: str | None,
+    accumulated: str | None,
+    updates: str | None,
+    steps: str | None,
+    events_only: bool,
+    timeout: str | None,
+    in_place: bool,
+    keep: str | None,
+    tail: bool,
+    seed: str | None,
+    ranks: str | None,
+    full_script: str | None,
+    **pairs: tuple[str, ...],
+) -> Request:
     from gaverify.audit.request import Request, words
 
     problems: list[str] = []
@@ -71,11 +174,16 @@ def _request(
         arguments, script = (script, *arguments), None  # `-m MODULE -- ARGS`: the first word is no script
     if script is None and module is None:
         raise click.UsageError("nothing to audit: name the training script, SCRIPT, or a module with `-m`")
-    if events_only and (full is not None or accumulated is not None):
-        problems.append("--events-only makes one run: give its arguments behind `--`, not in --full or --accumulated")
-    if not events_only and full is None and accumulated is not None:
+    own = {name for name in ("full_env", "accumulated_env", "full_set", "accumulated_set") if pairs[name]}
+    if events_only and (full is not None or accumulated is not None or full_script is not None or own):
+        problems.append(
+            "--events-only makes one run: give its arguments behind `--` and its values with --set, "
+            "not in --full or --accumulated"
+        )
+    plain = not events_only and full_script is None and not own
+    if plain and full is None and accumulated is not None:
         problems.append("--full is missing: the arguments that make the large batch, without accumulation")
-    if not events_only and accumulated is None and full is not None:
+    if plain and accumulated is None and full is not None:
         problems.append("--accumulated is missing: the arguments that cut the same batch into micro-batches")
     parts = []
     for option, text in (("--full", full), ("--accumulated", accumulated)):
@@ -84,14 +192,60 @@ def _request(
         except SpecError as error:
             problems += error.problems
             parts.append(())
+    settings = _settings(full_script, pairs, problems)
     return Request(
-        module or script or "", parts[0], parts[1], arguments, module is not None,
-        _whole("--updates", updates, problems, _UPDATES), events_only,
-        None if steps is None else _whole("--steps", steps, problems, 1), _seconds(timeout, problems), tuple(problems),
-    )  # fmt: skip
+        script=module or script or "",
+        full=parts[0],
+        accumulated=parts[1],
+        common=arguments,
+        module=module is not None,
+        updates=_whole("--updates", updates, problems, _UPDATES),
+        events_only=events_only,
+        steps=None if steps is None else _whole("--steps", steps, problems, 1),
+        timeout=_seconds(timeout, problems),
+        full_setting=settings[0],
+        accumulated_setting=settings[1],
+        seed=None if seed is None else _whole("--seed", seed, problems, 0),
+        keep=keep,
+        ranks=None if ranks is None else _whole("--ranks", ranks, problems, 2),
+        in_place=in_place,
+        tail=tail,
+        problems=tuple(problems),
+    )
 
 
-def _whole(option: str, word: str, problems: list[str], instead: int) -> int:
+def _settings(
+    full_script: str | None, given: dict[str, tuple[str, ...]], problems: list[str]
+) -> tuple[Setting, Setting]:
+    """What each run alone is given; a value for every run stands in both."""
+    from gaverify.audit.request import Setting
+
+    both = _pairs("--set", given["both_set"], problems)
+    settings = []
+    for run, script in (("full", full_script), ("accumulated", None)):
+        variables = _pairs(f"--{run}-env", given[f"{run}_env"], problems)
+        values = _pairs(f"--{run}-set", given[f"{run}_set"], problems)
+        settings.append(Setting(script, variables, (*both, *values)))
+    return settings[0], settings[1]
+
+
+def _pairs(option: str, words: Sequence[str], problems: list[str]) -> tuple[tuple[str, str], ...]:
+    pairs: list[tuple[str, str]] = []
+    for word in words:
+        name, sign, value = word.partition("=")
+        if not sign or not name or "\0" in word:
+            example = "BATCH_SIZE=4" if option.endswith("set") else "CUDA_VISIBLE_DEVICES=0"
+            problems.append(f"{option} {word!r} has no name and value; write `{option} {example}`")
+        elif name in dict(pairs):
+            problems.append(f"{option} gives `{name}` twice: {dict(pairs)[name]!r} and {value!r}")
+        else:
+            pairs.append((name, value))
+    return tuple(pairs)
+
+
+def _whole(option: str, word: str | None, problems: list[str], instead: int) -> int:
+    if word is None:
+        return instead
     try:
         return int(word)
     except ValueError:
@@ -99,7 +253,9 @@ def _whole(option: str, word: str, problems: list[str], instead: int) -> int:
         return instead
 
 
-def _seconds(word: str, problems: list[str]) -> float:
+def _seconds(word: str | None, problems: list[str]) -> float:
+    if word is None:
+        return _TIMEOUT
     try:
         return float(word)
     except ValueError:
@@ -107,23 +263,14 @@ def _seconds(word: str, problems: list[str]) -> float:
         return _TIMEOUT
 
 
+def _again(folder: str) -> AuditReport:
+    from gaverify.audit.flow import audit_again
+
+    return audit_again(folder)
+
+
 def _audited(request: Request) -> AuditReport:
     from gaverify.audit.flow import audit as run
 
     with DelayedProgress(request.script) as progress:
         return run(request, progress.report)
-
-
-def _show(report: AuditReport, form: str, outputs: Sequence[Path], show_all: bool) -> None:
-    from gaverify.audit.printing import print_report, render_report
-    from gaverify.report import format_for
-    from gaverify.report.files import write_whole
-
-    try:
-        for path in outputs:  # first: a reader of stdout that leaves must not cost the files
-            write_whole(path, render_report(report, format_for(path), show_all))
-    finally:  # and a disk that filled up must not cost the table
-        if form == "json":
-            click.echo(report.to_json())
-        else:
-            print_report(report, sys.stdout, show_all)

@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 import click
+from click.shell_completion import CompletionItem
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
     from gaverify.rulebook import RulePage
 
+NARROW = 72
+"""Columns of a terminal below which the table's columns would break words."""
 WIDTH = 80
 LONGEST = 500
 """Columns that the table may take where nothing is known of the reader."""
@@ -23,8 +26,17 @@ VERSION = 1
 """Version of the document that `rules --format json` prints."""
 
 
+def _complete_rules(ctx: click.Context, parameter: click.Parameter, start: str) -> list[CompletionItem]:
+    """Offers codes, each with its rule's name, and names."""
+    from gaverify.rulebook import rule_pages
+
+    pages = rule_pages()
+    codes = [CompletionItem(page.code, help=page.name) for page in pages if page.code.startswith(start.upper())]
+    return codes or [CompletionItem(page.name, help=page.code) for page in pages if page.name.startswith(start)]
+
+
 @click.command(short_help="Print the page of a rule.")
-@click.argument("rule", metavar="CODE")
+@click.argument("rule", metavar="CODE", shell_complete=_complete_rules)
 def explain(rule: str) -> int:
     """Prints what a rule finds, why gradients diverge, an example and its repair.
 
@@ -79,6 +91,12 @@ def _print_table(pages: tuple[RulePage, ...]) -> None:
     console = console_of(highlight=False)
     if not console.is_terminal:
         console.width = LONGEST
+    elif console.width < NARROW:
+        for page in pages:
+            click.echo(f"{page.code} {page.name} ({page.severity})")
+            for line in textwrap.wrap(page.summary, console.width - 4):
+                click.echo(f"    {line}")
+        return
     with console.capture() as capture:
         console.print(table)
     for line in capture.get().splitlines():

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import errno
-import os
 import shlex
-import sys
 import traceback
 from dataclasses import dataclass
 
 import click
 
-from gaverify.errors import GaverifyError, InternalError
+from gaverify.cli.streams import tell
+from gaverify.errors import GaverifyError, InternalError, exit_call, is_out_of_memory, text_of
 
 USAGE = 2
 INTERNAL = 70
@@ -21,7 +20,7 @@ INTERRUPTED = 130
 def say(message: str, label: str = "error") -> None:
     """Prints the message on stderr, each line with `gaverify: error: ` in front."""
     for line in message.splitlines() or [""]:
-        click.echo(f"gaverify: {label}: {line}", err=True)
+        tell(f"gaverify: {label}: {line}")
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,8 @@ def report_failure(error: BaseException, invocation: Invocation, source: str = "
     if isinstance(error, click.ClickException):
         return _report_usage(error)
     if invocation.debug:
-        traceback.print_exception(error)
+        for line in "".join(traceback.format_exception(error)).splitlines():
+            tell(line)
     foreseen = as_foreseen(error)
     message = failure_message(error)
     where = f"{source}: " if source else ""
@@ -52,11 +52,10 @@ def report_failure(error: BaseException, invocation: Invocation, source: str = "
         return foreseen.exit_code
     say(where + message, "internal error")
     shown = "above" if invocation.debug else "that `--debug` prints"
-    click.echo(
+    tell(
         "This is a fault in gaverify, not in your model; nothing was decided. Please report it on gaverify's issue\n"
         f"tracker with the traceback {shown}, the line that `gaverify --version` prints, and this command:\n"
-        f"    gaverify {shlex.join(invocation.words)}",
-        err=True,
+        f"    gaverify {shlex.join(invocation.words)}"
     )
     return INTERNAL
 
@@ -64,19 +63,20 @@ def report_failure(error: BaseException, invocation: Invocation, source: str = "
 def failure_message(error: BaseException) -> str:
     """Returns the sentence for an exception: gaverify's own, or Python's with its type in front."""
     foreseen = as_foreseen(error)
-    return f"{type(error).__name__}: {error}" if foreseen is None else str(foreseen)
+    return f"{type(error).__name__}: {text_of(error)}" if foreseen is None else str(foreseen)
 
 
 def as_foreseen(error: BaseException) -> GaverifyError | None:
     """Returns the error as one that gaverify foresees, or None if it is a fault."""
     if isinstance(error, GaverifyError):
         return error
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        detail = f" ({str(error).splitlines()[0]})" if str(error) else ""
+    if is_out_of_memory(error):
+        said = text_of(error).splitlines()[:1]
+        detail = f" ({said[0].rstrip()})" if said else ""
         return GaverifyError(f"out of memory{detail}; try a smaller `--batch-size`, a smaller model or another device")
     if isinstance(error, SystemExit):
         # user code that exits with 0 would otherwise read as "equivalent"
-        return GaverifyError(f"the model's code left Python with sys.exit({error.code!r}); nothing was compared")
+        return GaverifyError(f"the model's code left Python with {exit_call(error)}; nothing was compared")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return GaverifyError(f"cannot write: {error.strerror}")
     return None
@@ -84,27 +84,16 @@ def as_foreseen(error: BaseException) -> GaverifyError | None:
 
 def report_interrupt() -> int:
     """Says that Ctrl-C ended the run and returns its exit code."""
-    click.echo("gaverify: interrupted; nothing was decided", err=True)
+    tell("gaverify: interrupted; nothing was decided")
     return INTERRUPTED
-
-
-def silence_stdout() -> None:
-    """Points stdout at nothing, so that Python's own flush on exit does not complain about a reader that left."""
-    try:
-        target = sys.stdout.fileno()
-    except (OSError, ValueError, AttributeError):
-        return
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, target)
-    os.close(nothing)
 
 
 def _report_usage(error: click.ClickException) -> int:
     context = getattr(error, "ctx", None)
     if type(error).__name__ == "NoArgsIsHelpError":  # click 8.2 and later: the message is the help text
-        click.echo(error.format_message(), err=True)
+        tell(error.format_message())
         return USAGE
     say(error.format_message())
     if context is not None:
-        click.echo(f"Try `{context.command_path} --help`.", err=True)
+        tell(f"Try `{context.command_path} --help`.")
     return USAGE

@@ -5,20 +5,23 @@ Values stay words here: `gaverify.spec` checks them, with those of the files, an
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
-_NUMERIC = ("steps", "batch_size", "seed", "classes", "ignore_index", "lr", "rtol", "atol")
+_NUMERIC = ("steps", "batch_size", "seed", "classes", "ignore_index", "lr", "rtol", "atol", "ranks", "timeout")
 
 # (flag, metavar, help) in the order of the help page; metavars repeat the words of `Spec`, and a test compares them
 _OPTIONS: tuple[tuple[str, str, str], ...] = (
     ("--model", "NAME", "Built-in (see `gaverify models`), package.module:factory or file.py:factory."),
+    ("--name", "NAME", "How reports call this run.  [the model]"),
     ("--steps", "K", "Micro-batches per full batch.  [4]"),
     ("--batch-size", "B", "Samples in the full batch, where the model's factory takes it."),
     (
@@ -32,6 +35,9 @@ _OPTIONS: tuple[tuple[str, str, str], ...] = (
     ("--seed", "N", "Seed of weights, data and random draws.  [0]"),
     ("--mode", "train|eval", "Mode of the model.  [train]"),
     ("--strategy", "accumulate|summed-loss", "K backwards, or one over the summed losses.  [accumulate]"),
+    ("--ranks", "R", "Run K micro-batches on each of R processes, as torchrun would."),
+    ("--engine", "ddp|fsdp2", "How the ranks share the model, with --ranks.  [ddp]"),
+    ("--timeout", "SECONDS", "How long the ranks may take for a window."),
     ("--optimizer", "sgd|adam|adamw", "Optimizer of --trace.  [sgd]"),
     ("--lr", "LR", "Its learning rate."),
     ("--rtol", "R", "Fixed tolerance as in assert_close, with --atol; default: rounding is measured."),
@@ -41,6 +47,11 @@ _OPTIONS: tuple[tuple[str, str, str], ...] = (
     ("--classes", "N", "Classes of the targets, for a bare module."),
     ("--data", "FOLDER", "Real data for a built-in that has some."),
     ("--pretrained", "NAME-OR-FOLDER", "Real weights for a built-in that has some."),
+    (
+        "--expect",
+        "equivalent|divergent|inconclusive",
+        "The outcome that counts as a success.  [equivalent]",
+    ),
     ("--ignore-index", "N", "Target that counts as padding.  [-100]"),
 )
 
@@ -48,14 +59,59 @@ _OPTIONS: tuple[tuple[str, str, str], ...] = (
 def spec_options(command: Command) -> Command:
     """Adds one option per field of `Spec`; one that is left out is None and overrides nothing."""
     command = click.option("--diagnose/--no-diagnose", default=None, help="Look for the cause.  [on]")(command)
+    command = click.option("--exact/--no-exact", default=None, help="Ask float64 for every parameter.  [off]")(command)
     command = click.option("--trace/--no-trace", default=None, help="Show every micro-batch and the step.")(command)
     for flag, metavar, text in reversed(_OPTIONS[1:]):
-        command = click.option(flag, metavar=metavar, help=text)(command)
+        command = click.option(flag, metavar=metavar, help=text, shell_complete=complete_words)(command)
     command = click.option(
         "--model-arg", "model_args", metavar="NAME=VALUE", multiple=True, help="Argument of the factory; repeatable."
     )(command)
     flag, metavar, text = _OPTIONS[0]
-    return click.option(flag, metavar=metavar, help=text)(command)
+    return click.option(flag, metavar=metavar, help=text, shell_complete=complete_models)(command)
+
+
+def complete_models(ctx: click.Context, parameter: click.Parameter, start: str) -> list[CompletionItem]:
+    """Offers the built-ins; a word with a path or a dot in it is completed to Python files and folders."""
+    from gaverify.zoo import BUILTINS
+
+    items = [CompletionItem(builtin.name) for builtin in BUILTINS if builtin.name.startswith(start)]
+    return items + _paths(start, ".py") if "/" in start or "." in start or not items else items
+
+
+def complete_specs(ctx: click.Context, parameter: click.Parameter, start: str) -> list[CompletionItem]:
+    """Offers TOML files and folders."""
+    return _paths(start, ".toml")
+
+
+def complete_devices(ctx: click.Context, parameter: click.Parameter, start: str) -> list[CompletionItem]:
+    """Offers the words for devices; which are there only torch knows, and it takes too long to ask."""
+    return [CompletionItem(word) for word in ("cpu", "cuda", "xpu", "mps", "auto") if word.startswith(start)]
+
+
+def complete_words(ctx: click.Context, parameter: click.Parameter, start: str) -> list[CompletionItem]:
+    """Offers the words of an option's metavar, such as `uniform|samples|tokens|none|W,W,…`."""
+    words = (parameter.make_metavar(ctx) if isinstance(parameter, click.Option) else "").split("|")
+    return [CompletionItem(word) for word in words if word.islower() and word.startswith(start)] if words[1:] else []
+
+
+def _paths(start: str, ending: str) -> list[CompletionItem]:
+    """Files of an ending and folders that begin with `start`, as the shell would complete them."""
+    folder = os.path.dirname(start)
+    try:
+        names = sorted(os.listdir(folder or "."))
+    except OSError:
+        return []
+    found = [os.path.join(folder, name) for name in names if os.path.join(folder, name).startswith(start)]
+    shown = [path for path in found if start.rpartition("/")[2].startswith(".") or not _hidden(path)]
+    return [
+        CompletionItem(path + ("/" if os.path.isdir(path) else ""), type="plain")
+        for path in shown
+        if path.endswith(ending) or os.path.isdir(path)
+    ]
+
+
+def _hidden(path: str) -> bool:
+    return os.path.basename(path).startswith((".", "__"))
 
 
 def overrides_from(words: Mapping[str, Any]) -> dict[str, Any]:

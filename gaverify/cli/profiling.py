@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from gaverify.cli.failures import INTERRUPTED
-from gaverify.cli.options import _OPTIONS, overrides_from
+from gaverify.cli.options import _OPTIONS, complete_models, complete_specs, complete_words, overrides_from
 from gaverify.cli.progress import DelayedProgress
+from gaverify.cli.showing import output_options, show
 from gaverify.errors import SpecError
 
 if TYPE_CHECKING:
     from gaverify.profiling import Profile
-    from gaverify.profiling.records import Strategy
+    from gaverify.records.profile import Strategy
     from gaverify.spec import Spec
 
 # options of a run that mean something else here, or nothing
 _OTHERWISE = ("--steps", "--strategy", "--optimizer", "--lr")
-_ENDINGS = {".txt": "text", ".json": "json", ".svg": "svg"}
 _STEPS = "1,2,4,8"
 
 
 def _spec_options(command: Any) -> Any:
     for flag, metavar, text in reversed(_OPTIONS):
         if flag not in _OTHERWISE:
-            command = click.option(flag, metavar=metavar, help=text)(command)
+            complete = complete_models if flag == "--model" else complete_words
+            command = click.option(flag, metavar=metavar, help=text, shell_complete=complete)(command)
     return click.option(
         "--model-arg", "model_args", metavar="NAME=VALUE", multiple=True, help="Argument of the factory; repeatable."
     )(command)
@@ -38,36 +39,51 @@ def _spec_options(command: Any) -> Any:
 def _print_schema(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
     if not wanted or ctx.resilient_parsing:
         return
-    from gaverify.profiling.document import profile_schema
+    from gaverify.report.documents.schema import schema_text
 
-    click.echo(profile_schema())
+    click.echo(schema_text("profile"))
     ctx.exit()
 
 
 @click.command(short_help="Memory and time against K.")
-@click.argument("spec_file", metavar="[SPEC]", required=False, type=click.Path(path_type=Path))
+@click.argument(
+    "spec_file", metavar="[SPEC]", required=False, type=click.Path(path_type=Path), shell_complete=complete_specs
+)
 @click.option("--steps", metavar="K,K,…", default=_STEPS, help=f"Micro-batches per full batch.  [{_STEPS}]")
 @click.option(
-    "--strategy", "strategies", metavar="full-batch|summed-loss|accumulate", multiple=True,
+    "--strategy",
+    "strategies",
+    metavar="full-batch|summed-loss|accumulate",
+    multiple=True,
     help="What to measure; repeatable, or a list with commas.  [all three]",
-)  # fmt: skip
+)
 @click.option("--memory", metavar="24GB", help="Predict the largest micro-batch that fits.  [a GPU's own]")
 @click.option("--wanted-batch", metavar="N", help="Predict the smallest K for N samples.  [the batch]")
 @click.option("--repeats", metavar="N", default="10", help="Updates whose time is taken, after warm-up.  [10]")
 @click.option("--optimizer", metavar="sgd|adam|adamw", help="Include its step in every update.  [no step]")
 @_spec_options
-@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", help="What stdout gets.  [text]")
+@output_options
 @click.option(
-    "--output", "outputs", multiple=True, metavar="FILE", type=click.Path(path_type=Path),
-    help="Also write .svg (two plots), .json or .txt; repeatable.",
-)  # fmt: skip
-@click.option("--schema", is_flag=True, is_eager=True, expose_value=False, callback=_print_schema,
-              help="Print the JSON schema of --format json.")  # fmt: skip
+    "--schema",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_schema,
+    help="Print the JSON schema of --format json.",
+)
 @click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
 def profile(
-    spec_file: Path | None, steps: str, strategies: tuple[str, ...], memory: str | None, wanted_batch: str | None,
-    repeats: str, optimizer: str | None, form: str, outputs: tuple[Path, ...], **words: Any,
-) -> int:  # fmt: skip
+    spec_file: Path | None,
+    steps: str,
+    strategies: tuple[str, ...],
+    memory: str | None,
+    wanted_batch: str | None,
+    repeats: str,
+    optimizer: str | None,
+    form: str,
+    outputs: tuple[Path, ...],
+    **words: Any,
+) -> int:
     """Measures what accumulation costs and saves, for a model or for a SPEC.
 
     Saved activations, peak memory and time of the full batch, the summed loss and accumulation, each in a fresh
@@ -91,9 +107,17 @@ def profile(
             problems.append(f"{option}: takes one number, got {len(numbers)}")
     problems += _output_problems(outputs)
     spec = _spec(spec_file, overrides_from(words), problems)
-    found = _measured(spec, chosen, ks, repeats=count[0], optimizer=optimizer, memory_limit=limit,
-                      wanted_batch=wanted[0] if wanted else None)  # fmt: skip
-    _report(found, form, outputs)
+    found = _measured(
+        spec,
+        chosen,
+        ks,
+        repeats=count[0],
+        optimizer=optimizer,
+        memory_limit=limit,
+        wanted_batch=wanted[0] if wanted else None,
+    )
+    found = replace(found, source=str(spec_file or ""))
+    show([found], form, outputs)
     if found.interrupted:
         click.echo("gaverify: interrupted; the report holds the rows that were done", err=True)
         return INTERRUPTED
@@ -102,7 +126,7 @@ def profile(
 
 def _measured(spec: Spec, strategies: Sequence[Strategy], steps: Sequence[int], **options: Any) -> Profile:
     from gaverify.profiling.launching import profile_spec
-    from gaverify.profiling.records import plans
+    from gaverify.records.profile import plans
 
     with DelayedProgress(spec.model) as progress:
         return profile_spec(spec, plans(strategies, steps), steps=steps, progress=progress.report, **options)
@@ -149,7 +173,7 @@ def _numbers(option: str, word: str, example: str, problems: list[str]) -> tuple
 
 
 def _bytes(word: str | None, problems: list[str]) -> int | None:
-    from gaverify.profiling.amounts import parse_bytes
+    from gaverify.amounts import parse_bytes
 
     try:
         return None if word is None else parse_bytes(word)
@@ -159,7 +183,7 @@ def _bytes(word: str | None, problems: list[str]) -> int | None:
 
 
 def _strategies(words: Sequence[str], problems: list[str]) -> tuple[Strategy, ...]:
-    from gaverify.profiling.records import STRATEGIES
+    from gaverify.records.profile import STRATEGIES
 
     given = [part.strip() for word in words for part in word.split(",")]
     unknown = [word for word in given if word not in STRATEGIES]
@@ -169,27 +193,11 @@ def _strategies(words: Sequence[str], problems: list[str]) -> tuple[Strategy, ..
     return tuple(name for name in STRATEGIES if name in given or not given)
 
 
-def _output_problems(outputs: Sequence[Path]) -> list[str]:
+def _output_problems(outputs: Sequence[Path]) -> Sequence[str]:
     from gaverify.report import check_writable
 
-    problems = [f"`{path}` has no ending that says which report to write; known are {', '.join(_ENDINGS)}"
-                for path in outputs if path.suffix.lower() not in _ENDINGS]  # fmt: skip
     try:
-        check_writable([path for path in outputs if path.suffix.lower() in _ENDINGS])
+        check_writable(outputs)
     except SpecError as error:
-        problems += error.problems
-    return problems
-
-
-def _report(found: Profile, form: str, outputs: Sequence[Path]) -> None:
-    from gaverify.profiling.printing import print_profile, render_profile
-    from gaverify.report.files import write_whole
-
-    try:
-        for path in outputs:  # first: a reader of stdout that leaves must not cost the files
-            write_whole(path, render_profile(found, _ENDINGS[path.suffix.lower()]))
-    finally:  # and a disk that filled up must not cost the table
-        if form == "json":
-            click.echo(render_profile(found, "json"), nl=False)
-        else:
-            print_profile(found, sys.stdout)
+        return error.problems
+    return ()

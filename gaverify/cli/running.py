@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from gaverify.cli.failures import Invocation, failure_message, report_failure
-from gaverify.cli.options import overrides_from, spec_options
+from gaverify.cli.failures import Invocation, failure_message, report_failure, report_interrupt
+from gaverify.cli.options import complete_specs, overrides_from, spec_options
 from gaverify.cli.progress import DelayedProgress
-from gaverify.results import Outcome, Verdict
+from gaverify.cli.showing import check_outputs, exit_code_of, output_options, show, strict_option
+from gaverify.cli.streams import guests
+from gaverify.errors import SpecError
+from gaverify.records.verdict import Verdict
 
 if TYPE_CHECKING:
     from gaverify.spec import Spec
+    from gaverify.spec.accepting import Project
+
+
+_COMMAND_LINE = "command line"
 
 
 class _Failure(NamedTuple):
@@ -28,20 +35,23 @@ class _Failure(NamedTuple):
 
 
 @click.command(short_help="Compare accumulated with full-batch gradients.")
-@click.argument("specs", nargs=-1, type=click.Path(path_type=Path))
+@click.argument("specs", nargs=-1, type=click.Path(path_type=Path), shell_complete=complete_specs)
 @spec_options
 @click.option("--all", "show_all", is_flag=True, help="Show every parameter, not only the worst.")
-@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", help="What stdout gets.  [text]")
-@click.option(
-    "--output", "outputs", multiple=True, metavar="FILE", type=click.Path(path_type=Path),
-    help="Also write a report; the ending decides the format; repeatable.",
-)  # fmt: skip
+@strict_option
+@output_options
 @click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
 @click.pass_obj
 def run(
-    invocation: Invocation | None, /, specs: tuple[Path, ...], show_all: bool, form: str, outputs: tuple[Path, ...],
+    invocation: Invocation | None,
+    /,
+    specs: tuple[Path, ...],
+    show_all: bool,
+    strict: bool,
+    form: str,
+    outputs: tuple[Path, ...],
     **words: Any,
-) -> int:  # fmt: skip
+) -> int:
     """Compares the accumulated gradient with the full batch's, for a model or for SPECS.
 
     SPECS are TOML files and folders of them; options override every one.
@@ -51,97 +61,92 @@ def run(
       gaverify run --model package.module:factory --weighting tokens
       gaverify run configs/ --output report.html
     """
-    jobs = _jobs(specs, overrides_from(words))
-    _check_outputs(outputs)
-    echo = form == "text" and len(jobs) > 1
-    verdicts, failures = _verify_all(jobs, invocation or Invocation(), echo=echo, show_all=show_all)
-    _report(verdicts, [(failure.source, failure.message) for failure in failures], form, outputs, show_all, echo)
-    return _exit_code(verdicts, failures)
+    overrides = overrides_from(words)
+    check_outputs(outputs)
+    invocation = invocation or Invocation()
+    verdicts: list[Verdict] = []
+    failures: list[_Failure] = []
+    echo = False
+    project: Project | None = None
+    try:
+        from gaverify.spec.accepting import project_settings
+
+        project = project_settings()
+        jobs = _jobs(specs, overrides)
+        echo = form == "text" and len(jobs) > 1
+        _verify_all(jobs, invocation, verdicts, failures, project, echo=echo, show_all=show_all, strict=strict)
+    except SpecError as error:  # no spec can run; a report of an earlier call must not stand for this one
+        code = report_failure(error, invocation)
+        failures += [_Failure(error.source, sentence, code) for sentence in error.problems]
+    errors = [(failure.source, failure.message) for failure in failures]
+    show(verdicts, form, outputs, show_all=show_all, errors=errors, printed=echo)
+    # an error weighs more than any outcome: Ctrl-C, a fault of gaverify's, what could not be verified
+    return max((failure.code for failure in failures), default=0) or exit_code_of(verdicts, project, strict=strict)
 
 
-def _jobs(paths: Sequence[Path], overrides: dict[str, Any]) -> list[tuple[str, Spec]]:
-    from gaverify.spec import load_specs, parse_spec
+def _jobs(paths: Sequence[Path], overrides: dict[str, Any]) -> list[tuple[str, Spec | SpecError]]:
+    """Returns each source with its spec, or with what is wrong with it."""
+    from gaverify.spec import parse_spec, read_specs
 
     if paths:
-        return [(str(path), spec) for path, spec in load_specs(paths, overrides)]
+        return [(str(path), entry) for path, entry in read_specs(paths, overrides)]
     if "model" not in overrides:
         raise click.UsageError("nothing to verify: give `--model NAME` (see `gaverify models`) or spec files")
-    return [("command line", parse_spec({}, "command line", overrides))]
-
-
-def _check_outputs(outputs: Sequence[Path]) -> None:
-    """Finds out before a long run whether its reports can be written."""
-    if outputs:
-        from gaverify.report import check_writable
-
-        check_writable(outputs)
+    return [(_COMMAND_LINE, parse_spec({}, _COMMAND_LINE, overrides))]
 
 
 def _verify_all(
-    jobs: Sequence[tuple[str, Spec]], invocation: Invocation, *, echo: bool, show_all: bool
-) -> tuple[list[Verdict], list[_Failure]]:
-    """Verifies one spec after the other; one that fails is reported and does not stop the rest.
+    jobs: Sequence[tuple[str, Spec | SpecError]],
+    invocation: Invocation,
+    verdicts: list[Verdict],
+    failures: list[_Failure],
+    project: Project,
+    *,
+    echo: bool,
+    show_all: bool,
+    strict: bool,
+) -> None:
+    """Verifies one spec after the other into `verdicts` and `failures`; one that fails does not stop the rest.
 
-    With `echo` each table is printed as soon as it is there, so that a long run can be watched.
+    With `echo` each table is printed as soon as it is there, so that a long run can be watched. Ctrl-C ends the list:
+    what was not verified by then is a failure.
     """
-    verdicts: list[Verdict] = []
-    failures: list[_Failure] = []
-    for source, spec in jobs:
+    for at, (source, spec) in enumerate(jobs):
         try:
-            verdict = _verify_one(spec)
-        except (Exception, SystemExit) as error:  # Ctrl-C goes on to `main`
-            code = report_failure(error, invocation, source if len(jobs) > 1 else "")
-            failures.append(_Failure(source, failure_message(error), code))
+            if isinstance(spec, SpecError):
+                raise spec
+            verdict = verified(spec, project, "" if source == _COMMAND_LINE else source, strict=strict)
+        except KeyboardInterrupt:
+            code = report_interrupt()
+            failures += [_Failure(left, "interrupted before there was a verdict", code) for left, _ in jobs[at:]]
+            return
+        except (Exception, SystemExit) as error:
+            # the problems of a spec name their file themselves
+            code = report_failure(error, invocation, source if len(jobs) > 1 and error is not spec else "")
+            sentences = error.problems if error is spec else (failure_message(error),)
+            failures += [_Failure(source, sentence, code) for sentence in sentences]
             continue
         verdicts.append(verdict)
         if echo:
-            from gaverify.report import print_verdicts
+            from gaverify.report import print_answer
 
-            print_verdicts([verdict], show_all=show_all)
+            print_answer(verdict, show_all=show_all)
             click.echo()  # before the next table or the summary; flushes
-    return verdicts, failures
+
+
+def verified(spec: Spec, project: Project, source: str, *, strict: bool = False) -> Verdict:
+    """Returns the verdict of a spec, with what its entries and the project's accept; `source` is its file or ""."""
+    from gaverify.acceptance import settled
+
+    return replace(settled(_verify_one(spec), spec.accept, project, expect=spec.expect, strict=strict), source=source)
 
 
 def _verify_one(spec: Spec) -> Verdict:
-    # stdout is the report's: what the model's code prints goes to stderr. The import is inside as torch may warn.
-    with redirect_stdout(sys.stderr), DelayedProgress(spec.model) as progress:
-        from gaverify.verification import verify_spec
+    if "gaverify.verification" not in sys.modules:
+        from gaverify.loading.naming import check_name
+
+        check_name(spec.model)  # before torch is imported: a name that does not exist is answered at once
+    with guests(), DelayedProgress(spec.model) as progress:
+        from gaverify.verification import verify_spec  # inside, as importing torch may warn
 
         return verify_spec(spec, progress=progress.report)
-
-
-def _report(
-    verdicts: Sequence[Verdict],
-    errors: Sequence[tuple[str, str]],
-    form: str,
-    outputs: Sequence[Path],
-    show_all: bool,
-    printed: bool,
-) -> None:
-    """Writes the files and what stdout still lacks: a summary where the tables are `printed`, else everything.
-
-    Specs that failed are in the reports too: a CI that reads only the JUnit file must not take them for passed.
-    """
-    from gaverify import report
-
-    try:
-        if outputs:  # first: a reader of stdout that leaves must not cost the files
-            report.write_reports(verdicts, outputs, show_all, errors)
-    finally:  # and a disk that filled up must not cost the table
-        if form == "json":
-            click.echo(report.render(verdicts, "json", show_all, errors), nl=False)
-        elif printed:
-            report.print_summary(verdicts, errors)
-        elif verdicts:
-            report.print_verdicts(verdicts, show_all=show_all)
-
-
-def _exit_code(verdicts: Sequence[Verdict], failures: Sequence[_Failure]) -> int:
-    """The worst of what happened: a fault, an error, divergent, inconclusive; 0 only if all are equivalent."""
-    if failures:
-        return max(failure.code for failure in failures)
-    outcomes = {verdict.outcome for verdict in verdicts}
-    for outcome in (Outcome.DIVERGENT, Outcome.INCONCLUSIVE):
-        if outcome in outcomes:
-            return outcome.exit_code
-    return Outcome.EQUIVALENT.exit_code

@@ -14,10 +14,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from gaverify.errors import ProblemError
-from gaverify.isolation import eager_when_compiled, mode_set
 from gaverify.loading.importing import described
 from gaverify.loading.targets import Target, find_loss
-from gaverify.problem import Problem
+from gaverify.passes.isolation import eager_when_compiled, mode_set
+from gaverify.passes.problem import Problem
 
 DEFAULT_BATCH_SIZE = 8
 
@@ -38,9 +38,13 @@ class NamedLoss:
 
 
 def bare_problem(
-    model: nn.Module, name: str, input_shape: tuple[int, ...] | None, loss: str | None, classes: int | None,
+    model: nn.Module,
+    name: str,
+    input_shape: tuple[int, ...] | None,
+    loss: str | None,
+    classes: int | None,
     batch_size: int,
-) -> Problem:  # fmt: skip
+) -> Problem:
     """Returns the problem of a module on generated inputs and targets.
 
     The module's forward is called once, in eval mode and on a copy where one can be made, to learn its output's shape.

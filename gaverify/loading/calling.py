@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gaverify.errors import GaverifyError, ProblemError, SpecError
+from gaverify.errors import GaverifyError, ProblemError, SpecError, exit_call, is_out_of_memory
 from gaverify.loading.importing import described, raised_at
 
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
@@ -49,13 +49,13 @@ def call_factory(
         raise SpecError(problems, "model")
     try:
         return factory(**{**passed, **arguments})
-    except (GaverifyError, MemoryError):
+    except (GaverifyError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:
-        if own or type(error).__name__ == "OutOfMemoryError":  # the command line has advice for the latter
+    except BaseException as error:  # a factory may raise SystemExit or GeneratorExit as well
+        if own or is_out_of_memory(error):  # the command line has advice for the latter
             raise
         if isinstance(error, SystemExit):
-            raise ProblemError(f"`{name}` left Python with sys.exit({error.code!r}){raised_at(error)}") from error
+            raise ProblemError(f"`{name}` left Python with {exit_call(error)}{raised_at(error)}") from error
         raise ProblemError(f"`{name}` raised {described(error)}") from error
 
 

@@ -5,19 +5,27 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib
+import importlib.machinery
 import importlib.util
 import os
 import pkgutil
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from gaverify.errors import ProblemError, SpecError
-from gaverify.tracebacks import user_frame
+from gaverify.errors import ProblemError, SpecError, exit_call, text_of
+from gaverify.loading.aliases import alias
+from gaverify.tracebacks import shown, user_frame
 
 _FOLDERS: set[str] = set()  # those that `_put_first` has put first in this process
+_NEEDED = ("click", "ctypes", "html", "jinja2", "markupsafe", "numpy", "pydantic", "pygments", "rich", "torch", "xml")
+"""What gaverify imports itself, in part only after the user's code ran; a `rich.py` beside the model is not meant."""
+
+_MAKERS = ("globals", "exec", "vars", "setattr")
+"""Names whose use may define further names of a module while it runs."""
 
 
 def import_factory(name: str) -> Any:
@@ -29,7 +37,7 @@ def import_factory(name: str) -> Any:
     """
     place, colon, attribute = name.rpartition(":")
     if not colon:
-        raise SpecError(f"`{name}` names a file without a factory; write `{name}:{_first_function(name)}`", "model")
+        raise SpecError(f"`{name}` names a file without a factory; write `{name}:{first_function(name)}`", "model")
     if not place or not attribute:
         raise SpecError(f"`{name}` is half a name; write `package.module:factory` or `file.py:factory`", "model")
     if place.endswith(".py"):
@@ -50,13 +58,15 @@ def _import_module(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise _failed(name, error) from error  # the module is there; it imports one that is not
-        raise SpecError(_no_module(name, error.name), "model") from error
-    except (Exception, SystemExit) as error:
+        raise SpecError(no_module(name, error.name), "model") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise _failed(name, error) from error
 
 
-def _no_module(name: str, missing: str) -> str:
-    """The sentence about a module, or a package on the way to it, that does not exist."""
+def no_module(name: str, missing: str) -> str:
+    """Returns the sentence about a module, or a package on the way to it, that does not exist."""
     parent, _, last = missing.rpartition(".")
     package = sys.modules.get(parent)
     folders = list(getattr(package, "__path__", [])) if parent else [os.getcwd()]
@@ -66,9 +76,11 @@ def _no_module(name: str, missing: str) -> str:
     where = f"package `{parent}`" if parent else "current folder or among the installed packages"
     path = Path(*name.split("."))
     file = path.with_suffix(".py") if name.count(".") else path
-    advice = f"did you mean `{_join(parent, near)}`?" if (near := _nearest(last, siblings)) else (
-        f"start gaverify in the folder that holds `{file.parts[0]}`, or write `path/to/{file.stem}.py:factory`"
-    )  # fmt: skip
+    advice = (
+        f"did you mean `{_join(parent, near)}`?"
+        if (near := _nearest(last, siblings))
+        else (f"start gaverify in the folder that holds `{file.parts[0]}`, or write `path/to/{file.stem}.py:factory`")
+    )
     return f"there is no module `{missing}` in the {where}; {advice}"
 
 
@@ -78,25 +90,74 @@ def _join(parent: str, name: str) -> str:
 
 def _import_file(file: Path) -> ModuleType:
     """Runs a file as a module; its own folder comes first, as with `python file.py`."""
-    if not file.is_file():
+    check_file(file)
+    _put_first(os.getcwd())
+    source = file.resolve()
+    depth = _package_depth(source)
+    if depth:
+        _put_first(str(source.parents[depth]))
+    _put_first(str(source.parent))
+    importlib.invalidate_caches()
+    name = _module_name(source, depth)
+    try:
+        if depth:
+            importlib.import_module(name.rpartition(".")[0])  # what a relative import starts from
+        specification = importlib.util.spec_from_file_location(name, source)
+        if specification is None or specification.loader is None:
+            raise SpecError(f"`{file}` cannot be imported as Python", "model")
+        module = importlib.util.module_from_spec(specification)
+        sys.modules[name] = module  # dataclasses and pickle look their module up here
+        specification.loader.exec_module(module)
+    except (KeyboardInterrupt, SpecError):
+        raise
+    except BaseException as error:
+        raise _failed(str(file), error) from error
+    return module
+
+
+def check_file(file: Path) -> None:
+    """Raises `SpecError` where there is no such file, with the nearest name."""
+    if not os.path.isfile(file):
         near = _nearest(file.name, [entry.name for entry in file.parent.glob("*.py") if entry.is_file()])
         advice = f"did you mean `{file.parent / near}`?" if near else "paths start from the current folder"
         raise SpecError(f"there is no file `{file}`; {advice}", "model")
-    _put_first(os.getcwd())
-    _put_first(str(file.resolve().parent))
-    importlib.invalidate_caches()
-    # a name that no import can mean: a user's `random.py` must not become everybody's `random`
-    name = f"_gaverify_{file.stem}"
-    specification = importlib.util.spec_from_file_location(name, file.resolve())
-    if specification is None or specification.loader is None:
-        raise SpecError(f"`{file}` cannot be imported as Python", "model")
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[name] = module  # dataclasses and pickle look their module up here
+
+
+def _package_depth(file: Path) -> int:
+    """How many folders above a file are packages for it: 0 unless it has relative imports (`from .layers import …`)."""
+    levels = [node.level for node in ast.walk(parsed(file)) if isinstance(node, ast.ImportFrom)]
+    needed = max(levels, default=0)
+    if not needed:
+        return 0
+    packages = 0
+    while (file.parents[packages] / "__init__.py").is_file():
+        packages += 1
+    return min(max(needed, packages), len(file.parents) - 1)
+
+
+def parsed(file: Path) -> ast.Module:
+    """Returns the syntax tree of a file; an empty one where it cannot be read: importing it says why."""
     try:
-        specification.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise _failed(str(file), error) from error
-    return module
+        return ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return ast.Module([], [])
+
+
+def _module_name(file: Path, depth: int) -> str:
+    """Returns a name by which worker processes can import the file as well, as pickled objects ask them to.
+
+    That is the file's own name, unless it belongs to another module.
+    """
+    if depth:
+        return ".".join((*file.parts[-depth - 1 : -1], file.stem))
+    name, path = file.stem, str(file)
+    if not name.isidentifier() or name in sys.stdlib_module_names:
+        return alias(file)
+    if name in sys.modules:
+        return name if getattr(sys.modules[name], "__file__", None) == path else alias(file)
+    installed = [entry for entry in sys.path if entry not in _FOLDERS]
+    found = importlib.machinery.PathFinder.find_spec(name, installed)
+    return name if found is None or found.origin == path else alias(file)
 
 
 def _put_first(folder: str) -> None:
@@ -110,8 +171,17 @@ def _put_first(folder: str) -> None:
         if home in _FOLDERS and home != folder and _has(folder, name):
             for entry in [entry for entry in sys.modules if f"{entry}.".startswith(f"{name}.")]:
                 del sys.modules[entry]
+    sys.path[:] = [entry for entry in sys.path if not _same(entry, folder)]
+    for name in _NEEDED:
+        if name not in sys.modules and _has(folder, name):
+            with suppress(ImportError):  # not every one is installed
+                importlib.import_module(name)  # while the user's own is not found
     _FOLDERS.add(folder)
-    sys.path[:] = [folder, *(entry for entry in sys.path if entry != folder)]
+    sys.path.insert(0, folder)
+
+
+def _same(entry: str, folder: str) -> bool:
+    return entry == folder or os.path.realpath(entry) == os.path.realpath(folder)  # "" is the current folder
 
 
 def _home(module: Any) -> str:
@@ -131,15 +201,22 @@ def _failed(place: str, error: BaseException) -> ProblemError:
     """The sentence for user code that raised while it was imported."""
     if isinstance(error, SystemExit):
         return ProblemError(
-            f"importing `{place}` left Python with sys.exit({error.code!r}){raised_at(error)}; "
+            f"importing `{place}` left Python with {exit_call(error)}{raised_at(error)}; "
             'put what the script runs under `if __name__ == "__main__":`'
         )
-    return ProblemError(f"importing `{place}` raised {described(error)}")
+    return ProblemError(f"importing `{place}` raised {described(error)}{_hidden(error)}")
+
+
+def _hidden(error: BaseException) -> str:
+    """A hint where the user's own file has the name of a package that gaverify uses, and so is not what is imported."""
+    name = (error.name or "").partition(".")[0] if isinstance(error, ImportError) else ""
+    folder = next((folder for folder in _FOLDERS if name in _NEEDED and _has(folder, name)), "")
+    return f"; `{name}` in `{shown(folder)}` has the name of a package that gaverify needs: rename it" if folder else ""
 
 
 def described(error: BaseException) -> str:
     """Returns an exception as `Type at file:line: text`; the place comes first as a text may have many lines."""
-    text = error.msg if isinstance(error, SyntaxError) else str(error).strip()
+    text = error.msg if isinstance(error, SyntaxError) else text_of(error)
     return f"{type(error).__name__}{raised_at(error)}{': ' if text else ''}{text}"
 
 
@@ -159,11 +236,34 @@ def _attribute(module: ModuleType, place: str, dotted: str) -> Any:
             found = getattr(found, name)
         except AttributeError as error:
             own = [entry for entry in dir(found) if not entry.startswith("_")]
-            near = _nearest(name, own)
-            advice = f"did you mean `{near}`?" if near else f"it has {_listed(_likely(found, own))}"
-            raise SpecError(f"`{path}` has no attribute `{name}`; {advice}", "model") from error
+            raise SpecError(_no_attribute(path, name, own, _likely(found, own)), "model") from error
         path = f"{path}:{name}" if path == place else f"{path}.{name}"
     return found
+
+
+def check_attribute(tree: ast.Module, place: str, dotted: str) -> None:
+    """Raises `SpecError` where a module's text shows that it has no such name at its top; other texts are let pass."""
+    names: dict[str, bool] = {}  # each name, and whether it is a function or class of the module's own
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in _MAKERS:
+            return
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names[node.name] = True
+        elif isinstance(node, ast.Name):
+            names.setdefault(node.id, False)
+        elif isinstance(node, ast.alias):
+            names.setdefault((node.asname or node.name).partition(".")[0], False)
+    name = dotted.partition(".")[0]
+    if not tree.body or name in names or not names.keys().isdisjoint(("*", "__getattr__")):
+        return
+    public = sorted(known for known, own in names.items() if own and not known.startswith("_"))
+    raise SpecError(_no_attribute(place, name, public, public), "model")
+
+
+def _no_attribute(path: str, name: str, known: list[str], likely: list[str]) -> str:
+    near = _nearest(name, known)
+    advice = f"did you mean `{near}`?" if near else f"it has {_listed(likely)}"
+    return f"`{path}` has no attribute `{name}`; {advice}"
 
 
 def _likely(owner: Any, names: list[str]) -> list[str]:
@@ -185,11 +285,8 @@ def _nearest(name: str, names: Iterable[str]) -> str:
     return near[0] if near else ""
 
 
-def _first_function(file: str) -> str:
-    """The name of the file's first public function, as a suggestion; "factory" if there is none to be read."""
-    try:
-        body = ast.parse(Path(file).read_text(encoding="utf-8")).body
-    except (OSError, SyntaxError, ValueError):
-        return "factory"
+def first_function(file: str) -> str:
+    """Returns the name of the file's first public function, as a suggestion; "factory" if none can be read."""
+    body = parsed(Path(file)).body
     names = [node.name for node in body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
     return names[0] if names else "factory"

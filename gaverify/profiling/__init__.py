@@ -5,6 +5,6 @@ in a fresh process per row, so that rows do not inherit each other's memory. Eve
 `launching`, `document`, `schema`, `table`, `plot`) handles frozen records and imports no torch.
 """
 
-from gaverify.profiling.records import Memory, Plan, Profile, Row, Seconds, Setting
+from gaverify.records.profile import Memory, Plan, Profile, Row, Seconds, Setting
 
 __all__ = ["Memory", "Plan", "Profile", "Row", "Seconds", "Setting"]

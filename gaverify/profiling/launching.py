@@ -9,13 +9,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import IO, TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
+from gaverify.children import ended_as_interrupted, started
 from gaverify.errors import GaverifyError, InternalError
-from gaverify.profiling.records import LABELS, Memory, Plan, Profile, Row, Seconds, Setting, Status
-from gaverify.results import Outcome
+from gaverify.records.comparison import Outcome
+from gaverify.records.profile import LABELS, Memory, Plan, Profile, Row, Seconds, Setting, Status
 
 if TYPE_CHECKING:
     from gaverify.spec import Spec
@@ -28,18 +28,22 @@ ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(64 * 1024)}
 """Makes glibc return freed tensors to the system at once, see mallopt(3). By default much of it stays with the process,
 more or less by chance, and the high-water mark then tells of the allocator's habits rather than of the tensors."""
 
-_GRACE = 3.0  # seconds that a process gets to end after it was asked to
-
 
 class Refused(GaverifyError):
     """The problem could not be loaded; no row can run."""
 
 
 def profile_spec(
-    spec: Spec, plans: Sequence[Plan], *, repeats: int = 10, optimizer: str | None = None,
-    memory_limit: int | None = None, wanted_batch: int | None = None, steps: Sequence[int] = (),
+    spec: Spec,
+    plans: Sequence[Plan],
+    *,
+    repeats: int = 10,
+    optimizer: str | None = None,
+    memory_limit: int | None = None,
+    wanted_batch: int | None = None,
+    steps: Sequence[int] = (),
     progress: Progress = lambda *_: None,
-) -> Profile:  # fmt: skip
+) -> Profile:
     """Measures every plan of a spec, one fresh process after the other.
 
     Args:
@@ -64,14 +68,20 @@ def profile_spec(
     setting: Setting | None = None
     interrupted = False
     try:
-        for plan in plans:
-            label = f"{LABELS[plan.strategy]}, K = {plan.steps}"
-            job = {"spec": _spec_text(spec, plan), "strategy": plan.strategy, "steps": plan.steps,
-                   "repeats": repeats, "optimizer": optimizer}  # fmt: skip
-            told = run_job(job, _reporter(progress, label, len(rows), len(plans)))
-            rows.append(row_from(plan, told))
-            if setting is None and "about" in told:
-                setting = Setting(**told["about"])
+        with ended_as_interrupted():
+            for plan in plans:
+                label = f"{LABELS[plan.strategy]}, K = {plan.steps}"
+                job = {
+                    "spec": _spec_text(spec, plan),
+                    "strategy": plan.strategy,
+                    "steps": plan.steps,
+                    "repeats": repeats,
+                    "optimizer": optimizer,
+                }
+                told = run_job(job, _reporter(progress, label, len(rows), len(plans)))
+                rows.append(row_from(plan, told))
+                if setting is None and "about" in told:
+                    setting = Setting(**told["about"])
     except KeyboardInterrupt:
         if not rows:
             raise
@@ -92,44 +102,40 @@ def run_job(job: dict[str, Any], report: Callable[[str], None] = lambda _: None)
     Keys are those of the worker's messages; `returncode` and `stderr` (its last lines) are added.
     """
     told: dict[str, Any] = {}
-    with tempfile.TemporaryFile(mode="w+", encoding="utf-8", errors="replace") as stderr, _child(stderr) as child:
-        assert child.stdin is not None and child.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # it died at once; its exit code says how
-            child.stdin.write(json.dumps(job))
-            child.stdin.close()
-        for line in child.stdout:
-            message = json.loads(line)
-            if "stage" in message:
-                report(message["stage"])
-            told.update(message)
-        told["returncode"] = child.wait()
+    with tempfile.TemporaryFile(mode="w+", encoding="utf-8", errors="replace") as stderr:
+        kept = started(
+            [sys.executable, "-P", "-c", _START, *sys.path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            encoding="utf-8",
+            env={**os.environ, **ENVIRONMENT},
+        )
+        try:
+            _follow(kept.process, job, told, report)
+        finally:
+            kept.end()
+        told["returncode"] = kept.process.returncode
         stderr.seek(0)
         told["stderr"] = stderr.read()[-2000:]
     return told
 
 
-@contextmanager
-def _child(stderr: IO[str]) -> Iterator[subprocess.Popen[str]]:
-    """A fresh process in a session of its own, so that Ctrl-C reaches the parent alone; it never outlives the block."""
-    child = subprocess.Popen(
-        [sys.executable, "-P", "-c", _START, *sys.path], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=stderr, text=True, encoding="utf-8", start_new_session=os.name == "posix",
-        env={**os.environ, **ENVIRONMENT},
-    )  # fmt: skip
-    try:
-        yield child
-    finally:
-        if child.poll() is None:
-            child.terminate()
-            try:
-                child.wait(_GRACE)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
-        for stream in (child.stdin, child.stdout):
-            if stream is not None:
-                with contextlib.suppress(OSError):
-                    stream.close()
+def _follow(
+    child: subprocess.Popen[str], job: dict[str, Any], told: dict[str, Any], report: Callable[[str], None]
+) -> None:
+    """Gives the child its job and takes what it says until it has ended."""
+    assert child.stdin is not None and child.stdout is not None
+    with contextlib.suppress(BrokenPipeError):  # it died at once; its exit code says how
+        child.stdin.write(json.dumps(job))
+        child.stdin.close()
+    for line in child.stdout:
+        message = json.loads(line)
+        if "stage" in message:
+            report(message["stage"])
+        told.update(message)
+    child.wait()
 
 
 def row_from(plan: Plan, told: dict[str, Any]) -> Row:
@@ -147,16 +153,24 @@ def row_from(plan: Plan, told: dict[str, Any]) -> Row:
         status, outcome = "measured", Outcome.INCONCLUSIVE
         message = f"not compared with the full batch: {message}"
     return Row(
-        plan.strategy, plan.steps, status, message, tuple(told.get("micro_batches", ())),
-        told.get("activation_bytes"), Memory(**memory) if memory else None, Seconds.of(times) if times else None,
-        outcome, verdict.get("relative_difference"), verdict.get("method"),
-    )  # fmt: skip
+        plan.strategy,
+        plan.steps,
+        status,
+        message,
+        tuple(told.get("micro_batches", ())),
+        told.get("activation_bytes"),
+        Memory(**memory) if memory else None,
+        Seconds.of(times) if times else None,
+        outcome,
+        verdict.get("relative_difference"),
+        verdict.get("method"),
+    )
 
 
 def _end(told: dict[str, Any]) -> tuple[Status, str]:
     """How a child ended: the status of its row, and the sentence."""
     error = told.get("error")
-    if error is None and told["returncode"] == 0:
+    if error is None and told.get("done"):
         return "measured", ""
     if error is None:
         return _death(told["returncode"], told["stderr"], told.get("stage", "starting"))
@@ -181,8 +195,13 @@ def _death(code: int, stderr: str, stage: str) -> tuple[Status, str]:
 
 def _during(stage: str) -> str:
     """A stage of the worker as the end of a clause."""
-    known = {"loading": "the model was loaded", "memory": "its peak was measured", "verdict": "gradients were compared",
-             "activations": "activations were counted", "starting": "it started"}  # fmt: skip
+    known = {
+        "loading": "the model was loaded",
+        "memory": "its peak was measured",
+        "verdict": "gradients were compared",
+        "activations": "activations were counted",
+        "starting": "it started",
+    }
     return f" while {known.get(stage, 'its time was taken')}"
 
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from gaverify.passes.devices import counts_memory
 from gaverify.profiling.activations import ActivationMeter
-from gaverify.profiling.records import Memory
 from gaverify.profiling.workload import Workload
+from gaverify.records.profile import Memory
 
 WARM_UP = 2
 """Updates before the clock counts: kernels are chosen, caches and allocators filled."""
@@ -40,14 +41,14 @@ def peak_memory(work: Workload) -> Memory | None:
     `launching.ENVIRONMENT`: memory that was freed before would stay with it and hide what the update needs.
     """
     device = work.task.device
-    if device.type == "cuda":
-        return _cuda_peak(work, device)
+    if counts_memory(device):
+        return _counted_peak(work, device)
     return _resident_peak(work) if device.type == "cpu" else None
 
 
 def update_seconds(work: Workload, repeats: int, report: Callable[[int], None] = lambda _: None) -> list[float]:
     """Returns the time of each of `repeats` updates after `WARM_UP` more; preparing them does not count."""
-    clock = _cuda_seconds if work.task.device.type == "cuda" else _seconds
+    clock = _seconds_by_events if counts_memory(work.task.device) else _seconds
     times = []
     with _few_collections():
         for repeat in range(WARM_UP + repeats):
@@ -84,15 +85,16 @@ def _seconds(work: Workload, micro_batches: list[Any]) -> float:
 
 
 def _synchronize(device: torch.device) -> None:
-    if device.type == "mps":
-        torch.mps.synchronize()
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
 
 
-def _cuda_seconds(work: Workload, micro_batches: list[Any]) -> float:
+def _seconds_by_events(work: Workload, micro_batches: list[Any]) -> float:
     """Events on the stream: the clock is the GPU's, from the first kernel to the last."""
-    with torch.cuda.device(work.task.device):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()
+    module = torch.get_device_module(work.task.device)
+    with module.device(work.task.device):
+        start, end = (module.Event(enable_timing=True) for _ in range(2))
+        module.synchronize()
         start.record()
         work.update(micro_batches)
         end.record()
@@ -100,19 +102,20 @@ def _cuda_seconds(work: Workload, micro_batches: list[Any]) -> float:
         return float(start.elapsed_time(end)) / 1e3
 
 
-def _cuda_peak(work: Workload, device: torch.device) -> Memory:
+def _counted_peak(work: Workload, device: torch.device) -> Memory:
     # the first update makes what stays from then on (cuBLAS workspace, kernels): it belongs to the baseline
     work.start()
     work.update(work.micro_batches())
     work.start()
     gc.collect()
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    baseline = torch.cuda.memory_allocated(device)
+    module = torch.get_device_module(device)
+    module.synchronize(device)
+    module.empty_cache()
+    module.reset_peak_memory_stats(device)
+    baseline = module.memory_allocated(device)
     work.update(work.micro_batches())
-    torch.cuda.synchronize(device)
-    peak, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    module.synchronize(device)
+    peak, reserved = module.max_memory_allocated(device), module.max_memory_reserved(device)
     work.clear()
     return Memory("cuda-allocated", baseline, peak, reserved)
 

@@ -15,8 +15,12 @@ from contextlib import suppress
 from typing import IO, Any
 
 OUT_OF_MEMORY, DOES_NOT_FIT, FAILED, REFUSED, INTERNAL = (
-    "out-of-memory", "does-not-fit", "failed", "refused", "internal",
-)  # fmt: skip
+    "out-of-memory",
+    "does-not-fit",
+    "failed",
+    "refused",
+    "internal",
+)
 
 
 def main() -> None:
@@ -26,6 +30,7 @@ def main() -> None:
     _prefer_for_killing()
     try:
         _measure(job, channel)
+        _send(channel, done=True)
     except BaseException as error:
         traceback.print_exc()
         _send(channel, error=_described(error))
@@ -34,7 +39,7 @@ def main() -> None:
 
 
 def _measure(job: dict[str, Any], channel: IO[str]) -> None:
-    from gaverify.profiling.records import Plan
+    from gaverify.records.profile import Plan
     from gaverify.spec import Spec
 
     _send(channel, stage="loading")
@@ -64,16 +69,16 @@ class _Refusal(Exception):
 
 
 def _loaded(spec: Any) -> Any:
-    from gaverify.devices import resolve_device
-    from gaverify.errors import GaverifyError
+    from gaverify.errors import GaverifyError, is_out_of_memory
     from gaverify.loading import load_problem
+    from gaverify.passes.devices import resolve_device
     from gaverify.verification import trimmed
 
     try:
         resolve_device(spec.device)
         return trimmed(load_problem(spec), spec.batch_size)
     except GaverifyError as error:
-        if _is_out_of_memory(error):
+        if is_out_of_memory(error):
             raise
         raise _Refusal(str(error)) from error
 
@@ -83,8 +88,8 @@ class _Unfit(Exception):
 
 
 def _check_fits(problem: Any, plan: Any) -> None:
-    from gaverify.batching import batch_size_of, micro_batch_sizes
     from gaverify.errors import ProblemError
+    from gaverify.passes.batching import batch_size_of, micro_batch_sizes
 
     try:
         size = batch_size_of(problem.batch, plan.steps, problem.batch_size, problem.split)
@@ -99,30 +104,40 @@ def _check_fits(problem: Any, plan: Any) -> None:
 def _about(work: Any, spec: Any, job: dict[str, Any]) -> dict[str, Any]:
     import torch
 
-    from gaverify.precision import short_name
+    from gaverify.passes.devices import counts_memory
+    from gaverify.passes.precision import short_name
     from gaverify.version import __version__
 
     task = work.task
     unique = {id(p): p for module in task.modules for p in module.parameters()}.values()
     lowest = max({p.dtype.to_real() for p in task.parameters.values()}, key=lambda dtype: torch.finfo(dtype).eps)
-    cuda = task.device.type == "cuda"
+    module = torch.get_device_module(task.device) if counts_memory(task.device) else None
     return {
-        "model": spec.model, "parameters": sum(p.numel() for p in unique),
-        "trainable": sum(p.numel() for p in task.parameters.values()), "batch_size": task.batch_size,
+        "model": spec.model,
+        "parameters": sum(p.numel() for p in unique),
+        "trainable": sum(p.numel() for p in task.parameters.values()),
+        "batch_size": task.batch_size,
         "batch_bytes": _bytes_of(task.problem.batch),
         "device": str(task.device),
-        "device_name": torch.cuda.get_device_name(task.device) if cuda else platform.processor() or platform.machine(),
-        "device_memory": torch.cuda.get_device_properties(task.device).total_memory if cuda else None,
-        "dtype": short_name(lowest), "autocast": spec.autocast, "mode": spec.mode, "seed": spec.seed,
-        "threads": torch.get_num_threads(), "optimizer": job["optimizer"], "repeats": job["repeats"],
-        "torch": torch.__version__, "gaverify": __version__, "python": platform.python_version(),
+        "device_name": module.get_device_name(task.device) if module else platform.processor() or platform.machine(),
+        "device_memory": module.get_device_properties(task.device).total_memory if module else None,
+        "dtype": short_name(lowest),
+        "autocast": spec.autocast,
+        "mode": spec.mode,
+        "seed": spec.seed,
+        "threads": torch.get_num_threads(),
+        "optimizer": job["optimizer"],
+        "repeats": job["repeats"],
+        "torch": torch.__version__,
+        "gaverify": __version__,
+        "python": platform.python_version(),
         "platform": platform.platform(),
-    }  # fmt: skip
+    }
 
 
 def _bytes_of(batch: Any) -> int:
     """What the batch itself takes: every tensor and array in it once."""
-    from gaverify.batching import is_array, leaves
+    from gaverify.passes.nesting import is_array, leaves
 
     arrays = {id(leaf): leaf for _, leaf in leaves(batch) if is_array(leaf)}.values()
     return sum(int(getattr(array, "nbytes", 0)) for array in arrays)
@@ -130,34 +145,22 @@ def _bytes_of(batch: Any) -> int:
 
 def _described(error: BaseException) -> dict[str, str]:
     """What went wrong, as the parent shall read it."""
-    from gaverify.errors import GaverifyError
+    from gaverify.errors import GaverifyError, exit_call, is_out_of_memory, text_of
 
-    message = str(error).strip() or type(error).__name__
+    message = text_of(error) or type(error).__name__
     if isinstance(error, _Refusal):
         return {"kind": REFUSED, "message": message}
     if isinstance(error, _Unfit):
         return {"kind": DOES_NOT_FIT, "message": message}
-    if _is_out_of_memory(error):
+    if is_out_of_memory(error):
         if not isinstance(error, GaverifyError):
             message = f"out of memory: {message.splitlines()[0]}"
         return {"kind": OUT_OF_MEMORY, "message": message}
     if isinstance(error, SystemExit):
-        return {"kind": FAILED, "message": f"the model's code left Python with sys.exit({error.code!r})"}
+        return {"kind": FAILED, "message": f"the model's code left Python with {exit_call(error)}"}
     if isinstance(error, GaverifyError) and error.exit_code == GaverifyError.exit_code:
         return {"kind": FAILED, "message": message}
     return {"kind": INTERNAL, "message": f"{type(error).__name__}: {message}"}
-
-
-def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether memory ran out, also behind the sentence that says so."""
-    while error is not None:
-        text = str(error)
-        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-            return True
-        if isinstance(error, RuntimeError) and ("can't allocate memory" in text or "out of memory" in text):
-            return True
-        error = error.__cause__
-    return False
 
 
 def _private_stdout() -> IO[str]:

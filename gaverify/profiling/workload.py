@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from gaverify.batching import fresh
-from gaverify.gradients import Task, _blame, _loss, _micro_batch, seed_everything
-from gaverify.isolation import ModelState, isolated_generators, mode_set
-from gaverify.problem import Problem
-from gaverify.profiling.records import Plan
+from gaverify.passes.batching import fresh
+from gaverify.passes.isolation import ModelState, isolated_generators, mode_set, seed_everything
+from gaverify.passes.problem import Problem
+from gaverify.passes.task import Task, blamed, loss_of, micro_batch_of
+from gaverify.preparation import dtype_of, task_of
+from gaverify.records.profile import Plan
 from gaverify.spec import Spec
-from gaverify.verification import _dtype, _task, verify
+from gaverify.verification import verify
 
 OPTIMIZERS = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}
 
@@ -42,7 +43,7 @@ class Workload:
             yield fresh(self.task.problem.batch)
             return
         for k, (start, stop) in enumerate(self.task.bounds(), 1):
-            yield fresh(_micro_batch(self.task, start, stop, f"micro-batch {k} of {self.task.steps}"))
+            yield fresh(micro_batch_of(self.task, start, stop, f"micro-batch {k} of {self.task.steps}"))
 
     def start(self) -> None:
         """Makes every pass start from the same state and the same random draws."""
@@ -58,8 +59,8 @@ class Workload:
         # 1/K stands for any recipe's weight: the value of a factor changes neither time nor bytes
         for micro_batch in micro_batches:  # no enumerate: it would keep the one before alive beside the next
             where = next(places)
-            with _blame(where, self.task):
-                loss = _loss(self.task, micro_batch, where)
+            with blamed(where, self.task):
+                loss = loss_of(self.task, micro_batch, where)
                 loss = loss if steps == 1 else loss * (1.0 / steps)
                 if self.task.strategy == "accumulate":
                     loss.backward()  # type: ignore[no-untyped-call]
@@ -67,10 +68,10 @@ class Workload:
                     total = loss if total is None else total + loss
             del loss, micro_batch  # the graph must not live on beside the next one
         if total is not None:
-            with _blame("the summed loss", self.task):
+            with blamed("the summed loss", self.task):
                 total.backward()  # type: ignore[no-untyped-call]
         if self.optimizer is not None:
-            with _blame("the optimizer's step", self.task):
+            with blamed("the optimizer's step", self.task):
                 self.optimizer.step()
 
     def start_optimizer(self) -> None:
@@ -111,7 +112,7 @@ def workload(problem: Problem, spec: Spec, plan: Plan, optimizer: str | None = N
     with ExitStack() as stack:
         stack.enter_context(isolated_generators())
         stack.enter_context(mode_set(modules, spec.mode))
-        task = _task(stack, problem, modules, plan.steps, spec.device, _dtype(spec.dtype), _dtype(spec.autocast))
+        task = task_of(stack, problem, modules, plan.steps, spec.device, dtype_of(spec.dtype), dtype_of(spec.autocast))
         task = replace(task, strategy="summed-loss" if plan.strategy == "summed-loss" else "accumulate")
         work = Workload(task, ModelState(modules, (problem.loss,)), spec.seed)
         if optimizer is not None:
@@ -123,12 +124,22 @@ def workload(problem: Problem, spec: Spec, plan: Plan, optimizer: str | None = N
 def compared(work: Workload, spec: Spec) -> dict[str, Any]:
     """Returns outcome, method and largest relative difference of the plan against the full batch, from `verify`."""
     verdict = verify(
-        work.task.problem, steps=work.task.steps, weighting=spec.weighting, seed=spec.seed, mode=spec.mode,
-        autocast=spec.autocast, strategy=work.task.strategy, rtol=spec.rtol, atol=spec.atol,
-        ignore_index=spec.ignore_index, diagnose=False, batch_size=work.task.batch_size, name=spec.model,
-    )  # fmt: skip
+        work.task.problem,
+        steps=work.task.steps,
+        weighting=spec.weighting,
+        seed=spec.seed,
+        mode=spec.mode,
+        autocast=spec.autocast,
+        strategy=work.task.strategy,
+        rtol=spec.rtol,
+        atol=spec.atol,
+        ignore_index=spec.ignore_index,
+        diagnose=False,
+        batch_size=work.task.batch_size,
+        name=spec.model,
+    )
     # a difference relative to a gradient that is itself nothing but rounding says nothing
-    differences = [row.relative_difference for row in verdict.parameters if row.reference_norm > row.allowed]
+    differences = [row.relative_difference for row in verdict.parameters if not row.vanishing]
     return {
         "outcome": verdict.outcome.value,
         "method": verdict.method,

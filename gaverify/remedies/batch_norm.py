@@ -97,6 +97,31 @@ def convert_batch_norm(
     return made.get(id(result), result)  # type: ignore[return-value]  # a BatchNorm alone becomes another class
 
 
+def only_normalises(layer: _BatchNorm) -> bool:
+    """Returns whether a BatchNorm does what torch's does and no more, so that another normalisation can stand for it.
+
+    A subclass may add an activation, a mask or a residual. One with a `forward` of its own is asked: in training its
+    output on random numbers has to be that of `F.batch_norm`. A layer with hooks does what its hooks do as well.
+    """
+    if layer._forward_hooks or layer._forward_pre_hooks:
+        return False
+    if type(layer).forward is _BatchNorm.forward or type(layer) in KINDS:
+        return True
+    alone = copy.deepcopy(layer).train()
+    generator = torch.Generator().manual_seed(0)
+    for inner in ((), (3,), (3, 3), (3, 3, 3)):
+        x = torch.randn(4, layer.num_features, *inner, generator=generator, device="cpu")
+        x = x.to(next((value for value in (layer.weight, layer.running_mean) if value is not None), x))
+        try:
+            with torch.no_grad():
+                done = alone(x)
+        except Exception:  # not of this many dimensions
+            continue
+        plain = nn.functional.batch_norm(x, None, None, layer.weight, layer.bias, True, 0.0, layer.eps)
+        return isinstance(done, torch.Tensor) and done.shape == plain.shape and torch.allclose(done, plain, atol=1e-5)
+    return False
+
+
 def group_norm_for(layer: _BatchNorm, groups: int | None = None) -> nn.GroupNorm:
     """Returns a GroupNorm over as many channels as a BatchNorm, with its ε, scale and shift.
 

@@ -23,9 +23,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from gaverify.batching import Split, batch_size_of, micro_batch_sizes, take
 from gaverify.errors import ProblemError
-from gaverify.isolation import generator_states
+from gaverify.passes.batching import Split, batch_size_of, micro_batch_sizes, take
+from gaverify.passes.isolation import generator_states
 
 Embed = Callable[[Any, Any], Any]
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -57,9 +57,15 @@ class CachedGradients:
     """
 
     def __init__(
-        self, model: nn.Module, embed: Embed, loss: Loss, steps: int, *, split: Split | None = None,
+        self,
+        model: nn.Module,
+        embed: Embed,
+        loss: Loss,
+        steps: int,
+        *,
+        split: Split | None = None,
         batch_size: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._model, self._embed, self._loss = model, embed, loss
         self._steps, self._split, self._batch_size = steps, split, batch_size
         self._checked = False

@@ -12,13 +12,17 @@ from typing import Any
 import torch
 
 from gaverify.errors import ProblemError
-from gaverify.weighting import targets_of
+from gaverify.passes.weighting import targets_of
 
 
 def token_weights(
-    micro_batch: Any, batch: Any, *, ignore_index: int = -100, shifted: bool = False,
+    micro_batch: Any,
+    batch: Any,
+    *,
+    ignore_index: int = -100,
+    shifted: bool = False,
     class_weights: torch.Tensor | None = None,
-) -> float:  # fmt: skip
+) -> float:
     """Returns the weight of a micro-batch: its share of the batch's valid targets.
 
     As a weighting of `verify`, where options go through `functools.partial`:

@@ -1,38 +1,31 @@
-"""Reports in files: which format a name asks for, whether it can be written, and writing it whole or not at all."""
+"""Reports in files: whether one can be written, and writing it whole or not at all."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import stat
+import tempfile
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from gaverify.errors import SpecError
-
-FORMATS = {".txt": "text", ".json": "json", ".xml": "junit", ".svg": "svg", ".html": "html"}
-"""File ending → format."""
+from gaverify.report.formats import format_for
 
 
-def format_for(path: str | os.PathLike[str]) -> str:
-    """Returns the format that the ending of `path` asks for.
-
-    Raises:
-        SpecError: The ending is none of the known ones; the message names them.
-    """
-    ending = Path(path).suffix.lower()
-    if ending not in FORMATS:
-        known = ", ".join(FORMATS)
-        raise SpecError(f"`{os.fspath(path)}` has no ending that says which report to write; known are {known}")
-    return FORMATS[ending]
-
-
-def check_writable(paths: Sequence[str | os.PathLike[str]]) -> None:
+def check_writable(paths: Iterable[str | os.PathLike[str]]) -> None:
     """Checks every path before anything runs, so that a long run does not end without its report.
 
     Raises:
-        SpecError: With a sentence for each path that has an unknown ending or cannot be written.
+        SpecError: With a sentence for each path that has an unknown ending, cannot be written or is named twice.
     """
-    problems = [problem for path in paths for problem in _problems(Path(path))]
+    problems: list[str] = []
+    seen: set[Path] = set()
+    for path in map(Path, paths):
+        problems += _problems(path)
+        if path.resolve() in seen:
+            problems.append(f"`{path}` is named twice: one report would overwrite the other")
+        seen.add(path.resolve())
     if problems:
         raise SpecError(problems)
 
@@ -58,16 +51,32 @@ def _problems(path: Path) -> list[str]:
 def write_whole(path: str | os.PathLike[str], text: str) -> None:
     """Writes `text` as UTF-8 so that `path` holds the old content or the new, never a part, even after Ctrl-C.
 
+    The new content is written under a random name that must not exist yet, so that nobody who may write in the folder
+    can have put a link there. A file that is replaced keeps its mode; a new one gets what the umask leaves.
+
     Raises:
         SpecError: The folder is gone, full or may not be written.
     """
     target = Path(path).resolve()  # through a symbolic link to the file it names, as a plain write would
-    temporary = target.with_name(f".gaverify-{os.getpid()}.tmp")
+    temporary = ""
     try:
-        temporary.write_text(text, encoding="utf-8", newline="\n")
+        descriptor, temporary = tempfile.mkstemp(prefix=".gaverify-", suffix=".tmp", dir=target.parent)
+        with open(descriptor, "w", encoding="utf-8", newline="\n") as stream:
+            os.chmod(temporary, _mode(target))
+            stream.write(text)
         os.replace(temporary, target)
     except OSError as error:
         raise SpecError(f"`{os.fspath(path)}` could not be written: {error.strerror or error}") from error
     finally:
-        with suppress(OSError):
-            temporary.unlink()
+        if temporary:
+            with suppress(OSError):
+                os.unlink(temporary)
+
+
+def _mode(target: Path) -> int:
+    """The permissions that the file has, or that a plain write would give a new one."""
+    with suppress(OSError):
+        return stat.S_IMODE(target.stat().st_mode)
+    mask = os.umask(0)  # the only way to read it
+    os.umask(mask)
+    return 0o666 & ~mask

@@ -1,28 +1,41 @@
-"""Verdicts as JUnit XML for a CI server.
+"""Answers as JUnit XML for a CI server.
 
-One testsuite per verdict, in it one testcase `verdict` and one testcase per parameter. Divergent is a `failure` with
-its numbers. An inconclusive parameter is `skipped`; an inconclusive verdict is an `error`, because servers show a
-suite of passed and skipped cases as green, and "not decided" must never look like "equivalent".
+One testsuite per spec, script or profile. In it one testcase `verdict`, and one per module: a server shows a few dozen
+cases well and truncates the thousands that a case per parameter would be. A case of a profile is a row. Divergent is a
+`failure` with its numbers. An inconclusive module is `skipped`; an inconclusive verdict is an `error`, because servers
+show a suite of passed and skipped cases as green, and "not decided" must never look like "equivalent".
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from xml.etree import ElementTree
 
-from gaverify.report.layout import Layout
-from gaverify.report.wording import method, number, percent, sentence, shape, worst
-from gaverify.results import Outcome, ParameterComparison, Verdict
+from gaverify.records.comparison import Outcome, ParameterComparison
+from gaverify.records.profile import Row
+from gaverify.report.stories import Report, Story, Table, row_name, story_of
+from gaverify.report.text.layout import Layout
+from gaverify.report.text.wording import number, ordered, percent, shape, worst
 
 _LAYOUT = Layout(width=120)
+_TAGS = {Outcome.DIVERGENT: "failure", Outcome.INCONCLUSIVE: "skipped"}
 
 
-def junit_text(verdicts: Sequence[Verdict], errors: Sequence[tuple[str, str]] = ()) -> str:
-    """Returns the document; each (source, message) of `errors` becomes a suite with one `error`."""
+@dataclass(frozen=True)
+class _Case:
+    name: str
+    outcome: Outcome | None
+    message: str = ""
+    text: str = ""
+
+
+def junit_text(report: Report) -> str:
+    """Returns the document; each (source, message) of the errors becomes a suite with one `error`."""
     root = ElementTree.Element("testsuites", name="gaverify")
-    for verdict in verdicts:
-        root.append(_suite(verdict))
-    for source, message in errors:
+    for answer in report.answers:
+        root.append(_suite(story_of(answer)))
+    for source, message in report.errors:
         suite = ElementTree.SubElement(root, "testsuite", name=_clean(source))
         case = ElementTree.SubElement(suite, "testcase", classname=_clean(source), name="verdict", time="0.000")
         _child(case, "error", "no-verdict", message)
@@ -33,23 +46,62 @@ def junit_text(verdicts: Sequence[Verdict], errors: Sequence[tuple[str, str]] = 
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
 
 
-def _suite(verdict: Verdict) -> ElementTree.Element:
-    name = _clean(verdict.run.model)
-    seconds = verdict.timings.get("total", 0.0)
-    suite = ElementTree.Element("testsuite", name=name, time=f"{seconds:.3f}")
-    case = ElementTree.SubElement(suite, "testcase", classname=name, name="verdict", time=f"{seconds:.3f}")
-    if verdict.outcome is Outcome.DIVERGENT:
-        _child(case, "failure", "divergent", sentence(verdict), _story(verdict))
-    elif verdict.outcome is Outcome.INCONCLUSIVE:
-        _child(case, "error", "inconclusive", sentence(verdict), _story(verdict))
-    for row in verdict.parameters:
-        case = ElementTree.SubElement(suite, "testcase", classname=name, name=_clean(row.name), time="0.000")
-        if row.outcome is Outcome.DIVERGENT:
-            _child(case, "failure", "divergent", _difference(row), _numbers(row))
-        elif row.outcome is Outcome.INCONCLUSIVE:
-            _child(case, "skipped", "inconclusive", row.reason or "could not be decided")
+def _suite(story: Story) -> ElementTree.Element:
+    name, seconds = _clean(story.title), f"{story.seconds:.3f}"
+    suite = ElementTree.Element("testsuite", name=name, time=seconds)
+    case = ElementTree.SubElement(suite, "testcase", classname=name, name="verdict", time=seconds)
+    if story.passed:
+        if story.remarks:  # an accepted divergence passes, and is named
+            ElementTree.SubElement(case, "system-out").text = "\n".join(map(_clean, [*story.remarks, story.sentence]))
+    elif story.outcome is Outcome.INCONCLUSIVE:
+        _child(case, "error", "inconclusive", story.sentence, _told(story))
+    else:  # divergent; or equivalent where something else was expected, or with stale entries under `--strict`
+        _child(case, "failure", story.outcome.value, story.sentence, _told(story))
+    for part in _cases(story):
+        case = ElementTree.SubElement(suite, "testcase", classname=name, name=_clean(part.name), time="0.000")
+        if part.outcome in _TAGS and not story.passed:
+            _child(case, _TAGS[part.outcome], part.outcome.value, part.message, part.text)
     _count(suite)
     return suite
+
+
+def _cases(story: Story) -> Iterator[_Case]:
+    for table in story.tables:
+        for module, rows in modules_of(table.rows):
+            yield _module_case(table, module, rows)
+    for row in story.rows:
+        yield _row_case(row)
+
+
+def modules_of(rows: Iterable[ParameterComparison]) -> list[tuple[str, list[ParameterComparison]]]:
+    """Returns (module path, its own parameters) in the order in which the model names them."""
+    groups: dict[str, list[ParameterComparison]] = {}
+    for row in rows:
+        groups.setdefault(row.name.rpartition(".")[0], []).append(row)
+    return list(groups.items())
+
+
+def _module_case(table: Table, module: str, rows: list[ParameterComparison]) -> _Case:
+    name = f"{table.heading}: {module or '(root)'}" if table.heading else module or "(root)"
+    worst_first = ordered(rows)
+    outcome = worst_first[0].outcome
+    if outcome is Outcome.EQUIVALENT or table.outcome is Outcome.EQUIVALENT:
+        return _Case(name, Outcome.EQUIVALENT)
+    if table.outcome is Outcome.INCONCLUSIVE and outcome is Outcome.DIVERGENT:  # an update that is not judged
+        return _Case(name, Outcome.INCONCLUSIVE, "the runs cannot be compared here")
+    alike = [row for row in worst_first if row.outcome is outcome]
+    if outcome is Outcome.INCONCLUSIVE:
+        return _Case(name, outcome, alike[0].reason or "could not be decided", "\n".join(row.name for row in alike))
+    message = f"{len(alike)} of {len(rows)} parameters: `{alike[0].name}` {_difference(alike[0])}"
+    return _Case(name, outcome, message, "\n\n".join(f"{row.name}\n{_numbers(row)}" for row in alike))
+
+
+def _row_case(row: Row) -> _Case:
+    if row.status == "failed":
+        return _Case(row_name(row), Outcome.DIVERGENT, row.message)
+    undecided = row.outcome is Outcome.INCONCLUSIVE or row.status != "measured"
+    message = row.message or (f"differs by {percent(row.relative_difference)}" if row.relative_difference else "")
+    return _Case(row_name(row), Outcome.INCONCLUSIVE if undecided else row.outcome, message or row.status)
 
 
 def _child(case: ElementTree.Element, tag: str, kind: str, message: str, text: str = "") -> None:
@@ -79,9 +131,9 @@ def _numbers(row: ParameterComparison) -> str:
     return "\n".join([*lines, *([row.reason] if row.reason else [])])
 
 
-def _story(verdict: Verdict) -> str:
-    lines = [method(verdict)]
-    for finding in verdict.findings:
+def _told(story: Story) -> str:
+    lines = [*filter(None, [story.method]), *story.remarks]
+    for finding in story.findings:
         place = f" {finding.location}:" if finding.location and str(finding.location) else ""
         lines.append(f"{finding.code} {finding.name}:{place} {finding.summary}")
         lines += [f"    {evidence.label}: {evidence.statement}" for evidence in finding.evidence]

@@ -8,12 +8,16 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from gaverify.spec.accepting import Accept
+
 WeightingWord = Literal["uniform", "samples", "tokens", "none"]
 DtypeWord = Literal["float32", "float64", "bfloat16", "float16"]
 AutocastWord = Literal["bfloat16", "float16"]
 ModeWord = Literal["train", "eval"]
 StrategyWord = Literal["accumulate", "summed-loss"]
+ExpectWord = Literal["equivalent", "divergent", "inconclusive"]
 OptimizerWord = Literal["sgd", "adam", "adamw"]
+EngineWord = Literal["ddp", "fsdp2"]
 
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 _Positive = Annotated[int, Field(ge=1)]
@@ -40,6 +44,7 @@ class Spec(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", protected_namespaces=())
 
     model: _Text = Field(description="a built-in, `package.module:factory` or `file.py:factory`", examples=["mlp"])
+    name: _Text | None = Field(default=None, description="a name for reports", examples=["nightly"])
     model_args: dict[str, _Argument] = Field(
         default_factory=dict, description="text, a number or true/false", examples=[{"width": 32}]
     )
@@ -75,11 +80,29 @@ class Spec(BaseModel):
     data: _Text | None = Field(default=None, description="a folder", examples=["data/mnist"])
     pretrained: _Text | None = Field(default=None, description="a model's name or folder", examples=["gpt2"])
     ignore_index: int = Field(default=-100, description="a whole number", examples=[-100])
+    ranks: Annotated[int, Field(ge=2)] | None = Field(
+        default=None, description="a whole number of at least 2", examples=[2]
+    )
+    engine: EngineWord = Field(default="ddp", description=_words(EngineWord), examples=["ddp"])
+    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        default=None, description="a number of seconds above 0", examples=[600]
+    )
     diagnose: bool = Field(default=True, description="true or false", examples=[True])
+    exact: bool = Field(default=False, description="true or false", examples=[True])
+
+    accept: tuple[Accept, ...] = Field(
+        default=(),
+        description="a list of tables with `code`, `location` and `reason`",
+        examples=[({"code": "GAV101", "location": "backbone.*", "reason": "ghost batch norm on purpose"},)],
+    )
+    expect: ExpectWord | None = Field(default=None, description=_words(ExpectWord), examples=["divergent"])
 
     @model_validator(mode="after")
     def _agree(self) -> Spec:
-        found = [f"`{field}` {text}" for field, text in conflicts(self.steps, self.weighting, self.rtol, self.atol)]
+        found = [
+            f"`{field}` {text}"
+            for field, text in conflicts(self.steps * (self.ranks or 1), self.weighting, self.rtol, self.atol)
+        ]
         if found:
             raise ValueError("; ".join(found))
         return self

@@ -12,8 +12,16 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from gaverify.errors import SpecError
+from gaverify.spec.accepting import entry_problems
 from gaverify.spec.fields import Spec, conflicts
 from gaverify.spec.sentences import joined, option_name, sentence
+
+_LARGEST = 1 << 20
+"""Bytes of a spec file; what is larger, or has no end, is none."""
+
+_OF_TRACE = ("optimizer", "lr")
+"""Fields that only `trace` reads."""
 
 
 def parse_spec(table: Mapping[str, Any], source: str, overrides: Mapping[str, Any] | None = None) -> Spec:
@@ -38,29 +46,39 @@ def load_specs(
 ) -> tuple[tuple[Path, Spec], ...]:
     """Returns the specs of TOML files and of folders of TOML files (sorted by name), each file once.
 
+    Raises:
+        SpecError: All problems of all files at once: missing, unreadable, not TOML, or wrong as in `parse_spec`.
+    """
+    entries = read_specs(paths, overrides)
+    broken = [(str(file), list(entry.problems)) for file, entry in entries if isinstance(entry, SpecError)]
+    if broken:
+        raise joined(broken)
+    return tuple((file, entry) for file, entry in entries if isinstance(entry, Spec))
+
+
+def read_specs(
+    paths: Iterable[str | Path], overrides: Mapping[str, Any] | None = None
+) -> tuple[tuple[Path, Spec | SpecError], ...]:
+    """Returns, for each TOML file and each file of a folder (sorted by name, each once), its spec or what is wrong.
+
     A `model = "file.py:factory"`, `data` or `pretrained` that exists beside its spec is resolved against the spec's
     folder.
 
     Raises:
-        SpecError: All problems of all files at once: missing, unreadable, not TOML, or wrong as in `parse_spec`.
+        SpecError: An override is wrong, so no spec can run; with all problems of all files.
     """
-    specs: list[tuple[Path, Spec]] = []
+    entries: list[tuple[Path, Spec | SpecError]] = []
     problems: list[tuple[str, list[str]]] = []
     on_line: dict[str, None] = {}  # an override is wrong in every file, but is reported once
     for file, missing in _files(paths):
-        if missing:
-            problems.append((str(file), [missing]))
-            continue
-        table, unreadable = _read(file)
+        table, unreadable = ({}, missing) if missing else _read(file)
         in_file, from_options, spec = ([unreadable], [], None) if unreadable else _check(table, overrides or {})
-        if spec is not None:
-            specs.append((file, spec))
+        entries.append((file, spec or SpecError(in_file, str(file))))
         problems.append((str(file), in_file))
         on_line.update(dict.fromkeys(from_options))
-    problems.append(("command line", list(on_line)))
-    if any(sentences for _, sentences in problems):
-        raise joined(problems)
-    return tuple(specs)
+    if on_line:
+        raise joined([*problems, ("command line", list(on_line))])
+    return tuple(entries)
 
 
 def _files(paths: Iterable[str | Path]) -> Iterator[tuple[Path, str]]:
@@ -79,7 +97,11 @@ def _files(paths: Iterable[str | Path]) -> Iterator[tuple[Path, str]]:
 def _read(file: Path) -> tuple[dict[str, Any], str]:
     """Returns the table, with paths resolved, and "" or the reason why there is none."""
     try:
-        table = tomllib.loads(file.read_text(encoding="utf-8"))
+        with file.open("rb") as stream:
+            raw = stream.read(_LARGEST + 1)
+        if len(raw) > _LARGEST:
+            return {}, f"holds more than {_LARGEST >> 20} MiB, which is no spec; `gaverify init` writes one"
+        table = tomllib.loads(raw.decode("utf-8-sig"))  # Windows' editors put a byte-order mark first
     except tomllib.TOMLDecodeError as error:
         place = re.search(r" \(at (.*)\)$", str(error))
         where = place[1] if place else "somewhere"
@@ -88,6 +110,8 @@ def _read(file: Path) -> tuple[dict[str, Any], str]:
         return {}, f"not UTF-8 text: byte {error.start} cannot be read; save the file as UTF-8"
     except OSError as error:
         return {}, f"cannot be read: {error.strerror or error}"
+    except RecursionError:
+        return {}, "lists or tables stand too deep in each other; a spec needs one level"
     return _resolve(table, file.parent), ""
 
 
@@ -115,6 +139,9 @@ def _check(table: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[list
     if arguments:
         stated = values.get("model_args", {})
         values["model_args"] = {**stated, **arguments} if isinstance(stated, Mapping) else arguments
+    for place, text in entry_problems(values.get("accept", ())):
+        in_file.append(f"$.accept{place}: {text}")
+        values["accept"] = ()  # its own sentences say more than pydantic's
     on_line: list[str] = []
     spec: Spec | None = None
     try:
@@ -126,7 +153,10 @@ def _check(table: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[list
             place += f" {key}" if option and key else f".{key}" if key else ""
             value = values[field][key] if key else values.get(field)
             (on_line if option else in_file).append(f"{place}: {sentence(field, key, kind, value, option=option)}")
-    return in_file, on_line, None if in_file else spec
+    if not (table.get("trace") or options.get("trace")):  # `--no-trace` over a spec that traces is meant
+        told = "belongs to the step that a trace shows; add `--trace`, or leave it out"
+        on_line += [f"--{field}: {told}" for field in _OF_TRACE if field in options]
+    return in_file, on_line, None if in_file or on_line else spec
 
 
 def _wrong(error: ValidationError, values: Mapping[str, Any]) -> dict[tuple[str, str], str]:

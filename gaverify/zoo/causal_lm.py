@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from gaverify.errors import ProblemError
-from gaverify.problem import Problem
+from gaverify.passes.problem import Problem
 from gaverify.zoo.arguments import a_probability, at_least, divides, one_of
 
 PADDING_TOKEN = 0

@@ -20,10 +20,14 @@ _UNSIGNED_BYTES = 0x08
 _FOLDERS = ("", "raw", "MNIST/raw")  # the last as torchvision lays it out
 # Rows and columns of the segments a to g, and which of them each digit lights: the usual seven-segment display.
 _SEGMENTS = {
-    "a": (slice(4, 6), slice(9, 19)), "b": (slice(5, 14), slice(17, 19)), "c": (slice(14, 23), slice(17, 19)),
-    "d": (slice(22, 24), slice(9, 19)), "e": (slice(14, 23), slice(9, 11)), "f": (slice(5, 14), slice(9, 11)),
+    "a": (slice(4, 6), slice(9, 19)),
+    "b": (slice(5, 14), slice(17, 19)),
+    "c": (slice(14, 23), slice(17, 19)),
+    "d": (slice(22, 24), slice(9, 19)),
+    "e": (slice(14, 23), slice(9, 11)),
+    "f": (slice(5, 14), slice(9, 11)),
     "g": (slice(13, 15), slice(9, 19)),
-}  # fmt: skip
+}
 _LIT = ("abcdef", "bc", "abged", "abgcd", "fgbc", "afgcd", "afgedc", "abc", "abcdefg", "abcdfg")
 
 

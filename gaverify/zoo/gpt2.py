@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gaverify.errors import ProblemError
-from gaverify.problem import Problem
+from gaverify.passes.problem import Problem
 from gaverify.zoo.arguments import a_probability, at_least, divides, one_of
 
 IGNORED = -100  # what the losses of `transformers` leave out
@@ -93,10 +93,18 @@ def _sentence(index: int) -> str:
 
 def _random(transformers: Any, width: int, depth: int, heads: int, dropout: float) -> Any:
     config = transformers.GPT2Config(
-        vocab_size=END + 1, n_positions=CONTEXT, n_embd=width, n_layer=depth, n_head=heads,
-        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=END, eos_token_id=END,
+        vocab_size=END + 1,
+        n_positions=CONTEXT,
+        n_embd=width,
+        n_layer=depth,
+        n_head=heads,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        bos_token_id=END,
+        eos_token_id=END,
         use_cache=False,
-    )  # fmt: skip
+    )
     model = transformers.GPT2LMHeadModel(config)
     model.loss_type = "ForCausalLM"  # what version 5 falls back to anyway, but with a warning
     return model

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gaverify.problem import Problem
+from gaverify.passes.problem import Problem
 from gaverify.zoo.arguments import at_least
 
 FEATURES = 16

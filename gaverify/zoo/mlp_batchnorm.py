@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from gaverify.problem import Problem
+from gaverify.passes.problem import Problem
 from gaverify.zoo.arguments import at_least
 from gaverify.zoo.mlp import FEATURES, regression_batch, regression_loss
 

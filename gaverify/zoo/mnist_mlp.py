@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gaverify.problem import Problem
+from gaverify.passes.problem import Problem
 from gaverify.zoo.digits import drawn_digits, read_digits
 
 
@@ -24,11 +24,14 @@ def build(batch_size: int = 32, data: str = "") -> Problem:
     batch = read_digits(data, batch_size) if data else drawn_digits(batch_size)
     model = nn.Sequential(
         nn.Flatten(),
-        nn.Linear(784, 512), nn.ReLU(),
-        nn.Linear(512, 256), nn.ReLU(),
-        nn.Linear(256, 128), nn.ReLU(),
+        nn.Linear(784, 512),
+        nn.ReLU(),
+        nn.Linear(512, 256),
+        nn.ReLU(),
+        nn.Linear(256, 128),
+        nn.ReLU(),
         nn.Linear(128, 10),
-    )  # fmt: skip
+    )
     return Problem(model, _loss, batch, name="mnist-mlp")
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gaverify.problem import Problem
+from gaverify.passes.problem import Problem
 
 
 def build(batch_size: int = 2) -> Problem:

@@ -116,7 +116,7 @@ def _recorded(script: Path, folder: Path, role: str, arguments: tuple[str, ...])
     job = Job(role, str(script), False, arguments, str(folder / role), 2, source)  # type: ignore[arg-type]
     run_jobs([(job, str(script))], 600, lambda _: None)
     run = Run(job.role, folder / role, 0.0)
-    size = sum(gradient.numel() for gradient in run.gradients(1).values())
+    size = sum(gradient.numel() for gradient in run.gradients(((0, 1),)).values())
     share = run.disk_bytes / (4 * size * run.updates)
     print(f"    {role}: {size:,} parameters, {run.disk_bytes:,} bytes = {share:.4f} × (4 × parameters × updates)")
 

@@ -1,7 +1,7 @@
 """What the profiler costs: one update with the hooks that count activations against one without, per strategy.
 
-Then what it counted of three small networks, against a count made by hand (which `tests/test_profile_activations.py`
-asserts for every strategy and K).
+Then what it counted of three small networks, against a count made by hand (which
+`tests/unit/profiling/test_profile_activations.py` asserts for every strategy and K).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 import measuring
 
 from gaverify.profiling.activations import ActivationMeter
-from gaverify.profiling.records import Plan
 from gaverify.profiling.workload import workload
+from gaverify.records.profile import Plan
 from gaverify.spec import Spec
 
 B = 8
@@ -41,7 +41,7 @@ def hooks(name: str, problem, rounds: int) -> None:  # type: ignore[no-untyped-d
 
 def counts() -> None:
     """Shows the counted bytes of three small networks beside those that a hand counts."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit" / "profiling"))
     from test_profile_activations import BY_HAND, measured
 
     for case in BY_HAND:

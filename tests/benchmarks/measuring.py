@@ -16,7 +16,8 @@ from statistics import median
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 4
 _HIGH_WATER = (
-    "import sys; sys.path[:0] = [{root!r}, {here!r}]; import {module} as m; m.{function}(); print(m.measuring.peak())"
+    "import sys; sys.path[:0] = [{root!r}, {here!r}]; import {module} as m; m.{function}(*{arguments!r}); "
+    "print(m.measuring.peak())"
 )
 
 
@@ -32,7 +33,7 @@ def language_model(padding: str = "counted"):  # type: ignore[no-untyped-def]
 
 def bare_passes(problem, steps: int = STEPS) -> None:  # type: ignore[no-untyped-def]
     """Runs the full batch and the micro-batches as a user would by hand, with one clone of the gradients."""
-    from gaverify.batching import take
+    from gaverify.passes.batching import take
 
     model, size = problem.model, len(problem.batch["input_ids"])
     model.zero_grad()
@@ -71,10 +72,10 @@ def peak() -> int:
     return int(next(line.split()[1] for line in lines if line.startswith("VmHWM"))) * 1024
 
 
-def peak_of(module: str, function: str) -> int:
+def peak_of(module: str, function: str, *arguments: str) -> int:
     """Returns the peak memory in bytes of a function of a benchmark, in a fresh process."""
     here = str(Path(__file__).parent)
-    code = _HIGH_WATER.format(root=str(ROOT), here=here, module=module, function=function)
+    code = _HIGH_WATER.format(root=str(ROOT), here=here, module=module, function=function, arguments=arguments)
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     return int(json.loads(done.stdout.split()[-1]))
 

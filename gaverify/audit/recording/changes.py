@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gaverify.audit.recording.places import LineHunt, Place
+from gaverify.audit.recording.places import LineHunt
 from gaverify.audit.recording.watching import Seen, Watch
+from gaverify.tracebacks import Place
 
 
 class Changes:
@@ -21,6 +22,8 @@ class Changes:
         self._watch, self._event = watch, event
         self._hunt, self._hunting = LineHunt(), False
         self._found: Place | None = None
+        self._settings: dict[int, list[dict[str, float]]] = {}
+        self._setter: Place | None = None
 
     def note(self, seen: Seen, where: str) -> None:
         """Records cleared gradients, and moved weights of optimizers that have a window open."""
@@ -36,6 +39,22 @@ class Changes:
         if (moved or lost) and where == "between":
             self._hunting = True  # the next time round the line is found
 
+    def note_settings(self) -> None:
+        """Records that settings of optimizers were changed by hand; the line is known from the second time on."""
+        changed = self._watch.changed_settings(self._settings)
+        if changed:
+            self._event("settings", self._setter or (None, None), optimizers=changed)
+            self._hunting = True
+        self.know_settings()
+
+    def know_settings(self) -> None:
+        """Takes the settings as they are: a scheduler, or a step, has changed them."""
+        self._settings = self._watch.settings()
+
+    def settings_differ(self) -> bool:
+        """Whether settings were changed since they were last known; remembers nothing."""
+        return bool(self._watch.changed_settings(self._settings))
+
     def hunt(self, changed: Callable[[], bool]) -> None:
         """Starts to watch lines where a change without a known line was seen before."""
         if self._hunting and self._found is None:
@@ -45,4 +64,6 @@ class Changes:
         """Ends the watch and takes what it found."""
         if self._hunt.active:
             self._hunt.stop()
+            if self._hunt.found is not None and self.settings_differ():
+                self._setter, self._hunt.found = self._hunt.found, None
             self._found = self._hunt.found

@@ -1,4 +1,4 @@
-"""The two runs that change something on purpose: weights moved by one unit roundoff, and steps undone."""
+"""The two runs that change something on purpose: weights moved by their roundoff, and steps undone."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 import torch
 
-from gaverify.precision import unit_roundoff
+from gaverify.passes.perturbation import Coins, move, rounding_share
 
 
 class Perturbation:
-    """Moves each weight once, up or down by one unit in the last place, by a coin of its own.
+    """Moves each weight once by its own roundoff, for the noise floor (`passes.perturbation`).
 
     Args:
         unit: Unit roundoff of the coarsest arithmetic in the script; a parameter's own may be coarser still.
@@ -19,19 +19,15 @@ class Perturbation:
     def __init__(self, unit: float) -> None:
         self._unit = unit
         self._moved: dict[int, torch.Tensor] = {}  # keeps the parameters, so that no id is used again
-        self._generator = torch.Generator().manual_seed(0)
+        self._coins = Coins(0)
 
-    @torch.no_grad()
     def move(self, parameters: Iterable[torch.Tensor]) -> None:
         """Moves those that have not been moved yet."""
         for parameter in parameters:
             if id(parameter) in self._moved or not (parameter.is_floating_point() or parameter.is_complex()):
                 continue
             self._moved[id(parameter)] = parameter
-            data = parameter.data
-            real = torch.view_as_real(data) if data.is_complex() else data
-            coin = torch.randint(0, 2, real.shape, generator=self._generator).to(real.device, real.dtype)
-            real.add_(real * (coin * 2 - 1), alpha=2 * max(self._unit, unit_roundoff(parameter.dtype)))
+            move(parameter, rounding_share(parameter, self._unit), self._coins)
 
 
 class Held:

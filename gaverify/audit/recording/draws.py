@@ -9,34 +9,28 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gaverify.audit.job import COMPILED, Job
 from gaverify.audit.recording.matching import Matcher, ScatteredRows
 from gaverify.audit.recording.packing import packed, unpacked
-from gaverify.randomness import Dealer, Draw, DrawRecord, Recomputing, Recorder, raw
+from gaverify.passes.devices import generator_state, generators_in_use
+from gaverify.passes.modes import OperationMode
+from gaverify.passes.randomness import Dealer, Draw, DrawRecord, Recomputing, Recorder, raw
 
 Shapes = list[tuple[int, ...]]
 Key = tuple[int, bool, int]
 """A model, whether it is in training mode, and how many inputs it is given."""
 
 
-class DrawMode(TorchDispatchMode):
-    """Gives every random operation to `handler`; everything else runs as it is."""
+def draw_mode(handler: Recorder | Dealer | Recomputing) -> OperationMode:
+    """Returns a mode that gives every random operation to `handler`; everything else runs as it is."""
 
-    def __init__(self, handler: Recorder | Dealer | Recomputing) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.handler = handler
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """As for `PassMode`: importing torch._dynamo costs a second."""
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            return self.handler(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+            return handler(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    return OperationMode(handle)
 
 
 class KeptDraws:
@@ -160,6 +154,7 @@ class Draws:
     def __init__(self, job: Job, folder: Path) -> None:
         self._kept = KeptDraws(folder) if job.role == "full" else None
         self._eager = job.eager
+        self._replayed = job.replay  # what is drawn outside the forwards is dealt out as well
         self._held = job.role == "frozen"  # all its steps belong to the full batch's first update
         dealt = job.source is not None and job.role in ("accumulated", "frozen")
         self._dealt = DealtDraws(Path(job.source or ".")) if dealt else None
@@ -185,16 +180,16 @@ class Draws:
             return nullcontext()
         compiled = hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
         hidden = compiled and not self._eager
-        inner = nullcontext() if self._handler is None or hidden else DrawMode(self._handler)
+        inner = nullcontext() if self._handler is None or hidden else draw_mode(self._handler)
         return self._kept.watched(inner) if self._kept is not None else inner
 
     def in_backward(self) -> AbstractContextManager[Any]:
         """Returns what to run a backward in: checkpointing draws again there."""
-        return DrawMode(Recomputing(self._handlers)) if self._handlers else nullcontext()
+        return draw_mode(Recomputing(self._handlers)) if self._handlers else nullcontext()
 
     def leave_forward(self) -> None:
         """Remembers the generators: what they draw from here to the backward is not the model's."""
-        self._outside = _generators() if self._dealt is not None else None
+        self._outside = _generators() if self._dealt is not None and not self._replayed else None
 
     def enter_backward(self) -> None:
         """Notes draws between the forward and its backward (in the loss, say), which nobody deals out."""
@@ -223,10 +218,7 @@ class Draws:
 
 
 def _generators() -> list[bytes]:
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states.append(torch.cuda.get_rng_state())
-    return [raw(state) for state in states]
+    return [raw(generator_state(device)) for device in generators_in_use()]
 
 
 def _batch_rows(full: Shapes, micro: Shapes) -> tuple[int, int] | None:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gaverify.audit.recording.values import plain
+
 # torch.compile, Fabric, FSDP, activation checkpointing
 _WRAPPERS = ("_orig_mod", "_forward_module", "_original_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
@@ -17,6 +19,10 @@ def plain_name(name: str) -> str:
     while len(parts) > 1 and parts[0] == "module":  # DataParallel and DDP; further inside it may be the user's own
         parts.pop(0)
     return ".".join(parts)
+
+
+class OutOfSight(Exception):
+    """A module has nothing that could be read."""
 
 
 class Names:
@@ -30,10 +36,16 @@ class Names:
         self._kept: list[Any] = []  # keeps ids from being used again
 
     def add(self, module: nn.Module) -> bool:
-        """Notes an outermost module; returns whether it has parameters to train."""
+        """Notes an outermost module; returns whether it has parameters to train.
+
+        Raises:
+            OutOfSight: Its parameters have no values that could be read: on the meta device, or still to be made.
+        """
         known = self._known.get(id(module))
         if known is not None:
             return known
+        if any(plain(parameter) is None for parameter in module.parameters()):
+            raise OutOfSight
         trains = any(parameter.requires_grad for parameter in module.parameters())
         self._known[id(module)] = trains
         self._kept.append(module)
@@ -41,9 +53,9 @@ class Names:
             self.models.append(module)
             taken: set[str] = set()
             for name, parameter in module.named_parameters():
-                plain = plain_name(name) if plain_name(name) not in taken else name
-                taken.add(plain)
-                self._names.setdefault(id(parameter), (len(self.models) - 1, plain))
+                short = plain_name(name) if plain_name(name) not in taken else name
+                taken.add(short)
+                self._names.setdefault(id(parameter), (len(self.models) - 1, short))
         return trains
 
     def key(self, parameter: torch.Tensor, optimizer: int, ordinal: int) -> str:

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 _GATHER = 0x8040201008040201 - (1 << 64)  # moves bit 8 i to bit 63 - i
-_EIGHTS = torch.tensor([[at >> (7 - bit) & 1 for bit in range(8)] for at in range(256)], dtype=torch.uint8)
+_EIGHTS = torch.tensor(
+    [[at >> (7 - bit) & 1 for bit in range(8)] for at in range(256)], dtype=torch.uint8, device="cpu"
+)
 _EIGHTS = _EIGHTS.view(torch.int64).flatten()
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch.optim.optimizer import (
 )
 
 from gaverify.audit.recording.recorder import Recorder
+from gaverify.audit.recording.settings import rates_of
 
 Around = Callable[[], AbstractContextManager[None]]
 
@@ -38,6 +41,7 @@ def install(recorder: Recorder) -> None:
     _scalers(recorder)
     _losses(recorder)
     _averages(recorder)
+    _loads(recorder)
 
 
 def _surround(owner: Any, name: str, around: Around, recorder: Recorder, running: list[bool]) -> None:
@@ -90,8 +94,10 @@ def _forwards(recorder: Recorder) -> None:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or recorder.off or recorder.inside_forward():
             return original(self, *args, **kwargs)
-        with recorder.forward(self, args, kwargs):
-            return original(self, *args, **kwargs)
+        with recorder.forward(self, args, kwargs) as listen:
+            output = original(self, *args, **kwargs)
+            listen(output)
+            return output
 
     nn.Module.__call__ = call  # type: ignore[method-assign]
 
@@ -99,9 +105,32 @@ def _forwards(recorder: Recorder) -> None:
 def _clipping(recorder: Recorder) -> None:
     from torch.nn.utils import clip_grad
 
-    for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm"):
+    running = [False]  # `clip_grad_norm_` calls `clip_grads_with_norm_`
+
+    def wrap(name: str) -> Any:
+        original = getattr(clip_grad, name)
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def clip(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or running[0] or recorder.off:
+                return original(*args, **kwargs)
+            given = signature.bind_partial(*args, **kwargs).arguments
+            limit = given.get("max_norm", given.get("clip_value"))
+            running[0] = True
+            try:
+                with recorder.clip(name, float(limit) if isinstance(limit, (int, float)) else None) as ended:
+                    result = original(*args, **kwargs)
+                    ended(given.get("total_norm") if result is None else result)
+                    return result
+            finally:
+                running[0] = False
+
+        return clip
+
+    for name in ("clip_grads_with_norm_", "clip_grad_norm_", "clip_grad_value_", "clip_grad_norm"):
         if hasattr(clip_grad, name):
-            _surround(clip_grad, name, functools.partial(recorder.clip, name), recorder, [False])
+            setattr(clip_grad, name, wrap(name))
             setattr(torch.nn.utils, name, getattr(clip_grad, name))
 
 
@@ -147,8 +176,7 @@ def _scheduler_step(recorder: Recorder, original: Any, nested: list[int]) -> Any
         finally:
             nested[0] -= 1
         if not nested[0] and not recorder.off:
-            rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-            recorder.simple("scheduler", scheduler=id(self), lr=rates)
+            recorder.simple("scheduler", scheduler=id(self), lr=rates_of(self.optimizer))
         return result
 
     return step
@@ -164,14 +192,17 @@ def _scalers(recorder: Recorder) -> None:
 
         @functools.wraps(original)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if running[0] or recorder.off or not self.is_enabled():
+            if recorder.off or not self.is_enabled():
                 return original(self, *args, **kwargs)
-            running[0] = True  # `step` calls `unscale_` itself
+            outermost, running[0] = not running[0], True  # `step` calls `unscale_` itself
             try:
-                with recorder.scaler(name):
-                    return original(self, *args, **kwargs)
+                with recorder.scaler(name) if outermost else nullcontext():
+                    result = original(self, *args, **kwargs)
+                    if name == "unscale_":
+                        recorder.unscaled()
+                    return result
             finally:
-                running[0] = False
+                running[0] = not outermost
 
         setattr(GradScaler, name, call)
 
@@ -207,3 +238,16 @@ def _averages(recorder: Recorder) -> None:
             recorder.simple("average")
 
     AveragedModel.update_parameters = update  # type: ignore[method-assign]
+
+
+def _loads(recorder: Recorder) -> None:
+    """Notes the files that `torch.load` reads: who starts from other weights may have resumed."""
+    original = torch.load
+
+    @functools.wraps(original)
+    def load(f: Any, *args: Any, **kwargs: Any) -> Any:
+        if not recorder.off and isinstance(f, str | os.PathLike):
+            recorder.simple("loaded", path=os.path.abspath(os.fspath(f)))
+        return original(f, *args, **kwargs)
+
+    torch.load = load

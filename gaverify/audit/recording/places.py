@@ -1,52 +1,27 @@
-"""Where in the user's code the interpreter is: the innermost frame outside libraries, and a hunt for a line."""
+"""The line of the script that is running, and a hunt for the line that changes something."""
 
 from __future__ import annotations
 
 import os
 import sys
-import sysconfig
 from collections.abc import Callable
-from functools import cache
 from types import FrameType
 from typing import Any
 
-Place = tuple[str, int]
-
-_OWN = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
-_STANDARD = tuple(
-    {os.path.realpath(path) + os.sep for key in ("stdlib", "platstdlib") if (path := sysconfig.get_paths().get(key))}
-)
-_LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-_home: list[str] = []
-
-
-def set_home(folder: str) -> None:
-    """Declares the folder of the script as the user's own, also where it lies inside an environment's libraries."""
-    _home[:] = [os.path.realpath(folder) + os.sep]
-    is_user_file.cache_clear()
-
-
-@cache
-def is_user_file(filename: str) -> bool:
-    """Returns whether a code object's file is the user's: not gaverify's, a library's or generated."""
-    if filename.startswith("<"):
-        return False
-    path = os.path.realpath(filename)
-    if path.startswith(_OWN):
-        return False
-    if any(path.startswith(home) for home in _home) and not any(part in path for part in _LIBRARIES):
-        return True
-    return not (path.startswith(_STANDARD) or any(part in path for part in _LIBRARIES))
+from gaverify.tracebacks import Owner, Place, calling_frame, owner_of
 
 
 def user_place() -> Place | None:
-    """Returns file and line of the innermost frame of the user's code; None where only libraries are on the stack."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if is_user_file(frame.f_code.co_filename):
-            return os.path.abspath(frame.f_code.co_filename), frame.f_lineno
-        frame = frame.f_back
-    return None
+    """Returns file and line of the innermost frame of the user's code; None where only libraries are on the stack.
+
+    The path is absolute: a script may change its folder before anybody reads the record.
+    """
+    place = calling_frame(Owner.USER)
+    return None if place is None else (os.path.abspath(place[0]), place[1])
+
+
+def _is_users(frame: FrameType) -> bool:
+    return owner_of(frame.f_code.co_filename) is Owner.USER
 
 
 class LineHunt:
@@ -74,7 +49,7 @@ class LineHunt:
         self._changed, self._last = changed, user_place()
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
-            if is_user_file(frame.f_code.co_filename) and frame.f_trace is None:
+            if _is_users(frame) and frame.f_trace is None:
                 frame.f_trace = self._on_line
                 self._frames.append(frame)
             frame = frame.f_back
@@ -91,7 +66,7 @@ class LineHunt:
         self._frames.clear()
 
     def _on_call(self, frame: FrameType, event: str, argument: Any) -> Any:
-        return self._on_line if is_user_file(frame.f_code.co_filename) else None
+        return self._on_line if _is_users(frame) else None
 
     def _on_line(self, frame: FrameType, event: str, argument: Any) -> Any:
         if self._changed is None or self.found is not None:
@@ -100,5 +75,7 @@ class LineHunt:
             if self._changed():
                 self.found = self._last
                 return None
-            self._last = os.path.abspath(frame.f_code.co_filename), frame.f_lineno
+            caller = frame.f_back if event == "return" else frame  # the rest of the caller's line is still to run
+            if caller is not None and _is_users(caller):
+                self._last = os.path.abspath(caller.f_code.co_filename), caller.f_lineno
         return self._on_line

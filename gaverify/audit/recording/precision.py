@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from gaverify.precision import short_name, unit_roundoff
+from gaverify.passes.precision import short_name, unit_roundoff
 
 
 class Roundoff:

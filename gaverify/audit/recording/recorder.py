@@ -14,11 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from gaverify.audit.events import Kind
-from gaverify.audit.recording.places import Place, user_place
+from gaverify.audit.recording.names import OutOfSight
+from gaverify.audit.recording.places import user_place
 from gaverify.audit.recording.rows import input_rows, input_shapes
 from gaverify.audit.recording.session import Session
-from gaverify.audit.recording.watching import Seen
+from gaverify.audit.recording.update import Forward
+from gaverify.audit.recording.watching import Increment, Seen, Watched
+from gaverify.records.events import Kind
+from gaverify.tracebacks import Place
 
 GRACE = 2.0
 """Seconds that a script has after its last update for what belongs to it: `zero_grad`, `scheduler.step`, `update`."""
@@ -35,17 +38,24 @@ class Recorder(Session):
                 self._perturbation.move(self.watch.all_parameters())
 
     @contextmanager
-    def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
-        """Surrounds the forward of an outermost module."""
+    def forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Iterator[Callable[[Any], None]]:
+        """Surrounds the forward of an outermost module; gives a function that is to be called with its result."""
         trains = torch.is_grad_enabled()
         with self._work():
-            trains = trains and self.names.add(module)
+            try:
+                trains = trains and self.names.add(module)
+            except OutOfSight:
+                trains = False
+                self.left_out["modules without values"] = self.left_out.get("modules without values", 0) + 1
             if trains:
                 self._before_forward(module, args, kwargs)
+        number = self._numbers["forward"]
         self._in_forward = True
         try:
             with self._draws.in_forward(module if trains else None):
-                yield
+                yield lambda output: self._reach.listen(output, number) if trains else None
         finally:
             self._in_forward = False
             if trains:
@@ -66,6 +76,11 @@ class Recorder(Session):
             self._begin()
             self._changes.note(self.watch.look(), "between")
             self._draws.enter_backward()
+            self.watch.let_go()
+            self._reach.begin()
+            if self._own is not None:
+                for entry in self.watch.entries():
+                    self._own.listen(entry.index, entry.sample)
             place, self._in_backward = user_place(), True
         try:
             with self._draws.in_backward():
@@ -87,13 +102,35 @@ class Recorder(Session):
             self._event("zero_grad", cleared=cleared)
 
     @contextmanager
-    def clip(self, call: str) -> Iterator[None]:
-        """Surrounds gradient clipping."""
+    def clip(self, call: str, limit: float | None) -> Iterator[Callable[[Any], None]]:
+        """Surrounds gradient clipping; gives a function that is to be called with its result, the norm.
+
+        Args:
+            call: What was called.
+            limit: The largest norm, or value, that it lets through; None where it is not known.
+        """
+        result: list[Any] = [None]
         with self._work():
-            self._changes.note(self.watch.look(), "between")
-        yield
+            seen = self.watch.look()
+            self._changes.note(seen, "between")
+            for entry in self.watch.entries():
+                if entry.summed is not None and not entry.clipped and entry.index in seen.changed:
+                    entry.keep()
+        yield lambda output: result.__setitem__(0, output)
         with self._work():
-            self._event("clip", call=call, active=bool(self.watch.look().changed))
+            changed = self.watch.look().changed
+            for index in changed:
+                self.watch.of(index).clipped = True
+            norm = float(result[0]) if isinstance(result[0], torch.Tensor) else result[0]
+            self._event("clip", call=call, active=bool(changed), optimizers=sorted(changed), norm=norm, limit=limit)
+
+    def unscaled(self) -> None:
+        """After a `GradScaler` took its scale out of the gradients: they are kept as they are without it."""
+        with self._work():
+            for index in self.watch.look().changed:
+                entry = self.watch.of(index)
+                if entry.summed is not None and not entry.clipped:
+                    entry.keep()
 
     @contextmanager
     def scaler(self, call: str) -> Iterator[None]:
@@ -113,6 +150,8 @@ class Recorder(Session):
         """Notes a call that needs nothing measured."""
         with self._work():
             self._event(kind, **values)
+            if kind == "scheduler":
+                self._changes.know_settings()
 
     def targets(self, valid: torch.Tensor, total: int) -> None:
         """Notes how many targets of a loss count; read at the next backward."""
@@ -124,14 +163,14 @@ class Recorder(Session):
         if self.off:
             return None
         if closure is None:
-            self._before_step(optimizer, user_place())
+            self._before_step(optimizer, user_place(), lead=True)
             return None
         place = user_place()
 
         def recorded() -> Any:
             result = closure()
             if self._searching is None:
-                self._before_step(optimizer, place)
+                self._before_step(optimizer, place, lead=False)
                 self._searching = optimizer  # later evaluations of a line search are not at the window's weights
             return result
 
@@ -146,8 +185,11 @@ class Recorder(Session):
         with self._work():
             if self._held is not None:
                 self._held.put_back()
+            led = self._lead.put_back()
+            self._changes.know_settings()
             self.watch.look()
-            self._update.stepped(self.watch, self.watch.add(optimizer), self.names.buffers())
+            entry = self.watch.of(self.watch.add(optimizer))
+            self._update.stepped(entry, self.names.buffers(), led)
             if self.job.updates and self._update.number >= self.job.updates and not self._complete:
                 self._complete = True
                 timer = threading.Timer(GRACE, self._stop)
@@ -166,28 +208,43 @@ class Recorder(Session):
         shapes = input_shapes(args, kwargs)
         rows = next((shape[0] for shape in shapes), None)
         model = self.names.index(module)
-        self._event("forward", rows=rows, model=model)
+        self._numbers["forward"] += 1
+        number = self._numbers["forward"]
+        self._event("forward", rows=rows, model=model, number=number)
         prints = input_rows(args, kwargs) if self.job.role != "events" else {}
+        weights = {entry.index: entry.weights for entry in self.watch.entries()}
+        self._forwards.append(Forward(number, self._update.number, len(self._update.rows), weights))
         self._update.rows.append(prints)
         self._draws.begin((model, module.training, len(shapes)), shapes, prints)
 
     def _after_backward(self, place: Place | None) -> None:
         seen = self.watch.look()
+        self._numbers["backward"] += 1
+        number, reached = self._numbers["backward"], self._reach.end()
         touched = [index for index, change in seen.changed.items() if bool(change.any())]
-        for index in touched:
-            self.watch.of(index).pending += 1
-        self._update.increments.append({index: seen.changed[index] for index in touched})
+        # A pass that adds nothing, of a micro-batch without targets, may be any optimizer's.
+        for entry in [self.watch.of(index) for index in touched] or self.watch.entries():
+            change = seen.changed.get(entry.index)
+            if self._own is not None and (own := self._own.take(entry.index)) is not None:
+                change = own
+            entry.pending += change is not None and entry.index in touched
+            entry.increments.append(Increment(number, torch.zeros_like(entry.gradients) if change is None else change))
+            entry.forwards |= set(reached)
+        for entry in self.watch.entries():
+            if entry.pending:
+                entry.keep()
+                entry.clipped = False
         targets = [(int(valid), total) for valid, total in self._targets]
         self._targets.clear()
-        self._event("backward", place, touched=touched, targets=targets)
+        self._event("backward", place, touched=touched, targets=targets, forwards=reached)
         self._changes.note(Seen(moved=seen.moved), "backward")
         self._changes.hunt(self._quiet_difference)
 
     def _quiet_difference(self) -> bool:
         with self._work():
-            return self.watch.differs()
+            return self.watch.differs() or self._changes.settings_differ()
 
-    def _before_step(self, optimizer: Any, place: Place | None) -> None:
+    def _before_step(self, optimizer: Any, place: Place | None, lead: bool) -> None:
         with self._work():
             index = self.watch.add(optimizer)
             if self._update.steps and not self._update.joins(index):
@@ -197,10 +254,33 @@ class Recorder(Session):
             seen = self.watch.look()
             self._changes.note(seen, "backward" if self._in_backward else "between")
             self.steps += 1
-            self._event("step", place, optimizer=index, inside=self._in_backward, by_hand=index in seen.changed)
             entry = self.watch.of(index)
-            entry.pending = 0
-            stored = self.job.role not in ("events", "frozen") and self._update.number <= max(self.job.updates, 1)
-            self._update.capture(entry, self.names, self.storage if stored else None)
+            entry.steps += 1
+            self._event("step", place, optimizer=index, inside=self._in_backward, by_hand=index in seen.changed)
+            self.ranks = max(self.ranks, _world_size())
+            self._capture(entry)
+            if lead:
+                self._lead.lend(entry)
             if self._held is not None:
                 self._held.take(self.watch.parameters(index))
+
+    def _capture(self, entry: Watched) -> None:
+        """Stores what a step is about to use, and opens the next window of its optimizer.
+
+        What was cleared before the step and used by another optimizer's is that one's: a GAN's generator loss also
+        reaches the discriminator.
+        """
+        entry.increments = [part for part in entry.increments if not (part.cleared and part.backward in self._used)]
+        self._used |= {part.backward for part in entry.increments if not part.cleared}
+        forwards = [forward for forward in self._forwards if forward.number in entry.forwards]
+        stored = self.job.role not in ("events", "frozen") and self._update.number <= max(self.job.updates, 1)
+        self._update.capture(entry, forwards, self.storage if stored else None)
+        entry.pending, entry.increments, entry.forwards, entry.summed = 0, [], set(), None
+
+
+def _world_size() -> int:
+    """How many processes train together."""
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized():
+        return 1
+    return distributed.get_world_size()

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from gaverify.batching import leaves
+from gaverify.passes.fingerprints import summaries
+from gaverify.passes.nesting import leaves
 
 _LONGEST = 4096  # steps whose running hashes are kept; longer rows are hashed whole
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio: consecutive multiples are spread evenly
@@ -33,10 +34,36 @@ def input_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Ro
     because a list may be the batch itself.
     """
     found: dict[str, list[Rows]] = {}
-    for path, tensor in _tensors(args, kwargs):
-        found.setdefault(path, []).append(fingerprints(tensor))
-    return {path if len(parts) == 1 else f"{path} ({at})": part
-            for path, parts in found.items() for at, part in enumerate(parts)}  # fmt: skip
+    tensors = list(_tensors(args, kwargs))
+    ends = _ends([tensor for _, tensor in tensors])
+    for path, tensor in tensors:
+        prints = fingerprints(tensor)
+        end = ends.get(tuple(tensor.shape[:2]))
+        if end is not None and "tail" in prints:
+            prints["tail"] = torch.minimum(prints["tail"], end)
+        found.setdefault(path, []).append(prints)
+    return {
+        path if len(parts) == 1 else f"{path} ({at})": part
+        for path, parts in found.items()
+        for at, part in enumerate(parts)
+    }
+
+
+def _ends(tensors: list[torch.Tensor]) -> dict[tuple[int, ...], torch.Tensor]:
+    """For each shape (B, T) of labels, how many steps of each row there are up to its last valid one, shape (B,).
+
+    What stands behind the last valid label is padding, whatever its value: the inputs of a decoder are its labels moved
+    by one, and keep the last label of a row only where a longer row stands beside it. Labels that do not count are
+    negative (-100), as no index of an embedding is.
+    """
+    found: dict[tuple[int, ...], torch.Tensor] = {}
+    for tensor in tensors:
+        if tensor.dim() == 2 and not tensor.is_floating_point() and tensor.dtype is not torch.bool:
+            values = tensor.detach().cpu()
+            if not values.is_complex() and bool((values < 0).any()):
+                steps = torch.arange(1, values.shape[1] + 1, device=values.device)
+                found[tuple(values.shape)] = torch.where(values < 0, 0, steps).amax(1)
+    return found
 
 
 def input_shapes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[int, ...]]:
@@ -96,7 +123,7 @@ def _running(steps: torch.Tensor) -> torch.Tensor:
 
 
 def _factors(count: int) -> torch.Tensor:
-    return (2 * torch.arange(count, dtype=torch.int64) + 1) * _ODD
+    return (2 * torch.arange(count, dtype=torch.int64, device="cpu") + 1) * _ODD
 
 
 def _mixed(values: torch.Tensor) -> torch.Tensor:
@@ -111,7 +138,4 @@ def _tail(steps: torch.Tensor) -> torch.Tensor:
 
 def _projections(values: torch.Tensor) -> torch.Tensor:
     """Two projections of each row and its norm, shape (B, 3)."""
-    flat = values.reshape(values.shape[0], -1).double()
-    angles = torch.arange(1, flat.shape[1] + 1, dtype=torch.float64) ** 2
-    directions = torch.stack([angles.cos(), angles.sin()], 1) / flat.shape[1] ** 0.5
-    return torch.cat([flat @ directions, torch.linalg.vector_norm(flat, dim=1, keepdim=True)], 1)
+    return summaries(values.reshape(values.shape[0], -1).double())

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from gaverify.audit.recording.values import plain
+
 TOTAL = 8192
 """Elements of all parameters together, where each has its share; few enough that torch reads them in one thread."""
 
@@ -26,8 +28,14 @@ class Sample:
 
     def __init__(self, parameters: list[torch.Tensor]) -> None:
         self.parameters = parameters
-        total = sum(parameter.numel() for parameter in parameters)
-        self._positions = [positions(at, p.numel(), total).to(p.device) for at, p in enumerate(parameters)]
+        known = [plain(parameter) for parameter in parameters]
+        self.complete = all(values is not None for values in known)
+        self._counts = [0 if values is None else values.numel() for values in known]
+        total = sum(self._counts)
+        self._positions = [
+            positions(at, count, total).to("cpu" if values is None else values.device)
+            for at, (values, count) in enumerate(zip(known, self._counts, strict=True))
+        ]
         self.sizes = [len(position) for position in self._positions]
 
     def gradients(self) -> torch.Tensor:
@@ -38,25 +46,31 @@ class Sample:
         """Returns the elements of the parameters as float64 on the CPU."""
         return self._read(list(self.parameters))
 
+    def elements(self, at: int, values: torch.Tensor) -> torch.Tensor:
+        """Returns the chosen elements of a gradient of the parameter at a position, as float64 on the CPU."""
+        dense = values.to_dense() if values.layout is not torch.strided else values
+        chosen = dense.reshape(-1)[self._positions[at]]
+        return (chosen.abs() if chosen.is_complex() else chosen).to("cpu", torch.float64)
+
     def stretches(self) -> torch.Tensor:
         """Returns for each sampled element how many elements of its parameter it stands for."""
-        pairs = zip(self.parameters, self.sizes, strict=True)
-        parts = [torch.full((size,), p.numel() / max(size, 1), dtype=torch.float64) for p, size in pairs]
-        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+        pairs = zip(self._counts, self.sizes, strict=True)
+        parts = [torch.full((size,), count / max(size, 1), dtype=torch.float64, device="cpu") for count, size in pairs]
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64, device="cpu")
 
     @torch.no_grad()
     def _read(self, tensors: list[torch.Tensor | None]) -> torch.Tensor:
         parts = []
         for tensor, position in zip(tensors, self._positions, strict=True):
-            if tensor is None:
-                parts.append(torch.zeros(len(position), dtype=torch.float64))
+            values = plain(tensor) if tensor is not None and len(position) else None
+            if values is None:
+                parts.append(torch.zeros(len(position), dtype=torch.float64, device="cpu"))
                 continue
-            tensor = tensor.detach()
-            dense = tensor.to_dense() if tensor.layout is not torch.strided else tensor
-            values = dense.reshape(-1)[position]
-            parts.append(values.abs() if values.is_complex() else values)
+            dense = values.to_dense() if values.layout is not torch.strided else values
+            chosen = dense.reshape(-1)[position]
+            parts.append(chosen.abs() if chosen.is_complex() else chosen)
         if not parts:
-            return torch.zeros(0, dtype=torch.float64)
+            return torch.zeros(0, dtype=torch.float64, device="cpu")
         # One transfer where all parameters live on one device.
         if len({(part.device, part.dtype) for part in parts}) == 1:
             return torch.cat(parts).to(torch.float64).cpu()
@@ -65,9 +79,14 @@ class Sample:
 
 def positions(ordinal: int, numel: int, total: int) -> torch.Tensor:
     """Returns the sorted positions to read of the parameter number `ordinal`, the same in every run."""
+    if not numel:
+        return torch.arange(0, device="cpu")
     wanted = min(numel, max(FEWEST, TOTAL * numel // max(total, 1)))
     if wanted == numel:
-        return torch.arange(numel)
+        return torch.arange(numel, device="cpu")
     generator = torch.Generator().manual_seed(ordinal)
-    starts = torch.randint(max(numel // _RUN, 1), (-(-wanted // _RUN),), generator=generator).sort().values * _RUN
-    return (starts[:, None] + torch.arange(_RUN)).flatten().clamp_max(numel - 1)
+    starts = (
+        torch.randint(max(numel // _RUN, 1), (-(-wanted // _RUN),), generator=generator, device="cpu").sort().values
+        * _RUN
+    )
+    return (starts[:, None] + torch.arange(_RUN, device="cpu")).flatten().clamp_max(numel - 1)

@@ -6,21 +6,27 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
-from gaverify.audit.events import Event, Kind
 from gaverify.audit.job import Job
 from gaverify.audit.recording.changes import Changes
 from gaverify.audit.recording.control import Held, Perturbation, use_math_kernels
 from gaverify.audit.recording.draws import Draws
+from gaverify.audit.recording.leading import Lead
 from gaverify.audit.recording.names import Names
 from gaverify.audit.recording.places import user_place
 from gaverify.audit.recording.precision import Roundoff
+from gaverify.audit.recording.ranks import OwnGradients, leave_together, shards_of
+from gaverify.audit.recording.reach import Reach
 from gaverify.audit.recording.storage import Storage, leave
-from gaverify.audit.recording.update import Update
+from gaverify.audit.recording.update import Forward, Update
+from gaverify.audit.recording.values import out_of_sight, undisturbed
 from gaverify.audit.recording.watching import Watch
+from gaverify.records.events import Event, Kind
 
 
 class Session:
@@ -43,6 +49,15 @@ class Session:
         self._in_forward = self._in_backward = self._complete = False
         self._targets: list[tuple[torch.Tensor, int]] = []
         self._perturbation = Perturbation(job.unit) if job.role == "perturbed" else None
+        self._lead = Lead(
+            Path(job.source) if job.source and job.lead and job.role in ("accumulated", "perturbed") else None
+        )
+        self._reach, self._forwards = Reach(), list[Forward]()
+        self._numbers = {"forward": 0, "backward": 0}
+        self._used: set[int] = set()  # backward passes that a step has used
+        self.left_out: dict[str, int] = {}
+        self.ranks = 1
+        self._own = OwnGradients() if job.ranks > 1 else None
         self._held = Held() if job.role == "frozen" else None
         self._draws = Draws(job, storage.folder)
         if job.math_kernels:
@@ -50,8 +65,16 @@ class Session:
 
     @property
     def off(self) -> bool:
-        """Whether a call is none of the recorder's business: its own, a line search's, or one in a worker process."""
-        return self._busy or self._searching is not None or os.getpid() != self.storage.process
+        """Whether a call is none of the recorder's business: its own, a line search's, or one in a worker process.
+
+        Nor can a call be recorded whose tensors have no values; those are counted by what hides them.
+        """
+        if self._busy or self._searching is not None or os.getpid() != self.storage.process:
+            return True
+        why = out_of_sight()
+        if why:
+            self.left_out[why] = self.left_out.get(why, 0) + 1
+        return bool(why)
 
     def finish(self, reason: str, status: int) -> None:
         """Writes everything and ends the process."""
@@ -61,6 +84,8 @@ class Session:
             self._event("end", reason=reason)
             self._busy = True
             self.storage.finish(self._meta(reason))
+            if self.job.meeting is not None:
+                leave_together(self.job.meeting, self.job.rank, self.job.ranks)
         leave(status)
 
     @contextmanager
@@ -69,7 +94,7 @@ class Session:
         with self._lock:
             before, self._busy = self._busy, True
             try:
-                with torch.no_grad():
+                with undisturbed():
                     yield
             except Exception as error:
                 self.storage.give_up(error)
@@ -79,6 +104,7 @@ class Session:
     def _begin(self) -> None:
         """A new forward or backward: what was done after the last step is over."""
         self._changes.settle()
+        self._changes.note_settings()
         if self._complete:
             self._stop()
         self._close_update()
@@ -89,8 +115,11 @@ class Session:
             return
         number = self._update.number
         if self.job.role != "events":
-            self._update.write(self.storage)
+            self._update.write(self.storage, {at: self.watch.of(at).steps for at in self._update.steps})
         self._draws.close(number)
+        open_forwards = [forward for entry in self.watch.entries() for forward in entry.forwards]
+        oldest = min(open_forwards, default=self._numbers["forward"])
+        self._forwards = [forward for forward in self._forwards if forward.number >= oldest]
         self._update = Update(number + 1)
 
     def _event(self, kind: Kind, place: tuple[Any, Any] | None = None, **values: Any) -> None:
@@ -104,15 +133,25 @@ class Session:
         return {
             **self._draws.summary(),
             "reason": reason,
+            "left_out": self.left_out,
+            "ranks": self.ranks,
+            "shards": [shards_of(self.watch.parameters(index)) for index in range(len(self.watch))],
             "updates": self._update.number - 1,
             "unit": self.roundoff.unit,
             "working": self.roundoff.describe(),
             "modules": [type(model).__name__ for model in self.names.models],
-            "parameters": {
-                self.names.key(parameter, index, ordinal): list(parameter.shape)
+            "parameters": [
+                [
+                    (self.names.key(parameter, index, ordinal), list(_shape(parameter)))
+                    for ordinal, parameter in enumerate(self.watch.parameters(index))
+                ]
                 for index in range(len(self.watch))
-                for ordinal, parameter in enumerate(self.watch.parameters(index))
-            },
+            ],
             "optimizers": [type(self.watch.of(index).optimizer).__name__ for index in range(len(self.watch))],
             "torch": torch.__version__,
         }
+
+
+def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Returns a parameter's shape; a lazy module's has none before its first forward."""
+    return () if is_lazy(parameter) else tuple(parameter.shape)

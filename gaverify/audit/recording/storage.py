@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from gaverify.audit.events import Event
 from gaverify.audit.job import DISK_FULL, RECORDER_FAILED
+from gaverify.records.events import Event
 
 _LOW = 1 << 20  # less room than this: a failed write was a full disk
 

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from gaverify.audit.recording.names import Names
+from gaverify.audit.recording.settings import counted_steps, rates_of, settings_of
 from gaverify.audit.recording.storage import Storage
-from gaverify.audit.recording.watching import Watch, Watched
+from gaverify.audit.recording.values import plain
+from gaverify.audit.recording.watching import Watched
 
 _BUFFER = 4096  # elements of a buffer that are kept
+
+
+@dataclass
+class Forward:
+    """A forward of the script: its number in the run, where its rows are stored, and all weights when it began."""
+
+    number: int
+    update: int
+    position: int
+    weights: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class Update:
@@ -22,49 +35,83 @@ class Update:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.steps: list[int] = []
         self.rows: list[dict[str, Any]] = []
-        self.increments: list[dict[int, torch.Tensor]] = []
-        self._final: dict[int, torch.Tensor] = {}
-        self._stretches: dict[int, torch.Tensor] = {}
-        self._before: dict[int, torch.Tensor] = {}
-        self._after: dict[str, Any] = {"weights": {}, "buffers": {}, "lrs": {}}
+        self._steps: dict[int, dict[str, Any]] = {}
+
+    @property
+    def steps(self) -> list[int]:
+        """The optimizers that have stepped."""
+        return list(self._steps)
 
     def joins(self, optimizer: int) -> bool:
         """Whether a step of this optimizer still belongs to this update; a forward or backward has ended it before."""
-        return optimizer not in self.steps
+        return optimizer not in self._steps
 
-    def capture(self, entry: Watched, names: Names, storage: Storage | None) -> None:
-        """Takes what the optimizer is about to use; gradients go to disk at once."""
+    def capture(self, entry: Watched, forwards: Sequence[Forward], storage: Storage | None) -> None:
+        """Takes what the optimizer is about to use; gradients go to disk at once.
+
+        Where they are no longer what the window's last backward pass left, those are stored too.
+        """
         scale = getattr(entry.optimizer, "grad_scale", None)  # a fused optimizer divides by it itself
-        self.steps.append(entry.index)
-        self._final[entry.index] = entry.gradients / float(scale) if scale is not None else entry.gradients
-        self._stretches[entry.index] = entry.sample.stretches()
-        self._before[entry.index] = entry.weights
+        divisor = 1.0 if scale is None else float(scale)
+        parameters, summed = entry.sample.parameters, entry.summed
+        changed = summed is not None and summed.differs(parameters, entry.gradients)
+        self._steps[entry.index] = {
+            "update": self.number,
+            "increments": [(part.backward, part.change) for part in entry.increments],
+            "final": entry.gradients / divisor,
+            "summed": summed.sampled / divisor if summed is not None and changed else None,
+            "stretches": entry.sample.stretches(),
+            "sizes": entry.sample.sizes,
+            "before": entry.weights,
+            "forwards": [(forward.update, forward.position) for forward in forwards],
+            "start": forwards[0].weights if forwards else {},
+        }
         if storage is None:
             return
-        gradients = {}
-        for ordinal, parameter in enumerate(entry.sample.parameters):
-            gradient = parameter.grad
-            if gradient is not None:
-                gradient = gradient.detach() / scale if scale is not None else gradient.detach()
-                gradients[names.key(parameter, entry.index, ordinal)] = gradient
-        storage.tensors(f"gradients-{self.number}-{entry.index}", gradients)
+        name = f"{entry.index}-{entry.steps}"
+        gradients = [None if parameter.grad is None else plain(parameter.grad) for parameter in parameters]
+        storage.tensors(f"gradients-{name}", _present(gradients, divisor))
+        if changed and summed is not None:
+            storage.tensors(f"summed-{name}", _present(summed.gradients, divisor))
 
-    def stepped(self, watch: Watch, optimizer: int, buffers: dict[str, torch.Tensor]) -> None:
-        """Takes weights, learning rates and buffers after the step."""
-        entry = watch.of(optimizer)
-        self._after["weights"][optimizer] = entry.weights
-        self._after["lrs"][optimizer] = [float(group.get("lr", 0.0)) for group in entry.optimizer.param_groups]
-        self._after["buffers"] = {
-            name: buffer.detach().reshape(-1)[:_BUFFER].to("cpu", torch.float64)
-            for name, buffer in buffers.items()
-            if buffer.layout is torch.strided and not buffer.is_complex()
+    def stepped(self, entry: Watched, buffers: dict[str, torch.Tensor], led: bool) -> None:
+        """Takes weights, settings and buffers after the step.
+
+        Args:
+            entry: The optimizer.
+            buffers: Of the script's models.
+            led: Whether the step used the full-batch run's gradients.
+        """
+        self._steps[entry.index] |= {
+            "weights": entry.weights,
+            "lrs": rates_of(entry.optimizer),
+            "settings": settings_of(entry.optimizer),
+            "counted": counted_steps(entry.optimizer),
+            "led": led,
+            "buffers": {
+                name: values.reshape(-1)[:_BUFFER].to("cpu", torch.float64)
+                for name, buffer in buffers.items()
+                if (values := plain(buffer)) is not None and values.layout is torch.strided and not values.is_complex()
+            },
         }
 
-    def write(self, storage: Storage) -> None:
-        """Writes the samples and rows of the window."""
-        content = {"increments": self.increments, "final": self._final, "stretches": self._stretches,
-                   "before": self._before}  # fmt: skip
-        storage.tensors(f"samples-{self.number}", {**content, **self._after})
+    def write(self, storage: Storage, steps: dict[int, int]) -> None:
+        """Writes the samples and rows of the window.
+
+        Args:
+            storage: Where to.
+            steps: The number of each optimizer's step.
+        """
+        for optimizer, content in self._steps.items():
+            storage.tensors(f"step-{optimizer}-{steps[optimizer]}", content)
         storage.tensors(f"rows-{self.number}", self.rows)
+
+
+def _present(gradients: Sequence[torch.Tensor | None], divisor: float) -> dict[int, torch.Tensor]:
+    """Gradients by the position of their parameter; the optimizer's own scale is taken out."""
+    return {
+        at: gradient if divisor == 1.0 else gradient / divisor
+        for at, gradient in enumerate(gradients)
+        if gradient is not None
+    }

@@ -8,24 +8,57 @@ from typing import Any
 
 import torch
 
+from gaverify.audit.recording.keeping import Kept
 from gaverify.audit.recording.sampling import Sample
+from gaverify.audit.recording.settings import settings_of
+
+
+@dataclass
+class Increment:
+    """What one backward pass added to the sampled gradients of an optimizer.
+
+    `backward` is its number in the run; `cleared` says that `zero_grad` took it away before a step.
+    """
+
+    backward: int
+    change: torch.Tensor
+    cleared: bool = False
 
 
 @dataclass
 class Watched:
-    """One optimizer: its sampled elements as they were at the last look."""
+    """One optimizer: its sampled elements as they were at the last look, and what its open window holds.
+
+    Args:
+        pending: Backward passes that changed its gradients since its last step or clearing.
+        increments: What each backward pass since its last step added.
+        forwards: The numbers of the forwards that those passes reached.
+        steps: How many steps it has made.
+        summed: Its gradients as its last backward pass left them; replaced before the first clipping, and after
+            a `GradScaler` took its scale out, by what they were then.
+        clipped: Whether clipping has changed them since.
+    """
 
     index: int
     optimizer: Any
     sample: Sample
     gradients: torch.Tensor
     weights: torch.Tensor
-    pending: int = 0  # backward passes that changed its gradients since its last step or clearing
+    pending: int = 0
+    increments: list[Increment] = field(default_factory=list)
+    forwards: set[int] = field(default_factory=set)
+    steps: int = 0
+    summed: Kept | None = None
+    clipped: bool = False
 
     @property
     def cleared(self) -> bool:
         """Whether no gradient is left."""
         return not bool(self.gradients.any())
+
+    def keep(self) -> None:
+        """Keeps the gradients as they are now."""
+        self.summed = Kept(self.sample.parameters, self.gradients)
 
 
 @dataclass
@@ -69,11 +102,31 @@ class Watch:
         optimizer = self._optimizers[index]
         known = self._watched.get(index)
         parameters = parameters_of(optimizer)
-        if known is None or len(known.sample.parameters) != len(parameters):
+        if known is None or len(known.sample.parameters) != len(parameters) or not known.sample.complete:
             sample = Sample(parameters)
-            known = Watched(index, optimizer, sample, sample.gradients(), sample.weights())
+            if known is not None and known.sample.sizes == sample.sizes:
+                return known
+            steps = known.steps if known is not None else 0
+            known = Watched(index, optimizer, sample, sample.gradients(), sample.weights(), steps=steps)
             self._watched[index] = known
         return known
+
+    def let_go(self) -> None:
+        """Stops keeping gradients: what is added to them next must not copy them first."""
+        for entry in self._watched.values():
+            entry.summed = None
+
+    def entries(self) -> list[Watched]:
+        """Returns the sampled state of all optimizers that were looked at."""
+        return list(self._watched.values())
+
+    def settings(self) -> dict[int, list[dict[str, float]]]:
+        """Returns the settings of all optimizers."""
+        return {index: settings_of(optimizer) for index, optimizer in enumerate(self._optimizers)}
+
+    def changed_settings(self, before: dict[int, list[dict[str, float]]]) -> list[int]:
+        """Returns the optimizers whose settings are not those of `before`; new ones have none to change."""
+        return [index for index, now in self.settings().items() if index in before and now != before[index]]
 
     def look(self) -> Seen:
         """Compares everything with the last look and remembers how it is now."""
@@ -95,7 +148,10 @@ class Watch:
     def forget(self, indices: Iterable[int]) -> None:
         """Notes that the gradients of these optimizers are gone."""
         for index in indices:
-            self.of(index).pending = 0
+            entry = self.of(index)
+            entry.pending, entry.summed = 0, None
+            for part in entry.increments:
+                part.cleared = True
 
     def differs(self) -> bool:
         """Whether weights moved or gradients vanished since the last look; remembers nothing."""

@@ -1,0 +1,98 @@
+"""Known divergences: which findings a user's entries accept, and which entries match nothing any more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import TypeVar
+
+from gaverify.records.acceptance import Acceptance
+from gaverify.records.audit_report import AuditReport
+from gaverify.records.comparison import Outcome
+from gaverify.records.findings import Finding
+from gaverify.records.verdict import Verdict
+from gaverify.spec.accepting import Accept, Project
+
+Answer = TypeVar("Answer", Verdict, AuditReport)
+
+
+def settled(
+    answer: Answer, entries: Sequence[Accept], project: Project, *, expect: str | None = None, strict: bool = False
+) -> Answer:
+    """Returns the answer with its accepted findings marked.
+
+    A fault is accepted by an entry of its code whose pattern fits its place, if a control run proved it or the entry
+    says `suspected`. Entries of the answer's own spec that fit no finding are stale; those of the project may fit
+    another spec, so that `unused` judges them over all answers.
+
+    Args:
+        answer: A verdict or an audit.
+        entries: Of its spec or options.
+        project: What `pyproject.toml` says.
+        expect: The outcome that the spec expects.
+        strict: Stale entries make the exit code 1.
+    """
+    everywhere = (*entries, *project.accept)
+    findings = tuple(_marked(finding, everywhere) for finding in answer.findings)
+    stale = [entry for entry in entries if not any(_fits(entry, finding) for finding in answer.findings)]
+    refused = [
+        f"{entry} is only suspected and may not be all that differs; `suspected = true` in its entry accepts it"
+        for finding in findings
+        for entry in everywhere
+        if finding.severity == "fault" and not finding.accepted and _fits(entry, finding)
+    ]
+    acceptance = Acceptance(
+        expected=Outcome(expect) if expect else None,
+        stale=tuple(f"{entry} matches nothing any more; remove it from `accept`" for entry in stale),
+        strict=strict or project.strict,
+        refused=tuple(dict.fromkeys(refused)),
+    )
+    return replace(answer, findings=findings, acceptance=acceptance)
+
+
+def unused(answers: Iterable[Verdict | AuditReport], project: Project) -> tuple[str, ...]:
+    """Returns a sentence for each of the project's entries that fits no finding of any answer."""
+    findings = [finding for answer in answers for finding in answer.findings]
+    stale = [entry for entry in project.accept if not any(_fits(entry, finding) for finding in findings)]
+    return tuple(f"{project.source}: {entry} matches nothing any more; remove it from `accept`" for entry in stale)
+
+
+def entries_for(findings: Iterable[Finding], reason: str) -> tuple[list[Accept], list[str]]:
+    """Returns an entry for each fault that is not accepted yet, and a sentence for each that cannot be."""
+    entries: list[Accept] = []
+    problems: list[str] = []
+    for finding in findings:
+        if finding.severity != "fault" or finding.accepted:
+            continue
+        if finding.code == "GAV000":
+            told = "no cause was found, and what nothing explains cannot be accepted"
+            problems.append(f"{finding.code} {finding.name}: {told}")
+            continue
+        entry = Accept(code=finding.code, location=_pattern(finding), reason=reason, suspected=not finding.proven)
+        entries += [entry] if entry not in entries else []
+    return entries, problems
+
+
+def _pattern(finding: Finding) -> str:
+    """The place of a finding as a pattern that fits it: the module; else the file, without the line, which moves."""
+    place = finding.location
+    text = "*" if place is None else place.module if place.module else place.file or "*"
+    return "".join(f"[{character}]" if character in "*?[" and text != "*" else character for character in text)
+
+
+def _marked(finding: Finding, entries: Iterable[Accept]) -> Finding:
+    if finding.severity != "fault":
+        return finding
+    fitting = (entry for entry in entries if _fits(entry, finding) and (finding.proven or entry.suspected))
+    return replace(finding, accepted=next((entry.reason for entry in fitting), ""))
+
+
+def _fits(entry: Accept, finding: Finding) -> bool:
+    if entry.code != finding.code:
+        return False
+    place = finding.location
+    names = [""] if place is None else ["(root)" if place.module == "" else place.module or "", place.file or ""]
+    if place is not None and place.file is not None and place.line is not None:
+        names.append(f"{place.file}:{place.line}")
+    return entry.location == "*" or any(name and fnmatchcase(name, entry.location) for name in names)

@@ -1,0 +1,194 @@
+"""A recorded run of several ranks, read as one: rows and increments of all, gradients of a replica or put together.
+
+Shapes: R ranks, K backward passes in each window, S sampled elements of an optimizer's gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from gaverify.audit.fitting import fit_gradients
+from gaverify.audit.reading import Place, Run, Samples
+from gaverify.audit.recording.sampling import positions
+from gaverify.errors import ProblemError
+from gaverify.records.comparison import Outcome
+from gaverify.records.events import Event
+from gaverify.records.ranks import Engine, RankFacts, Traffic
+from gaverify.records.rounds import Round, rounds_of
+
+_COUNTED = ("forward", "backward", "step", "zero_grad")
+
+
+@dataclass(frozen=True)
+class RankedRun(Run):
+    """The runs of all ranks; what is not overridden here is rank 0's."""
+
+    ranks: tuple[Run, ...] = ()
+
+    @cached_property
+    def events(self) -> tuple[Event, ...]:
+        """Rank 0's events; its forwards count the rows of all ranks, its backward passes their targets.
+
+        Raises:
+            ProblemError: The ranks made different calls.
+        """
+        streams = [[event for event in run.events if event.kind in _COUNTED] for run in self.ranks]
+        self._check_alike(streams)
+        together = {id(everyone[0]): everyone for everyone in zip(*streams, strict=True)}
+        return tuple(_merged(event, together.get(id(event), (event,))) for event in self.ranks[0].events)
+
+    def _check_alike(self, streams: Sequence[Sequence[Event]]) -> None:
+        for rank, stream in enumerate(streams):
+            if [event.kind for event in stream] != [event.kind for event in streams[0]]:
+                counts = [
+                    ", ".join(f"{sum(event.kind == kind for event in events)} {kind}" for kind in _COUNTED)
+                    for events in (streams[0], stream)
+                ]
+                raise ProblemError(
+                    f"the ranks of the accumulated run made different calls: {counts[0]} in rank 0 and {counts[1]} in "
+                    f"rank {rank}; each rank must have as many batches as the others"
+                )
+
+    def gradients(self, round_: Round, *, summed: bool = False) -> dict[Place, torch.Tensor]:
+        """Returns rank 0's gradients, those of sharded parameters put together from all ranks."""
+        found = self.ranks[0].gradients(round_, summed=summed)
+        sharded = {(at, int(place)) for at, shards in enumerate(self.meta["shards"]) for place in shards}
+        if not sharded & set(found):
+            return found
+        parts = [run.gradients(round_, summed=summed) for run in self.ranks]
+        for place in sharded & set(found):
+            whole = torch.zeros(self.parameters[place][1], dtype=found[place].dtype, device=found[place].device)
+            for run, gradients in zip(self.ranks, parts, strict=True):
+                if place in gradients:
+                    part = gradients[place]
+                    offset = run.meta["shards"][place[0]][str(place[1])]
+                    whole[tuple(slice(at, at + size) for at, size in zip(offset, part.shape, strict=True))] = part
+            found[place] = whole
+        return found
+
+    def samples(self, round_: Round) -> Samples:
+        """Returns rank 0's samples with the increments of all ranks, those of one backward pass side by side."""
+        whole = self.ranks[0].samples(round_)
+        others = [run.samples(round_) for run in self.ranks]
+        steps: dict[int, Any] = {}
+        for at, step in whole.steps.items():
+            if self.meta["shards"][at]:
+                steps[at] = {**step, **self._sampled_again(at, round_)}
+                continue
+            increments = [
+                (number * len(self.ranks) + rank, change)
+                for rank, samples in enumerate(others)
+                if at in samples.steps
+                for number, change in samples.steps[at]["increments"]
+            ]
+            steps[at] = {**step, "increments": increments}
+        return Samples(steps)
+
+    def _sampled_again(self, optimizer: int, round_: Round) -> dict[str, Any]:
+        """Samples of the gradients that were put together, at the places where a run of one process samples.
+
+        What each backward pass added, and the weights, are known of the shards only.
+        """
+        members = {at: shape for (index, at), (_, shape) in self.parameters.items() if index == optimizer}
+        counts = [math.prod(members[at]) for at in sorted(members)]
+        places = [positions(at, count, sum(counts)) for at, count in enumerate(counts)]
+        final, summed = (self.gradients(round_, summed=before) for before in (False, True))
+        nothing = torch.zeros(0, dtype=torch.float64, device="cpu")
+        return {
+            "final": _at(final, optimizer, places),
+            "summed": _at(summed, optimizer, places),
+            "sizes": [len(place) for place in places],
+            "stretches": torch.cat(
+                [
+                    torch.full((len(place),), count / max(len(place), 1), dtype=torch.float64, device="cpu")
+                    for place, count in zip(places, counts, strict=True)
+                ]
+            ),
+            "increments": [],
+            "before": nothing,
+            "weights": nothing,
+            "buffers": {},
+        }
+
+    def rows_of(self, samples: Samples, *, reached: bool) -> list[dict[str, Any]]:
+        """Returns the rows that all ranks were fed."""
+        return [row for run in self.ranks for row in run.rows_of(samples, reached=reached)]
+
+    @cached_property
+    def disk_bytes(self) -> int:
+        """Bytes that all ranks stored."""
+        return sum(run.disk_bytes for run in self.ranks)
+
+
+def _at(gradients: dict[Place, torch.Tensor], optimizer: int, places: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The elements of an optimizer's gradients at these places, shape (S,)."""
+    parts = []
+    for at, place in enumerate(places):
+        gradient = gradients.get((optimizer, at))
+        zero = torch.zeros(len(place), dtype=torch.float64, device="cpu")
+        parts.append(zero if gradient is None else gradient.reshape(-1)[place].to(torch.float64))
+    return torch.cat(parts)
+
+
+def _merged(event: Event, everyone: Sequence[Event]) -> Event:
+    values = dict(event.values)
+    if event.kind == "forward":
+        rows = [other.values.get("rows") for other in everyone]
+        values["rows"] = None if None in rows else sum(rows)  # type: ignore[arg-type]
+    if event.kind == "backward" and values.get("targets"):
+        lists = [other.values.get("targets", []) for other in everyone]
+        if len({len(targets) for targets in lists}) == 1:
+            values["targets"] = [
+                (sum(count for count, _ in same), sum(total for _, total in same)) for same in zip(*lists, strict=True)
+            ]
+    return replace(event, values=values)
+
+
+def rank_facts(full: Run, accumulated: RankedRun, outcome: Outcome, difference: float, unit: float) -> RankFacts:
+    """Returns what the ranks did in the first update.
+
+    Args:
+        full: The run at world size 1.
+        accumulated: The ranks.
+        outcome: What the comparison of that update came to.
+        difference: ‖accumulated − full‖ / ‖full‖ of that update.
+        unit: Unit roundoff of the coarsest arithmetic.
+    """
+    first = rounds_of(accumulated.events)[0]
+    whole = full.samples(first)
+    ranks = [run.samples(first) for run in accumulated.ranks]
+    sharded = any(accumulated.meta["shards"])
+    own = [{at: _total(samples, at) for at in samples.steps} for samples in ranks]
+    fit = None if sharded else fit_gradients(whole.summed, whole.of("stretches"), ranks[0].summed, own)
+    return RankFacts(
+        ranks=len(ranks),
+        engine=Engine.FSDP2 if sharded else None,
+        apart=math.nan if sharded else _apart([samples.summed for samples in ranks]),
+        window=Traffic(),
+        own=Traffic(),
+        weights=fit,
+        difference=difference,
+        unit=unit,
+        divergent=outcome is Outcome.DIVERGENT,
+        from_one_process=difference,
+    )
+
+
+def _total(samples: Samples, at: int) -> torch.Tensor:
+    """The sum of a rank's own gradients over its window, shape (S,)."""
+    step = samples.steps[at]
+    return sum((change for _, change in step["increments"]), torch.zeros_like(step["final"]))
+
+
+def _apart(gradients: Sequence[dict[int, torch.Tensor]]) -> float:
+    """How far the ranks' gradients are apart, relative to rank 0's."""
+    first = torch.cat(list(gradients[0].values()))
+    norm = float(torch.linalg.vector_norm(first))
+    apart = [float(torch.linalg.vector_norm(torch.cat(list(other.values())) - first)) for other in gradients[1:]]
+    return max(apart, default=0.0) / norm if norm else math.inf if any(apart) else 0.0

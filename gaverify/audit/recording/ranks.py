@@ -1,0 +1,89 @@
+"""What one of several ranks does on its own: its gradients before they are reduced, and when it leaves.
+
+Shapes: S sampled elements of an optimizer's gradients.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gaverify.audit.recording.sampling import Sample
+from gaverify.audit.recording.values import plain
+
+_PATIENCE = 20.0  # seconds that a rank waits for the others before it ends; one of them may have failed
+_LEFT = "left-{}"
+
+
+class OwnGradients:
+    """Sums what each backward pass of this process alone gives, at the sampled elements of every optimizer.
+
+    A leaf's hook sees the gradient before DDP reduces it. FSDP2's sharded parameters have no such moment: nothing is
+    known of them here.
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[int, list[torch.Tensor]] = {}
+        self._sharded: set[int] = set()
+        self._hooked: set[int] = set()
+
+    def listen(self, index: int, sample: Sample) -> None:
+        """Listens to the parameters of an optimizer that are not listened to yet."""
+        if index in self._parts and len(self._parts[index]) == len(sample.parameters):
+            return
+        self._parts[index] = [torch.zeros(size, dtype=torch.float64, device="cpu") for size in sample.sizes]
+        for at, parameter in enumerate(sample.parameters):
+            if type(parameter.data) is not torch.Tensor:
+                self._sharded.add(index)
+            elif parameter.requires_grad and id(parameter) not in self._hooked:
+                self._hooked.add(id(parameter))
+                parameter.register_hook(self._hook(index, at, sample))
+
+    def _hook(self, index: int, at: int, sample: Sample) -> Any:
+        def add(gradient: torch.Tensor) -> None:
+            values = plain(gradient)
+            if values is not None:
+                self._parts[index][at] += sample.elements(at, values)
+
+        return add
+
+    def take(self, index: int) -> torch.Tensor | None:
+        """Returns what was added since it was taken last, shape (S,); None where nothing is known."""
+        parts = self._parts.get(index)
+        if parts is None or index in self._sharded:
+            return None
+        total = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64, device="cpu")
+        self._parts[index] = [torch.zeros_like(part) for part in parts]
+        return total
+
+
+def shards_of(parameters: list[torch.Tensor]) -> dict[int, tuple[int, ...]]:
+    """Returns where the shard of this process begins in each sharded parameter, by position; empty where none is."""
+    kept: list[tuple[int, Any]] = [(at, parameter.data) for at, parameter in enumerate(parameters)]
+    sharded = {at: data for at, data in kept if hasattr(data, "placements")}
+    if not sharded:
+        return {}
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return {
+        at: tuple(compute_local_shape_and_global_offset(data.shape, data.device_mesh, data.placements)[1])
+        for at, data in sharded.items()
+    }
+
+
+def leave_together(meeting: Path, rank: int, ranks: int) -> None:
+    """Waits until every rank is as far: who leaves first cuts the others' collectives off.
+
+    Args:
+        meeting: A folder that all ranks see.
+        rank: The number of this one.
+        ranks: How many there are.
+    """
+    (meeting / _LEFT.format(rank)).touch()
+    limit = time.monotonic() + _PATIENCE
+    others = [meeting / _LEFT.format(other) for other in range(ranks)]
+    while time.monotonic() < limit and not all(other.exists() for other in others):
+        time.sleep(0.01)

@@ -1,0 +1,39 @@
+"""Which forwards a backward pass reaches: a forward whose result is only looked at feeds no window."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gaverify.passes.nesting import leaves
+
+_MOST = 64  # results of one forward that are listened to
+
+
+class Reach:
+    """Listens at the results of forwards for gradients that flow into them."""
+
+    def __init__(self) -> None:
+        self._reached: set[int] = set()
+        self._unknown: list[int] = []
+
+    def listen(self, output: Any, forward: int) -> None:
+        """Listens at the result of the forward with this number; one whose result hides its graph counts as reached."""
+        results = [leaf for _, leaf in leaves(output, "") if isinstance(leaf, torch.Tensor)]
+        nodes = [result.grad_fn for result in results if result.grad_fn is not None]
+        for node in nodes[:_MOST]:
+            node.register_prehook(lambda *_: self._reached.add(forward))
+        if not nodes and (not results or any(result.requires_grad for result in results)):
+            self._unknown.append(forward)
+
+    def begin(self) -> None:
+        """A backward pass begins."""
+        self._reached.clear()
+
+    def end(self) -> list[int]:
+        """Returns the forwards that the backward pass has reached."""
+        found = sorted({*self._reached, *self._unknown})
+        self._reached.clear()
+        self._unknown.clear()
+        return found

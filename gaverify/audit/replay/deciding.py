@@ -1,0 +1,41 @@
+"""Whether the runs are made once more with the data and draws of the full-batch run. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gaverify.records.audit import Record
+
+_STARTED_APART = 1e-3  # weights that far apart were drawn anew: no data can repair that
+_CUT = 2.0  # the rows of both runs may differ by less than this factor, or the batch was not cut into micro-batches
+
+
+def replay_helps(record: Record, full: Mapping[str, Any], accumulated: Mapping[str, Any]) -> bool:
+    """Whether a comparison may have failed for what lies outside the model's forwards.
+
+    Args:
+        record: The comparison.
+        full: The closing record of the full-batch run.
+        accumulated: That of the accumulated run.
+    """
+    draws = full["loop_draws"] or accumulated["loop_draws"]
+    if not record.updates or not (draws or full["loaders"]):
+        return False
+    first = record.updates[0]
+    if first.started_apart > _STARTED_APART or record.same_pieces:
+        return False
+    rows = first.data.full, first.data.accumulated
+    if first.data.checked and not max(rows) < _CUT * min(rows):
+        return False
+    if not all(update.data.same for update in record.updates):
+        return True
+    return draws and (bool(record.unaligned) or record.divergent is not None or bool(first.unrepeatable))
+
+
+def parts_of(record: Record) -> int:
+    """Micro-batches per batch of the full-batch run; 0 where that is not known."""
+    first = record.first
+    whole = next((window.backwards for window in record.full_windows if first and window.number == first.number), 0)
+    steps = (record.expected(first) or 0) if first is not None else 0
+    return steps // whole if whole and steps % whole == 0 else 0

@@ -1,0 +1,272 @@
+"""The samples of `DataLoader`s: kept as they come to be collated, and given in the same order to the other runs.
+
+A loader is known by its number in the order in which loaders are first iterated. A micro-batch is made by the loader's
+own `collate_fn` from its share of the samples of a batch of the full-batch run, so that padding and the offsets of
+graphs are those of the micro-batch. A loader without automatic batching gives whole batches: these are cut by rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from gaverify.errors import ProblemError
+from gaverify.passes.batching import batch_size_of, micro_batch_sizes, take
+
+Quiet = Callable[[], AbstractContextManager[None]]
+
+
+class Both:
+    """A batch on its way to the script, and what it was collated from."""
+
+    def __init__(self, samples: Any, batch: Any) -> None:
+        self.samples, self.batch = samples, batch
+
+    def pin_memory(self) -> Both:
+        """What a loader's pinning thread does with a batch."""
+        return Both(self.samples, pin_memory(self.batch))
+
+
+class Collate:
+    """Collates as the loader would, and sends the samples along; also in a worker process."""
+
+    def __init__(self, original: Callable[[Any], Any]) -> None:
+        self.original = original
+
+    def __call__(self, samples: Any) -> Both:
+        """Returns the batch and its samples."""
+        return Both(samples, self.original(samples))
+
+
+class Loaders:
+    """Follows every loader that the script iterates; what to do with its batches the roles decide.
+
+    Args:
+        quiet: Surrounds the loaders' own work, whose draws are not the loop's.
+    """
+
+    def __init__(self, quiet: Quiet) -> None:
+        self.ended = 0  # passes over a loader that came to their end
+        self._quiet = quiet
+        self._known: list[Any] = []
+        self._passes: Counter[int] = Counter()
+        self._process = os.getpid()
+
+    @property
+    def count(self) -> int:
+        """How many loaders were iterated."""
+        return len(self._known)
+
+    def install(self) -> None:
+        """Puts itself between loaders and whoever iterates them."""
+        original = DataLoader.__iter__
+        loaders = self
+
+        @functools.wraps(original)
+        def iterate(self: Any) -> Any:
+            if os.getpid() != loaders._process or torch.utils.data.get_worker_info() is not None:
+                return original(self)
+            return loaders._followed(self, original)
+
+        DataLoader.__iter__ = iterate  # type: ignore[method-assign,assignment]
+
+    def _followed(self, loader: Any, original: Callable[[Any], Any]) -> Any:
+        if not any(known is loader for known in self._known):
+            self._known.append(loader)
+        number = next(at for at, known in enumerate(self._known) if known is loader)
+        self._passes[number] += 1
+        with self._quiet():
+            inner = self._opened(loader, original)
+        return _Followed(inner, self._batches(loader, number, self._passes[number], inner))
+
+    def _opened(self, loader: Any, original: Callable[[Any], Any]) -> Any:
+        return original(loader)
+
+    def _next(self, inner: Any) -> Any:
+        with self._quiet():
+            return next(inner)
+
+    def _batches(self, loader: Any, number: int, passing: int, inner: Any) -> Iterator[Any]:
+        while True:
+            try:
+                batch = self._next(inner)
+            except StopIteration:
+                self.ended += 1
+                return
+            yield batch
+
+
+class _Followed:
+    """Stands for the loader's iterator; attributes that are asked for are that iterator's."""
+
+    def __init__(self, inner: Any, batches: Iterator[Any]) -> None:
+        self._inner, self._batches = inner, batches
+
+    def __iter__(self) -> _Followed:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class _WithSamples(Loaders):
+    """Both sides of a replay ask the loaders for their samples.
+
+    Args:
+        quiet: As for `Loaders`.
+        length: Batches of a pass at most, as `len` of a loader tells; None leaves that alone.
+    """
+
+    def __init__(self, quiet: Quiet, length: int | None = None) -> None:
+        super().__init__(quiet)
+        self._length = length
+
+    def install(self) -> None:
+        """Puts itself between loaders and whoever iterates or measures them."""
+        super().install()
+        longest, original = self._length, DataLoader.__len__
+        if longest is not None:
+            DataLoader.__len__ = lambda loader: min(longest, original(loader))  # type: ignore[method-assign]
+
+    def _opened(self, loader: Any, original: Callable[[Any], Any]) -> Any:
+        if isinstance(loader.collate_fn, Collate):
+            return original(loader)
+        plain = loader.collate_fn
+        loader.collate_fn = Collate(plain)
+        try:
+            return original(loader)
+        finally:
+            loader.collate_fn = plain
+
+    def _size(self, samples: Any, loader: Any) -> int:
+        if loader._auto_collation:
+            return len(samples)
+        try:
+            return batch_size_of(samples)
+        except ProblemError:
+            return 1
+
+    def _made(self, loader: Any, samples: Any) -> Any:
+        batch = loader.collate_fn(samples)
+        batch = batch.batch if isinstance(batch, Both) else batch
+        return pin_memory(batch) if loader.pin_memory and torch.cuda.is_available() else batch
+
+
+class KeptSamples(_WithSamples):
+    """The full-batch run: one file for every batch that the script is given.
+
+    Args:
+        folder: Of the run.
+        quiet: As for `Loaders`.
+        tail: Share of a batch that is left of the second one, which then ends the pass; 0 leaves passes alone.
+    """
+
+    def __init__(self, folder: Path, quiet: Quiet, tail: float = 0.0) -> None:
+        super().__init__(quiet, 2 if tail else None)
+        self._folder, self._tail = folder, tail
+
+    def _batches(self, loader: Any, number: int, passing: int, inner: Any) -> Iterator[Any]:
+        at, complete = 0, True
+        for both in super()._batches(loader, number, passing, inner):
+            if isinstance(both, Both) and self._tail and at == 1:
+                total = self._size(both.samples, loader)
+                rows = max(1, round(total * self._tail))
+                short = take_samples(both.samples, loader, 0, rows, total)
+                complete = self._keep(f"loader-{number}-{passing}-{at}", short) and complete
+                with self._quiet():
+                    batch = self._made(loader, short)
+                yield batch
+                self.ended += 1
+                break
+            if isinstance(both, Both):
+                complete = self._keep(f"loader-{number}-{passing}-{at}", both.samples) and complete
+                at += 1
+                yield both.batch
+            else:
+                yield both
+        if complete:
+            (self._folder / f"loader-{number}-{passing}-end").touch()
+
+    def _keep(self, name: str, samples: Any) -> bool:
+        with self._quiet():
+            try:
+                torch.save(samples, self._folder / f"{name}.pt")
+            except (TypeError, AttributeError, RuntimeError, ValueError):  # cannot be stored: stays the run's own
+                (self._folder / f"{name}.pt").unlink(missing_ok=True)
+                return False
+        return True
+
+
+class GivenSamples(_WithSamples):
+    """The other runs: micro-batches are cut from the samples that the full-batch run kept.
+
+    Args:
+        source: Folder of the full-batch run.
+        parts: Micro-batches per batch of that run; 0 where that is not known, 1 for a repetition of it.
+        quiet: As for `Loaders`.
+        length: Batches of a pass at most; None where that run left passes alone.
+    """
+
+    def __init__(self, source: Path, parts: int, quiet: Quiet, length: int | None = None) -> None:
+        super().__init__(quiet, length)
+        self._source, self._parts = source, parts
+        self.given = 0
+
+    def _batches(self, loader: Any, number: int, passing: int, inner: Any) -> Iterator[Any]:
+        at, sizes, start, samples, total = -1, list[int](), 0, None, 0
+        whole, unit = 0, 0  # the size of the first batch, and of its first micro-batch
+        for both in super()._batches(loader, number, passing, inner):
+            if not isinstance(both, Both):
+                yield both
+                continue
+            if not sizes:
+                at += 1
+                path = self._source / f"loader-{number}-{passing}-{at}.pt"
+                if not path.exists():
+                    if at and (self._source / f"loader-{number}-{passing}-end").exists():
+                        self.ended += 1
+                        return  # the full-batch run's pass over its loader ended here
+                    yield both.batch
+                    continue
+                samples, start = torch.load(path, weights_only=False), 0
+                total = self._size(samples, loader)
+                natural = self._size(both.samples, loader)
+                sizes = self._cut(total, natural) if self._length is None or total >= whole else _cut(total, unit)
+                whole, unit = (total, sizes[0]) if not whole else (whole, unit)
+            count = sizes.pop(0)
+            with self._quiet():
+                batch = self._made(loader, take_samples(samples, loader, start, start + count, total))
+            start += count
+            self.given += 1
+            yield batch
+
+    def _cut(self, total: int, natural: int) -> list[int]:
+        """The sizes of the micro-batches of one batch: those of the run's own loader where they fit."""
+        if self._parts and total >= self._parts and (total % natural or total // natural != self._parts):
+            return list(micro_batch_sizes(total, self._parts))
+        return _cut(total, natural)
+
+
+def take_samples(samples: Any, loader: Any, start: int, stop: int, total: int) -> Any:
+    """Returns some of the samples that a batch of a loader was collated from."""
+    return samples[start:stop] if loader._auto_collation else take(samples, start, stop, total)
+
+
+def _cut(total: int, unit: int) -> list[int]:
+    full, rest = divmod(total, unit)
+    return [unit] * full + ([rest] if rest else [])

@@ -1,0 +1,98 @@
+"""The recorder of a run that watches, keeps or is given what lies outside the model: samples, and draws of the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gaverify.audit.job import Job
+from gaverify.audit.recording.recorder import Recorder
+from gaverify.audit.recording.storage import Storage
+from gaverify.audit.replay.draws import DealtLoopDraws, KeptLoopDraws, LoopDraws
+from gaverify.audit.replay.loaders import GivenSamples, KeptSamples, Loaders
+from gaverify.audit.replay.watching import WatchedDraws
+
+
+class ReplayingRecorder(Recorder):
+    """Adds to the recorder what happens between its calls."""
+
+    def __init__(self, job: Job, storage: Storage) -> None:
+        super().__init__(job, storage)
+        self._loop: LoopDraws | WatchedDraws
+        self._loaders: Loaders
+        if not job.replay:
+            self._loop = WatchedDraws()
+            self._loaders = Loaders(self._loop.paused)
+        elif job.source is None:
+            self._loop = KeptLoopDraws(storage.folder)
+            self._loaders = KeptSamples(storage.folder, self._loop.paused, job.tail / job.parts if job.tail else 0.0)
+        else:
+            self._loop = DealtLoopDraws(Path(job.source), job.parts)
+            # in parts: a whole batch and the short one behind it
+            length = (job.parts + job.tail if job.parts > 1 else 2) if job.tail else None
+            self._loaders = GivenSamples(Path(job.source), job.parts, self._loop.paused, length)
+        self._loaders.install()
+
+    def optimizer_made(self, optimizer: Any) -> None:
+        """The loop begins once there is an optimizer."""
+        super().optimizer_made(optimizer)
+        self._loop.start()
+
+    @contextmanager
+    def forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Iterator[Callable[[Any], None]]:
+        """Surrounds the forward of an outermost module."""
+        with self._loop.paused():
+            if torch.is_grad_enabled():
+                self._loop.forward(_rows(args, kwargs))
+            with super().forward(module, args, kwargs) as listen:
+                yield listen
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Surrounds a backward pass."""
+        with self._loop.paused():
+            with super().backward():
+                yield
+            self._loop.after_backward()
+
+    def step_begins(self, optimizer: Any, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
+        """Before an optimizer's step."""
+        with self._loop.paused():
+            return super().step_begins(optimizer, closure)
+
+    def step_ended(self, optimizer: Any) -> None:
+        """After an optimizer's step."""
+        with self._loop.paused():
+            super().step_ended(optimizer)
+        if not self.off:
+            self._loop.after_step()
+
+    def finish(self, reason: str, status: int) -> None:
+        """Writes everything and ends the process."""
+        with self._work():
+            self._loop.close()
+        super().finish(reason, status)
+
+    def _meta(self, reason: str) -> dict[str, Any]:
+        meta = super()._meta(reason)
+        return {
+            **meta,
+            "unaligned": {**meta["unaligned"], **self._loop.unaligned},
+            "dealt": meta["dealt"] + self._loop.count,
+            "draws": meta["draws"] + self._loop.count,
+            "loop_draws": self._loop.moved,
+            "epochs": self._loaders.ended,
+            "loaders": self._loaders.count,
+        }
+
+
+def _rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+    tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.dim() > 0)
+    return next((int(value.shape[0]) for value in tensors), None)

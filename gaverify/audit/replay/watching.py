@@ -1,0 +1,73 @@
+"""Finds out, cheaply, whether a script draws random numbers in its loop: did a generator move outside the forwards?"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from gaverify.passes.devices import generator_state, generators_in_use
+from gaverify.passes.randomness import raw
+
+
+class WatchedDraws:
+    """Compares the generators' states after every call that may draw with those before the next.
+
+    Only torch's are asked every time: the states of Python's and NumPy's take a hundred microseconds, so that these are
+    compared once, at the end, whoever drew from them.
+    """
+
+    def __init__(self) -> None:
+        self.moved = False
+        self.count = 0
+        self.unaligned: dict[str, str] = {}
+        self._started = False
+        self._states: list[bytes] = []
+        self._others: list[Any] = []
+        self._paused = 0
+
+    def start(self) -> None:
+        """Starts to watch."""
+        if not self._started:
+            self._started, self._states, self._others = True, _of_torch(), _of_others()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Surrounds what is not the loop's own: a forward, a backward, a step, a loader."""
+        watches = self._started and not self.moved and not self._paused
+        if watches and _of_torch() != self._states:
+            self.moved = True
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+            if watches:
+                self._states = _of_torch()
+
+    def forward(self, rows: int | None) -> None:
+        """Nothing to note."""
+
+    def after_backward(self) -> None:
+        """Nothing to note."""
+
+    def after_step(self) -> None:
+        """Nothing to note."""
+
+    def close(self) -> None:
+        """Looks at the generators that were not watched."""
+        self.moved = self.moved or (self._started and _of_others() != self._others)
+
+
+def _of_torch() -> list[bytes]:
+    return [raw(generator_state(device)) for device in generators_in_use()]
+
+
+def _of_others() -> list[Any]:
+    states: list[Any] = [random.getstate()]
+    numpy = getattr(sys.modules.get("numpy"), "random", None)
+    if numpy is not None:
+        states.append([part.tobytes() if hasattr(part, "tobytes") else part for part in numpy.get_state()])
+    return states

@@ -1,0 +1,174 @@
+"""Compares the steps of one round at each stage: the summed gradient, the one that was used, the change of the weights.
+
+Shapes: S sampled elements of an optimizer's parameters, K backward passes of its window.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from gaverify.audit.reading import Place, Run, Samples
+from gaverify.records.comparison import Method, Outcome, ParameterComparison
+from gaverify.records.rounds import Round
+from gaverify.records.stages import Clip, SettingDifference, Stage, StageComparison
+from gaverify.records.totals import outcome_of, relative_total
+from gaverify.records.weights import WeightFit
+from gaverify.records.windows import Window
+from gaverify.verdict.comparison import measure
+from gaverify.verdict.criteria import Difference, Grounds, decide
+
+_STEP_UNITS = 16.0  # weights that were stepped alike differ by a few roundings of their own size
+_SETTING = 1e-6  # settings that differ by less were computed in another order
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The three runs that are compared, and what their parameters are called."""
+
+    full: Run
+    perturbed: Run
+    accumulated: Run
+    names: Mapping[Place, str]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One comparison of all parameters, and the noise of the whole gradient, relative."""
+
+    parameters: tuple[ParameterComparison, ...]
+    noise: float
+
+    @property
+    def outcome(self) -> Outcome:
+        """All parameters together."""
+        return outcome_of(self.parameters)
+
+    def stage(self, stage: Stage) -> StageComparison:
+        """Returns the rows in short."""
+        rows = [row for row in self.parameters if math.isfinite(row.difference_norm)]
+        whole = math.hypot(*(row.reference_norm for row in rows))
+        ratio = math.hypot(*(row.accumulated_norm for row in rows)) / whole if whole else math.nan
+        apart = relative_total((row.difference_norm, row.reference_norm) for row in rows)
+        return StageComparison(stage, self.outcome, apart, ratio)
+
+
+def compare_gradients(runs: Runs, round_: Round, unit: float, terms: Mapping[Place, float], *, summed: bool) -> Rows:
+    """Returns every parameter's comparison at one of the two stages of gradients.
+
+    Args:
+        runs: The recorded runs.
+        round_: The steps.
+        unit: Unit roundoff of the coarsest arithmetic.
+        terms: Σ_k ‖g_k‖ of every parameter: a sum whose terms cancel keeps their rounding.
+        summed: At the first of the two.
+    """
+    full, accumulated, perturbed = (
+        run.gradients(round_, summed=summed) for run in (runs.full, runs.accumulated, runs.perturbed)
+    )
+    places = list(dict.fromkeys([*full, *accumulated]))
+    keys = {str(at): place for at, place in enumerate(places)}  # `measure` wants words
+    reference = {key: full.get(place) for key, place in keys.items()}
+    working = measure({key: accumulated.get(place) for key, place in keys.items()}, reference)
+    floor = dict.fromkeys(keys, 0.0)
+    if perturbed:
+        moved = measure({key: perturbed.get(place) for key, place in keys.items()}, reference)
+        floor |= {row.name: row.difference for row in moved if math.isfinite(row.difference)}
+    rows = [
+        decide(
+            _named(row, runs.names[keys[row.name]]),
+            Grounds(Method.NOISE_FLOOR, unit, terms=terms.get(keys[row.name], 0.0), floor=floor[row.name]),
+        )
+        for row in working
+    ]
+    return Rows(tuple(rows), relative_total((floor[row.name], row.reference) for row in working))
+
+
+def terms_of(samples: Samples, fit: WeightFit | None) -> dict[Place, float]:
+    """Returns Σ_k ‖u_k g_k‖ of every parameter: the size of what was summed, in the units of the sum."""
+    increments = samples.increments
+    used = fit.used if fit is not None and len(fit.used) == len(increments) else (1.0,) * len(increments)
+    found: dict[Place, float] = {}
+    for weight, increment in zip(used, increments, strict=True):
+        for optimizer, change in increment.items():
+            step = samples.steps[optimizer]
+            squares = (change.square() * step["stretches"]).split(step["sizes"])
+            for at, square in enumerate(squares):
+                found[optimizer, at] = found.get((optimizer, at), 0.0) + abs(weight) * math.sqrt(float(square.sum()))
+    return {place: size for place, size in found.items() if math.isfinite(size)}
+
+
+def compare_changes(full: Samples, accumulated: Samples, unit: float, noise: float = 0.0) -> StageComparison | None:
+    """Returns how far the changes of the weights are apart; None where no optimizer stepped in both runs.
+
+    Args:
+        full: The steps of the full-batch run.
+        accumulated: Those of the accumulated run.
+        unit: Unit roundoff of the coarsest arithmetic.
+        noise: How far the gradients behind the steps may be apart, relative: 0 where both used the same.
+    """
+    before, after = full.of("before"), full.of("weights")
+    own_before, own_after = accumulated.of("before"), accumulated.of("weights")
+    both = [at for at in after if at in own_after and len(own_after[at]) == len(after[at])]
+    if not both:
+        return None
+    stretch = torch.cat([full.steps[at]["stretches"] for at in both]).sqrt()
+    reference = torch.cat([after[at] - before[at] for at in both]) * stretch
+    actual = torch.cat([own_after[at] - own_before[at] for at in both]) * stretch
+    weights = torch.cat([after[at] for at in both]) * stretch
+    size, own, apart, scale = (
+        float(torch.linalg.vector_norm(part)) for part in (reference, actual, actual - reference, weights)
+    )
+    allowed = _STEP_UNITS * unit * scale + noise * max(size, own)
+    outcome = Outcome.EQUIVALENT if apart <= allowed else Outcome.DIVERGENT
+    if not math.isfinite(apart):
+        outcome = Outcome.INCONCLUSIVE
+    relative = 0.0 if apart == 0.0 else apart / size if size else math.inf
+    return StageComparison(Stage.CHANGE, outcome, relative, own / size if size else math.nan)
+
+
+def led(samples: Samples) -> bool:
+    """Whether every step used the full-batch run's gradients, so that what it made of them can be compared."""
+    return bool(samples.steps) and all(step.get("led") for step in samples.steps.values())
+
+
+def clips_of(window: Window | None) -> tuple[Clip, ...]:
+    """Returns the clippings after the last backward pass of a window."""
+    if window is None:
+        return ()
+    last = max((at for at, event in enumerate(window.events) if event.kind == "backward"), default=-1)
+    return tuple(
+        Clip(
+            event.values.get("call", ""),
+            bool(event.values.get("active")),
+            *(math.nan if event.values.get(name) is None else event.values[name] for name in ("norm", "limit")),
+        )
+        for event in window.events[last + 1 :]
+        if event.kind == "clip"
+    )
+
+
+def setting_differences(full: Samples, accumulated: Samples) -> tuple[SettingDifference, ...]:
+    """Returns the settings that differ at the same steps; how many steps the optimizer has counted is one of them."""
+    found = []
+    for at, step in full.steps.items():
+        other = accumulated.steps.get(at)
+        if other is None or len(other.get("settings", ())) != len(step.get("settings", ())):
+            continue
+        for group, (mine, theirs) in enumerate(zip(step["settings"], other["settings"], strict=True)):
+            found += [
+                SettingDifference(at, group, name, value, theirs[name])
+                for name, value in mine.items()
+                if name in theirs and not math.isclose(value, theirs[name], rel_tol=_SETTING, abs_tol=1e-30)
+            ]
+        mine, theirs = step.get("counted"), other.get("counted")
+        if mine is not None and theirs is not None and mine != theirs:
+            found.append(SettingDifference(at, 0, "steps counted", mine, theirs))
+    return tuple(found)
+
+
+def _named(row: Difference, name: str) -> Difference:
+    return row._replace(name=name)

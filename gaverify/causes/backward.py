@@ -1,0 +1,251 @@
+"""Where does the backward start to depend on the batch, although all forwards agree?
+
+Gradients are compared at every module's outputs and inputs, sample by sample: with the right micro-batch weights the
+gradient of sample i is the same number in the full batch and in its micro-batch.
+
+Shapes: B samples, micro-batches of samples `start` to `stop - 1`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from gaverify.causes import draws, weights
+from gaverify.causes.bench import Bench
+from gaverify.causes.narrowing import released
+from gaverify.causes.neutral.backward_controls import (
+    ConstantsHeld,
+    InputGradientsTaken,
+    OutputsHeld,
+    WithoutHooks,
+    WithoutTensorHooks,
+    module_registries,
+    parameter_registries,
+)
+from gaverify.causes.neutral.holding import OutputHeld
+from gaverify.causes.trace.backward_listening import GradientListener
+from gaverify.causes.trace.traces import Frame, source_line
+from gaverify.errors import GaverifyError
+from gaverify.passes.gradients import PassProbe, accumulated_gradients, full_batch_gradients
+from gaverify.records.experiment import ControlKind, ControlRun
+from gaverify.records.facts import BackwardPlace, Facts
+from gaverify.records.operations import Operation
+from gaverify.records.weights import WeightFit
+from gaverify.tracebacks import shown
+
+_AGREE = 1e-6
+
+
+@dataclass(frozen=True)
+class BackwardCulprit:
+    """Where gradients that agreed stop to agree, with the control run that neutralises it, where one was possible."""
+
+    place: BackwardPlace
+    operation: Operation
+    control: ControlRun | None
+
+
+def ask(bench: Bench, facts: Facts) -> Facts:
+    """Looks for the place where gradients part, where all forwards agree, with weights that fit the losses."""
+    if facts.forward.causes or not facts.forward.agree:
+        return facts
+    bench, used = draws.given(bench, facts), facts.weights.used
+    shares = facts.forward.shares or used
+    there = bench.weighted(shares)
+
+    def means(fit: WeightFit | None) -> bool:
+        return weights.means(bench, facts, fit)
+
+    found = bench.attempt("backward", lambda: backward_culprit(there, means))
+    if found is None:
+        return facts
+    known = replace(facts.backward, place=found.place, culprit=found.operation, control=found.control)
+    facts = replace(facts, backward=known)
+    if found.control is None or not found.control.rounding:
+        return facts
+    fit, left = found.control.fit, found.control.left
+    right = fit.weights if fit is not None and means(fit) else shares
+    facts = replace(facts, left=left, cleared=True)
+    if all(math.isclose(c, w, rel_tol=1e-7) for c, w in zip(right, used, strict=True)):
+        return facts
+    noise = facts.weights.fit.noise if facts.weights.fit is not None else math.nan
+    fit = WeightFit(tuple(right), left, determined=True, noise=noise)
+    remedy = ControlRun("with these weights", left, True, kind=ControlKind.WEIGHTS)
+    return replace(facts, weights=replace(facts.weights, fit=fit, remedy=remedy))
+
+
+def backward_culprit(bench: Bench, means: Callable[[WeightFit | None], bool]) -> BackwardCulprit | None:
+    """Returns where the backward diverges, with a control run; None where no single place was found.
+
+    Hooks and constants are tried first, where there are any, because their lines are known.
+
+    Args:
+        bench: Where to run, with the weights that fit the losses.
+        means: Whether fitted weights explain everything and are shares of something.
+    """
+    trial = _Trial(bench, means)
+    for search in (_parameter_hooks, _module_hooks, _tensor_hooks, _constants, _boundaries):
+        culprit = search(trial)
+        if culprit is not None:
+            return culprit
+    return None
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """Runs controls; wrong weights beside the culprit do not hide that one helps."""
+
+    bench: Bench
+    means: Callable[[WeightFit | None], bool]
+
+    def run(self, what: str, probe: PassProbe) -> ControlRun | None:
+        """The control run, with the weights that were right in it; None where nothing is left to compare."""
+        try:
+            control = self.bench.run(what, probe, fit=True)
+            if control.rounding or control.fit is None or not self.means(control.fit):
+                return control
+            task = replace(self.bench.task, weighting=list(control.fit.weights))
+            return replace(replace(self.bench, task=task).run(what, probe), fit=control.fit)
+        except GaverifyError:
+            return None
+
+
+def _parameter_hooks(trial: _Trial) -> BackwardCulprit | None:
+    hooked = {name: p for name, p in trial.bench.task.parameters.items() if any(parameter_registries(p))}
+    registries = [registry for parameter in hooked.values() for registry in parameter_registries(parameter)]
+    if not registries:
+        return None
+    without = trial.run("gradient hooks on parameters removed", WithoutHooks(registries))
+    if without is None or not without.rounding:
+        return None
+    owner = next(iter(hooked)).rpartition(".")[0]
+    kind = _kinds(trial.bench).get(owner, "")
+    return BackwardCulprit(BackwardPlace.PARAMETER_HOOK, Operation("gradient hook", owner, kind), without)
+
+
+def _module_hooks(trial: _Trial) -> BackwardCulprit | None:
+    modules = [(path, module) for root in trial.bench.task.modules for path, module in root.named_modules()]
+    hooked = [(path, module) for path, module in modules if any(module_registries(module))]
+    if not hooked:
+        return None
+    registries = [registry for _, module in hooked for registry in module_registries(module)]
+    without = trial.run("backward hooks on modules removed", WithoutHooks(registries))
+    if without is None or not without.rounding:
+        return None
+
+    def control(some: list[tuple[str, nn.Module]]) -> ControlRun | None:
+        if not some:
+            return None
+        names = ", ".join(f"`{path}`" for path, _ in some)
+        probe = WithoutHooks([registry for _, module in some for registry in module_registries(module)])
+        return trial.run(f"the backward hooks on {names} removed", probe)
+
+    needed = [entry.item for entry in released(hooked, control)]
+    path, module = needed[0]
+    if len(needed) < len(hooked):
+        without = control(needed) or without
+    return BackwardCulprit(BackwardPlace.MODULE_HOOK, Operation("backward hook", path, type(module).__name__), without)
+
+
+def _tensor_hooks(trial: _Trial) -> BackwardCulprit | None:
+    probe = WithoutTensorHooks()
+    without = trial.run("gradient hooks on tensors left out", probe)
+    if without is None or not without.rounding or not probe.frames:
+        return None
+    return BackwardCulprit(BackwardPlace.TENSOR_HOOK, _at("gradient hook on a tensor", probe.frames[0]), without)
+
+
+def _constants(trial: _Trial) -> BackwardCulprit | None:
+    probe = ConstantsHeld()
+    held = trial.run("what the forward cuts out of the graph held constant", probe)
+    if held is None or not held.rounding or not probe.frames:
+        return None
+
+    def control(some: list[Frame]) -> ControlRun | None:
+        if not some:
+            return None
+        return trial.run("what this line cuts out of the graph held constant", ConstantsHeld(some))
+
+    frames = list(probe.frames)
+    needed = [entry.item for entry in released(frames, control)]
+    if len(needed) < len(frames):
+        held = control(needed) or held
+    return BackwardCulprit(BackwardPlace.CONSTANT, _at("constant of the batch", needed[0]), held)
+
+
+def _at(name: str, frame: Frame) -> Operation:
+    if frame is None:
+        return Operation(name)
+    return Operation(name, file=shown(frame[0]), line=frame[1], source=source_line(frame))
+
+
+def _boundaries(trial: _Trial) -> BackwardCulprit | None:
+    """Compares the gradients at the boundaries of modules and custom functions."""
+    listener = _listened(trial.bench)
+    call = _diverging_call(listener)
+    if call is None:
+        if not _starts_in_the_loss(listener):
+            return None
+        return BackwardCulprit(BackwardPlace.LOSS, _loss_function(trial.bench), None)
+    bounds, size = list(trial.bench.task.bounds()), trial.bench.task.batch_size
+    if call in listener.functions:
+        position, kind, frame = listener.functions[call]
+        control = trial.run(f"the result of `{kind}` held constant", OutputsHeld(position, bounds, size))
+        if control is None:
+            straight = OutputsHeld(position, bounds, size, straight=True)
+            control = trial.run(f"gradients passed through `{kind}` unchanged", straight)
+        if control is None:
+            taken = InputGradientsTaken(position, bounds, size)
+            control = trial.run(f"the full batch's gradients in the place of what `{kind}` computes", taken)
+        operation = replace(_at("backward", frame), module=listener.paths.get(call), kind=kind)
+        return BackwardCulprit(BackwardPlace.MODULE, operation, control)
+    path = listener.paths[call]
+    modules = {name: module for root in trial.bench.task.modules for name, module in root.named_modules()}
+    what = f"the output of `{path or '(root)'}` held constant"
+    control = trial.run(what, OutputHeld(modules[path], bounds, size))
+    return BackwardCulprit(BackwardPlace.MODULE, Operation("backward", path, _kinds(trial.bench)[path]), control)
+
+
+def _kinds(bench: Bench) -> dict[str, str]:
+    return {path: type(module).__name__ for root in bench.task.modules for path, module in root.named_modules()}
+
+
+def _listened(bench: Bench) -> GradientListener:
+    """Runs both strategies and compares the gradients at all boundaries."""
+    listener = GradientListener(bench)
+    probe = bench.with_probe(listener)
+    full, _ = full_batch_gradients(bench.task, bench.state, bench.record, lift=bench.lift, probe=probe)
+    accumulated_gradients(bench.task, bench.state, bench.record, full, lift=bench.lift, probe=probe)
+    return listener
+
+
+def _diverging_call(listener: GradientListener) -> int | None:
+    """The innermost call whose output gradients agree and whose input gradients do not.
+
+    A custom function that returns the loss has no output gradients to compare: that of a loss is its weight.
+    """
+    culprits = [
+        call
+        for call, sides in listener.by_call().items()
+        if (sides.get("outputs") or call in listener.functions)
+        and max(sides.get("outputs", [0.0])) <= _AGREE
+        and max(sides.get("inputs", [0.0])) > _AGREE
+    ]
+    return max(culprits) if culprits else None  # the innermost call was entered last
+
+
+def _starts_in_the_loss(listener: GradientListener) -> bool:
+    """Whether the gradients that reach the outermost modules differ already."""
+    outermost = [listener.by_call().get(call, {}).get("outputs", []) for call in listener.outermost]
+    return any(outputs and max(outputs) > _AGREE for outputs in outermost)
+
+
+def _loss_function(bench: Bench) -> Operation:
+    code = getattr(bench.task.problem.loss, "__code__", None)
+    if code is None:
+        return Operation("backward of the loss")
+    return Operation("backward of the loss", file=shown(code.co_filename), line=code.co_firstlineno)

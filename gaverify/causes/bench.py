@@ -1,0 +1,154 @@
+"""Control runs: both strategies again, with a suspect neutralised in both.
+
+A suspect is the cause when the difference falls to rounding without it. Matching the forward of one run alone proves
+nothing: with full-batch statistics as constants in it, gradients stay 0.4 to 1.2 off (CONTRIBUTING.md has the figures).
+So every control here changes the full batch and the micro-batches alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import torch
+
+from gaverify.causes.rows import ControlFailed
+from gaverify.causes.sketches import Sketches, fitted, sketched
+from gaverify.errors import GaverifyError
+from gaverify.passes.gradients import (
+    Gradients,
+    PassProbe,
+    PassResult,
+    Task,
+    accumulated_gradients,
+    full_batch_gradients,
+)
+from gaverify.passes.isolation import ModelState
+from gaverify.passes.randomness import DrawRecord
+from gaverify.records.comparison import NotCompared
+from gaverify.records.experiment import ControlKind, ControlRun
+from gaverify.records.totals import relative_total
+from gaverify.verdict.comparison import measure
+from gaverify.verdict.control import failure_sentence
+
+T = TypeVar("T")
+
+# What a run may end with that is no fault of gaverify's: the user's code raised, a control does not fit, no memory.
+FORESEEN = (GaverifyError, torch.OutOfMemoryError, MemoryError)
+# What rounding leaves: 4 u of float32 where a cast inside the model hides from the lift, far less in pure float64;
+# without a float64 control the runs carry float32 rounding themselves.
+ROUNDING_FLOAT64, ROUNDING_FLOAT32 = 2.4e-7, 1e-4
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """What is kept of a pass of the full batch: a sketch of its gradient, and its loss."""
+
+    gradient: torch.Tensor
+    loss: float
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where control runs happen: the task in the deciding precision, its state, its draws.
+
+    `neutral` has what is neutralised in every run; `failures` notes which question could not be asked, and why;
+    `earlier` is a pass of the full batch that was made before.
+    """
+
+    task: Task
+    state: ModelState
+    record: DrawRecord
+    lift: bool
+    neutral: tuple[PassProbe, ...] = ()
+    failures: dict[str, str] = field(default_factory=dict)
+    earlier: Earlier | None = None
+
+    def attempt(self, name: str, probe: Callable[[], T]) -> T | None:
+        """Returns what `probe` finds; None where the user's code, a kernel or memory did not let it, which is noted."""
+        try:
+            return probe()
+        except FORESEEN as error:
+            self.failures[name] = failure_sentence(error)
+            return None
+
+    def without(self, *probes: PassProbe) -> Bench:
+        """The bench with more neutralised."""
+        return replace(self, neutral=(*self.neutral, *probes))
+
+    def weighted(self, weights: Sequence[float]) -> Bench:
+        """The bench with other micro-batch weights."""
+        return replace(self, task=replace(self.task, weighting=list(weights)))
+
+    def with_probe(self, probe: PassProbe | None) -> PassProbe | None:
+        """Returns `probe` together with what has been neutralised already."""
+        probes = (*self.neutral, *((probe,) if probe is not None else ()))
+        return Composed(probes) if probes else None
+
+    @property
+    def rounding(self) -> float:
+        """The relative difference that rounding explains."""
+        return ROUNDING_FLOAT64 if self.lift or self._double else ROUNDING_FLOAT32
+
+    @property
+    def _double(self) -> bool:
+        return all(p.dtype in (torch.float64, torch.complex128) for p in self.task.parameters.values())
+
+    def run(
+        self, what: str, probe: PassProbe | None = None, *, fit: bool = False, kind: ControlKind = ControlKind.HELD
+    ) -> ControlRun:
+        """Runs both strategies and returns what difference is left, with the weights that fit on request."""
+        self.task.progress(f"control: {what}")
+        probe = self.with_probe(probe)
+        full, _ = full_batch_gradients(self.task, self.state, self.record, lift=self.lift, probe=probe)
+        if not _any(full.gradients):
+            raise ControlFailed(f"with {what} every gradient is zero, so that nothing is left to compare")
+        right = None
+        if fit:
+            sketches, accumulated = self.sketched(full, probe)
+            right = fitted([sketches])
+        else:
+            accumulated = accumulated_gradients(self.task, self.state, self.record, full, lift=self.lift, probe=probe)
+        left = relative_difference(accumulated.gradients, full.gradients)
+        return ControlRun(what, left, left <= self.rounding, right, kind)
+
+    def sketched(
+        self, full: PassResult, probe: PassProbe | None, *, release: bool = False
+    ) -> tuple[Sketches, PassResult]:
+        """Accumulates once more, with a sketch of every micro-batch's gradient."""
+        return sketched(self.task, self.state, self.record, full, lift=self.lift, probe=probe, release=release)
+
+
+def _any(gradients: Gradients) -> bool:
+    present = (g.to_dense() if g.layout is not torch.strided else g for g in gradients.values() if g is not None)
+    return any(bool(gradient.any()) for gradient in present)
+
+
+def relative_difference(accumulated: Gradients, reference: Gradients) -> float:
+    """Returns ‖accumulated − reference‖ / ‖reference‖ over all parameters; infinite where they cannot be compared."""
+    rows = [row for row in measure(accumulated, reference) if row.why is not NotCompared.UNUSED]
+    if any(math.isnan(row.difference) for row in rows) or not any(row.reference > 0 for row in rows):
+        return math.inf
+    return relative_total((row.difference, row.reference) for row in rows)
+
+
+class Composed(PassProbe):
+    """Several probes at once; the last one's backward is used."""
+
+    def __init__(self, probes: Sequence[PassProbe]) -> None:
+        self._probes = tuple(probes)
+
+    @contextmanager
+    def around(self, k: int | None) -> Iterator[None]:
+        """Enters all of them, the first outermost."""
+        with ExitStack() as stack:
+            for probe in self._probes:
+                stack.enter_context(probe.around(k))
+            yield
+
+    def backward(self, k: int | None, loss: torch.Tensor, weight: float) -> None:
+        """Leaves the backward to the last probe."""
+        self._probes[-1].backward(k, loss, weight)

@@ -1,0 +1,124 @@
+"""Does one sample's output depend on the other samples' inputs? The gradient says so exactly: it is zero or it is not.
+
+Shapes: B samples; gradients of one sample's outputs with respect to float inputs, or embeddings of others, of B rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from gaverify.causes import draws
+from gaverify.causes.bench import Bench
+from gaverify.passes.devices import widest
+from gaverify.passes.gradients import PassProbe, full_batch_gradients
+from gaverify.records.facts import Facts, SampleCoupling
+from gaverify.tracebacks import hands_over
+
+
+def ask(bench: Bench, facts: Facts) -> Facts:
+    """Measures how many other samples one sample's output depends on, as evidence beside a cause."""
+    bench = draws.given(bench, facts)
+    found = bench.attempt("coupling of samples", lambda: sample_coupling(bench))
+    return replace(facts, forward=replace(facts.forward, coupling=found))
+
+
+def sample_coupling(bench: Bench) -> SampleCoupling | None:
+    """Returns how many other samples one sample's output depends on; None where the model shows no rows of samples.
+
+    The draws are replayed and held, and in a normalisation the gradient runs through the statistics too, so that an
+    exact zero for all others means that no differentiable operation of the model lets samples meet.
+    """
+    listener = _Listener(bench)
+    probe = bench.with_probe(listener)
+    full_batch_gradients(bench.task, bench.state, bench.record, lift=bench.lift, probe=probe)
+    return listener.found
+
+
+class _Listener(PassProbe):
+    """Makes leaves of what enters the model, and differentiates one sample's outputs instead of the loss."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._root = bench.task.problem.model
+        self._modules = set(self._root.modules())
+        self._size = bench.task.batch_size
+        self._sample = self._size // 2
+        self._leaves: list[torch.Tensor] = []
+        self._outputs: list[torch.Tensor] = []
+        self.found: SampleCoupling | None = None
+
+    @contextmanager
+    def around(self, k: int | None) -> Iterator[None]:
+        """Listens for the length of a forward."""
+        handles = [
+            self._root.register_forward_pre_hook(self._enter, with_kwargs=True),
+            self._root.register_forward_hook(self._leave),
+            nn.modules.module.register_module_forward_hook(self._embedded),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @hands_over
+    def backward(self, k: int | None, loss: torch.Tensor, weight: float) -> None:
+        """Differentiates the outputs of one sample with respect to all leaves."""
+        outputs = [output.movedim(self._dim(output), 0)[self._sample] for output in self._outputs]
+        if not outputs or not self._leaves:
+            return
+        total = torch.stack([_mixed(output) for output in outputs]).sum()
+        gradients = torch.autograd.grad(total, self._leaves, allow_unused=True)
+        totals: dict[torch.device, torch.Tensor] = {}  # one transfer from each device, not one per leaf
+        for leaf, gradient in zip(self._leaves, gradients, strict=True):
+            if gradient is not None:
+                rows = gradient.movedim(self._dim(leaf), 0).reshape(self._size, -1)
+                norms = torch.linalg.vector_norm(rows, dim=1).to(widest(rows.device))
+                totals[rows.device] = totals[rows.device] + norms if rows.device in totals else norms
+        reached = torch.zeros(self._size, dtype=torch.float64, device="cpu")
+        for total in totals.values():
+            reached += total.to("cpu", torch.float64)
+        own = float(reached[self._sample])
+        reached[self._sample] = 0.0
+        if own > 0 and bool(torch.isfinite(reached).all()):
+            self.found = SampleCoupling(self._sample, int((reached > 0).sum()), float(reached.max()) / own)
+
+    def _dim(self, tensor: torch.Tensor) -> int:
+        """The first dimension of size B, the batch's."""
+        return tuple(tensor.shape).index(self._size)
+
+    def _has_rows(self, tensor: Any) -> bool:
+        return isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and self._size in tensor.shape
+
+    def _enter(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map_only(torch.Tensor, self._leaf, (args, kwargs))
+
+    def _leaf(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not self._has_rows(tensor):
+            return tensor
+        self._leaves.append(tensor.detach().requires_grad_())
+        return self._leaves[-1]
+
+    def _embedded(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Makes a leaf of the first float tensor that came of integers: an embedding."""
+        floats = any(t.is_floating_point() for t in tree_leaves(args) if isinstance(t, torch.Tensor))
+        inside = module in self._modules and module is not self._root
+        if not inside or floats or not tree_leaves(args) or not self._has_rows(output):
+            return None
+        return self._leaf(output)
+
+    def _leave(self, _: nn.Module, __: Any, output: Any) -> None:
+        values = tree_leaves(output) if not hasattr(output, "to_tuple") else tree_leaves(output.to_tuple())
+        self._outputs += [t for t in values if self._has_rows(t) and t.requires_grad]
+
+
+def _mixed(values: torch.Tensor) -> torch.Tensor:
+    """A weighted sum of one sample's outputs, without pattern: a plain sum is constant behind a normalisation."""
+    weights = torch.cos(torch.arange(1, values.numel() + 1, dtype=values.dtype, device=values.device).square())
+    return values.reshape(-1) @ weights

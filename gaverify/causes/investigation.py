@@ -1,0 +1,106 @@
+"""Finds the cause of a divergence: questions in an explicit order, each with control runs, until nothing is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from gaverify.causes import backward, coupling, draws, operations, state, weights
+from gaverify.causes.batch_quality import identical_samples
+from gaverify.causes.bench import Bench
+from gaverify.passes.gradients import Task
+from gaverify.passes.precision import unit_roundoff
+from gaverify.records.facts import Backward, Buffers, Compared, Draws, Facts, Weights
+from gaverify.verdict.comparison import measure
+from gaverify.verdict.control import in_float64
+from gaverify.verdict.judging import Judgement
+
+_DRIFT_UNITS = 64.0  # of roundoff that K updates of a running average may differ by
+
+
+def collected(task: Task, judgement: Judgement) -> Facts:
+    """Returns what the two strategies showed already, without another pass."""
+    accumulated, record = judgement.accumulated, judgement.record
+    counts = [max(seen.target_counts, key=lambda c: c[1]) for seen in accumulated.observed if seen.target_counts]
+    valid = tuple(float(total) for total, _, _ in counts) if len(counts) == task.steps else ()
+    ignored = bool(valid) and sum(valid) != sum(count for _, count, _ in counts)
+    weighting = task.weighting if isinstance(task.weighting, str) else "explicit"
+    return Facts(
+        steps=task.steps,
+        batch_size=task.batch_size,
+        compared=Compared(
+            tuple(judgement.rows), judgement.method, judgement.control_failure, precision=judgement.precision
+        ),
+        weights=Weights(accumulated.weights, weighting, task.sizes, accumulated.micro_losses, valid, ignored),
+        draws=Draws(
+            record.count,
+            record.sliced,
+            dict(record.unaligned),
+            dict(record.places),
+            accumulated.foreign_draws_differ,
+            dict(record.shared),
+        ),
+        buffers=Buffers(_drift(judgement)),
+        backward=Backward(hooked=tuple(n for n, p in task.parameters.items() if p._backward_hooks or _post_hooks(p))),
+        identical=identical_samples(task.problem.batch, task.batch_size),
+    )
+
+
+def _post_hooks(parameter: torch.Tensor) -> Any:
+    return getattr(parameter, "_post_accumulate_grad_hooks", None)
+
+
+def _drift(judgement: Judgement) -> dict[str, float]:
+    """The buffers that K micro-batches leave otherwise than the full batch, with their relative difference."""
+    full, accumulated = judgement.full.buffers, judgement.accumulated.buffers
+    common = {name: value for name, value in full.items() if name in accumulated}
+    if not common:
+        return {}
+    least = _DRIFT_UNITS * unit_roundoff(judgement.dtype)
+    rows = measure({name: accumulated[name] for name in common}, common)
+    return {row.name: row.difference / row.scale for row in rows if row.difference > least * row.scale}
+
+
+QUESTIONS: tuple[Callable[[Bench, Facts], Facts], ...] = (
+    draws.ask,
+    weights.ask,
+    state.ask,
+    coupling.ask,
+    weights.ask_at_moved_parameters,
+    operations.ask,
+    state.ask_unnamed,
+    backward.ask,
+)
+"""In this order: what is cheap to ask, and what the later questions have to know, comes first."""
+
+
+def investigate(task: Task, judgement: Judgement, *, diagnose: bool) -> Facts:
+    """Returns everything that was measured; questions are asked only after a divergence; one that fails says so."""
+    facts = collected(task, judgement)
+    if not diagnose or not facts.compared.divergent or task.steps < 2:
+        return facts
+    facts = replace(facts, diagnosed=True)
+    if not facts.compared.comparable:
+        return facts
+    with ExitStack() as stack:
+        state_, control = judgement.state, judgement.control
+        if control is not None:
+            task, state_ = stack.enter_context(in_float64(task, state_))
+        earlier = weights.kept(control.full) if control is not None else None
+        bench = Bench(task, state_, judgement.record, control is not None, earlier=earlier)
+        facts = replace(facts, left=facts.compared.total)
+        for ask in QUESTIONS:
+            if _settled(facts):
+                break
+            facts = ask(bench, facts)
+        facts = state.ask_lines(bench, facts)
+    return replace(facts, cleared=facts.left <= bench.rounding, failures=bench.failures)
+
+
+def _settled(facts: Facts) -> bool:
+    """Whether nothing is left to ask: all is explained, or a batch that differs from itself explains nothing."""
+    return facts.cleared or facts.weights.blamed or not facts.repeats_itself

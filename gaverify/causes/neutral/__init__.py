@@ -1,0 +1,1 @@
+"""Neutralises a suspect in both runs, and runs them again."""

@@ -1,0 +1,139 @@
+"""The control of a coupled loss: the loss once over all outputs of the full batch, the model backward per micro-batch.
+
+Shapes: B samples, micro-batches of samples `start` to `stop - 1`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from gaverify.causes.bench import Bench, relative_difference
+from gaverify.causes.rows import ControlFailed, rows_for
+from gaverify.passes.gradients import Gradients, PassProbe, Task, accumulated_gradients, full_batch_gradients
+from gaverify.records.experiment import ControlKind, ControlRun
+from gaverify.tracebacks import hands_over
+
+
+class _Cut(PassProbe):
+    """Cuts the forward at the outputs of module calls: leaves in the full batch, cotangents in the micro-batches."""
+
+    def __init__(self, task: Task, inside: frozenset[int]) -> None:
+        self._task, self._inside = task, inside
+        self._bounds = list(task.bounds())
+        self._calls = -1
+        self._stack: list[int] = []
+        self._k: int | None = None
+        self.leaves: list[torch.Tensor] = []
+        self._closed = False  # a recomputation during the backward calls modules again
+        self._outputs: list[torch.Tensor] = []
+
+    @contextmanager
+    def around(self, k: int | None) -> Iterator[None]:
+        """Watches the module calls of one forward."""
+        self._k, self._calls, self._stack, self._outputs, self._closed = k, -1, [], [], False
+        before = nn.modules.module.register_module_forward_pre_hook(self._enter)
+        after = nn.modules.module.register_module_forward_hook(self._leave)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+
+    @hands_over
+    def backward(self, k: int | None, loss: torch.Tensor, weight: float) -> None:
+        """In a micro-batch the full batch's cotangents take the loss's place."""
+        self._closed = True
+        if k is None:
+            loss.backward()  # type: ignore[no-untyped-call]
+            return
+        if len(self._outputs) != len(self.leaves):
+            raise ControlFailed("the micro-batches call other modules than the full batch")
+        pairs = [
+            (output, cotangent)
+            for output, leaf in zip(self._outputs, self.leaves, strict=True)
+            if leaf.grad is not None and (cotangent := self._cotangent(k, leaf, output)) is not None
+        ]
+        if pairs:
+            torch.autograd.backward([output for output, _ in pairs], [cotangent for _, cotangent in pairs])
+
+    def _cotangent(self, k: int, leaf: torch.Tensor, output: torch.Tensor) -> torch.Tensor | None:
+        """The gradient's rows; what has none, as a temperature, is one value of the window and counts once."""
+        if leaf.shape == output.shape and len(self._bounds) > 1:
+            return leaf.grad if k == 0 else None
+        start, stop = self._bounds[k]
+        return rows_for(leaf, output, start, stop, self._task.batch_size, leaf.grad)
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        if self._closed:
+            return
+        self._calls += 1
+        self._stack.append(self._calls)
+
+    def _leave(self, module: nn.Module, _: Any, output: Any) -> Any:
+        if self._closed:
+            return None
+        call = self._stack.pop()
+        if call in self._inside or not all(parent in self._inside for parent in self._stack):
+            return None
+        return self._cut(output)
+
+    def _cut(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if not value.requires_grad:
+                return value
+            if self._k is None:
+                self.leaves.append(value.detach().requires_grad_())
+                return self.leaves[-1]
+            self._outputs.append(value)
+            return value
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(self._cut(entry) for entry in value))
+        if isinstance(value, list | tuple):
+            try:
+                return type(value)(self._cut(entry) for entry in value)
+            except TypeError as error:
+                raise ControlFailed(f"a module returns a {type(value).__name__}, which cannot be made anew") from error
+        if isinstance(value, dict):
+            changed = value.copy()
+            for key, entry in value.items():
+                changed[key] = self._cut(entry)
+            return changed
+        return value
+
+
+def cached_gradients(bench: Bench, inside: frozenset[int]) -> ControlRun:
+    """Runs the two-pass cached gradient: the loss once on all outputs, the model backward per micro-batch.
+
+        1. forward of the full batch, cut at module outputs y; v = ∂ loss / ∂ y; the loss's own parameters directly
+        2. per micro-batch: forward, backward of y_k with cotangent v_k
+
+    Args:
+        bench: Where to run.
+        inside: The module calls that are opened instead of cut: what they return is no row per sample, or depends on
+            the batch already. They hold the loss or a part of it.
+
+    Source: L. Gao, Y. Zhang, J. Han, J. Callan, Scaling Deep Contrastive Learning Batch Size under Memory Limited
+    Setup, 2021, section 3.
+    """
+    # one backward over the summed losses would leave no place for the cotangents
+    task = replace(bench.task, strategy="accumulate")
+    task.progress("control: cached gradients")
+    full, _ = full_batch_gradients(task, bench.state, bench.record, lift=bench.lift, probe=bench.with_probe(None))
+    cut = _Cut(task, inside)
+    probe = bench.with_probe(cut)
+    direct, _ = full_batch_gradients(task, bench.state, bench.record, lift=bench.lift, probe=probe)
+    if not cut.leaves:
+        raise ControlFailed("no module output takes part in the loss")
+    parts = accumulated_gradients(task, bench.state, bench.record, full, lift=bench.lift, probe=probe)
+    total: Gradients = {}
+    for name, gradient in parts.gradients.items():
+        own = direct.gradients[name]
+        total[name] = own if gradient is None else gradient if own is None else gradient + own
+    left = relative_difference(total, full.gradients)
+    return ControlRun("cached gradients", left, left <= bench.rounding, kind=ControlKind.CACHED_GRADIENTS)

@@ -1,0 +1,262 @@
+"""Which operations of the forward bring the difference about? Causes are looked for one after the other.
+
+Each is neutralised in both runs, until nothing is left to explain. What does not help by itself may be one of several
+causes that hide each other, so it stays neutralised for the time being; in the end every cause is released alone while
+the others stay neutralised, which tells what difference it makes, and drops what makes none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from gaverify.causes import draws, proof, state, weights
+from gaverify.causes.bench import FORESEEN, Bench
+from gaverify.causes.narrowing import released
+from gaverify.causes.neutral.cached import cached_gradients
+from gaverify.causes.neutral.holding import Held
+from gaverify.causes.trace.first_divergence import Divergences, trace_divergences
+from gaverify.causes.trace.normalisation import normalises_by_variance, normalises_channels
+from gaverify.passes.gradients import PassProbe
+from gaverify.records.experiment import Cause, ControlKind, ControlRun
+from gaverify.records.facts import Facts
+from gaverify.records.operations import Suspect
+from gaverify.records.weights import WeightFit
+from gaverify.verdict.control import failure_sentence
+
+_ROUNDS = 5  # causes that are looked for one after the other
+_TRIED = 3  # suspects of one round that are tried in a control run
+
+
+def ask(bench: Bench, facts: Facts) -> Facts:
+    """Looks for operations that couple samples, beside state and draws that may be causes as well."""
+    live, bench = bench, draws.given(bench, facts)
+    held = state.probe_of(bench, facts)
+    control = facts.state.control if facts.state is not None and held is not None else None
+    there = bench if held is None else bench.without(held)
+    fit = facts.weights.fit if control is None else control.fit
+    residual = fit.residual if fit is not None and not fit.vacuous else 0.0
+    search = _Search(there, facts, facts.left if control is None else control.left, residual)
+    bench.attempt("first diverging operation", lambda: search.run(control.fit if control is not None else None))
+    forward = replace(facts.forward, causes=search.causes, ruled_out=tuple(dict.fromkeys(search.ruled_out)))
+    if search.first is not None:
+        first = search.first
+        forward = replace(forward, agree=first.forwards_agree, loss_gap=first.loss_gap, shares=first.shares)
+    facts = replace(facts, forward=forward)
+    if search.weights is not None and search.cleared:
+        facts = replace(facts, weights=replace(facts.weights, fit=search.weights, remedy=search.remedy))
+    if search.cleared or search.causes:
+        facts = replace(facts, left=search.left, cleared=search.cleared)
+    return _others_released(live, bench, facts, search) if search.cleared else facts
+
+
+def _others_released(live: Bench, bench: Bench, facts: Facts, search: _Search) -> Facts:
+    """Releases state and draws while everything else stays neutralised: do they matter by themselves?
+
+    `live` has both as they are, `bench` holds the draws where they could not be dealt out.
+    """
+    held = state.probe_of(bench, facts)
+    if held is not None or facts.draws.control is not None:
+        search.close()
+    if held is not None and facts.state is not None:
+        alone = bench.attempt("state released", lambda: search.final(bench=bench))
+        if alone is not None and not alone.rounding:
+            others, read = search.others_neutralised(bench), state.read_changes(facts.state.changes)
+            left, found = alone.left, None
+            if others is not None:
+                found = bench.attempt("state held", lambda: state.blamed(others, read, left))
+            facts = replace(facts, state=replace(facts.state, blamed=found or read, alone=left))
+    if facts.draws.control is not None:
+        there = live if held is None else live.without(held)
+        alone = bench.attempt("draws released", lambda: search.final(bench=there))
+        made = alone.left if alone is not None and not alone.rounding else 0.0
+        facts = replace(facts, draws=replace(facts.draws, alone=made))
+    return facts
+
+
+@dataclass(eq=False)
+class _Neutralised:
+    """A cause with the probe that neutralises it."""
+
+    cause: Cause
+    neutral: PassProbe | None
+    helps: bool
+
+
+class _Search:
+    """One search.
+
+    Args:
+        bench: Where to run; what is neutralised on it stays so.
+        facts: What is known; how micro-batches are weighted, above all.
+        left: The relative difference in the beginning.
+        residual: What the best weights leave over in the beginning.
+    """
+
+    def __init__(self, bench: Bench, facts: Facts, left: float, residual: float) -> None:
+        self._bench, self._facts, self._residual = bench, facts, residual
+        self._found: list[_Neutralised] = []
+        self.left = self._before = left
+        self.first: Divergences | None = None
+        self.weights: WeightFit | None = None
+        self.remedy: ControlRun | None = None
+        self.ruled_out: list[str] = []
+
+    @property
+    def cleared(self) -> bool:
+        """Whether what is left is rounding."""
+        return self.left <= self._bench.rounding
+
+    @property
+    def causes(self) -> tuple[Cause, ...]:
+        """The causes in the order of execution; those on probation only where all together explain everything."""
+        return tuple(entry.cause for entry in self._found if entry.helps or entry.cause.control is None or self.cleared)
+
+    def run(self, fit: WeightFit | None = None) -> None:
+        """Round by round: trace, try the suspects, neutralise one, look at what is left.
+
+        Args:
+            fit: The weights that fit what is left in the beginning, where something was neutralised before.
+        """
+        if fit is not None and self._settled(fit):
+            return
+        for _ in range(_ROUNDS):
+            bench = self._now()
+            found = self._traced(bench)
+            self.first = self.first or found
+            tried = self._tried(bench, found)
+            if tried is None:
+                break
+            self._found.append(_Neutralised(tried.cause, tried.neutral, tried.helps))
+            self._before = self.left
+            control = tried.cause.control
+            if control is None:
+                break
+            self.left = control.left
+            if control.rounding or tried.neutral is None or self._settled(control.fit):
+                break
+            if control.fit is not None and not control.fit.vacuous:
+                self._residual = control.fit.residual
+        if self.cleared:
+            self._released()
+
+    def close(self) -> None:
+        """Gives a last cause that cached gradients repair a probe of its own, so that others can be released beside it.
+
+        A cached gradient computes the loss once: state that only the loss reads would not show.
+        """
+        if not (self._ends_openly() and self.cleared):
+            return
+        last, bench = self._found[-1], self._with(self._found[:-1], self._bench)
+        suspect, bounds = last.cause.suspect, list(bench.task.bounds())
+        for functions in (suspect.source_functions, suspect.functions):
+            probe = Held(functions, bounds, bench.task.batch_size)
+            try:
+                held = functions and bench.run("what couples the samples held constant", probe)
+            except FORESEEN:
+                continue
+            if held and held.rounding:
+                last.neutral = probe
+                return
+
+    def final(self, bench: Bench) -> ControlRun:
+        """Runs the last control again on another bench."""
+        return self._final(self._found, bench)
+
+    def _final(self, kept: Sequence[_Neutralised], bench: Bench) -> ControlRun:
+        there = self._with(kept, bench)
+        if kept and kept[-1].neutral is None:
+            return cached_gradients(there, frozenset(kept[-1].cause.suspect.calls))
+        if self.weights is not None:
+            return weights.remedied(there, self.weights)
+        return there.run("the other causes neutralised", kind=ControlKind.OTHERS)
+
+    def others_neutralised(self, bench: Bench) -> Bench | None:
+        """Another bench with all causes neutralised and the right weights; None where the last cause has no probe."""
+        if self._ends_openly():
+            return None
+        there = self._with(self._found, bench)
+        if self.weights is None:
+            return there
+        return there.weighted(self.weights.weights)
+
+    def _with(self, entries: Sequence[_Neutralised], bench: Bench) -> Bench:
+        probes = tuple(entry.neutral for entry in entries if entry.neutral is not None)
+        return bench.without(*probes)
+
+    def _traced(self, bench: Bench) -> Divergences:
+        counted, foreign = self._facts.weights, self._facts.draws.foreign_differ
+        return trace_divergences(bench, weights=counted.used, valid_targets=counted.valid_targets, foreign=foreign)
+
+    def _now(self) -> Bench:
+        return self._with(self._found, self._bench)
+
+    def _settled(self, fit: WeightFit | None) -> bool:
+        """Whether weights explain the rest; they are run."""
+        self.weights = weights.weighed(self._now(), self._facts, fit)
+        if self.weights is None:
+            return False
+        self.remedy = weights.remedied(self._now(), self.weights)
+        self.left = self.remedy.left
+        return True
+
+    def _tried(self, bench: Bench, found: Divergences) -> proof.Tried | None:
+        """The first suspect whose control helps; else one that has a control, on probation; else an unproven one."""
+        candidates: list[proof.Tried] = []
+        known = {str(entry.cause.suspect.culprit) for entry in self._found}
+        for suspect in [s for s in found.suspects if str(s.culprit) not in known][:_TRIED]:
+            tried = self._try(bench, suspect)
+            if tried is not None and tried.helps:
+                return tried
+            if tried is not None:
+                candidates.append(tried)
+        on_probation = [tried for tried in candidates if tried.neutral is not None]
+        unproven = [tried for tried in candidates if tried.cause.control is None]
+        self.ruled_out += [str(tried.cause.suspect.culprit) for tried in on_probation]
+        return next(iter([*on_probation, *unproven]), None)
+
+    def _try(self, bench: Bench, suspect: Suspect) -> proof.Tried | None:
+        try:
+            suspect = replace(suspect, statistics=suspect.statistics or _normalises(bench, suspect))
+            tried = proof.try_suspect(bench, suspect, self.left, self._residual)
+        except FORESEEN as error:
+            self._bench.failures[f"control of {suspect.culprit}"] = failure_sentence(error)
+            return None
+        if tried is not None and tried.cause.control is None and tried.failures:
+            why = "; ".join(dict.fromkeys(tried.failures))
+            self._bench.failures[f"control of {suspect.culprit}"] = why
+            tried = replace(tried, cause=replace(tried.cause, failure=why))
+        return tried
+
+    def _released(self) -> None:
+        """Releases every cause alone: notes what difference it makes, and drops those that make none.
+
+        A cause that helped by itself stays, even where another one hides it now.
+        """
+        last = self._found[-1] if self._found else None
+        if last is not None and self.weights is None:  # with the causes before it neutralised, this was left
+            last.cause = replace(last.cause, alone=self._before)
+        # the cached gradient of a last cause without a probe is what the others are released beside
+        entries = [entry for entry in self._found if entry is not last or self.weights is not None]
+
+        def control(kept: list[_Neutralised]) -> ControlRun | None:
+            still = [entry for entry in self._found if entry in kept or entry not in entries]
+            return self._bench.attempt("release of a cause", lambda: self._final(still, self._bench))
+
+        needed = released(sorted(entries, key=lambda e: e.helps), control, keep=lambda e: e.helps)
+        for entry in needed:
+            if entry.alone > 0:
+                entry.item.cause = replace(entry.item.cause, alone=entry.alone)
+        kept = {id(entry.item) for entry in needed}
+        self._found = [entry for entry in self._found if entry not in entries or id(entry) in kept]
+
+    def _ends_openly(self) -> bool:
+        """Whether the last cause has no probe of its own, so that it cannot be released."""
+        return bool(self._found) and self._found[-1].neutral is None
+
+
+def _normalises(bench: Bench, suspect: Suspect) -> bool:
+    path = suspect.operation.module
+    if path is None or not suspect.in_model:
+        return False
+    return normalises_channels(bench, path) or normalises_by_variance(bench, path, suspect.culprit.name)

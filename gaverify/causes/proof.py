@@ -1,0 +1,165 @@
+"""Proves a suspect: neutralises it in both runs, then runs the remedies that would be printed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import nn
+
+from gaverify.causes.bench import FORESEEN, Bench, relative_difference
+from gaverify.causes.neutral.cached import cached_gradients
+from gaverify.causes.neutral.holding import DecisionsHeld, Evaluated, Held, OutputHeld
+from gaverify.passes.gradients import PassProbe, accumulated_gradients, full_batch_gradients
+from gaverify.records.experiment import Cause, ControlKind, ControlRun
+from gaverify.records.operations import Suspect
+from gaverify.remedies.batch_norm import group_norm_for, only_normalises
+from gaverify.verdict.control import failure_sentence
+
+_HELPS = 0.5  # a neutralised suspect that leaves more than half of the difference was not the cause
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A suspect with its control run, and the probe that keeps it neutralised while others are looked for."""
+
+    cause: Cause
+    neutral: PassProbe | None
+    failures: tuple[str, ...] = ()
+    helps: bool = True
+
+
+def try_suspect(bench: Bench, suspect: Suspect, left: float, residual: float) -> Tried | None:
+    """Runs the controls that fit the suspect until one helps; None where none could tell anything.
+
+    A control that does not help by itself may still be one of several causes: the best of them is returned then, with
+    `helps` false.
+
+    Args:
+        bench: Where to run.
+        suspect: Whom to try.
+        left: The relative difference before.
+        residual: What the best micro-batch weights left over before: wrong weights may hide that a control helps.
+    """
+    failures: list[str] = []
+    best: Tried | None = None
+    for make in _controls(bench, suspect):
+        try:
+            control, neutral = make()
+        except FORESEEN as error:
+            failures.append(failure_sentence(error))
+            continue
+        fit = control.fit
+        weighted = fit.residual / residual if fit is not None and not fit.vacuous and residual > 0 else 1.0
+        explained = 1.0 - min(control.left / max(left, 1e-300), weighted)
+        if control.rounding or explained > 1.0 - _HELPS:
+            remedies = tuple(_remedies(bench, suspect, neutral)) if control.rounding else ()
+            return Tried(Cause(suspect, control, remedies, explained), neutral, tuple(failures))
+        if neutral is not None and (best is None or explained > best.cause.explained):
+            best = Tried(Cause(suspect, control, (), explained), neutral, tuple(failures), helps=False)
+    return best or Tried(Cause(suspect, None), None, tuple(failures), helps=False)
+
+
+def _controls(bench: Bench, suspect: Suspect) -> Iterator[Callable[[], tuple[ControlRun, PassProbe | None]]]:
+    """Yields the controls in the order of how much of the model they leave running."""
+    path = suspect.operation.module
+
+    def run(
+        what: str, probe: PassProbe, kind: ControlKind = ControlKind.HELD
+    ) -> Callable[[], tuple[ControlRun, PassProbe | None]]:
+        return lambda: (bench.run(what, probe, fit=True, kind=kind), probe)
+
+    if suspect.statistics and path is not None:
+        modules = _same_kind(bench, path)
+        names = f"`{path}`" if len(modules) == 1 else f"all {len(modules)} {type(modules[0]).__name__} layers"
+        yield run(f"{names} frozen", Evaluated(modules), ControlKind.FROZEN)
+    if suspect.kind in ("matrix", "non-additive") or (suspect.kind != "random" and not suspect.in_model):
+        yield lambda: (cached_gradients(bench, frozenset(suspect.calls)), None)
+    if suspect.frame is not None:
+        yield run(
+            "the full batch's decisions taken by every micro-batch", DecisionsHeld(suspect.frame), ControlKind.DECISIONS
+        )
+    held = (
+        (suspect.source_functions, "what is reduced over the batch held constant"),
+        (suspect.functions, f"the result of `{suspect.operation.name}` held constant"),
+        (suspect.exits, f"what the samples get from `{suspect.operation.name}` held constant"),
+    )
+    bounds, size = list(bench.task.bounds()), bench.task.batch_size
+    for functions, what in held:
+        if functions and not (functions is suspect.functions and suspect.kind == "matrix" and suspect.in_model):
+            yield run(what, Held(functions, bounds, size))
+    module = _module(bench, path)
+    if suspect.in_model and path and module is not None:
+        yield run(f"the output of `{path}` held constant", OutputHeld(module, bounds, size, suspect.outputs))
+
+
+def _module(bench: Bench, path: str | None) -> nn.Module | None:
+    modules = {name: module for root in bench.task.modules for name, module in root.named_modules()}
+    return modules.get(path) if path is not None else None
+
+
+def _same_kind(bench: Bench, path: str) -> list[nn.Module]:
+    """The suspect's module and every other of its class: they are repaired together."""
+    modules = {name: module for root in bench.task.modules for name, module in root.named_modules()}
+    kind = type(modules[path])
+    return [module for module in modules.values() if type(module) is kind]
+
+
+def _remedies(bench: Bench, suspect: Suspect, neutral: PassProbe | None) -> Iterator[ControlRun]:
+    """Runs the repairs that can be made without the user's code."""
+    path = suspect.operation.module
+    if isinstance(neutral, Held):
+        try:
+            yield _held_in_the_window(bench, neutral)
+        except FORESEEN:  # then nothing is said of it
+            return
+    if not suspect.statistics or path is None:
+        return
+    layers = [m for m in _same_kind(bench, path) if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    if not layers or not all(map(only_normalises, layers)):
+        return
+    try:
+        with _group_norms(bench, layers) as name:
+            yield bench.run(name, kind=ControlKind.REPLACED)
+    except (*FORESEEN, ValueError):  # a layer whose channels cannot be grouped: the remedy is not printed
+        return
+
+
+def _held_in_the_window(bench: Bench, probe: Held) -> ControlRun:
+    """Gives every micro-batch the full batch's value as a constant, and leaves the full batch as it is.
+
+    The control that proves the cause holds the value in both runs. As a repair it is right only where no gradient of
+    the full batch goes through the value: this run tells.
+    """
+    task, state, record, lift = bench.task, bench.state, bench.record, bench.lift
+    full, _ = full_batch_gradients(task, state, record, lift=lift, probe=bench.with_probe(None))
+    held = bench.with_probe(probe)
+    full_batch_gradients(task, state, record, lift=lift, probe=held)  # keeps the value
+    accumulated = accumulated_gradients(task, state, record, full, lift=lift, probe=held)
+    left = relative_difference(accumulated.gradients, full.gradients)
+    what = "the full batch's value as a constant in every micro-batch"
+    return ControlRun(what, left, left <= bench.rounding, kind=ControlKind.HELD_IN_WINDOW)
+
+
+@contextmanager
+def _group_norms(bench: Bench, layers: Sequence[nn.modules.batchnorm._BatchNorm]) -> Iterator[str]:
+    """Puts GroupNorm in the place of BatchNorm layers, with their own scale and shift, and back in the end."""
+    swapped: list[tuple[nn.Module, str, nn.modules.batchnorm._BatchNorm]] = []
+    names = []
+    for root in bench.task.modules:
+        for parent in list(root.modules()):
+            for name, child in list(parent._modules.items()):
+                if isinstance(child, nn.modules.batchnorm._BatchNorm) and any(child is layer for layer in layers):
+                    swapped.append((parent, name, child))
+    try:
+        for parent, name, child in swapped:
+            norm = group_norm_for(child)
+            names.append(f"GroupNorm({norm.num_groups}, {norm.num_channels})")
+            parent._modules[name] = norm
+        if not names:
+            raise ValueError("the layer is the model itself")
+        yield names[0] if len(set(names)) == 1 else "GroupNorm"
+    finally:
+        for parent, name, child in swapped:
+            parent._modules[name] = child

@@ -1,0 +1,93 @@
+"""The rows of a micro-batch in a tensor of the full batch.
+
+Shapes: B samples, micro-batches of samples `start` to `stop - 1`; a tensor may hold m rows per sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from gaverify.errors import GaverifyError
+from gaverify.passes.devices import widest
+from gaverify.passes.fingerprints import real_numbers
+
+
+class ControlFailed(GaverifyError):
+    """A control run that could not be made; the message says why."""
+
+
+def rows_of_all(value: Any, result: Any, start: int, stop: int, size: int) -> Any:
+    """Returns the rows of a micro-batch for every tensor of a result.
+
+    Raises:
+        ControlFailed: The micro-batch's result has another form.
+    """
+    whole, (parts, form) = tree_leaves(value), tree_flatten(result)
+    if len(whole) != len(parts):
+        raise ControlFailed("the micro-batches' results have another form than the full batch's")
+    rows = [
+        rows_for(old, new, start, stop, size) if isinstance(new, torch.Tensor) else new
+        for old, new in zip(whole, parts, strict=True)
+    ]
+    return tree_unflatten(rows, form)
+
+
+def rows_for(
+    value: torch.Tensor, part: torch.Tensor, start: int, stop: int, size: int, cotangent: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Returns the rows of samples `start` to `stop - 1` of a full-batch tensor, in the shape of the micro-batch's.
+
+    A dimension with several rows per sample may hold the samples as its outer or as its inner index (two views of a
+    batch, one after the other): the reading that comes closer to the micro-batch's own values is taken.
+
+    Args:
+        value: The full batch's tensor.
+        part: The micro-batch's tensor.
+        start: The first sample.
+        stop: One past the last sample.
+        size: B.
+        cotangent: Takes its rows in place of those of `value`, which has its shape.
+
+    Raises:
+        ControlFailed: The shapes do not correspond.
+    """
+    wanted = value if cotangent is None else cotangent
+    if value.shape == part.shape:
+        return wanted.clone()
+    if value.dim() != part.dim():
+        raise ControlFailed(f"shapes {list(value.shape)} and {list(part.shape)} do not correspond")
+    readings = list(_readings(value, part.shape, start, stop, size))
+    if len(readings) > 1:
+        there, here = (real_numbers(tensor).to(widest(tensor.device)) for tensor in (value, part))
+        readings.sort(key=lambda take: float((take(there) - here).abs().sum()))
+    return readings[0](wanted).clone()
+
+
+def _readings(
+    value: torch.Tensor, shape: Sequence[int], start: int, stop: int, size: int
+) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    """Yields how the rows may be taken: with the samples as the outer, and where that differs as the inner index."""
+    changed = [dim for dim, (whole, part) in enumerate(zip(value.shape, shape, strict=True)) if whole != part]
+    folds = [value.shape[dim] // size for dim in changed]
+    for dim, fold in zip(changed, folds, strict=True):
+        if value.shape[dim] % size or shape[dim] != fold * (stop - start):
+            raise ControlFailed(f"shapes {list(value.shape)} and {list(shape)} do not correspond")
+
+    def outer(tensor: torch.Tensor) -> torch.Tensor:
+        for dim, fold in zip(changed, folds, strict=True):
+            tensor = tensor.narrow(dim, start * fold, shape[dim])
+        return tensor
+
+    def inner(tensor: torch.Tensor) -> torch.Tensor:
+        for dim, fold in zip(changed, folds, strict=True):
+            rows = tensor.unflatten(dim, (fold, size)).narrow(dim + 1, start, stop - start)
+            tensor = rows.flatten(dim, dim + 1)
+        return tensor
+
+    yield outer
+    if max(folds) > 1:
+        yield inner

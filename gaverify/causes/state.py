@@ -1,0 +1,193 @@
+"""Does state that a forward changes, and the next micro-batch reads, make the difference?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gaverify.causes import draws, weights
+from gaverify.causes.bench import FORESEEN, Bench
+from gaverify.causes.narrowing import released
+from gaverify.causes.neutral.priming import Primed
+from gaverify.causes.neutral.state import StateHeld, StateRestored
+from gaverify.causes.trace.writing_lines import writing_lines
+from gaverify.passes.gradients import PassProbe
+from gaverify.records.experiment import ControlKind, ControlRun
+from gaverify.records.facts import Facts, State, StateChange
+from gaverify.records.operations import Operation
+from gaverify.tracebacks import shown
+
+_NEARER = 0.5  # of what one control leaves over: the other one is kept unless it leaves less than this
+_NO_EFFECT = 1e-6  # relative change of the difference below which a control changed nothing
+_MANY = 5  # changed values from which on those that a known line writes, or those of one kind, are tried together
+
+
+def ask(bench: Bench, facts: Facts) -> Facts:
+    """Restores what a forward changed before each micro-batch, then lets writes to it have no effect at all.
+
+    Where neither explains everything, the control that comes nearer is kept and nothing is blamed yet: the state may
+    matter beside another cause.
+    """
+    bench = draws.given(bench, facts)
+    changes = read_changes(facts.state.changes if facts.state is not None else ())
+    if facts.state is None or not changes:
+        return facts
+    found = bench.attempt("state", lambda: _controlled(bench, changes))
+    if found is None:
+        return facts
+    state = replace(facts.state, control=found)
+    if not found.rounding:
+        return replace(facts, state=state)
+    remedies = (found,) if found.kind in (ControlKind.STATE_RESTORED, ControlKind.STATE_PRIMED) else ()
+    if found.kind is ControlKind.STATE_PRIMED:
+        first = tuple(change for change in changes if change.place in ("parameter", "buffer")) or changes
+    else:
+        first = blamed(bench, changes, facts.left)
+    state = replace(state, blamed=first, remedies=remedies)
+    return replace(facts, state=state, left=found.left, cleared=True)
+
+
+def ask_unnamed(bench: Bench, facts: Facts) -> Facts:
+    """Restores everything before each micro-batch: the state that moves may have no name, or move in a backward."""
+    if facts.forward.causes or not facts.forward.agree:
+        return facts
+    bench = draws.given(bench, facts)
+    restored = bench.attempt("state restored", lambda: _restored(bench))
+    if restored is None:
+        return facts
+    unnamed = StateChange("state", "unnamed")
+    found = State((unnamed,), restored, (unnamed,), (restored,))
+    if restored.rounding:
+        return replace(facts, state=found, left=restored.left, cleared=True)
+    if abs(restored.left - facts.left) > _NO_EFFECT * facts.left:
+        there = bench.without(StateRestored(bench.state))
+        fit = weights.weighed(there, facts, restored.fit)
+        if fit is not None:
+            return replace(weights.tried(there, facts, fit), state=replace(found, alone=facts.compared.total))
+    return facts
+
+
+def ask_lines(bench: Bench, facts: Facts) -> Facts:
+    """Finds the lines that change blamed state which is no tensor of the model and no attribute of a module."""
+    state = facts.state
+    if state is None:
+        return facts
+    placeless = [c for c in state.blamed if c.writer is None or c.writer.file is None]
+    unknown = [change.name for change in placeless if change.place in ("closure", "attribute")]
+    lines = bench.attempt("writing lines", lambda: writing_lines(bench, unknown)) if unknown else None
+    if not lines:
+        return facts
+    placed = []
+    for change in state.blamed:
+        if change.name in lines:
+            file, line = lines[change.name]
+            writer = change.writer or Operation("")
+            change = replace(change, writer=replace(writer, file=shown(file), line=line))
+        placed.append(change)
+    return replace(facts, state=replace(state, blamed=tuple(placed)))
+
+
+def probe_of(bench: Bench, facts: Facts) -> PassProbe | None:
+    """What keeps the state neutralised for the questions after this one; None where no control run neutralised it."""
+    if facts.state is None or facts.state.control is None:
+        return None
+    if facts.state.control.kind is ControlKind.STATE_RESTORED:
+        return StateRestored(bench.state)
+    return StateHeld(bench.task, [change.name for change in read_changes(facts.state.changes)])
+
+
+def read_changes(changes: tuple[StateChange, ...]) -> tuple[StateChange, ...]:
+    """The changes that a forward may read: fused normalisations write running statistics and do not in training."""
+    read = tuple(c for c in changes if c.writer is None or "batch_norm" not in c.writer.name)
+    return tuple(c for c in read if not c.name.endswith("num_batches_tracked"))
+
+
+def blamed(bench: Bench, changes: tuple[StateChange, ...], left: float) -> tuple[StateChange, ...]:
+    """The changes that matter: one that is enough to hold, else those that have to be held together.
+
+    One that is enough alone is what the others are worked out from. Parameters and buffers are blamed first: what the
+    forward works out anew each time, as an attribute, is no state of its own. Changes without a known writer come last.
+
+    Args:
+        bench: Where to run.
+        changes: What a forward may read.
+        left: The relative difference with none of them held.
+    """
+    if len(changes) > _MANY:
+        kinds = {change.place: tuple(c for c in changes if c.place == change.place) for change in changes}
+        written = tuple(c for c in changes if c.writer is not None and c.writer.name)
+        for some in (written, *kinds.values()):
+            if 0 < len(some) < len(changes) and _is_enough(_held_or_none(bench, some)):
+                return blamed(bench, some, left)
+    if len(changes) < 2:
+        return changes
+    ordered = sorted(changes, key=lambda c: (c.writer is not None, c.place in ("parameter", "buffer")))
+    if len(changes) <= _MANY:
+        runs = {change: _held_or_none(bench, [change]) for change in reversed(ordered)}
+        enough = next((change for change, run in runs.items() if _is_enough(run)), None)
+        if enough is not None:
+            return (enough,)
+        ordered = [c for c in ordered if (run := runs[c]) is None or abs(run.left - left) > _NO_EFFECT * left]
+    if not ordered or not _is_enough(_held_or_none(bench, ordered)):
+        return tuple(change for change in changes if change in ordered) or changes
+    needed = [entry.item for entry in released(ordered, lambda some: _held_or_none(bench, some))]
+    return tuple(change for change in changes if change in needed)
+
+
+def _controlled(bench: Bench, changes: Sequence[StateChange]) -> ControlRun:
+    """The control run with the state initialised once, restored, or held where that comes nearer."""
+    primed = _primed(bench)
+    if primed is not None and primed.rounding:
+        return primed
+    restored = _restored(bench)
+    if restored.rounding:
+        return restored
+    still = StateHeld(bench.task, [change.name for change in changes])
+    try:
+        held = bench.run("state held still", still, fit=True, kind=ControlKind.STATE_HELD)
+    except FORESEEN:  # a counter that stays at zero stops the model
+        return restored
+    return held if held.rounding or _unexplained(held) < _NEARER * _unexplained(restored) else restored
+
+
+def _primed(bench: Bench) -> ControlRun | None:
+    """Lets both runs start from what one forward of the full batch leaves; None where that does not run.
+
+    State that initialises itself from the first batch (scales, a codebook) agrees then, and state that moves with every
+    forward does not.
+    """
+    try:
+        probe = Primed(bench.task, bench.state, lift=bench.lift)
+        return bench.run("one forward of the full batch before the window", probe, kind=ControlKind.STATE_PRIMED)
+    except FORESEEN:
+        return None
+
+
+def _unexplained(control: ControlRun) -> float:
+    """What a control leaves over, with the best weights."""
+    return control.left if control.fit is None or control.fit.vacuous else control.fit.residual
+
+
+def _restored(bench: Bench) -> ControlRun:
+    """Starts every micro-batch from the state that the full batch started from."""
+    kind = ControlKind.STATE_RESTORED
+    return bench.run("state restored before each micro-batch", StateRestored(bench.state), fit=True, kind=kind)
+
+
+def _is_enough(run: ControlRun | None) -> bool:
+    return run is not None and run.rounding
+
+
+def _held_or_none(bench: Bench, changes: Sequence[StateChange]) -> ControlRun | None:
+    """The control run with these values held; None where there are none, or where that stops the model.
+
+    A step counter that stays at zero may.
+    """
+    if not changes:
+        return None
+    names = [change.name for change in changes]
+    what = f"{', '.join(f'`{name}`' for name in names)} held still"
+    try:
+        return bench.run(what, StateHeld(bench.task, names), kind=ControlKind.STATE_HELD)
+    except FORESEEN:
+        return None

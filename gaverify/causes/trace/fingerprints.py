@@ -1,0 +1,86 @@
+"""Fingerprints: short vectors that stand for tensors which are too large to keep.
+
+Shapes: B samples; a tensor whose dimension d has B·m rows gives B numbers per direction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from gaverify.passes.devices import widest
+from gaverify.passes.fingerprints import real_numbers, summaries
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the samples lie in a result: found by comparing its shapes in the full batch and in a micro-batch.
+
+    `kind`: "rows" (dimension `dim` has B·`fold` rows), "global" (the shape does not depend on the batch), "matrix"
+    (several dimensions grow with the batch), "selected" (one dimension depends on which samples there are).
+    """
+
+    kind: Literal["rows", "global", "matrix", "selected"]
+    dim: int = 0
+    fold: int = 1
+
+
+def layout_of(full: tuple[int, ...], micro: tuple[int, ...], batch_size: int, count: int) -> Layout | None:
+    """Returns the layout of a result of shape `full` for B samples and `micro` for n < B; None where there is none."""
+    if len(full) != len(micro):
+        return None
+    changed = [dim for dim, (whole, part) in enumerate(zip(full, micro, strict=True)) if whole != part]
+    if not changed:
+        return Layout("global")
+    scaled = [dim for dim in changed if full[dim] % batch_size == 0 and micro[dim] == full[dim] // batch_size * count]
+    if len(changed) == 1:
+        return Layout("rows", changed[0], full[changed[0]] // batch_size) if scaled else Layout("selected", changed[0])
+    return Layout("matrix") if len(scaled) == len(changed) else None
+
+
+def fingerprint(tensor: torch.Tensor, layout: Layout, *, integers: bool = False) -> torch.Tensor | None:
+    """Returns fingerprints of shape (variants, rows, 3): two projections and the norm of each row, in float64.
+
+    Folded rows (`fold` > 1) may hold the batch as their outer or as their inner index: both variants are kept.
+    """
+    if not _has_layout(tensor, layout):
+        return None
+    if not (tensor.is_floating_point() or tensor.is_complex() or integers) and layout.kind != "global":
+        return None
+    values = real_numbers(tensor).to(widest(tensor.device))
+    if layout.kind == "global":
+        return summaries(values.reshape(1, -1)).unsqueeze(0)
+    rows = values.movedim(layout.dim, 0)
+    if layout.kind == "selected" or layout.fold == 1:
+        return summaries(rows.reshape(rows.shape[0], -1)).unsqueeze(0)
+    folded = rows.reshape(rows.shape[0] // layout.fold, -1)
+    inner = rows.reshape(layout.fold, rows.shape[0] // layout.fold, -1).transpose(0, 1)
+    return torch.stack([summaries(folded), summaries(inner.reshape(inner.shape[0], -1))])
+
+
+def moments(tensor: torch.Tensor, layout: Layout) -> torch.Tensor | None:
+    """Returns sums over all rows that do not depend on their order, of shape (10,): eight moments and two scales.
+
+    Every row counts by its two projections and its norm, in products of two and of three of these. The moments of the
+    full batch are the sums of the micro-batches' exactly where all hold the same rows, in whatever order: tokens that
+    are sorted by their expert. The last two entries bound the products of two and of three in magnitude.
+    """
+    if not _has_layout(tensor, layout) or layout.kind not in ("rows", "selected"):
+        return None
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return None
+    rows = real_numbers(tensor).to(widest(tensor.device)).movedim(layout.dim, 0)
+    a, b, n = summaries(rows.reshape(rows.shape[0], -1)).unbind(-1)
+    twice = [a * a, a * b, b * b, a * n, n * n]
+    thrice = [a * a * a, a * a * b, b * b * n]
+    scales = [a.square() + b.square() + n.square(), a.abs() ** 3 + b.abs() ** 3 + n**3]
+    return torch.stack([*twice, *thrice, *scales]).sum(1)
+
+
+def _has_layout(tensor: torch.Tensor, layout: Layout) -> bool:
+    """Whether the samples lie in a tensor as in the one of another micro-batch by which the layout was found."""
+    if tensor.numel() == 0 or layout.kind == "matrix" or layout.dim >= max(tensor.dim(), 1):
+        return False
+    return layout.kind != "rows" or (tensor.dim() > 0 and tensor.shape[layout.dim] % layout.fold == 0)

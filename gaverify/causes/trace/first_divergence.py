@@ -1,0 +1,107 @@
+"""Which operation is the first whose result for the same samples depends on the batch that they came in?
+
+Shapes: B samples, K micro-batches with samples `start` to `stop - 1`; fingerprints of shape (variants, rows, 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gaverify.causes.bench import Bench
+from gaverify.causes.trace.dependence import Dependence
+from gaverify.causes.trace.matching import Matching
+from gaverify.causes.trace.operations import OperationTracer
+from gaverify.causes.trace.suspects import Reader
+from gaverify.causes.trace.traces import Result, Trace
+from gaverify.passes.gradients import forward_pass
+from gaverify.records.operations import Suspect
+
+# In float64 rows agree to about 1e-12; a float32 fallback to about 1e-5. Faults lie far above.
+AGREE_FLOAT64, AGREE_FLOAT32 = 1e-9, 1e-3
+
+
+@dataclass
+class Divergences:
+    """The traces of the full batch and of the micro-batches, and what differs between them."""
+
+    full: Trace
+    suspects: list[Suspect]
+    loss_gap: float
+    shares: tuple[float, ...] = ()  # the micro-batch weights that come nearest to the full batch's loss
+
+    @property
+    def forwards_agree(self) -> bool:
+        """Whether no operation mixed samples and all forwards came to the same."""
+        return not self.suspects
+
+
+def trace_divergences(
+    bench: Bench, *, weights: Sequence[float], valid_targets: Sequence[float] = (), foreign: bool = False
+) -> Divergences:
+    """Runs every forward once, from the same state, and returns the suspects in the order of execution.
+
+    A first short run of micro-batch 1 only takes shapes: comparing them with the full batch's tells in which dimension
+    of each result the samples lie.
+
+    Args:
+        bench: Where to run, and what has been neutralised already.
+        weights: The micro-batch weights, for the gap between the full loss and their weighted sum.
+        valid_targets: Valid targets per micro-batch, where the loss counts them.
+        foreign: Generators of Python or NumPy moved differently; rows that come from outside torch are then draws.
+    """
+    task, record = bench.task, bench.record
+    names = {module: name for root in task.modules for name, module in root.named_modules()}
+
+    def traced(k: int | None, template: Trace | None = None, plan: Trace | None = None) -> tuple[Trace, float]:
+        tracer = OperationTracer(names, task.batch_size, task.sizes[0], template, plan)
+        probe = bench.with_probe(tracer)
+        loss = forward_pass(task, bench.state, record, k, lift=bench.lift, probe=probe)
+        return tracer.finish(loss), float(loss)
+
+    task.progress("tracing the full batch")
+    record.rewind()
+    shapes, _ = traced(0)
+    full, whole = traced(None, template=shapes)
+    record.rewind()
+    parts, losses = [], []
+    for k in range(task.steps):
+        task.progress(f"tracing micro-batch {k + 1} of {task.steps}")
+        trace, loss = traced(k, plan=full)
+        parts.append(trace)
+        losses.append(loss)
+    for trace in (full, *parts):
+        _to_host(trace)
+    agree = AGREE_FLOAT64 if bench.rounding < 1e-5 else AGREE_FLOAT32
+    shares = [_on_host([1.0] * task.steps), _on_host([size / task.batch_size for size in task.sizes])]
+    if len(valid_targets) == task.steps and sum(valid_targets) > 0:
+        shares.append(_on_host([count / sum(valid_targets) for count in valid_targets]))
+    total = _on_host(losses)
+    candidates = [_on_host(weights), *shares]
+    gaps = [abs(float(share @ total) - whole) / max(abs(whole), 1e-300) for share in candidates]
+    gap, nearest = min(zip(gaps, candidates, strict=True), key=lambda pair: pair[0])
+    matching = Matching(full, parts, agree)
+    dependence = Dependence(matching, foreign=foreign, shares=shares, agree=agree)
+    reader = Reader(matching, dependence, task.batch_size)
+    return Divergences(full, list(reader.suspects(shares, agree, gap <= agree)), gap, tuple(nearest.tolist()))
+
+
+def _on_host(numbers: Sequence[float]) -> torch.Tensor:
+    return torch.tensor(list(numbers), dtype=torch.float64, device="cpu")
+
+
+def _to_host(trace: Trace) -> None:
+    """Moves all fingerprints of a trace to the CPU, those of one device in one transfer."""
+    devices: dict[torch.device, list[tuple[Result, str, torch.Tensor]]] = {}
+    for result in (result for step in trace.steps for result in step.results):
+        for name in ("prints", "moments"):
+            numbers = getattr(result, name)
+            if numbers is not None:
+                devices.setdefault(numbers.device, []).append((result, name, numbers))
+    for kept in devices.values():
+        joined = torch.cat([numbers.reshape(-1) for _, _, numbers in kept]).to("cpu", torch.float64)
+        pieces = joined.split([numbers.numel() for _, _, numbers in kept])
+        for (result, name, numbers), piece in zip(kept, pieces, strict=True):
+            setattr(result, name, piece.view(numbers.shape))

@@ -1,0 +1,170 @@
+"""Which operations of the full batch's trace correspond to which of the micro-batches', and what they have in common.
+
+A loop over the samples or a branch makes traces differ in length. Operations of one signature correspond in their
+order where all traces hold equally many of them; the others are strays.
+
+Shapes: B samples, K micro-batches; fingerprints of shape (variants, rows, 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from gaverify.causes.trace.fingerprints import Layout
+from gaverify.causes.trace.traces import Result, Step, Trace
+
+_SAME_ROWS = 1e-2  # of the difference that rounding may leave in a row: sums over all rows agree better
+_NAN = 1e30  # stands for NaN in a comparison
+
+
+class Matching:
+    """The traces of the full batch and of the micro-batches, aligned and compared.
+
+    Args:
+        full: The trace of the full batch.
+        parts: Those of the micro-batches.
+        agree: The relative difference that rounding may leave between fingerprints.
+    """
+
+    def __init__(self, full: Trace, parts: Sequence[Trace], agree: float) -> None:
+        self.full, self.parts, self._agree = full, parts, agree
+        self._partners = [self._partners_of(step) for step in full.steps]
+        self._backwards = [
+            {partners[k]: index for index, partners in enumerate(self._partners) if partners is not None}
+            for k in range(len(parts))
+        ]
+        # (difference, samples) of every step's rows; None where its samples cannot be told apart. How many samples a
+        # selection of rows comes from is not known: 0.
+        self.rows = [self._rows_of(index) for index in range(len(full.steps))]
+        # whether a step's rows are the same ones in another order: tokens sorted by expert, a batch turned round
+        self.permuted = [self._moved(index) and self._same_rows(index) for index in range(len(full.steps))]
+        self.tainted = [self._is_tainted(index) for index in range(len(full.steps))]
+
+    def matched(self, index: int) -> bool:
+        """Whether all micro-batches hold this step of the full batch."""
+        return self._partners[index] is not None
+
+    def differs(self, index: int) -> bool:
+        """Whether rows of the same samples differ, and not by their order alone."""
+        return self._moved(index) and not self.permuted[index]
+
+    def _moved(self, index: int) -> bool:
+        """Whether what stands in the place of a sample differs."""
+        rows = self.rows[index]
+        return rows is not None and rows[0] > self._agree
+
+    def _same_rows(self, index: int) -> bool:
+        """Whether the micro-batches together hold the rows of the full batch, in whatever order."""
+        found = False
+        for position, result in enumerate(self.full.steps[index].results):
+            if result.prints is None or result.layout is None or result.layout.kind not in ("rows", "selected"):
+                continue
+            parts = [self._result(k, index, position) for k in range(len(self.parts))]
+            sums = [part.moments for part in parts if part is not None and part.moments is not None]
+            if result.moments is None or len(sums) != len(self.parts):
+                return False
+            twice, thrice = result.moments[-2], result.moments[-1]
+            scales = torch.stack([twice] * 5 + [thrice] * 3)
+            difference = (torch.stack(sums).sum(0) - result.moments)[:8].abs()
+            if not bool((difference <= _SAME_ROWS * self._agree * scales).all()):
+                return False
+            found = True
+        return found
+
+    def prints(self, index: int, position: int) -> list[torch.Tensor] | None:
+        """The micro-batches' fingerprints of one result; None where one of them lacks it."""
+        results = [self._result(k, index, position) for k in range(len(self.parts))]
+        found = [result.prints for result in results if result is not None and result.prints is not None]
+        return found if len(found) == len(self.parts) else None
+
+    def constant(self, index: int) -> bool:
+        """Whether a step's results have the same shape and values in all runs."""
+        results = self.full.steps[index].results
+        compared = all(_is_global(r) and r.prints is not None and self.prints(index, p) for p, r in enumerate(results))
+        return compared and not self.tainted[index]
+
+    def part_inputs(self, k: int, index: int) -> tuple[int, ...]:
+        """The inputs of a matched step in the trace of micro-batch k."""
+        partners = self._partners[index]
+        return self.parts[k].steps[partners[k]].inputs if partners is not None else ()
+
+    def partner(self, k: int, index: int) -> int:
+        """The position of a matched step in the trace of micro-batch k; -1 of a stray."""
+        partners = self._partners[index]
+        return partners[k] if partners is not None else -1
+
+    def whole(self, k: int, position: int) -> int | None:
+        """The full batch's step of a step of micro-batch k; None of a stray."""
+        return self._backwards[k].get(position)
+
+    def additive(self, index: int, shares: Sequence[torch.Tensor]) -> float:
+        """How far the batch-wide results of a step are from a weighted sum of the micro-batches' results."""
+        worst = 0.0
+        for position, result in enumerate(self.full.steps[index].results):
+            parts = self.prints(index, position)
+            if result.prints is None or not result.floating or parts is None or not _is_global(result):
+                continue
+            stacked = _finite(torch.stack([part[0, 0, :2] for part in parts]))
+            target = _finite(result.prints[0, 0, :2])
+            scale = stacked.abs().max().clamp_min(1e-300)
+            left = min(float(((share @ stacked) - target).abs().max() / scale) for share in shares)
+            worst = max(worst, left)
+        return worst
+
+    def _partners_of(self, step: Step) -> tuple[int, ...] | None:
+        counts = {len(trace.places.get(step.signature, ())) for trace in (self.full, *self.parts)}
+        if len(counts) > 1:
+            return None
+        return tuple(part.places[step.signature][step.occurrence] for part in self.parts)
+
+    def _result(self, k: int, index: int, position: int) -> Result | None:
+        partners = self._partners[index]
+        results = self.parts[k].steps[partners[k]].results if partners is not None else []
+        return results[position] if position < len(results) else None
+
+    def _rows_of(self, index: int) -> tuple[float, int] | None:
+        worst: tuple[float, int] | None = None
+        for position, result in enumerate(self.full.steps[index].results):
+            if result.layout is None or result.prints is None or result.layout.kind not in ("rows", "selected"):
+                continue
+            others = self.prints(index, position)
+            seen = self._compared(result.prints, others, result.layout) if others is not None else None
+            if seen is not None and (worst is None or seen[0] > worst[0]):
+                worst = seen
+        return worst
+
+    def _compared(self, full: torch.Tensor, parts: list[torch.Tensor], layout: Layout) -> tuple[float, int] | None:
+        if any(part.shape[0] != full.shape[0] for part in parts):
+            return None
+        joined = torch.cat(parts, dim=1)
+        if joined.shape != full.shape:
+            return None  # rows selected otherwise, or padded to other lengths
+        full, joined = full.nan_to_num(), joined.nan_to_num()
+        scale = full[:, :, 2].amax(1).clamp_min(1e-300)
+        difference = (joined - full).abs().amax(2) / scale[:, None]
+        variant = difference.amax(1).argmin()
+        samples = int((difference[variant] > self._agree).sum()) if layout.kind == "rows" else 0
+        return float(difference[variant].max()), samples
+
+    def _is_tainted(self, index: int) -> bool:
+        """Whether a result without rows differs between the runs: something was reduced over the batch."""
+        for position, result in enumerate(self.full.steps[index].results):
+            parts = self.prints(index, position)
+            if result.prints is None or parts is None or not _is_global(result):
+                continue
+            whole = _finite(result.prints)
+            scale = whole[..., 2].max().clamp_min(1e-300)
+            if any(float((_finite(part) - whole).abs().max() / scale) > self._agree for part in parts):
+                return True
+        return False
+
+
+def _finite(prints: torch.Tensor) -> torch.Tensor:
+    """Fingerprints in which a NaN is a number of its own: equal to another NaN, and to nothing else."""
+    return prints.nan_to_num(nan=_NAN)
+
+
+def _is_global(result: Result) -> bool:
+    return result.layout is not None and result.layout.kind == "global"

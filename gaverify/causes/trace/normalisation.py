@@ -1,0 +1,107 @@
+"""Does a module scale its channels, as a normalisation by statistics of the batch does?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from gaverify.causes.bench import Bench
+from gaverify.passes.gradients import PassProbe, forward_pass
+from gaverify.passes.isolation import generator_states
+from gaverify.passes.nesting import leaves
+
+_VARIANCES = ("var", "var_mean", "std", "std_mean")
+_UNEXPLAINED = 1e-5  # what a·x + b may leave over of an output before it counts as something else
+
+_ALIKE = 1e-5  # relative spread of the slopes that rounding explains, where the forward ran in float32
+
+
+def normalises_channels(bench: Bench, path: str) -> bool:
+    """Returns whether the outputs of the module at `path` are a·input + b with one (a, b) per channel."""
+    modules = {name: module for root in bench.task.modules for name, module in root.named_modules()}
+    listener = _Listener(modules[path])
+    forward_pass(bench.task, bench.state, bench.record, None, lift=bench.lift, probe=bench.with_probe(listener))
+    return listener.affine or _normalises_later(bench, modules[path], listener.first)
+
+
+def _normalises_later(bench: Bench, module: nn.Module, inputs: tuple[Any, ...]) -> bool:
+    """Whether a module scales its channels once its state has moved: fresh statistics may undo the batch's exactly."""
+    restore = generator_states()
+    try:
+        with torch.no_grad():
+            module(*inputs)
+            output = module(*inputs)
+    except Exception:  # it needs more than what it was given by position; then only the pass tells
+        return False
+    finally:
+        bench.state.restore()
+        restore()
+    first = _first_tensor(inputs)
+    return first is not None and isinstance(output, torch.Tensor) and per_channel_affine(first, output)
+
+
+def _first_tensor(inputs: Any) -> torch.Tensor | None:
+    return next((leaf for _, leaf in leaves(inputs) if isinstance(leaf, torch.Tensor)), None)
+
+
+def normalises_by_variance(bench: Bench, path: str, reduction: str) -> bool:
+    """Returns whether the module at `path` takes a variance over the batch and hands out what has its input's shape.
+
+    So do normalisations that are no scaling of channels, because they divide by the larger of two deviations. A module
+    with modules inside is a block of a network, and one that appends a deviation as a feature changes the shape.
+    """
+    modules = {name: module for root in bench.task.modules for name, module in root.named_modules()}
+    if reduction not in _VARIANCES or any(True for _ in modules[path].children()):
+        return False
+    listener = _Listener(modules[path])
+    forward_pass(bench.task, bench.state, bench.record, None, lift=bench.lift, probe=bench.with_probe(listener))
+    return listener.same_shape
+
+
+def per_channel_affine(before: torch.Tensor, after: torch.Tensor) -> bool:
+    """Whether `after` is a·`before` + b with one (a, b) per channel, the slopes not all alike."""
+    if before.shape != after.shape or before.dim() < 2 or not after.is_floating_point():
+        return False
+    for channel in {1, before.dim() - 1}:
+        x = before.detach().movedim(channel, 0).flatten(1).double()
+        y = after.detach().movedim(channel, 0).flatten(1).double()
+        if x.shape[1] < 3:
+            continue
+        x, y = x - x.mean(1, keepdim=True), y - y.mean(1, keepdim=True)
+        slope = (x * y).sum(1, keepdim=True) / x.square().sum(1, keepdim=True).clamp_min(1e-300)
+        unexplained = (y - slope * x).norm() / y.norm().clamp_min(1e-300)
+        spread = slope.std() if len(slope) > 1 else slope.abs().max()
+        if float(unexplained) < _UNEXPLAINED and float(spread) > _ALIKE * float(slope.abs().max()):
+            return True
+    return False
+
+
+class _Listener(PassProbe):
+    """Looks at the input and output of one module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.affine = False
+        self.same_shape = False
+        self.first: tuple[Any, ...] = ()
+
+    @contextmanager
+    def around(self, k: int | None) -> Iterator[None]:
+        """Listens for the length of a forward."""
+        handle = self._module.register_forward_hook(self._hear)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _hear(self, _: nn.Module, inputs: Any, output: Any) -> None:
+        self.first = self.first or inputs
+        first = _first_tensor(inputs)
+        if first is not None and isinstance(output, torch.Tensor):
+            self.same_shape = self.same_shape or first.shape == output.shape
+            with torch._C.DisableTorchFunction():
+                self.affine = self.affine or per_channel_affine(first, output)

@@ -1,0 +1,222 @@
+"""Traces one forward operation by operation: what ran, where in the user's code, and a fingerprint of every result.
+
+Shapes: B samples, n of a micro-batch; a result with B·m rows along one dimension is kept as B fingerprints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
+
+from gaverify.causes.trace.fingerprints import fingerprint, layout_of, moments
+from gaverify.causes.trace.traces import INPUT, Frame, ModuleCall, Result, Step, Trace, same_result
+from gaverify.passes.gradients import PassProbe
+from gaverify.passes.modes import FunctionMode, OperationMode, operation_name
+from gaverify.records.operations import FunctionKey
+from gaverify.tracebacks import Owner, calling_frame, owner_of
+
+_FACTORIES = ("tensor", "as_tensor", "asarray", "from_numpy", "frombuffer")  # bring numbers in from outside torch
+_UNWRITTEN = ("empty", "new_empty")  # factories whose results hold whatever the memory held
+
+
+@cache
+def _traits(func: Any) -> tuple[str, bool, bool]:
+    """Name, whether the result is a view of an argument, whether the operation is random."""
+    returns = func._schema.returns
+    view = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    return operation_name(func), view, torch.Tag.nondeterministic_seeded in func.tags
+
+
+class OperationTracer(PassProbe):
+    """Records the forward of a pass.
+
+    Args:
+        names: The modules of the task and their paths.
+        batch_size: B.
+        count: n of the micro-batch that `template` was taken of.
+        template: An earlier trace of a micro-batch without fingerprints, whose shapes tell where the samples lie; None
+            records shapes only.
+        plan: The layouts found by the trace of the full batch; the micro-batches follow them.
+    """
+
+    def __init__(
+        self,
+        names: dict[nn.Module, str],
+        batch_size: int,
+        count: int,
+        template: Trace | None = None,
+        plan: Trace | None = None,
+    ) -> None:
+        self.trace = Trace()
+        self._names, self._size, self._count = names, batch_size, count
+        self._template, self._plan = template, plan
+        self._stack: list[int] = []
+        self._writers: dict[int, int] = {}
+        self._storages: dict[int, StorageWeakRef] = {}  # an address is not given away again while these live
+        self._state = {
+            _address(value)
+            for module in names
+            for value in (*module._parameters.values(), *module._buffers.values())
+            if value is not None
+        }
+        self._function: FunctionKey | None = None
+        self._calls = FunctionCalls()
+
+    @contextmanager
+    def around(self, k: int | None) -> Iterator[None]:
+        """Listens to modules, functions and operations for the length of a forward."""
+        before = nn.modules.module.register_module_forward_pre_hook(self._enter)
+        after = nn.modules.module.register_module_forward_hook(self._leave, always_call=True)
+        try:
+            with FunctionMode(self._call), OperationMode(self._operate):
+                yield
+        finally:
+            before.remove()
+            after.remove()
+
+    def finish(self, loss: torch.Tensor) -> Trace:
+        """Ends the recording with the loss that the forward returned, and returns the trace."""
+        self.trace.loss = self._writers.get(_address(loss))
+        self._writers.clear()
+        self._storages.clear()
+        return self.trace
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs a torch function; the operations in it are noted as its own."""
+        before, self._function = self._function, self._calls.key(func)
+        try:
+            result = func(*args, **kwargs)
+            if getattr(func, "__name__", "") in _FACTORIES:
+                with torch._C.DisableTorchFunction():
+                    self._note_inputs(list(_tensors(result)))
+            return result
+        finally:
+            self._function = before
+
+    def _operate(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs an operation, which gaverify's own mode handles first, and notes it."""
+        result = func(*args, **kwargs)
+        self._record(func, args, kwargs, result)
+        return result
+
+    def _record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Notes one operation of the forward, gradients that the forward asks for included."""
+        name, view, random = _traits(func)
+        if view:
+            return
+        tensors = list(_tensors((args, kwargs)))
+        self._note_inputs(tensors)
+        writers = tuple(dict.fromkeys(self._writers[p] for t in tensors if (p := _address(t)) in self._writers))
+        self._add(name, writers, any(t.requires_grad for t in tensors), random, len(tensors), list(_tensors(result)))
+
+    def _add(
+        self,
+        name: str,
+        writers: tuple[int, ...],
+        differentiable: bool,
+        random: bool,
+        inputs: int,
+        written: list[torch.Tensor],
+    ) -> None:
+        call, frame = self._stack[-1] if self._stack else None, calling_frame()
+        path = next((c.path for c in self._calls_around(call) if c.path is not None), None)
+        step = Step(name, call, self._function, frame, writers, differentiable, random, inputs, (name, frame, path))
+        if frame is not None and owner_of(frame[0]) is Owner.LIBRARY:
+            step.caller = calling_frame(Owner.USER)
+        index = self.trace.add(step)
+        for position, tensor in enumerate(written):
+            step.results.append(self._result(step, position, tensor))
+            self._wrote(tensor, index)
+
+    def _calls_around(self, call: int | None) -> Iterator[ModuleCall]:
+        if call is not None:
+            yield self.trace.calls[call]
+            for parent in reversed(self.trace.calls[call].parents):
+                yield self.trace.calls[parent]
+
+    def _wrote(self, tensor: torch.Tensor, index: int) -> None:
+        address = _address(tensor)
+        if address not in self._storages:
+            with contextlib.suppress(NotImplementedError, RuntimeError):
+                self._storages[address] = StorageWeakRef(tensor.untyped_storage())
+        self._writers[address] = index
+
+    def _note_inputs(self, tensors: list[torch.Tensor]) -> None:
+        """Adds a step for every tensor that no operation wrote: the batch, and what comes from outside torch."""
+        for tensor in tensors:
+            address = _address(tensor)
+            if address not in self._writers and address not in self._state:
+                self._add(INPUT, (), False, False, 0, [tensor])
+
+    def _result(self, step: Step, position: int, tensor: torch.Tensor) -> Result:
+        shape, name = tuple(tensor.shape), step.name
+        result = Result(shape, tensor.is_floating_point() or tensor.is_complex())
+        if self._plan is not None:
+            planned = same_result(self._plan, step, position)
+            result.layout = planned.layout if planned is not None else None
+        elif self._template is not None:
+            seen = same_result(self._template, step, position)
+            result.layout = layout_of(shape, seen.shape, self._size, self._count) if seen is not None else None
+        written = not name.startswith(_UNWRITTEN)
+        if written and result.layout is not None and tensor.layout is torch.strided:
+            with _disable_current_modes():
+                result.prints = fingerprint(tensor, result.layout, integers=name == INPUT or tensor.dtype is torch.bool)
+                result.moments = moments(tensor, result.layout) if name != INPUT else None
+        return result
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        kind = type(module)
+        library = kind.__module__.split(".")[0] == "torch"
+        path = self._names.get(module)
+        self.trace.calls.append(ModuleCall(path, kind.__name__, library, tuple(self._stack)))
+        self._stack.append(len(self.trace.calls) - 1)
+
+    def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
+        if not self._stack:
+            return
+        index = self._stack.pop()
+        with torch._C.DisableTorchFunction():  # asking for a storage would count as a call of the user's
+            self.trace.calls[index].outputs = tuple(self._writers.get(_address(tensor)) for tensor in _tensors(output))
+
+
+class FunctionCalls:
+    """Names the outermost calls of torch functions, so that a control run can find the same call again."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, Frame], int] = {}
+
+    def key(self, func: Any) -> FunctionKey:
+        """Returns the name of the call that begins now."""
+        place = str(getattr(func, "__name__", func)), calling_frame()
+        self._seen[place] = self._seen.get(place, -1) + 1
+        return (*place, self._seen[place])
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _tensors(entry)
+    elif isinstance(value, dict):
+        for entry in value.values():
+            yield from _tensors(entry)
+    elif hasattr(value, "__dict__") and not isinstance(value, type | nn.Module):
+        for entry in vars(value).values():
+            if isinstance(entry, torch.Tensor):
+                yield entry
+
+
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return id(tensor)

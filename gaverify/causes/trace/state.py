@@ -1,0 +1,165 @@
+"""What does a forward change that the next micro-batch reads?
+
+State is compared by value: the kernel of BatchNorm moves its running statistics without raising their `_version`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from gaverify.causes.trace.digests import digest, tensor_digest
+from gaverify.causes.trace.writes import address, writes_seen
+from gaverify.passes.gradients import PassProbe, Task
+from gaverify.passes.isolation import OWN_ATTRIBUTES, ModelState, scripted_attributes, variables
+from gaverify.records.facts import StateChange
+from gaverify.records.operations import Operation
+from gaverify.tracebacks import calling_frame, hands_over, shown
+
+Frame = tuple[str, int] | None
+Getter = Callable[[], Any]
+
+
+def named_state(task: Task) -> dict[str, tuple[str, Getter]]:
+    """Returns place and getter of everything that a forward may change, by name, parameters excepted.
+
+    Names are `path.to.buffer`, `path.to.attribute`, and a variable's name for what the loss function can reach.
+    """
+    found: dict[str, tuple[str, Getter]] = {}
+    for root in task.modules:
+        found |= _module_state(root, "")
+    modules = [module for root in task.modules for module in root.modules()]
+    known = set(map(id, modules))
+    for name, get in variables(task.problem.loss, *modules):
+        value = get()
+        if not issubclass(type(value), nn.Module):
+            found.setdefault(name, ("closure", get))
+        elif id(value) not in known:  # a teacher, a moving average of the weights
+            found = _module_state(value, f"{name}.") | found
+            for path, parameter in value.named_parameters():
+                found.setdefault(f"{name}.{path}", ("closure", lambda p=parameter: p.data))  # type: ignore[misc]
+    return found
+
+
+def all_parameters(task: Task) -> dict[str, nn.Parameter]:
+    """Returns the parameters by name, the frozen ones included: a forward may move a target network."""
+    named = {name: p for root in reversed(task.modules) for name, p in root.named_parameters()}
+    return named | task.parameters
+
+
+def _module_state(root: nn.Module, prefix: str) -> dict[str, tuple[str, Getter]]:
+    found: dict[str, tuple[str, Getter]] = {}
+    for path, module in root.named_modules():
+        start = prefix + (f"{path}." if path else "")
+        for name, _ in module._buffers.items():  # a scripted module's cannot be iterated over otherwise
+            found[start + name] = ("buffer", lambda m=module, n=name: _buffer(m, n))  # type: ignore[misc]
+        for name in set(vars(module)) - OWN_ATTRIBUTES:
+            found[start + name] = ("attribute", lambda m=module, n=name: vars(m).get(n))  # type: ignore[misc]
+        if isinstance(module, torch.jit.ScriptModule):
+            for name in scripted_attributes(module).keys() - OWN_ATTRIBUTES:
+                found.setdefault(start + name, ("attribute", lambda m=module, n=name: getattr(m, n, None)))  # type: ignore[misc]
+    return found
+
+
+def _buffer(module: nn.Module, name: str) -> Any:
+    return dict(module._buffers.items()).get(name)  # a scripted module's view has no `get`
+
+
+class StateWatch(PassProbe):
+    """Notes what every pass changes, and which line wrote it."""
+
+    def __init__(self, task: Task, state: ModelState) -> None:
+        self._state = state
+        self._named = named_state(task)
+        self._paths = {id(m): path for root in task.modules for path, m in root.named_modules()}
+        self._parameters = {address(p): name for name, p in all_parameters(task).items()}
+        self._kinds = {path: type(m).__name__ for root in task.modules for path, m in root.named_modules()}
+        self._changed: dict[str, str] = {}
+        self._trained = list(task.parameters.values())
+        self.clears_gradients = False
+        self._writers: dict[str, tuple[str, Frame]] = {}
+
+    @contextmanager
+    def around(self, k: int | None) -> Iterator[None]:
+        """Compares the state before and after one forward and its backward."""
+        before = self._digests()
+        addresses = {
+            address(value): name
+            for name, (_, get) in self._named.items()
+            if issubclass(type(value := get()), torch.Tensor)
+        } | self._parameters
+        self._gradients = self._stamps()
+        with assignments(self._assigned), writes_seen(addresses, self._wrote):
+            yield
+        after = self._digests()
+        for name, value in after.items():
+            if before.get(name) != value:
+                self._changed[name] = self._named[name][0] if name in self._named else "parameter"
+
+    @hands_over
+    def backward(self, k: int | None, loss: torch.Tensor, weight: float) -> None:
+        """Sees whether the forward cleared gradients of the micro-batches before it."""
+        self.clears_gradients = self.clears_gradients or self._stamps() != self._gradients
+        super().backward(k, loss, weight)
+
+    def _stamps(self) -> list[tuple[int, int]]:
+        """Which gradient every parameter has, and how often it was written to."""
+        gradients = [parameter.grad for parameter in self._trained]
+        return [(id(g), g._version) if g is not None else (0, 0) for g in gradients]
+
+    def changes(self) -> tuple[StateChange, ...]:
+        """Returns what the passes changed so far."""
+        return tuple(StateChange(name, place, self._writer(name)) for name, place in self._changed.items())  # type: ignore[arg-type]
+
+    def _digests(self) -> dict[str, Any]:
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            found = {name: digest(get()) for name, (_, get) in self._named.items()}
+            for parameter in self._state.written:
+                name = self._parameters.get(address(parameter), "")
+                if name:
+                    found[name] = tensor_digest(parameter.data)
+        return found
+
+    def _assigned(self, module: nn.Module, name: str, frame: Frame) -> None:
+        path = self._paths.get(id(module))
+        if path is not None:
+            self._writers[f"{path}.{name}" if path else name] = ("assignment", frame)
+
+    def _wrote(self, name: str, operation: str, frame: Frame) -> None:
+        self._writers[name] = (operation, frame)
+
+    def _writer(self, name: str) -> Operation | None:
+        operation, frame = self._writers.get(name, ("", None))
+        file, line = (shown(frame[0]), frame[1]) if frame is not None else (None, None)
+        if self._named.get(name, ("",))[0] == "closure":  # of no module
+            return Operation(operation, None, "", False, file, line)
+        path = name.rpartition(".")[0]
+        if path not in self._kinds:
+            path = ""
+        return Operation(operation, path, self._kinds.get(path, ""), False, file, line)
+
+
+@contextmanager
+def assignments(
+    notice: Callable[[nn.Module, str, Frame], None], keeps: Callable[[nn.Module, str], bool] = lambda *_: False
+) -> Iterator[None]:
+    """Sees every attribute assignment to a module, and drops those that `keeps` asks for."""
+    original = nn.Module.__setattr__
+
+    @hands_over
+    def assign(module: nn.Module, name: str, value: Any) -> None:
+        if keeps(module, name):
+            return
+        notice(module, name, calling_frame())
+        original(module, name, value)
+
+    try:
+        nn.Module.__setattr__ = assign  # type: ignore[method-assign, assignment]
+        yield
+    finally:
+        nn.Module.__setattr__ = original  # type: ignore[method-assign]

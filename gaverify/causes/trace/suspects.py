@@ -1,0 +1,331 @@
+"""Turns what differs between the traces into suspects: where they lie, what a control run has to hold.
+
+Shapes: B samples, K micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from gaverify.causes.trace.dependence import Dependence
+from gaverify.causes.trace.matching import Matching
+from gaverify.causes.trace.traces import DECISIONS, Frame, ModuleCall, Step, Trace, source_line
+from gaverify.records.operations import FunctionKey, Operation, Suspect, SuspectKind
+from gaverify.tracebacks import shown
+
+_NEAR = 6  # operations before the traces part among which a decision is looked for
+
+
+class Reader:
+    """Turns the steps that bring a difference about into suspects."""
+
+    def __init__(self, matching: Matching, dependence: Dependence, batch_size: int) -> None:
+        self._m, self._dependence, self._size = matching, dependence, batch_size
+        self._full = matching.full
+
+    def suspects(self, shares: list[torch.Tensor], agree: float, additive: bool) -> Iterator[Suspect]:
+        """Yields the suspects: mixed rows and cross-sample matrices first, then reductions that are not sums."""
+        lines: set[Frame] = set()
+        for index in self._dependence.origins():
+            frame = self._full.steps[index].frame
+            if frame is None or frame not in lines:
+                lines.add(frame)
+                yield from self._suspects_of(index)
+        if lines or additive:
+            return
+        for index in sorted(self._dependence.live):
+            tainted = self._m.tainted[index] and self._full.steps[index].differentiable
+            if tainted and self._m.additive(index, shares) > agree:
+                yield from self._non_additive(index, self._m.additive(index, shares))
+                return
+        last = len(self._full.steps) - 1 if self._full.loss is None else self._full.loss
+        if self._dependence.by_control_flow(last) or not self._m.matched(last) or self._other_end():
+            yield self._control_flow(last)
+
+    def _other_end(self) -> bool:
+        """Whether a micro-batch's loss was written by another operation than the full batch's."""
+        return any(
+            part.loss is not None and self._m.whole(k, part.loss) != self._full.loss
+            for k, part in enumerate(self._m.parts)
+        )
+
+    def _suspects_of(self, index: int) -> Iterator[Suspect]:
+        kind = self._dependence.kinds[index]
+        if kind != "control-flow":
+            yield self._suspect(index, kind or "rows")
+            return
+        if self._sources(index):  # a branch or loop that also reads what was reduced over the batch
+            yield self._suspect(index, "rows")
+        yield self._control_flow(index)
+
+    def _non_additive(self, index: int, left: float) -> Iterator[Suspect]:
+        step = self._full.steps[index]
+        if self._dependence.by_control_flow(index):  # a loop over the samples, or a branch
+            yield self._suspect(index, "rows") if self._sources(index) else self._control_flow(index)
+        yield Suspect(
+            "non-additive",
+            self.operation(index),
+            None,
+            left,
+            self._size,
+            False,
+            False,
+            _some(step),
+            calls=self._opened(step),
+        )
+
+    def _suspect(self, index: int, kind: SuspectKind) -> Suspect:
+        step = self._full.steps[index]
+        sources = self._sources(index)
+        scope = self._scope(index)
+        same = [i for i, k in enumerate(self._dependence.kinds) if k is not None and self._scope(i) == scope]
+        held = sorted({source for i in same for source in self._sources(i)} | self._given_back(scope))
+        functions = {f for i in same if (s := self._full.steps[i]).frame == step.frame for f in _some(s)}
+        difference, samples = self._m.rows[index] or (1.0, self._size)
+        return Suspect(
+            kind=kind,
+            operation=self.operation(index),
+            source=self._first_of(sources),
+            difference=difference,
+            samples=samples,
+            in_model=self._in_model(index),
+            statistics="batch_norm" in step.name,
+            functions=_in_order(functions),
+            source_functions=_in_order({f for i in held if (f := self._held_function(i)) is not None}),
+            exits=self._exits(index),
+            calls=self._opened(step),
+            outputs=self._outputs(index),
+        )
+
+    def _outputs(self, index: int) -> tuple[int, ...]:
+        """The positions of those outputs of the module around a step that are not the same for every batch."""
+        call = _named_call(self._full, self._full.steps[index])
+        if call is None:
+            return ()
+        same = [o is not None and self._m.rows[o] is not None and not self._m.differs(o) for o in call.outputs]
+        return tuple(position for position, agrees in enumerate(same) if not agrees)
+
+    def _first_of(self, sources: list[int]) -> Operation | None:
+        """The first reduction that has a gradient, a mean rather than the count it is divided by; else the first."""
+        with_gradient = [source for source in sources if self._full.steps[source].differentiable]
+        return next((self.operation(source) for source in (*with_gradient, *sources)), None)
+
+    def _given_back(self, scope: tuple[str, str]) -> set[int]:
+        """All reductions over the batch in one scope that reach the samples again."""
+        return {
+            index
+            for index in self._dependence.live
+            if self._m.tainted[index]
+            and self._scope(index) == scope
+            and not self._reductions(index)
+            and self._dependence.exits(index)
+        }
+
+    def _exits(self, index: int) -> tuple[FunctionKey, ...]:
+        found = self._dependence.exits(index)
+        return _in_order({function for i in found for function in _some(self._full.steps[i])})
+
+    def _sources(self, index: int) -> list[int]:
+        """The reductions over the batch that a step reads: back along tainted steps to those that read samples."""
+        found, queue, seen = [], self._reductions(index), set()
+        while queue:
+            current = queue.pop()
+            if current in seen:
+                continue
+            seen.add(current)
+            earlier = self._reductions(current)
+            if earlier:
+                queue.extend(earlier)
+            else:
+                found.append(current)
+        return sorted(found)
+
+    def _reductions(self, index: int) -> list[int]:
+        """The inputs of a step that were reduced over the batch; through steps that not all traces have."""
+        found, queue, seen = [], list(self._full.steps[index].inputs), set()
+        while queue:
+            current = queue.pop()
+            if current in seen:
+                continue
+            seen.add(current)
+            if self._m.tainted[current]:
+                found.append(current)
+            elif not self._m.matched(current):
+                queue.extend(self._full.steps[current].inputs)
+        return found
+
+    def _held_function(self, index: int) -> FunctionKey | None:
+        """The torch call whose result is the reduction's, so that it can be held constant; None inside a larger one."""
+        function = self._full.steps[index].function
+        last = max(i for i, step in enumerate(self._full.steps) if step.function == function)
+        layout = self._full.steps[last].results[0].layout if self._full.steps[last].results else None
+        return function if layout is not None and layout.kind == "global" else None
+
+    def _scope(self, index: int) -> tuple[str, str]:
+        """Steps of one scope are held together: the same module class, or the same file outside of modules."""
+        step = self._full.steps[index]
+        call = _named_call(self._full, step)
+        return ("module", call.kind) if call is not None else ("file", step.frame[0] if step.frame else "")
+
+    def _opened(self, step: Step) -> tuple[int, ...]:
+        """The module calls that a cached gradient cannot cut: those around a step, and those whose outputs couple."""
+        around = () if step.call is None else (step.call, *self._full.calls[step.call].parents)
+        return tuple(sorted({*around, *(i for i, call in enumerate(self._full.calls) if not self._can_be_cut(call))}))
+
+    def _can_be_cut(self, call: ModuleCall) -> bool:
+        """Whether a module hands out rows of samples that agree, or what does not depend on the batch: a parameter."""
+        return bool(call.outputs) and all(
+            output is None
+            or (self._m.rows[output] is not None and not self._m.differs(output) and not self._m.permuted[output])
+            or (self._m.rows[output] is None and self._m.constant(output))
+            for output in call.outputs
+        )
+
+    def _in_model(self, index: int) -> bool:
+        """Whether a module around the step hands out samples that come from it, even where they agree by value."""
+        outputs = {
+            output
+            for call in _chain(self._full, self._full.steps[index])
+            for output in call.outputs
+            if call.path is not None and output is not None and self._m.rows[output] is not None
+        }
+        downstream = self._dependence.descendants(index)
+        if bool(outputs) and not outputs.isdisjoint(downstream):
+            return True
+        # a number that Python code reads decides what the module computes from then on: a step size, a branch
+        read = [step for step in downstream if self._full.steps[step].name in DECISIONS]
+        return bool(read) and any(output > min(read) and self._m.differs(output) for output in outputs)
+
+    def _in_model_of(self, trace: Trace, position: int) -> bool:
+        """Whether a module around a stray hands out what not all traces computed."""
+        k = next((k for k, part in enumerate(self._m.parts) if part is trace), None)
+        stray = (lambda i: not self._m.matched(i)) if k is None else (lambda i: self._m.whole(k, i) is None)
+        return any(
+            call.path is not None and any(output is not None and stray(output) for output in call.outputs)
+            for call in _chain(trace, trace.steps[position])
+        )
+
+    def operation(self, index: int) -> Operation:
+        """Where a step is, for people."""
+        return _operation(self._full, self._full.steps[index])
+
+    def _control_flow(self, index: int) -> Suspect:
+        """The line that decides: where a number was read out of a tensor just before the traces part, or they part."""
+        step = self._full.steps[index]
+        trace, start = self._parting(index)
+        decisions = _decisions(trace, start)
+        if not decisions:  # a loop that runs more often for some batches: all its rounds are strays
+            ends = [_parted(self._full, part) for part in self._m.parts]
+            first = min((end for end in ends if end is not None), default=None)
+            decisions = _decisions(self._full, first) if first is not None else []
+            trace, start = (self._full, decisions[-1]) if decisions else (trace, start)
+        decisive = trace.steps[decisions[-1] if decisions else start]
+        place = _operation(trace, decisive)
+        difference, samples = self._m.rows[index] or (1.0, self._size)
+        in_model = self._in_model(index) or self._in_model_of(trace, start)
+        return Suspect(
+            "control-flow",
+            place,
+            None,
+            difference,
+            samples,
+            in_model,
+            "batch_norm" in decisive.name,
+            functions=_some(step),
+            exits=self._exits(index),
+            frame=decisive.frame if decisions else None,
+            calls=self._opened(step),
+            outputs=self._outputs(index),
+        )
+
+    def _parting(self, index: int) -> tuple[Trace, int]:
+        """The first stray that leads to a step, and the trace that holds it."""
+        matched = self._m.matched
+        strays = _back(self._full, index, lambda i: not matched(i))
+        if strays:
+            return self._full, min(strays)
+        for k, part in enumerate(self._m.parts):
+            end = part.loss if index == self._full.loss else self._m.partner(k, index)
+            strays = _back(part, end, lambda i, k=k: self._m.whole(k, i) is None)  # type: ignore[misc]
+            if strays:
+                return part, min(strays)
+        return self._full, index
+
+
+def _decisions(trace: Trace, start: int) -> list[int]:
+    """The numbers that Python code read out of tensors shortly before a step."""
+    near = range(max(start - _NEAR, 0), min(start + 1, len(trace.steps)))
+    return [i for i in near if trace.steps[i].name in DECISIONS]
+
+
+def _parted(full: Trace, part: Trace) -> int | None:
+    """Where two traces stop to hold the same operations one after the other; None where they do not."""
+    pairs = enumerate(zip(full.steps, part.steps, strict=False))
+    first = next((i for i, (step, other) in pairs if step.signature != other.signature), None)
+    if first is None and len(full.steps) != len(part.steps):
+        return min(len(full.steps), len(part.steps)) - 1
+    return first
+
+
+def _back(trace: Trace, index: int | None, stray: Callable[[int], bool]) -> set[int]:
+    """The strays from which a step computes, back to the first steps that all traces have."""
+    if index is None:
+        return set()
+    found: set[int] = {index} if stray(index) else set()
+    queue = list(trace.steps[index].inputs)
+    while queue:
+        current = queue.pop()
+        if current not in found and stray(current):
+            found.add(current)
+            queue.extend(trace.steps[current].inputs)
+    return found
+
+
+def _chain(trace: Trace, step: Step) -> list[ModuleCall]:
+    """The module calls around a step, innermost first."""
+    if step.call is None:
+        return []
+    innermost = trace.calls[step.call]
+    return [innermost, *(trace.calls[parent] for parent in reversed(innermost.parents))]
+
+
+def _named_call(trace: Trace, step: Step) -> ModuleCall | None:
+    """The innermost call of a module of the task."""
+    return next((call for call in _chain(trace, step) if call.path is not None), None)
+
+
+def _operation(trace: Trace, step: Step) -> Operation:
+    """Where a step is, for people."""
+    chain, known = _chain(trace, step), _named_call(trace, step)
+    library = bool(chain) and chain[0].library
+    # Inside a library's module the user's line is the call of it: worth naming in a module's forward only.
+    named = step.frame is not None and (not library or any(not call.library for call in chain))
+    return Operation(
+        step.name,
+        known.path if known else None,
+        known.kind if known else "",
+        library,
+        shown(step.frame[0]) if named and step.frame else None,
+        step.frame[1] if named and step.frame else None,
+        source_line(step.frame) if named else "",
+        _caller(chain, step),
+    )
+
+
+def _caller(chain: Sequence[ModuleCall], step: Step) -> str:
+    """The loss object around a step and the nearest line of the user's own code; empty where the step is on that."""
+    if step.caller is None:
+        return ""
+    outermost = chain[-1] if chain and chain[-1].path is None and not chain[-1].library else None
+    place = f"{shown(step.caller[0])}:{step.caller[1]}"
+    return f"`{outermost.kind}`, called at {place}" if outermost is not None else f"called at {place}"
+
+
+def _some(step: Step) -> tuple[FunctionKey, ...]:
+    return (step.function,) if step.function is not None else ()
+
+
+def _in_order(functions: set[FunctionKey]) -> tuple[FunctionKey, ...]:
+    return tuple(sorted(functions, key=str))

@@ -1,0 +1,69 @@
+"""Watches and diverts the writes to some tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Set
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from gaverify.passes.isolation import written_arguments, written_tensors
+from gaverify.passes.modes import OperationMode, operation_name
+from gaverify.tracebacks import calling_frame
+
+Frame = tuple[str, int] | None
+
+
+def writes_seen(addresses: Mapping[int, str], notice: Callable[[str, str, Frame], None]) -> OperationMode:
+    """Returns a mode that tells `notice` of every write to a tensor of the state: its name, the operation, the line.
+
+    Args:
+        addresses: The names of the state's tensors by `address`.
+        notice: Told before the write.
+    """
+
+    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for target in written_tensors(func, args, kwargs):
+            name = addresses.get(address(target))
+            if name is not None:
+                notice(name, operation_name(func), calling_frame())
+        return func(*args, **kwargs)
+
+    return OperationMode(handle)
+
+
+def writes_diverted(held: Set[int]) -> OperationMode:
+    """Returns a mode in which writes to the tensors at the addresses `held` go to a copy that is thrown away."""
+
+    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not any(address(tensor) in held for tensor in written_tensors(func, args, kwargs)):
+            return func(*args, **kwargs)
+        originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            if address(tensor) not in held:
+                return tensor
+            copy = tensor.clone()
+            originals[id(copy)] = (tensor, copy)
+            return copy
+
+        written = written_arguments(func)
+        positions, names = {position for position, _ in written}, {name for _, name in written}
+        changed = [tree_map_only(torch.Tensor, copied, arg) if i in positions else arg for i, arg in enumerate(args)]
+        kwargs = {key: tree_map_only(torch.Tensor, copied, v) if key in names else v for key, v in kwargs.items()}
+        result = func(*changed, **kwargs)
+        return tree_map_only(torch.Tensor, lambda tensor: originals.get(id(tensor), (tensor,))[0], result)
+
+    return OperationMode(handle)
+
+
+def address(tensor: Any) -> int:
+    """Identifies the memory that a tensor lies in; 0 where it has none, or is no tensor."""
+    if not isinstance(tensor, torch.Tensor):
+        return 0
+    try:
+        with torch._C.DisableTorchFunction():
+            return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return 0

@@ -1,0 +1,149 @@
+"""Do other micro-batch weights explain the difference, and are they more than a coincidence?"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import torch
+
+from gaverify.causes import draws
+from gaverify.causes.bench import Bench, Earlier
+from gaverify.causes.neutral.gradients import GradientsKept
+from gaverify.causes.sketches import fitted, sketch
+from gaverify.causes.trace.state import StateWatch
+from gaverify.passes.gradients import PassResult, full_batch_gradients
+from gaverify.passes.isolation import ModelState
+from gaverify.passes.perturbation import moved
+from gaverify.records.experiment import ControlKind, ControlRun
+from gaverify.records.facts import Facts, Repeatability, State
+from gaverify.records.weights import WeightFit, are_shares, is_constant
+
+# A fit that leaves less than this over explains the divergence by weights alone: float64 fits of additive losses
+# leave 1e-12 or less, a coupled loss more than 1e-4; float32 fits of additive losses leave 3e-8.
+EXPLAINED_FLOAT64, EXPLAINED_FLOAT32 = 1e-6, 1e-3
+_NOTHING_LEFT = 0.01  # of the divergence: a fit that leaves more of a small one does not explain it
+_NO_WEIGHT = 1e-6  # of the largest fitted weight: what has a gradient and counts for less is left out on purpose
+# Shares of itself by which each weight is moved, up or down: near, where the loss surely stays finite, and far (to zero
+# or to twice itself), where a maximum, a threshold or a branch falls otherwise.
+_MOVED = (0.0, 0.02, 1.0)
+
+
+def ask(bench: Bench, facts: Facts) -> Facts:
+    """Fits the weights, sees whether the full batch repeats and what state moves, and tries weights with a meaning."""
+    bench = draws.given(bench, facts)
+    watch = StateWatch(bench.task, bench.state)
+    found = bench.attempt("micro-batch weights", lambda: _fitted(bench, watch))
+    facts = replace(facts, state=State(watch.changes()))
+    if watch.clears_gradients:
+        return _with_gradients_kept(bench, facts)
+    if found is None:
+        return facts
+    fit, twice = found
+    facts = replace(facts, repeatability=twice, weights=replace(facts.weights, fit=fit))
+    return tried(bench, facts, fit) if facts.repeats_itself and means(bench, facts, fit) else facts
+
+
+def _with_gradients_kept(bench: Bench, facts: Facts) -> Facts:
+    """Puts back the gradients that a forward clears: without earlier ones no weights mean anything."""
+    kept = GradientsKept(bench.task.parameters)
+    what = "the gradients that the forward clears put back"
+    control = bench.attempt("gradients kept", lambda: bench.run(what, kept, kind=ControlKind.GRADIENTS_KEPT))
+    if control is None:
+        return facts
+    facts = replace(facts, backward=replace(facts.backward, kept=control))
+    return replace(facts, left=control.left, cleared=control.rounding)
+
+
+def ask_at_moved_parameters(bench: Bench, facts: Facts) -> Facts:
+    """Tries weights without a meaning that hold for moved parameters as well."""
+    bench = draws.given(bench, facts)
+    fit = _joint(bench, facts, facts.weights.fit)
+    return tried(bench, facts, fit) if fit is not None else facts
+
+
+def tried(bench: Bench, facts: Facts, fit: WeightFit) -> Facts:
+    """Runs the accumulation with fitted weights; where that is impossible, they stay suspected."""
+    remedy = bench.attempt("weights", lambda: remedied(bench, fit))
+    weights = replace(facts.weights, fit=fit, remedy=remedy, failure=bench.failures.pop("weights", ""))
+    if remedy is None:
+        return replace(facts, weights=weights)
+    return replace(facts, weights=weights, left=remedy.left, cleared=remedy.rounding)
+
+
+def remedied(bench: Bench, fit: WeightFit) -> ControlRun:
+    """Runs the accumulation with the fitted weights."""
+    return bench.weighted(fit.weights).run("with these weights", kind=ControlKind.WEIGHTS)
+
+
+def weighed(bench: Bench, facts: Facts, fit: WeightFit | None) -> WeightFit | None:
+    """The fitted weights, where they explain everything and are more than a coincidence of these parameters."""
+    return fit if means(bench, facts, fit) else _joint(bench, facts, fit)
+
+
+def means(bench: Bench, facts: Facts, fit: WeightFit | None) -> bool:
+    """Whether weights explain what is left and are shares of something, or one factor: no coincidence."""
+    if fit is None or not _explains(bench, facts, fit):
+        return False
+    weights = facts.weights
+    factor = [c / w for c, w in zip(fit.weights, weights.used, strict=True) if w]
+    shares = [weights.valid_targets, tuple(map(float, weights.sizes))]
+    known = any(are_shares(fit.weights, share) for share in shares if share)
+    return known or is_constant(factor, fit.residual)
+
+
+def _explains(bench: Bench, facts: Facts, fit: WeightFit) -> bool:
+    most = EXPLAINED_FLOAT64 if bench.rounding < 1e-5 else EXPLAINED_FLOAT32
+    return fit.residual < min(most, _NOTHING_LEFT * facts.compared.total)
+
+
+def _joint(bench: Bench, facts: Facts, fit: WeightFit | None) -> WeightFit | None:
+    """The weights that hold for moved parameters too; None where there are none."""
+    if fit is None or fit.vacuous or not _explains(bench, facts, fit):
+        return None
+    if fit.determined and min(map(abs, fit.weights)) < _NO_WEIGHT * max(map(abs, fit.weights)):
+        return None  # a loss that picks some samples and forgets the others: a maximum, a worst group
+    joint = bench.attempt("weights at moved parameters", lambda: joint_fit(bench))
+    return joint if joint is not None and _explains(bench, facts, joint) else None
+
+
+def joint_fit(bench: Bench) -> WeightFit:
+    """Fits the weights at the model's parameters and at moved ones together.
+
+    Weights that belong to the data (counts, class weights, masks) explain both; factors that come out of the model
+    itself, such as 1/√L_k of a root mean squared error, change with its parameters.
+    """
+    runs = []
+    weights = list(bench.task.parameters.values())
+    for share in _MOVED:
+        with moved(weights, [share] * len(weights)) if share else nullcontext():
+            there = replace(bench, state=ModelState(bench.task.modules, (bench.task.problem.loss,)))
+            probe = there.with_probe(None)
+            full, _ = full_batch_gradients(there.task, there.state, there.record, lift=there.lift, probe=probe)
+            sketches = there.sketched(full, probe)[0]
+            if bool(sketches.target.isfinite().all()) and bool(sketches.columns.isfinite().all()):
+                runs.append(sketches)
+    return fitted(runs)
+
+
+def _fitted(bench: Bench, watch: StateWatch) -> tuple[WeightFit, Repeatability]:
+    """Fits the weights; the full batch runs again, which tells whether it repeats."""
+    probe = bench.with_probe(watch)
+
+    def run() -> PassResult:
+        return full_batch_gradients(bench.task, bench.state, bench.record, lift=bench.lift, probe=probe)[0]
+
+    earlier = bench.earlier or kept(run())
+    full = run()
+    norm = float(torch.linalg.vector_norm(earlier.gradient)) or 1.0
+    again = sketch(list(full.gradients.values())).to(earlier.gradient.device)
+    backward = float(torch.linalg.vector_norm(again - earlier.gradient)) / norm
+    forward = abs(full.loss - earlier.loss) / max(abs(earlier.loss), 1e-300)
+    return fitted([bench.sketched(full, probe, release=True)[0]]), Repeatability(forward, backward)
+
+
+def kept(full: PassResult) -> Earlier:
+    """Keeps a sketch of the full batch's gradient, and leaves its memory to the next pass."""
+    earlier = Earlier(sketch(list(full.gradients.values())), full.loss)
+    full.gradients = dict.fromkeys(full.gradients)
+    return earlier

@@ -1,0 +1,11 @@
+"""Child processes and the folders that they write into: neither outlives gaverify, whatever ends it. No torch.
+
+A child does not hang on gaverify but on a keeper (`keeper`), a small process of its own between the two that ends the
+child and everything it started as soon as gaverify is gone, also after a SIGKILL that gaverify itself cannot answer.
+"""
+
+from gaverify.children.folders import working_folder
+from gaverify.children.interrupts import ended_as_interrupted
+from gaverify.children.launching import Kept, started
+
+__all__ = ["Kept", "ended_as_interrupted", "started", "working_folder"]

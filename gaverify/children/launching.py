@@ -1,0 +1,66 @@
+"""Starts a child process behind a keeper."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_KEEPER = str(Path(__file__).with_name("keeper.py"))
+_PATIENCE = 10.0  # seconds; the keeper itself needs two at most, for a child that ignores SIGTERM
+
+
+class Kept:
+    """A child process that ends with gaverify.
+
+    Args:
+        process: The keeper, whose streams and exit status are the child's; on Windows the child itself.
+        alive: The end of the pipe that is closed when gaverify is gone; None on Windows.
+    """
+
+    def __init__(self, process: subprocess.Popen[Any], alive: int | None) -> None:
+        self.process, self._alive = process, alive
+
+    def end(self) -> None:
+        """Ends the child and everything that it started, and waits until they are gone; may be called twice."""
+        if self._alive is not None:
+            alive, self._alive = self._alive, None
+            os.close(alive)
+        elif self.process.poll() is None:
+            self.process.terminate()
+        try:
+            self.process.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:  # stuck in the kernel: nobody can end it, and nobody has to wait for it
+            self.process.kill()
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+
+
+def started(command: Sequence[str], **options: Any) -> Kept:
+    """Starts a command.
+
+    Args:
+        command: The program and its arguments.
+        options: As for `subprocess.Popen`: streams, environment, encoding.
+
+    Raises:
+        OSError: It cannot be started.
+    """
+    if os.name != "posix":
+        return Kept(subprocess.Popen(list(command), **options), None)
+    watched, alive = os.pipe()
+    keeper = [sys.executable, "-I", "-S", _KEEPER, str(watched)]
+    try:
+        process = subprocess.Popen([*keeper, *command], pass_fds=(watched,), start_new_session=True, **options)
+    except BaseException:
+        os.close(alive)
+        raise
+    finally:
+        os.close(watched)
+    return Kept(process, alive)

@@ -1,0 +1,43 @@
+"""What a child said before it failed: the cause in a line, and the last lines of its output."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+_TAIL = 15
+_READ = 1 << 14  # bytes of a log that are read from its end
+_MARK = "Traceback (most recent call last):"
+
+
+def last_lines(log: Path) -> list[str]:
+    """Returns the last lines of a child's output; none where it printed nothing."""
+    with suppress(OSError), log.open("rb") as stream:
+        stream.seek(0, os.SEEK_END)
+        stream.seek(max(0, stream.tell() - _READ))
+        lines = stream.read().decode("utf-8", "replace").splitlines()
+        return [line for line in lines if line.strip()][-_TAIL:]
+    return []
+
+
+def cause_of(error: BaseException) -> str:
+    """Returns an exception in a line: `ValueError: the first line of its message`.
+
+    An exception that carries the traceback of another process (of a data loader's worker, of `mp.spawn`) is told by
+    that traceback's last line.
+    """
+    name = type(error).__name__
+    try:
+        message = str(error).strip()
+    except Exception:
+        return name
+    lines = [line for line in message.splitlines() if line.strip()]
+    if _MARK in message:
+        ends = [
+            line
+            for line in lines[lines.index(next(line for line in lines if _MARK in line)) + 1 :]
+            if not line.startswith(" ")
+        ]
+        return ends[-1].strip() if ends else name
+    return f"{name}: {lines[0].strip()}" if lines else name

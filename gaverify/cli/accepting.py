@@ -1,0 +1,98 @@
+"""`gaverify baseline`: writes down what diverges today, so that only what is new fails tomorrow."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from gaverify.errors import GaverifyError, SpecError
+
+if TYPE_CHECKING:
+    from gaverify.records.verdict import Verdict
+    from gaverify.spec import Spec
+    from gaverify.spec.accepting import Accept
+
+_REASON = "known when `gaverify baseline` was run; write here why it is wanted"
+
+
+@click.command(short_help="Accept what diverges now, in its specs.")
+@click.argument("specs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--reason", metavar="TEXT", default=_REASON, help="Why the divergences are wanted.")
+@click.option("--print", "only_print", is_flag=True, help="Print the entries and write nothing.")
+@click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
+def baseline(specs: tuple[Path, ...], reason: str, only_print: bool) -> int:
+    """Verifies SPECS and appends an entry of `accept` to each for every cause that is found and not accepted yet.
+
+    A divergence without a known cause, and what could not be decided, are told and not accepted: the exit code is then
+    that of `gaverify run`.
+    """
+    from gaverify.cli.running import verified
+    from gaverify.spec import load_specs
+    from gaverify.spec.accepting import project_settings
+
+    if not reason.strip():
+        raise SpecError("--reason: must be text that is not empty")
+    loaded, project = load_specs(specs), project_settings()
+    code = 0
+    for file, spec in loaded:
+        verdict = verified(spec, project, str(file))
+        code = max(code, _settle(file, spec, verdict, reason, only_print=only_print))
+    return code
+
+
+def _settle(file: Path, spec: Spec, verdict: Verdict, reason: str, *, only_print: bool) -> int:
+    """Accepts what one verdict found; returns what `gaverify run` will leave with afterwards."""
+    from gaverify.acceptance import entries_for
+
+    if verdict.exit_code == 0:
+        click.echo(f"{file}: nothing to accept ({verdict.outcome.value})", err=only_print)
+        return 0
+    entries, problems = entries_for(verdict.findings, reason)
+    for problem in problems:
+        click.echo(f"gaverify: warning: {file}: {problem}", err=True)
+    if not entries or verdict.outcome.value != "divergent":
+        click.echo(f"gaverify: warning: {file}: {verdict.outcome.value}; there is no cause to accept", err=True)
+        return verdict.exit_code
+    text = "".join(map(_table, entries))
+    if only_print:
+        click.echo(f"# {file}\n{text}", nl=False)
+    else:
+        _append(file, spec, text, len(entries))
+        listed = ", ".join(map(str, entries))
+        click.echo(f"{file}: accepts {listed}")
+    return verdict.exit_code if problems else 0
+
+
+def _table(entry: Accept) -> str:
+    """The entry as TOML; a JSON string is a TOML string, too."""
+    lines = ["", "[[accept]]", *(f"{key} = {json.dumps(value)}" for key, value in _pairs(entry))]
+    return "\n".join(lines) + "\n"
+
+
+def _pairs(entry: Accept) -> Sequence[tuple[str, str | bool]]:
+    pairs: list[tuple[str, str | bool]] = [("code", entry.code), ("location", entry.location), ("reason", entry.reason)]
+    return [*pairs, ("suspected", True)] if entry.suspected else pairs
+
+
+def _append(file: Path, spec: Spec, text: str, added: int) -> None:
+    """Appends the tables to the spec, if it then reads as before with these entries more."""
+    from gaverify.report.files import write_whole
+    from gaverify.spec import parse_spec
+
+    old = file.read_text(encoding="utf-8-sig")
+    new = (old if old.endswith("\n") or not old else old + "\n") + text
+    try:
+        accept = parse_spec({**tomllib.loads(new)}, str(file)).accept
+    except (tomllib.TOMLDecodeError, SpecError) as error:
+        raise GaverifyError(
+            f"`{file}` has its list `accept` on one line; write each of its entries as a table `[[accept]]`, "
+            f"or add these lines by hand:\n{text}"
+        ) from error
+    if len(accept) != len(spec.accept) + added:
+        raise GaverifyError(f"`{file}` cannot be extended; add these lines by hand:\n{text}")
+    write_whole(file, new)

@@ -1,0 +1,63 @@
+"""`gaverify doctor`: whether gaverify's verdicts can be believed on this machine."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+
+import click
+
+from gaverify.cli.failures import INTERNAL
+from gaverify.cli.options import complete_devices
+from gaverify.cli.progress import DelayedProgress
+from gaverify.cli.streams import guests
+from gaverify.report.text.layout import Layout, plain
+
+_MARKS = {True: "ok", False: "WRONG", None: ""}
+
+
+@click.command(short_help="Check this machine, and that known faults are found on it.")
+@click.option(
+    "--device",
+    metavar="cpu|cuda|cuda:N|mps|auto",
+    help="Examine this one.  [one of each]",
+    shell_complete=complete_devices,
+)
+def doctor(device: str | None) -> int:
+    """Prints versions and devices, and verifies every built-in whose verdict is known, faults included.
+
+    Exit codes: 0 all is as it should be, 2 there is no such device, 70 a known verdict did not come out.
+    """
+    with guests():
+        from gaverify import checkup
+
+        lines = list(checkup.versions())
+        devices = checkup.devices(device)
+    wrong = _print(lines)
+    for examined in devices:
+        with guests():
+            lines = list(checkup.support(examined))
+        click.echo()
+        wrong += _print(lines)
+        for known in checkup.KNOWN:
+            with guests(), DelayedProgress(str(known)):
+                line = checkup.control(known, examined)
+            wrong += _print([line])
+    click.echo()
+    if wrong:
+        click.echo(
+            f"{wrong} of these are not as they should be: trust no verdict of this machine, and report this page."
+        )
+        return INTERNAL
+    click.echo("All is as known: a fault of these kinds would be seen on this machine.")
+    return 0
+
+
+def _print(lines: Iterable[tuple[str, str, bool | None]]) -> int:
+    """Prints the lines and returns how many of them are wrong."""
+    layout = Layout(width=max(60, min(shutil.get_terminal_size((80, 24)).columns, 120)))
+    wrong = 0
+    for subject, found, fine in lines:
+        wrong += fine is False
+        click.echo(plain(layout.wrap(found, first=f"  {subject:<29}{_MARKS[fine]}", indent=38)), nl=False)
+    return wrong

@@ -1,0 +1,96 @@
+"""`gaverify report`: saved documents as any other report, and two of them side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from gaverify.cli.showing import check_outputs, output_options
+from gaverify.errors import SpecError
+
+if TYPE_CHECKING:
+    from gaverify.report import Report
+
+_SIDE_BY_SIDE = ("text", "html", "markdown")
+"""Formats that show two reports; the others are read by programs, which know one."""
+
+
+@click.command(short_help="Write reports from saved JSON; compare two.")
+@click.argument("documents", nargs=-1, type=click.Path(path_type=Path), metavar="JSON [JSON]")
+@click.option("--all", "show_all", is_flag=True, help="Show every parameter, not only the worst.")
+@output_options
+@click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
+def report(documents: tuple[Path, ...], show_all: bool, form: str, outputs: tuple[Path, ...]) -> int:
+    """Writes any report from a document that `--output FILE.json` saved; two documents stand side by side.
+
+    The exit code is that of what was saved, of the later document where there are two.
+
+    \b
+      gaverify report verdict.json --output page.html
+      gaverify report before.json after.json
+    """
+    if not 1 <= len(documents) <= 2:
+        raise click.UsageError(
+            "name one JSON document to show, or two to compare: `gaverify report before.json after.json`"
+        )
+    _check(documents, form, outputs)
+    whole = _read(documents, show_all)
+    _show(whole, form, outputs)
+    return _exit_code(whole)
+
+
+def _check(documents: tuple[Path, ...], form: str, outputs: tuple[Path, ...]) -> None:
+    from gaverify.report import format_for
+
+    check_outputs(outputs)
+    sources = {path.resolve() for path in documents}
+    problems = [
+        f"`{path}` would overwrite the document that it is made of" for path in outputs if path.resolve() in sources
+    ]
+    if len(documents) == 2:
+        asked = dict.fromkeys([form, *(format_for(path).name for path in outputs)])
+        known = ", ".join(_SIDE_BY_SIDE)
+        problems += [
+            f"`{name}` shows one run; two side by side are {known}" for name in asked if name not in _SIDE_BY_SIDE
+        ]
+    if problems:
+        raise SpecError(problems)
+
+
+def _read(documents: tuple[Path, ...], show_all: bool) -> Report:
+    from gaverify.report import Report
+    from gaverify.report.documents.reading import read_report
+
+    found, problems = [], []
+    for path in documents:
+        try:
+            found.append(read_report(path))
+        except SpecError as error:
+            problems += [f"`{error.source}` {problem}" for problem in error.problems]
+    if problems:
+        raise SpecError(problems)
+    last = found[-1]
+    before = found[0].answers if len(found) == 2 else ()
+    return Report(last.answers, last.errors, show_all, before)
+
+
+def _show(whole: Report, form: str, outputs: tuple[Path, ...]) -> None:
+    from gaverify.report import format_for, format_named, print_report
+    from gaverify.report.files import write_whole
+
+    texts = [(path, format_for(path).render(whole)) for path in outputs]
+    for path, text in texts:
+        write_whole(path, text)
+    if form == "text":
+        print_report(whole)
+    else:
+        click.echo(format_named(form).render(whole), nl=False)
+
+
+def _exit_code(whole: Report) -> int:
+    codes = [answer.exit_code for answer in whole.answers]
+    if whole.errors or not codes:
+        return SpecError.exit_code
+    return next((code for code in (2, 1, 3) if code in codes), 0)

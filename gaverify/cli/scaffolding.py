@@ -1,0 +1,186 @@
+"""The text of a factory for `gaverify init`: which template fits a model, and what stands in its gaps.
+
+A template is a Python file with `@GAPS@`. Without a model, a stand-in fills them, so that every template runs as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gaverify.errors import SpecError
+
+if TYPE_CHECKING:
+    from gaverify.loading.inspecting import Sketch
+
+KINDS = ("module", "dict", "dataloader", "lightning", "checkpoint", "transformers", "transformers-config")
+
+_NET = """\
+from torch import nn
+
+
+class Net(nn.Module):
+    \"\"\"Stands in for your model: put `from package.module import Net` in its place.\"\"\"
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 10))
+
+    def forward(self, x):
+        return self.layers(x)"""
+
+_STEP = """\
+from lightning import LightningModule
+from torch import nn
+
+
+class Net(LightningModule):
+    \"\"\"Stands in for your module: put `from package.module import Net` in its place.\"\"\"
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 10))
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = batch
+        return nn.functional.cross_entropy(self.layers(inputs), targets)"""
+
+
+@dataclass(frozen=True)
+class Scaffold:
+    """What `gaverify init` writes.
+
+    Args:
+        model: What the spec names.
+        text: Of the factory's file; empty where the spec needs none.
+        advice: What to change before the first run; empty where it runs as it is.
+    """
+
+    model: str
+    text: str = ""
+    advice: str = ""
+
+
+def scaffold(model: str | None, kind: str | None, spec: Path, factory: Path) -> Scaffold:
+    """Returns the spec's model and the factory's text.
+
+    Args:
+        model: What `--model` said: a built-in, a class, a factory, a folder or name for transformers, a checkpoint.
+        kind: One of `KINDS`, or None to find out.
+        spec: The file that the spec will be.
+        factory: The file that the factory will be, beside it.
+
+    Raises:
+        SpecError: There is no such model, or the kind does not fit it.
+        ProblemError: The user's module raised, or holds something else.
+    """
+    if model is None:
+        return (
+            _filled(kind or "module", spec, factory, {}, "put your own model and batch in") if kind else Scaffold("mlp")
+        )
+    if os.path.isfile(model) and not model.endswith((".py", ".toml", ".ipynb")):
+        return _of_checkpoint(model, spec, factory)
+    from gaverify.loading.naming import Kind, check_name, kind_of
+
+    found = kind_of(model)
+    if found is Kind.BUILTIN:
+        return Scaffold(model)
+    if found is Kind.TRANSFORMERS:
+        return _of_folder(model, spec, factory)
+    check_name(model)
+    from gaverify.loading.inspecting import sketch
+
+    drawn = sketch(model)
+    if drawn is None:
+        return Scaffold(model)
+    chosen = kind or ("lightning" if drawn.steps else "module")
+    if chosen.startswith("transformers"):
+        raise SpecError(
+            f"--kind {chosen}: `{model}` is a class; give `--model` the folder that `save_pretrained` wrote"
+        )
+    return _filled(chosen, spec, factory, _gaps(model, drawn, spec), _advice(drawn, chosen))
+
+
+def _filled(kind: str, spec: Path, factory: Path, gaps: dict[str, str], advice: str) -> Scaffold:
+    text = files("gaverify.cli").joinpath("templates", f"{kind}.txt").read_text(encoding="utf-8")
+    defaults = {
+        "SPEC": str(spec),
+        "MODEL": _STEP if kind == "lightning" else _NET,
+        "BUILD": "Net()",
+        "INPUTS": "torch.randn(batch_size, 16)",
+        "LOSS": "F.cross_entropy",
+        "TARGETS": "torch.randint(10, (batch_size,))",
+        "CHECKPOINT": '"model.pt"',
+        "NAME": "FOLDER",
+        "TENSORS": "The file is what `torch.save(model.state_dict(), path)` wrote.",
+        "CLASS": "AutoModelForCausalLM",
+        "FOLDER": '"path/to/folder"',
+    }
+    text = re.sub(r"@([A-Z]+)@", lambda gap: {**defaults, **gaps}[gap[1]], text)
+    return Scaffold(f"{factory.name}:factory", text, advice)
+
+
+def _gaps(model: str, drawn: Sketch, spec: Path) -> dict[str, str]:
+    place, _, attribute = model.rpartition(":")
+    top = attribute.partition(".")[0]
+    return {
+        "MODEL": f"from {_module(place, spec.parent)} import {top}",
+        "BUILD": f"{attribute}({drawn.arguments})",
+        "INPUTS": drawn.inputs,
+        "LOSS": drawn.loss,
+        "TARGETS": drawn.targets,
+    }
+
+
+def _module(place: str, folder: Path) -> str:
+    """The name by which a factory in `folder` imports a module, or a file below it or below the current folder."""
+    if not place.endswith(".py"):
+        return place
+    for start in (folder, Path()):
+        parts = Path(os.path.relpath(place, start)).with_suffix("").parts
+        if all(part.isidentifier() for part in parts):
+            return ".".join(parts)
+    raise SpecError(f"`{place}` cannot be imported from `{folder.resolve()}`; run `gaverify init` in the file's folder")
+
+
+def _advice(drawn: Sketch, kind: str) -> str:
+    if drawn.arguments:
+        return f"fill in `{drawn.arguments}` and the batch"
+    if kind == "checkpoint":
+        return "write the checkpoint's path"
+    return "" if drawn.tried else "put a batch in that your model takes"
+
+
+def _of_checkpoint(path: str, spec: Path, factory: Path) -> Scaffold:
+    from gaverify.loading.inspecting import tensors_of
+
+    lines = "\n".join(f"    {line}" for line in tensors_of(path))
+    tensors = f"It holds:\n{lines}" if lines else "Its class has to build the same parameters."
+    relative = os.path.relpath(path)
+    return _filled(
+        "checkpoint",
+        spec,
+        factory,
+        {"CHECKPOINT": json.dumps(relative), "TENSORS": tensors},
+        "put the class in that the checkpoint belongs to, and a batch",
+    )
+
+
+def _of_folder(name: str, spec: Path, factory: Path) -> Scaffold:
+    """A folder for transformers: sentences where it has a tokenizer, else no factory is needed."""
+    folder = Path(name)
+    if folder.is_dir() and not any(folder.glob("tokenizer*")):
+        return Scaffold(name)
+    architecture = "AutoModelForCausalLM"
+    if folder.is_dir():
+        try:
+            named = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or []
+        except (OSError, ValueError, AttributeError) as error:
+            raise SpecError(f"`{name}/config.json` cannot be read: {error}") from error
+        architecture = str(named[0]) if named else architecture
+    return _filled("transformers", spec, factory, {"CLASS": architecture, "FOLDER": json.dumps(name), "NAME": name}, "")

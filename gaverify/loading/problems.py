@@ -1,0 +1,197 @@
+"""Builds the problem that a spec names and checks what the user's factory returned."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from gaverify.errors import ProblemError
+from gaverify.loading.adapting import (
+    as_loss,
+    first_batch,
+    forward_loss,
+    has_training_step,
+    training_batch,
+    training_step_loss,
+)
+from gaverify.loading.bare import DEFAULT_BATCH_SIZE, bare_problem
+from gaverify.loading.calling import call_factory, check_types
+from gaverify.loading.importing import import_factory
+from gaverify.loading.naming import Kind, kind_of
+from gaverify.loading.pretrained import pretrained_problem, random_batch, speaks_transformers
+from gaverify.passes.isolation import isolated_generators
+from gaverify.passes.problem import Problem
+from gaverify.zoo import find_builtin
+from gaverify.zoo.arguments import at_least
+
+if TYPE_CHECKING:
+    from gaverify.spec import Spec
+
+
+def load_problem(spec: Spec) -> Problem:
+    """Returns the problem that `spec.model` names, built with `spec.seed`.
+
+    A factory's parameter that is named like an option (`batch_size`, `data`, `pretrained`, `ignore_index`) gets the
+    option's value where one is given. Device, precision and mode are not touched. The generators are restored; what
+    importing the user's code does to `sys.path` and `sys.modules` stays, as with `python -m`.
+
+    Raises:
+        SpecError: There is no such built-in, module, file or attribute, or an option or argument does not fit.
+        ProblemError: The user's code raised, or returned something that is no problem.
+    """
+    with isolated_generators():
+        _seed(spec.seed)
+        kind = kind_of(spec.model)
+        if kind is Kind.BUILTIN:
+            problem = _builtin(spec)
+        elif kind is Kind.TRANSFORMERS:
+            problem = _pretrained(spec)
+        else:
+            factory = import_factory(spec.model)
+            _seed(spec.seed)  # what the import drew, or NumPy's arrival, must not change what the factory builds
+            problem = _problem(_built(factory, spec), spec)
+    return replace(problem, name=problem.name or spec.model)
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    torch.manual_seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)  # NumPy takes 32 bits
+
+
+def _builtin(spec: Spec) -> Problem:
+    builtin = find_builtin(spec.model)
+    build = import_module(builtin.module).build
+    check_types(build, spec.model, spec.model_args)
+    batch_size = spec.batch_size or builtin.default_batch_size
+    at_least(1, batch_size=int(spec.model_args.get("batch_size", batch_size)))
+    problem: Problem = call_factory(
+        build, spec.model, spec.model_args, {**_options(spec), "batch_size": batch_size}, own=True
+    )
+    _check_bare_options(spec, "is a built-in with its own batch and loss")
+    return problem
+
+
+def _built(factory: Any, spec: Spec) -> Any:
+    """What the factory returns; an object that is built already comes back as it is."""
+    if isinstance(factory, Problem | nn.Module | tuple):
+        given = [f"`--model-arg {name}`" for name in spec.model_args]
+        given += [f"`--{name.replace('_', '-')}`" for name in _options(spec) if name != "batch_size"]
+        if given:
+            raise ProblemError(f"`{spec.model}` is built already and cannot take {', '.join(given)}; name a function")
+        return factory
+    if not callable(factory):
+        raise ProblemError(f"`{spec.model}` is {_a(factory)}, not a factory; {_EXPECTED}")
+    return call_factory(factory, spec.model, spec.model_args, _options(spec), own=False)
+
+
+def _options(spec: Spec) -> dict[str, Any]:
+    """The options that were given and that a factory may have a parameter for."""
+    options = {name: getattr(spec, name) for name in ("batch_size", "data", "pretrained")}
+    if spec.ignore_index != type(spec).model_fields["ignore_index"].default:
+        options["ignore_index"] = spec.ignore_index
+    return {name: value for name, value in options.items() if value is not None}
+
+
+_EXPECTED = "a factory returns a gaverify.Problem, a tuple (model, loss, batch) or a torch.nn.Module"
+
+
+def _problem(built: Any, spec: Spec) -> Problem:
+    """Returns a problem for each thing that a factory may return."""
+    name = spec.model
+    if isinstance(built, nn.Module) and not (has_training_step(built) or _brings_its_batch(built, spec)):
+        return bare_problem(
+            built, name, spec.input_shape, spec.loss, spec.classes, spec.batch_size or DEFAULT_BATCH_SIZE
+        )
+    _check_bare_options(spec, "brings its own batch and loss")
+    if isinstance(built, nn.Module):
+        built = _of_module(built, spec)
+    elif isinstance(built, tuple) and len(built) == 2 and isinstance(built[0], nn.Module):
+        built = _of_pair(*built, name)
+    if isinstance(built, tuple):
+        if len(built) != 3:
+            raise ProblemError(f"`{name}` returned a tuple of {len(built)}; return (model, loss, batch)")
+        built = Problem(*built)
+    if not isinstance(built, Problem):
+        raise ProblemError(f"`{name}` returned {_a(built)}; {_advice(built)}{_EXPECTED}")
+    if not isinstance(built.model, nn.Module):
+        raise ProblemError(
+            f"`{name}`: the model is {_a(built.model)}, not a torch.nn.Module; the order is (model, loss, batch)"
+        )
+    if not callable(built.loss):
+        raise ProblemError(
+            f"`{name}`: the loss is {_a(built.loss)}; write a function `loss(model, batch)` that returns a scalar"
+        )
+    return replace(built, loss=as_loss(built.loss), batch=first_batch(built.batch))
+
+
+def _brings_its_batch(model: nn.Module, spec: Spec) -> bool:
+    """Whether a bare module of transformers shall get a random batch of its own, as no options describe one."""
+    return speaks_transformers(model) and spec.input_shape is None and spec.loss is None
+
+
+def _of_module(model: nn.Module, spec: Spec) -> Problem:
+    """The problem of a module that says itself what its loss is."""
+    if has_training_step(model):
+        return Problem(model, training_step_loss(model, spec.model), training_batch(model, spec.model))
+    size = spec.batch_size or DEFAULT_BATCH_SIZE
+    return Problem(model, forward_loss, random_batch(model, spec.model, size), batch_size=size)
+
+
+def _of_pair(model: nn.Module, batch: Any, name: str) -> Problem | tuple[Any, ...]:
+    """The problem of (model, batch) where the model says itself what its loss is; the pair where it does not."""
+    if has_training_step(model):
+        return Problem(model, training_step_loss(model, name), first_batch(batch))
+    batch = first_batch(batch)
+    return Problem(model, forward_loss, batch) if isinstance(batch, Mapping) else (model, batch)
+
+
+def _advice(built: Any) -> str:
+    """What is probably meant by something that is no problem."""
+    if built is None:
+        return "is its `return` missing? "
+    if isinstance(built, type) and issubclass(built, nn.Module):
+        return f"return an object of it, `{built.__name__}()`; "
+    if hasattr(built, "__iter__") and hasattr(built, "dataset"):
+        return "a loader may stand in the place of the batch: return (model, loss, loader); "
+    if isinstance(built, Mapping):
+        return "return gaverify.Problem(model=…, loss=…, batch=…); "
+    return ""
+
+
+def _pretrained(spec: Spec) -> Problem:
+    _check_bare_options(spec, "is loaded by transformers, with a batch of its own")
+    given = [f"--model-arg {name}" for name in spec.model_args]
+    given += [f"--{name}" for name in _options(spec) if name not in ("batch_size", "ignore_index")]
+    if given:
+        raise ProblemError(
+            f"`{spec.model}` is loaded by transformers and cannot take {', '.join(given)}; name a function"
+        )
+    return pretrained_problem(spec.model, spec.batch_size or DEFAULT_BATCH_SIZE)
+
+
+def _check_bare_options(spec: Spec, reason: str) -> None:
+    """Raises for options that only a bare module has a use for, rather than to ignore them."""
+    values = {"--input-shape": spec.input_shape, "--loss": spec.loss, "--classes": spec.classes}
+    given = [option for option, value in values.items() if value is not None]
+    if given:
+        raise ProblemError(
+            f"`{spec.model}` {reason}; {', '.join(given)} {'is' if len(given) == 1 else 'are'} for a factory that "
+            "returns a bare torch.nn.Module: leave out"
+        )
+
+
+def _a(thing: Any) -> str:
+    if thing is None:
+        return "None"
+    name = type(thing).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"

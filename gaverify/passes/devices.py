@@ -1,0 +1,132 @@
+"""Devices: the words for them, the generators that they draw from, and what they can compute in.
+
+Nothing else in gaverify asks for an accelerator by its name, but where a switch or a kernel of torch's has one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gaverify.errors import ProblemError
+
+ACCELERATORS = ("cuda", "xpu", "mps")
+"""Kinds of accelerators that torch has a module of, the one that `auto` prefers first; ROCm's answer to `cuda`."""
+
+
+def _module(kind: str) -> Any:
+    return getattr(torch, kind, None)
+
+
+def _is_available(kind: str) -> bool:
+    module = _module(kind)
+    return module is not None and bool(module.is_available())
+
+
+def _is_initialised(kind: str) -> bool:
+    """Whether a kind is in use already. Asked before whether it is there: that alone makes a later fork fail."""
+    module = _module(kind)
+    if hasattr(module, "is_initialized"):
+        return bool(module.is_initialized())
+    return module is not None and bool(module.is_available())
+
+
+def _devices_of(kind: str) -> list[torch.device]:
+    if kind == "mps":
+        return [torch.device(kind)]
+    return [torch.device(kind, index) for index in range(_module(kind).device_count())]
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """Returns the most precise real dtype that a device computes in."""
+    if device.type == "mps":
+        return torch.float32
+    if device.type == "xpu" and not torch.xpu.get_device_properties(device).has_fp64:
+        return torch.float32
+    return torch.float64
+
+
+def counts_memory(device: torch.device) -> bool:
+    """Whether torch counts what is allocated on a device, and has events to time it by."""
+    return device.type in ("cuda", "xpu")
+
+
+def available_devices() -> tuple[str, ...]:
+    """Returns the device words that work on this machine."""
+    return ("cpu", *(str(device) for kind in ACCELERATORS if _is_available(kind) for device in _devices_of(kind)))
+
+
+def resolve_device(word: str | torch.device | None) -> torch.device | None:
+    """Returns the device that `word` names; None stays None (where the model is).
+
+    Raises:
+        ProblemError: It is not a device, or not on this machine; the message says which are.
+    """
+    if word is None:
+        return None
+    there = available_devices()
+    if word == "auto":
+        return torch.device(there[1] if len(there) > 1 else "cpu")
+    try:
+        device = torch.device(word)
+    except (RuntimeError, TypeError) as error:
+        raise ProblemError(f"unknown device `{word}`; on this machine there are: {', '.join(there)}, auto") from error
+    if any(name.partition(":")[0] == device.type for name in there):
+        device = with_number(device)
+    if str(device) not in there:
+        raise ProblemError(f"there is no device `{word}` here; on this machine there are: {', '.join(there)}, auto")
+    return device
+
+
+def with_number(device: torch.device) -> torch.device:
+    """Returns the device that `cuda` means: the current one of its kind. Kinds without numbers stay as they are."""
+    if device.index is not None or device.type not in ("cuda", "xpu"):
+        return torch.device(device.type) if device.type in ("cpu", "mps") else device
+    return torch.device(device.type, _module(device.type).current_device())
+
+
+def generator_state(device: torch.device) -> torch.Tensor:
+    """Returns the state of a device's default generator, a tensor of bytes on the CPU."""
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    module = _module(device.type)
+    state: torch.Tensor = module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
+    return state
+
+
+def set_generator_state(device: torch.device, state: torch.Tensor) -> None:
+    """Puts a device's default generator into a state."""
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    elif device.type == "mps":
+        torch.mps.set_rng_state(state)
+    else:
+        _module(device.type).set_rng_state(state, device)
+
+
+def generators_in_use() -> list[torch.device]:
+    """Returns the devices whose default generators may have been drawn from: the CPU, and accelerators in use."""
+    return [
+        torch.device("cpu"),
+        *(device for kind in ACCELERATORS if _is_initialised(kind) for device in _devices_of(kind)),
+    ]
+
+
+def rewind_generator(device: torch.device) -> None:
+    """Puts the default generator of a device into the state in which the device's first use met it."""
+    if device.type in ("cuda", "xpu"):
+        generator = _module(device.type).default_generators[device.index]
+        generator.manual_seed(generator.initial_seed())
+
+
+def seed_torch(seed: int) -> None:
+    """Seeds the default generators of all devices in use.
+
+    Not `torch.manual_seed`: that leaves the seed waiting for devices which the user's code may use much later.
+    """
+    torch.default_generator.manual_seed(seed)
+    for kind in ACCELERATORS:
+        if _is_initialised(kind):
+            module = _module(kind)
+            (module.manual_seed if kind == "mps" else module.manual_seed_all)(seed)

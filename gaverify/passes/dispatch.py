@@ -1,0 +1,150 @@
+"""The mode that sits at the dispatcher during a pass: random draws, writes to parameters, target counts, casts."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from gaverify.passes.grouped import grouped_product
+from gaverify.passes.isolation import ModelState, written_tensors
+from gaverify.passes.modes import OperationMode
+from gaverify.passes.precision import PRODUCTS
+from gaverify.passes.randomness import Dealer, Recomputing, Recorder
+from gaverify.passes.terms import SUMMING, TermSums
+
+aten = torch.ops.aten
+_BELOW_FLOAT64 = (torch.float32, torch.bfloat16, torch.float16)
+_MEAN = 1  # the dispatcher's code for reduction="mean"
+
+
+class _Plan(NamedTuple):
+    """What the mode has to do for an operation."""
+
+    writes: tuple[int, ...]
+    random: bool
+    counts_targets: bool
+    sums: bool
+    casts: bool
+    likens: bool
+    groups: bool
+    product: str
+
+    @property
+    def plain(self) -> bool:
+        return not (self.writes or self.random or self.counts_targets or self.sums or self.likens or self.groups)
+
+
+@cache
+def _plan(func: Any) -> _Plan:
+    arguments = func._schema.arguments
+    writes = tuple(i for i, arg in enumerate(arguments) if arg.alias_info is not None and arg.alias_info.is_write)
+    return _Plan(
+        writes=writes,
+        random=torch.Tag.nondeterministic_seeded in func.tags,
+        counts_targets=func in (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default),
+        sums=func in SUMMING,
+        casts=any(arg.name == "dtype" for arg in arguments),
+        likens=func is aten.empty_like.default,
+        groups=func._schema.name == "aten::_grouped_mm",  # unknown to older versions of torch
+        product=PRODUCTS.get(func._schema.name, ""),
+    )
+
+
+@dataclass
+class Observed:
+    """What a pass showed beside its gradients."""
+
+    target_counts: list[tuple[torch.Tensor, int, int]] = field(default_factory=list)
+    terms: TermSums = field(default_factory=TermSums)
+    products: set[str] = field(default_factory=set)  # kinds of `precision.PRODUCTS` that ran; "" for the rest
+
+
+class PassMode:
+    """Watches one forward and its backward.
+
+    Args:
+        state: Told before an operation writes to a tensor.
+        random: Runs random operations (`Recorder` or `Dealer`).
+        lift: Raise casts and mixed inputs to float64 (the control run).
+        observe_terms: Measure Σ|terms| of the sums that the backward forms.
+    """
+
+    def __init__(
+        self,
+        state: ModelState,
+        random: Recorder | Dealer | Recomputing,
+        *,
+        lift: bool = False,
+        observe_terms: bool = False,
+    ) -> None:
+        self.observed = Observed()
+        self._state, self._random, self._lift, self._observe_terms = state, random, lift, observe_terms
+        self._likened: tuple[Any, Any] = (None, None)
+        self._open = ExitStack()
+
+    def __enter__(self) -> PassMode:
+        """Watches the generators that the dispatcher does not see as well."""
+        with ExitStack() as stack:
+            stack.enter_context(self._random.watching())
+            stack.enter_context(OperationMode(self._handle))
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._open.close()
+
+    def _handle(self, func: Any, args: Any, kwargs: Any) -> Any:
+        plan = _plan(func)
+        # A dropout fills a tensor made after its input, in the very next operation; longer, the input is not held.
+        (made, like), self._likened = self._likened, (None, None)
+        if self._lift:
+            args, kwargs = _lifted(plan, args, kwargs)
+        self.observed.products.add(plan.product)
+        if plan.plain:
+            return func(*args, **kwargs)
+        if plan.writes:
+            for tensor in written_tensors(func, args, kwargs):
+                self._state.before_write(tensor)
+        if plan.random:
+            return self._random(func, args, kwargs, like if made is not None and args[0] is made else None)
+        if plan.groups and args[0].dtype is torch.float64:
+            named = {name: kwargs[name] for name in ("offs", "bias") if name in kwargs}
+            return grouped_product(*args[:4], **named)
+        result = func(*args, **kwargs)
+        if plan.likens:
+            self._likened = (result, args[0])
+        if plan.counts_targets:
+            self._count(args, result)
+        elif plan.sums and self._observe_terms and torch._C._current_autograd_node() is not None:
+            self.observed.terms.note(func, args, result)
+        return result
+
+    def _count(self, args: Any, result: Any) -> None:
+        """`total_weight` of a negative log-likelihood divides its mean: valid targets, or their class weights."""
+        if args[3] == _MEAN:
+            self.observed.target_counts.append((result[1], args[1].numel(), args[4]))
+
+
+def _lifted(plan: _Plan, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Raises lower-precision casts, factories and mixed inputs to float64; tensors that are written to stay."""
+    if plan.casts and kwargs.get("dtype") in _BELOW_FLOAT64:
+        kwargs = {**kwargs, "dtype": torch.float64}
+    low = high = False
+    for arg in args:
+        for tensor in arg if isinstance(arg, list | tuple) else (arg,):
+            if isinstance(tensor, torch.Tensor):
+                low = low or tensor.dtype in _BELOW_FLOAT64
+                high = high or tensor.dtype is torch.float64
+    if not (low and high):
+        return args, kwargs
+    lifted = [arg if i in plan.writes else tree_map_only(torch.Tensor, _to_float64, arg) for i, arg in enumerate(args)]
+    return tuple(lifted), kwargs
+
+
+def _to_float64(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double() if tensor.dtype in _BELOW_FLOAT64 else tensor

@@ -1,0 +1,235 @@
+"""The two strategies: the gradient of the full batch in one backward pass, and the accumulated one in K.
+
+Shapes: B samples in K micro-batches of n_k; a gradient per trainable parameter, of the parameter's shape.
+
+    full         g = ∂ loss(batch) / ∂θ
+    accumulated  g = Σ_k w_k ∂ loss(micro_batch_k) / ∂θ
+
+Both start from the same state (`ModelState`) and use the same random draws, dealt out per sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from gaverify.passes.batching import fresh
+from gaverify.passes.devices import seed_torch
+from gaverify.passes.dispatch import Observed, PassMode
+from gaverify.passes.isolation import ModelState, foreign_generator_states, generator_states
+from gaverify.passes.randomness import Dealer, DrawRecord, Recomputing, Recorder
+from gaverify.passes.task import Task as Task
+from gaverify.passes.task import blamed, loss_of, micro_batch_of
+from gaverify.passes.terms import Terms
+from gaverify.passes.weighting import micro_batch_weight
+from gaverify.tracebacks import hands_over
+
+_STATISTIC = 1 << 16  # elements of a buffer that is compared after a pass; larger ones are masks and tables
+Gradients = dict[str, torch.Tensor | None]
+AfterBackward = Callable[[int], None]
+
+
+class PassProbe:
+    """What a probe adds to a pass; k is the micro-batch, None for the full batch. The base class adds nothing."""
+
+    def around(self, k: int | None) -> AbstractContextManager[Any]:
+        """Entered after gaverify's own mode: sees every operation before it does, and its result after it."""
+        return nullcontext()
+
+    @hands_over
+    def backward(self, k: int | None, loss: torch.Tensor, weight: float) -> None:
+        """Puts the gradients of `weight` · `loss` into `.grad`."""
+        (loss * weight if weight != 1.0 else loss).backward()  # type: ignore[no-untyped-call]
+
+
+@dataclass
+class PassResult:
+    """Gradients by parameter name (None where the parameter had none), the loss, and what the pass showed."""
+
+    gradients: Gradients
+    loss: float
+    micro_losses: tuple[float, ...] = ()
+    weights: tuple[float, ...] = ()
+    observed: tuple[Observed, ...] = ()
+    terms: Mapping[str, Terms] = field(default_factory=dict)
+    foreign: tuple[Any, ...] = ()
+    foreign_draws_differ: bool = False
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+def full_batch_gradients(
+    task: Task,
+    state: ModelState,
+    record: DrawRecord | None = None,
+    *,
+    lift: bool = False,
+    probe: PassProbe | None = None,
+) -> tuple[PassResult, DrawRecord]:
+    """Returns the gradient of the whole batch from one backward pass, and the random draws that it made.
+
+    Args:
+        task: What to run.
+        state: Restored in the end, so that whatever runs next starts equal.
+        record: Draws of an earlier pass to be used again (the control runs); None records them.
+        lift: Raise casts inside the model to float64.
+        probe: What a control experiment adds.
+
+    Raises:
+        ProblemError: The model or loss raised, or the loss cannot be differentiated.
+    """
+    random_draws = Recorder(task.batch_size) if record is None else Dealer(record, 0, task.batch_size, task.batch_size)
+    mode = PassMode(state, random_draws, lift=lift, observe_terms=not lift)
+    probe = probe or PassProbe()
+    with _pass(task, state):
+        batch = fresh(task.problem.batch)
+        with mode, blamed("the full batch", task), probe.around(None):
+            loss = loss_of(task, batch, "the full batch")
+            probe.backward(None, loss, 1.0)
+        gradients = _collect(task)
+        terms = _terms(mode.observed, gradients)
+        buffers = _buffers(task)
+        value, foreign = float(loss.detach()), foreign_generator_states()
+    result = PassResult(gradients, value, observed=(mode.observed,), terms=terms, foreign=foreign, buffers=buffers)
+    return result, random_draws.record
+
+
+@hands_over  # calls `backward` on the summed loss
+def accumulated_gradients(
+    task: Task,
+    state: ModelState,
+    record: DrawRecord,
+    reference: PassResult,
+    *,
+    lift: bool = False,
+    after_backward: AfterBackward | None = None,
+    probe: PassProbe | None = None,
+    own: Collection[int] | None = None,
+) -> PassResult:
+    """Returns the gradient that K micro-batches accumulate, each loss multiplied by its micro-batch weight.
+
+    Args:
+        task: What to run; `task.strategy` "summed-loss" sums the weighted losses and calls `backward` once.
+        state: The micro-batches see each other's changes, as in training; restored in the end.
+        record: The full batch's draws, dealt out per sample.
+        reference: The full-batch pass, whose target counts the weighting "tokens" needs.
+        lift: As in `full_batch_gradients`.
+        after_backward: Called with k after each backward pass.
+        probe: What a control experiment adds.
+        own: The micro-batches that are run, of the K; None runs all. A rank runs its own ones only.
+    """
+    record.rewind()
+    probe = probe or PassProbe()
+    losses, weights, observed, dealers, total, foreign = [], [], [], [], None, False
+    with _pass(task, state):
+        at_start = generator_states()
+        for k, (start, stop) in enumerate(task.bounds()):
+            if own is not None and k not in own:
+                continue
+            at_start()
+            if task.strategy != "accumulate":
+                seed_torch(k)  # each graph its own states, by which its draws are known again in the backward
+            where = f"micro-batch {k + 1} of {task.steps} (samples {start} to {stop - 1})"
+            dealer = Dealer(record, start, stop, task.batch_size)
+            dealers.append(dealer)
+            mode = PassMode(state, dealer, lift=lift)
+            micro_batch = fresh(micro_batch_of(task, start, stop, where))
+            with mode, blamed(where, task), probe.around(k):
+                loss = loss_of(task, micro_batch, where)
+                weight = micro_batch_weight(task, k, micro_batch, mode.observed, reference.observed[0])
+                if task.strategy == "accumulate":
+                    probe.backward(k, loss, weight)
+                else:
+                    total = loss * weight if total is None else total + loss * weight
+            dealer.finish()
+            foreign = foreign or foreign_generator_states() != reference.foreign
+            losses.append(loss.detach())
+            weights.append(weight)
+            observed.append(mode.observed)
+            task.progress(where)
+            if after_backward is not None and task.strategy == "accumulate":
+                after_backward(k)
+        if total is not None:
+            with PassMode(state, Recomputing(dealers), lift=lift), blamed("the summed loss", task):
+                total.backward()
+        gradients = _collect(task)
+        buffers = _buffers(task)
+    values = torch.stack([loss.double() for loss in losses]).tolist() if losses else []
+    value = sum(weight * loss for weight, loss in zip(weights, values, strict=True))
+    return PassResult(
+        gradients, value, tuple(values), tuple(weights), tuple(observed), foreign_draws_differ=foreign, buffers=buffers
+    )
+
+
+def forward_pass(
+    task: Task,
+    state: ModelState,
+    record: DrawRecord,
+    k: int | None,
+    *,
+    lift: bool = False,
+    probe: PassProbe | None = None,
+) -> torch.Tensor:
+    """Runs one forward without a backward, from the restored state, and returns its loss, detached.
+
+    Args:
+        task: What to run.
+        state: Restored in the end.
+        record: The full batch's draws, dealt out per sample; rewind it before the first micro-batch.
+        k: The micro-batch; None for the full batch.
+        lift: As in `full_batch_gradients`.
+        probe: What looks on.
+    """
+    start, stop = (0, task.batch_size) if k is None else list(task.bounds())[k]
+    where = "the full batch" if k is None else f"micro-batch {k + 1} of {task.steps} (samples {start} to {stop - 1})"
+    mode = PassMode(state, Dealer(record, start, stop, task.batch_size), lift=lift)
+    probe = probe or PassProbe()
+    with _pass(task, state):
+        batch = fresh(task.problem.batch if k is None else micro_batch_of(task, start, stop, where))
+        with mode, blamed(where, task), probe.around(k):
+            return loss_of(task, batch, where).detach()
+
+
+@contextmanager
+def _pass(task: Task, state: ModelState) -> Iterator[None]:
+    """One strategy's pass: no gradients at its start, the state and the generators restored at its end."""
+    restore = generator_states()
+    with ExitStack() as stack:
+        if task.math_kernels:
+            from torch.nn.attention import SDPBackend, sdpa_kernel
+
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+        try:
+            for parameter in task.parameters.values():
+                parameter.grad = None
+            yield
+        finally:
+            for parameter in task.parameters.values():
+                parameter.grad = None
+            state.restore()
+            restore()
+
+
+def _collect(task: Task) -> Gradients:
+    """Takes the gradients over without a copy: the parameters let go of them right after."""
+    return {name: parameter.grad for name, parameter in task.parameters.items()}
+
+
+def _buffers(task: Task) -> dict[str, torch.Tensor]:
+    """The floating-point buffers as a pass leaves them; large ones are no statistics."""
+    return {
+        name: buffer.detach().clone()
+        for module in task.modules
+        for name, buffer in module.named_buffers()
+        if buffer.is_floating_point() and buffer.numel() <= _STATISTIC
+    }
+
+
+def _terms(observed: Observed, gradients: Gradients) -> dict[str, Terms]:
+    """Σ|terms| of the gradients that the backward formed as sums."""
+    found = {name: observed.terms.of(gradient) for name, gradient in gradients.items()}
+    return {name: terms for name, terms in found.items() if terms is not None}

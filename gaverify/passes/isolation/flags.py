@@ -1,0 +1,199 @@
+"""Context managers for what lies in plain sight: torch's global flags, train or eval mode, `.grad`."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from gaverify.errors import ProblemError
+from gaverify.passes.devices import ACCELERATORS
+
+Flag = tuple[Callable[[], Any], Callable[[Any], Any]]
+_UNREADABLE = object()
+
+
+def _attribute(owner: Any, name: str) -> Flag:
+    return (lambda: getattr(owner, name)), (lambda value: setattr(owner, name, value))
+
+
+def _older(flag: Flag) -> Flag:
+    """A precision switch of torch's older generation: it cannot be read while the newer ones say something else."""
+    read, write = flag
+
+    def read_if_consistent() -> Any:
+        try:
+            return read()
+        except RuntimeError:
+            return _UNREADABLE
+
+    return read_if_consistent, write
+
+
+def _newer(backend: str, operation: str) -> Flag:
+    """A precision switch of torch's newer generation, as `torch.backends.cuda.matmul.fp32_precision`.
+
+    What is read is what holds, also where a wider switch says it; "none" lets the wider switch say it again.
+    """
+    read, write = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
+
+    def restore(value: Any) -> None:
+        write(backend, operation, "none")
+        if read(backend, operation) != value:
+            write(backend, operation, value)
+
+    return (lambda: read(backend, operation)), restore
+
+
+# How float32 may be multiplied: the wider switches first, which the narrower ones inherit from; setting an older one
+# sets newer ones as well, and is not possible before those agree, so that the newer ones stand on both sides of it.
+_NEWER: tuple[Flag, ...] = (
+    tuple(
+        _newer(backend, operation)
+        for backend, operation in (
+            ("generic", "all"),
+            *((backend, operation) for backend in ("cuda", "mkldnn") for operation in ("all", "matmul", "conv", "rnn")),
+        )
+    )
+    if hasattr(torch._C, "_get_fp32_precision_getter")
+    else ()
+)
+PRECISION: tuple[Flag, ...] = (
+    *_NEWER,
+    _older((torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)),
+    _older(_attribute(torch.backends.cudnn, "allow_tf32")),
+    *_NEWER,
+)
+# (read, write) of the flags that a forward may set and forget; what a context manager of torch's would put back is here
+# as well, because a forward may set it by hand.
+ARITHMETIC: tuple[Flag, ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    *PRECISION,
+    (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    (torch.get_num_threads, torch.set_num_threads),
+)
+
+
+def _autocast(kind: str) -> tuple[Flag, Flag]:
+    return (
+        (lambda: torch.is_autocast_enabled(kind), lambda value: torch.set_autocast_enabled(kind, value)),
+        (lambda: torch.get_autocast_dtype(kind), lambda value: torch.set_autocast_dtype(kind, value)),
+    )
+
+
+KERNELS: tuple[Flag, ...] = (
+    *(_attribute(torch.backends.cudnn, name) for name in ("enabled", "benchmark", "deterministic")),
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    *(flag for kind in ("cpu", *ACCELERATORS) for flag in _autocast(kind)),
+)
+
+
+def flag_states(flags: tuple[Flag, ...]) -> Callable[[], None]:
+    """Reads flags and returns the function that sets those back that have changed."""
+    kept = [(read, write, read()) for read, write in flags]
+
+    def restore() -> None:
+        for read, write, value in kept:
+            if value is not _UNREADABLE and read() != value:
+                write(value)
+
+    return restore
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Uses deterministic algorithms where they exist, with gradients enabled, and restores every flag in the end."""
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    restore = flag_states((*ARITHMETIC, *KERNELS))
+    try:
+        with warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad():
+            warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation.*")
+            warnings.filterwarnings("ignore", message=".*[Dd]eterministic behavior was enabled.*")
+            # a control run that holds a result constant cuts the graph below the user's hooks on purpose
+            warnings.filterwarnings("ignore", message="Full backward hook is firing")
+            _set_deterministic(True, warn_only=True)
+            # Filling every `torch.empty` with NaN would cost a pass over memory and finds nothing here.
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+            torch.backends.cudnn.benchmark = False
+            yield
+    finally:
+        _set_deterministic(enabled, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+        restore()
+
+
+def _set_deterministic(enabled: bool, *, warn_only: bool) -> None:
+    """Sets torch's flag alone: its public function also imports the compiler for it, 820 modules and 73 MB."""
+    setter = getattr(torch._C, "_set_deterministic_algorithms", torch.use_deterministic_algorithms)
+    setter(enabled, warn_only=warn_only)
+
+
+@contextmanager
+def eager_when_compiled(modules: list[nn.Module]) -> Iterator[None]:
+    """Runs models from `torch.compile` eagerly: the draws inside a compiled graph cannot be replayed per sample."""
+    with ExitStack() as stack:
+        if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+@contextmanager
+def mode_set(modules: list[nn.Module], mode: str | None) -> Iterator[None]:
+    """Puts models into `train` or `eval` mode (None: as they are), and every module back into its own and its place.
+
+    Submodules that were exchanged meanwhile come back here and not in `ModelState`, which is restored after every pass:
+    a control run exchanges some on purpose, for longer than a pass.
+    """
+    flags = [(module, module.training) for root in modules for module in root.modules()]
+    # (the registries of a scripted module are views into C++ that take no update)
+    plain = [module for module, _ in flags if not isinstance(module, torch.jit.ScriptModule)]
+    places = [(module, name, child) for module in plain for name, child in module._modules.items()]
+    try:
+        if mode is not None:
+            for root in modules:
+                root.train(mode == "train")
+        yield
+    finally:
+        for module, name, child in places:
+            if module._modules.get(name) is not child:
+                module._modules[name] = child
+        for module, flag in flags:
+            module.training = flag
+
+
+@contextmanager
+def gradients_kept(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Takes the `.grad` of every parameter away and gives it back in the end.
+
+    Raises:
+        ProblemError: A parameter has no shape yet.
+    """
+    check_initialised(parameters)
+    kept = [(parameter, parameter.grad) for parameter in parameters]
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, gradient in kept:
+            parameter.grad = gradient
+
+
+def check_initialised(tensors: list[nn.Parameter] | list[torch.Tensor]) -> None:
+    """Raises `ProblemError` when a lazy module has not seen an input yet: there is nothing to take the gradient of."""
+    waiting = sum(is_lazy(tensor) for tensor in tensors)
+    if waiting:
+        raise ProblemError(
+            f"{waiting} of the model's {len(tensors)} parameters and buffers have no shape yet, because a lazy module "
+            "(such as nn.LazyLinear) has not seen an input; run one forward first, for example `loss(model, batch)`"
+        )

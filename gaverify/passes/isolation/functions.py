@@ -1,0 +1,189 @@
+"""What functions keep between calls: closures, defaults, the globals that they name, what they wrap."""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from types import (
+    BuiltinMethodType,
+    CellType,
+    CodeType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
+from typing import Any
+
+from torch import nn
+
+from gaverify.passes.isolation.objects import attributes_of, is_special, read, slots_of
+from gaverify.passes.isolation.origins import is_users_class, is_users_function, is_users_module, packages_of
+
+Restore = Callable[[], None]
+_EMPTY = object()
+_DESCRIPTORS = (property, MemberDescriptorType, GetSetDescriptorType)
+_CALLABLES = (FunctionType, MethodType, BuiltinMethodType, partial)
+_FUNCTIONS = 200  # helper functions that are asked for the names of variables
+# Where callables that are no functions of their own hold the function or the arguments that count: bound methods,
+# `functools.partial`, `staticmethod`, `property`, `functools.cached_property`, whatever `functools.wraps` has touched.
+_INSIDE = ("__self__", "__func__", "__wrapped__", "func", "args", "keywords", "fget", "fset")
+
+
+def wrapped_by(value: Any) -> list[Any]:
+    """Returns what a callable object of the standard library wraps."""
+    return [entry for name in _INSIDE if (entry := getattr(value, name, None)) is not None]
+
+
+def names_in(code: CodeType) -> set[str]:
+    """Returns the globals and attributes that code names, in the functions inside it as well."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= names_in(constant)
+    return names
+
+
+def globals_written_in(code: CodeType) -> set[str]:
+    """Returns the globals that code binds itself (`global step`), in the functions inside it as well."""
+    names = {str(each.argval) for each in dis.get_instructions(code) if each.opname == "STORE_GLOBAL"}
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= globals_written_in(constant)
+    return names
+
+
+def namespaces(function: FunctionType, own: frozenset[str]) -> Iterator[tuple[dict[str, Any], set[str]]]:
+    """Yields where a user's function looks names up: its globals, and user modules among them (`state.step += 1`)."""
+    if not is_users_function(function, own):
+        return
+    names, seen, waiting = names_in(function.__code__), set[int](), [function.__globals__]
+    while waiting:
+        namespace = waiting.pop()
+        if id(namespace) in seen:
+            continue
+        seen.add(id(namespace))
+        yield namespace, names
+        waiting += [vars(value) for name in names if is_users_module(value := namespace.get(name), own)]
+
+
+def contents_of(cell: CellType, default: Any = None) -> Any:
+    """Returns what a variable of an enclosing function holds; `default` where it is not assigned yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return default
+
+
+def keep_function(function: FunctionType) -> tuple[Restore, list[Any]]:
+    """Keeps the variables that a function encloses; returns its defaults and attributes among what to follow.
+
+    Not the globals, which functions share: see `Globals`.
+    """
+    cells = [(cell, contents_of(cell, _EMPTY)) for cell in function.__closure__ or ()]
+
+    def restore() -> None:
+        for cell, value in cells:
+            if contents_of(cell, _EMPTY) is value:
+                continue
+            if value is _EMPTY:
+                del cell.cell_contents
+            else:
+                cell.cell_contents = value
+
+    held = [value for _, value in cells if value is not _EMPTY]
+    return restore, [*held, *(function.__defaults__ or ()), function.__kwdefaults__, vars(function)]
+
+
+def variables(*callables: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yields name and getter of what callables keep between calls, helper functions that they call included.
+
+    Variables of enclosing functions, defaults, arguments of a `partial`, attributes of an owner (unless that is a
+    module, which has names of its own) and of its class, globals that a function names.
+    The first callable's package counts as the user's own.
+    """
+    waiting, seen, own = list(callables), set[int](), packages_of(callables[:1])
+    while waiting and len(seen) < _FUNCTIONS:
+        current = waiting.pop(0)
+        if id(current) in seen:
+            continue
+        seen.add(id(current))
+        for name, get in _variables_of(current, own):
+            value = get()
+            if issubclass(type(value), _CALLABLES):
+                waiting.append(value)
+            elif not issubclass(type(value), (type, ModuleType)):
+                yield name, get
+
+
+def _variables_of(value: Any, own: frozenset[str]) -> Iterator[tuple[str, Callable[[], Any]]]:
+    if isinstance(value, FunctionType):
+        yield from _variables_of_function(value, own)
+    elif isinstance(value, MethodType):
+        yield "__func__", lambda: value.__func__
+        yield from _variables_of(value.__self__, own)
+    elif isinstance(value, BuiltinMethodType):
+        yield value.__name__, lambda: value.__self__
+    elif isinstance(value, partial):
+        yield from ((name, lambda n=name: vars(value).get(n)) for name in vars(value))  # type: ignore[misc]
+        yield "func", lambda: value.func
+        yield from ((f"args[{i}]", lambda i=i: value.args[i]) for i in range(len(value.args)))
+        yield from ((name, lambda n=name: value.keywords.get(n)) for name in value.keywords)
+    else:
+        yield from _variables_of_class(type(value), own)
+        held = {} if isinstance(value, nn.Module) else attributes_of(value) or {}
+        yield from ((name, lambda n=name: held.get(n)) for name in list(held))
+        yield from ((slot.__name__, lambda s=slot: read(s, value)) for slot, _ in slots_of(value))
+
+
+def _variables_of_class(kind: type, own: frozenset[str]) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """The functions of a user's classes, so that their globals are found, and what the classes hold themselves."""
+    for base in (base for base in kind.__mro__ if is_users_class(base, own)):
+        for name, value in list(vars(base).items()):
+            function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+            if isinstance(function, FunctionType) or not (is_special(name) or type(value) in _DESCRIPTORS):
+                yield f"{base.__name__}.{name}", lambda b=base, n=name: vars(b).get(n)  # type: ignore[misc]
+
+
+def _variables_of_function(function: FunctionType, own: frozenset[str]) -> Iterator[tuple[str, Callable[[], Any]]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        yield name, lambda c=cell: contents_of(c)  # type: ignore[misc]
+    code, defaults = function.__code__, function.__defaults__ or ()
+    positional = code.co_varnames[: code.co_argcount]
+    for name, value in zip(positional[code.co_argcount - len(defaults) :], defaults, strict=True):
+        yield name, lambda v=value: v  # type: ignore[misc]
+    for name, value in (function.__kwdefaults__ or {}).items():
+        yield name, lambda v=value: v  # type: ignore[misc]
+    for name in vars(function):
+        yield f"{function.__name__}.{name}", lambda n=name: vars(function).get(n)  # type: ignore[misc]
+    for namespace, names in namespaces(function, own):
+        made = globals_written_in(code) if namespace is function.__globals__ else set()  # also where not there yet
+        for name in sorted((names & namespace.keys()) | made):
+            yield name, lambda s=namespace, n=name: s.get(n)  # type: ignore[misc]
+
+
+class Globals:
+    """The names in one namespace that some function mentions: rebound, deleted or made anew by a forward."""
+
+    def __init__(self, namespace: dict[str, Any]) -> None:
+        self._namespace = namespace
+        self._kept: dict[str, Any] = {}
+
+    def add(self, names: Iterable[str]) -> list[Any]:
+        """Keeps more names, and returns what they are bound to."""
+        new = {name: self._namespace.get(name, _EMPTY) for name in names if name not in self._kept}
+        self._kept |= new
+        return [value for value in new.values() if value is not _EMPTY]
+
+    def restore(self) -> None:
+        """Binds every name to what it was bound to."""
+        for name, value in self._kept.items():
+            now = self._namespace.get(name, _EMPTY)
+            if now is value:
+                continue
+            if value is not _EMPTY:
+                self._namespace[name] = value
+            elif not isinstance(now, ModuleType):  # an import inside the forward is no state
+                del self._namespace[name]

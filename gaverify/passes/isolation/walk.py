@@ -1,0 +1,242 @@
+"""Finds what the user's code can reach, and keeps whatever of it can change.
+
+From the loss function through its closure, defaults, globals and helper functions, through attributes and containers.
+The nearest comes first, and the search is bounded: a forward changes what lies near it, and a configuration tree or a
+data set that hangs on some attribute must not make a verification slow.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections import deque
+from collections.abc import Callable, Iterable
+from enum import Enum
+from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from gaverify.passes.isolation import containers, functions, generators, modules, objects, origins
+from gaverify.passes.isolation.tensors import Tensors
+
+_OBJECTS = 20_000  # objects that are looked at in all, modules and their tensors not counted: some 0.1 s
+_ENTRIES = 1_000  # of one container; more are a data set or a vocabulary: kept as they are, but not followed
+_CANNOT_CHANGE = (
+    int,
+    float,
+    complex,
+    bool,
+    str,
+    bytes,
+    type(None),
+    type(...),
+    type(NotImplemented),
+    range,
+    slice,
+    Enum,
+    ModuleType,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
+_WRAPPERS = (
+    MethodType,
+    BuiltinMethodType,
+    functools.partial,
+    functools.partialmethod,
+    functools.cached_property,
+    type(functools.lru_cache(len)),
+    staticmethod,
+    classmethod,
+    property,
+)
+Children = Iterable[Any]
+Restore = Callable[[], None]
+
+
+class Walk:
+    """One search.
+
+    Args:
+        tensors: Told of every tensor.
+        without_gradients: Identities of the parameters whose `.grad` belongs to the passes.
+        own: Packages that are the user's although they are installed.
+    """
+
+    def __init__(self, tensors: Tensors, without_gradients: frozenset[int], own: frozenset[str]) -> None:
+        self._restorers: list[Restore] = []
+        self._tensors, self._without_gradients, self._own = tensors, without_gradients, own
+        self._globals: dict[int, functions.Globals] = {}
+        self._seen: dict[int, Any] = {}  # holds what it has seen, so that no identity is used twice
+        self._waiting: deque[Any] = deque()
+        self._handlers: dict[type, Callable[[Any], Children] | None] = {}
+        self._ndarray, self._numpy_generators = containers.numpy_types()
+        self._left = _OBJECTS
+
+    @property
+    def restorers(self) -> list[Restore]:
+        """Puts everything back but the values of tensors."""
+        return [namespace.restore for namespace in self._globals.values()] + self._restorers
+
+    def follow(self, values: Children) -> None:
+        """Keeps `values` and what can be reached from them."""
+        self._wait_for(values)
+        while self._waiting and self._left > 0:
+            value = self._waiting.popleft()
+            if id(value) not in self._seen:
+                self._left -= not issubclass(type(value), nn.Module)
+                self._visit(value)
+        self._handlers.clear()  # bound methods: a cycle would keep all copies until the next garbage collection
+
+    def _visit(self, value: Any) -> None:
+        self._seen[id(value)] = value
+        handler = self._handler(type(value))
+        if handler is not None:
+            self._wait_for(handler(value))
+
+    def _wait_for(self, values: Children) -> None:
+        self._waiting.extend(value for value in values if self._handler(type(value)) is not None)
+
+    def _handler(self, kind: type) -> Callable[[Any], Children] | None:
+        if kind not in self._handlers:
+            self._handlers[kind] = self._handler_for(kind)
+        return self._handlers[kind]
+
+    def _handler_for(self, kind: type) -> Callable[[Any], Children] | None:
+        for kinds, handler in (
+            (_CANNOT_CHANGE, None),
+            (torch.Tensor, self._tensor),
+            (nn.Module, self._module),
+            (torch.Generator, self._torch_generator),
+            ((random.Random, *self._numpy_generators), self._generator),
+            (containers.CONTAINERS, self._container),
+            (containers.BYTES, self._bytes),
+            (self._ndarray, self._array),
+            ((tuple, frozenset), self._entries),
+            (FunctionType, self._function),
+            (_WRAPPERS, self._wrapper),
+            (type, self._class),
+        ):
+            if issubclass(kind, kinds):  # not `isinstance`, which a proxy object may answer as it likes
+                return handler
+        return self._object if origins.has_own_state(kind) else None
+
+    def _add(self, restore: Restore | None) -> None:
+        if restore is not None:
+            self._restorers.append(restore)
+
+    def _tensor(self, tensor: torch.Tensor, *, buffer: bool = False) -> Children:
+        if is_lazy(tensor):
+            return ()
+        gradient = id(tensor) not in self._without_gradients
+        self._tensors.keep(tensor, wait=not buffer, gradient=gradient)
+        restore, values = objects.keep_attributes(vars(tensor))
+        self._add(restore)
+        return [*values, *self._hooks(tensor)]
+
+    def _hooks(self, tensor: torch.Tensor) -> Children:
+        """The hooks of a leaf; a forward that registers one more at each call would leave them behind."""
+        if not (tensor.is_leaf and tensor.requires_grad):
+            return
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            hooks = getattr(tensor, name, None)
+            if hooks is None:
+                self._add(lambda name=name: (getattr(tensor, name, None) or {}).clear())  # type: ignore[misc]
+            yield hooks
+
+    def _module(self, module: nn.Module) -> Children:
+        """Every submodule at once, so that the bound on objects does not count them."""
+        own, submodules = vars(module), list(module._modules.values())
+        tensors = [*module._parameters.values(), *module._buffers.values()]
+        if isinstance(module, torch.jit.ScriptModule):  # whose registries are views that take no update
+            restore, scripted = modules.keep_scripted(module)
+            self._add(restore)
+            tensors += scripted
+        else:
+            empty = modules.empty_registries(module)
+            self._seen |= {id(registry): registry for registry in (module._modules, *empty)}
+            self._add(modules.keep_submodules(module))
+            self._add(modules.keep_empty(empty))
+        restore, values = objects.keep_attributes(own)
+        self._add(restore)
+        for tensor in tensors:
+            if tensor is not None and id(tensor) not in self._seen:
+                self._seen[id(tensor)] = tensor
+                self._wait_for(self._tensor(tensor, buffer=True))
+        for child in submodules:
+            if child is not None and id(child) not in self._seen:
+                self._visit(child)
+        return [*self._kind(module), *values]
+
+    def _torch_generator(self, generator: torch.Generator) -> Children:
+        state = generator.get_state()
+        self._add(lambda: _set_state(generator, state))
+        return ()
+
+    def _generator(self, generator: Any) -> Children:
+        if not isinstance(generator, random.SystemRandom):  # which has no state
+            self._add(generators.restorer(generator))
+            generators.hold(generator)
+        return self._object(generator)
+
+    def _container(self, value: Any) -> Children:
+        restore, entries = containers.keep_container(value)
+        self._add(restore)
+        return [*self._entries(entries), *self._object(value)]
+
+    def _bytes(self, value: Any) -> Children:
+        self._add(containers.keep_bytes(value))
+        return self._object(value)
+
+    def _array(self, value: Any) -> Children:
+        restore, entries = containers.keep_ndarray(value)
+        self._add(restore)
+        return self._entries(entries)
+
+    def _entries(self, value: Any) -> Children:
+        return value if len(value) <= _ENTRIES else ()
+
+    def _function(self, function: FunctionType) -> Children:
+        restore, held = functions.keep_function(function)
+        self._add(restore)
+        for namespace, names in functions.namespaces(function, self._own):
+            if id(namespace) not in self._globals:
+                self._globals[id(namespace)] = functions.Globals(namespace)
+            held += self._globals[id(namespace)].add(names)
+        return held
+
+    def _wrapper(self, value: Any) -> Children:
+        return [*functions.wrapped_by(value), *self._object(value)]
+
+    def _class(self, kind: type) -> Children:
+        values: list[Any] = []
+        for base in kind.__mro__:
+            if origins.is_users_class(base, self._own) and (base is kind or id(base) not in self._seen):
+                self._seen[id(base)] = base
+                restore, held = objects.keep_class(base)
+                self._add(restore)
+                values += held
+        return values
+
+    def _object(self, value: Any) -> Children:
+        """The attributes of an object; where it is a container too, only a subclass has any."""
+        children: list[Any] = []
+        own = objects.attributes_of(value)
+        if own is not None:
+            restore, children = objects.keep_attributes(own)
+            self._add(restore)
+        restore_slots, held = objects.keep_slots(value)
+        self._add(restore_slots)
+        return [*self._kind(value), *children, *held]
+
+    def _kind(self, value: Any) -> Children:
+        kind = type(value)
+        return () if origins.is_library(origins.module_of(kind)) or id(kind) in self._seen else (kind,)
+
+
+def _set_state(generator: torch.Generator, state: torch.Tensor) -> None:
+    generator.set_state(state)

@@ -1,0 +1,105 @@
+"""Unit roundoffs, and the conversion of a model to another precision for the length of a control run."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from gaverify.tracebacks import hands_over
+
+DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """Returns u = eps / 2 of a floating-point or complex dtype.
+
+    Source: N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 2.2.
+    """
+    return torch.finfo(dtype).eps / 2
+
+
+PRODUCTS = {
+    **dict.fromkeys(("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"), "matmul"),
+    **dict.fromkeys(("aten::convolution", "aten::convolution_backward"), "conv"),
+    "aten::_cudnn_rnn": "rnn",
+}
+"""Operations whose float32 inputs torch may round before it multiplies them, by the switch that decides it."""
+_SHORTER = {"tf32": 2.0**-11, "bf16": 2.0**-8}
+_BACKENDS = {"cuda": "cuda", "cpu": "mkldnn"}
+
+
+def rounded_products(device: torch.device, products: Collection[str]) -> dict[str, str]:
+    """Returns which kinds of products round their float32 inputs on a device, and to what: {"matmul": "tf32"}.
+
+    Torch's switches allow it (`torch.backends.cuda.matmul.fp32_precision`, `allow_tf32`); hardware without the format
+    goes on in float32.
+    """
+    read = getattr(torch._C, "_get_fp32_precision_getter", None)
+    backend = _BACKENDS.get(device.type)
+    if backend is None:
+        return {}
+    if read is None:  # torch before 2.9
+        older = {"matmul": torch.backends.cuda.matmul.allow_tf32, "conv": torch.backends.cudnn.allow_tf32}
+        return {kind: "tf32" for kind in sorted(products) if device.type == "cuda" and older.get(kind)}
+    found = {kind: str(read(backend, kind)) for kind in sorted(products)}
+    return {kind: precision for kind, precision in found.items() if precision in _SHORTER}
+
+
+def rounded_unit(rounded: Mapping[str, str]) -> float:
+    """Returns the unit roundoff of the coarsest of `rounded_products`; 0 where there are none.
+
+    TF32 keeps 10 bits behind the point, bfloat16 7: u = 2⁻¹¹ and 2⁻⁸.
+    Source: NVIDIA A100 Tensor Core GPU Architecture, 2020; IEEE 754 rounding to nearest.
+    """
+    return max((_SHORTER[precision] for precision in rounded.values()), default=0.0)
+
+
+def short_name(dtype: torch.dtype) -> str:
+    """Returns `float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_like(current: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """Returns what `current` becomes when a model is asked for the real dtype `wanted`; integers stay."""
+    if wanted is None or not (current.is_floating_point or current.is_complex):
+        return current
+    if not current.is_complex:
+        return wanted
+    return torch.complex128 if wanted is torch.float64 else torch.complex64
+
+
+@contextmanager
+@hands_over  # tensor subclasses of the user's decide what `to` does
+def converted(
+    modules: list[nn.Module], *, device: torch.device | None = None, dtype: torch.dtype | None = None
+) -> Iterator[None]:
+    """Holds parameters and buffers on another device or in another precision, and puts the originals back in the end.
+
+    The tensors are exchanged inside the user's own `Parameter` objects rather than in a copy of the model: ties,
+    hooks, and closures that hold a parameter keep working, and a model that cannot be deep-copied can be converted.
+    Raising the precision is exact, so the originals come back bit for bit.
+    """
+    originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    try:
+        for module in (module for root in modules for module in root.modules()):
+            for tensor in [*module._parameters.values(), *module._buffers.values()]:
+                if tensor is None or id(tensor) in originals:
+                    continue
+                target = dtype_like(tensor.dtype, dtype)
+                moved = tensor.data.to(device=device or tensor.device, dtype=target)
+                if moved is not tensor.data and (moved.dtype != tensor.dtype or moved.device != tensor.device):
+                    originals[id(tensor)] = (tensor, tensor.data)
+                    tensor.data = moved
+        yield
+    finally:
+        for tensor, data in originals.values():
+            tensor.grad = None  # a gradient of the other precision cannot stay beside the original data
+            tensor.data = data

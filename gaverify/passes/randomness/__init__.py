@@ -1,0 +1,23 @@
+"""Random draws: recorded in the full batch's pass, dealt out again sample by sample in the micro-batches' passes.
+
+Shapes: B samples, rows `start` to `stop - 1` of a micro-batch of n; a draw may hold m rows per sample (folded heads).
+
+A draw is keyed by the state of its generator before it. Activation checkpointing restores that state and draws again,
+so a repeated key is the same draw. The real operation always runs, so that the generator moves as the user's code
+expects; only its result is replaced.
+
+Which draw of the full batch is this one, and which of its rows are these samples'? The first reading answers by order:
+the i-th draw, the rows at the samples' places. Where an operation reads a tensor, the rows of that tensor must then
+agree with the full batch's (`contents`); where they do not, or counts or shapes do not correspond, the record is
+`ambiguous` and a second reading can be asked for: draws by the place in the code that made them (`sites`), rows by
+their contents, folded rows with the batch as inner index. It covers loops over samples, experts that draw for the
+tokens they were sent, sequences that are packed by length, and Python's and NumPy's generators (`foreign`).
+"""
+
+from gaverify.passes.randomness.dealing import Dealer
+from gaverify.passes.randomness.draws import Draw, DrawRecord
+from gaverify.passes.randomness.operations import MASKED, raw
+from gaverify.passes.randomness.recomputing import Recomputing
+from gaverify.passes.randomness.recording import Recorder
+
+__all__ = ["MASKED", "Dealer", "Draw", "DrawRecord", "Recomputing", "Recorder", "raw"]

@@ -1,0 +1,231 @@
+"""Deals the full batch's draws out to one micro-batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from gaverify.passes.randomness.contents import LOOSE, fingerprint, tolerance
+from gaverify.passes.randomness.draws import Draw, DrawRecord, placed
+from gaverify.passes.randomness.operations import (
+    arguments_of,
+    drawn_by,
+    generator_key,
+    kept_source,
+    kind_of,
+    name_of,
+    replaced,
+    same_arguments,
+    source_of,
+    typical,
+)
+from gaverify.passes.randomness.redrawing import ForeignDealer
+from gaverify.passes.randomness.selection import (
+    Rows,
+    Selection,
+    by_contents,
+    by_position,
+    doubtful,
+    hand_out,
+    taken_from,
+    withdraw,
+)
+from gaverify.passes.randomness.sites import call_site
+from gaverify.tracebacks import calling_frame, hands_over, shown
+
+_SEARCHED = 64  # draws of one place that are searched for contents
+_FEWER = "the micro-batch made fewer draws than the full batch"
+
+
+class Dealer:
+    """Handles the random operations of one micro-batch: replaces each result by the rows of its own samples."""
+
+    def __init__(self, record: DrawRecord, start: int, stop: int, batch_size: int) -> None:
+        self.record = record
+        self._micro_batch = (start, stop)
+        self._size = batch_size
+        # A repeated draw is dealt the same rows: by the generator's state before it, and the shape that was drawn.
+        self._index: dict[Any, tuple[torch.Size, tuple[torch.Tensor, Selection] | None]] = {}
+        self._next = 0
+        self._made: Counter[int] = Counter()
+        self._doubts: list[torch.Tensor] = []
+        self._foreign = ForeignDealer(record, self._micro_batch, batch_size, self._made)
+        if not record.inner and not self._whole:
+            record.made[self._micro_batch] = self._made
+
+    @property
+    def _whole(self) -> bool:
+        """Whether this is the full batch again."""
+        return self._micro_batch == (0, self._size)
+
+    @hands_over
+    def __call__(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: torch.Tensor | None = None
+    ) -> Any:
+        """Runs the operation and returns the full batch's draw for these samples."""
+        operation = name_of(func)
+        before = generator_key(args, kwargs)
+        source = kept_source(func, source_of(func, args, like))
+        result = func(*args, **kwargs)
+        drawn = drawn_by(operation, args, result)
+        if drawn is None:
+            return result
+        if self.record.constant:
+            return replaced(operation, args, result, drawn, typical(operation, args, drawn), source)
+        if before not in self._index or self._index[before][0] != drawn.shape or drawn.numel() == 0:
+            if generator_key(args, kwargs) == before and drawn.numel() > 0:
+                return result
+            rows = self._rows(drawn, source)
+            self._index[before] = drawn.shape, self._deal(self._place(operation, rows), operation, drawn, args, rows)
+        dealt = self._index[before][1]
+        if dealt is None:
+            return result
+        return replaced(operation, args, result, drawn, taken_from(*dealt), source)
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Returns what sees Python's and NumPy's draws."""
+        return self._foreign.watching()
+
+    def finish(self) -> None:
+        """Notes what was left over, and what is open to doubt."""
+        if self._micro_batch[1] == self._size:
+            self._finish_last()
+        if not self.record.inner:
+            self._miss(range(self._next, len(self.record.draws)))
+        for device in {doubt.device for doubt in self._doubts}:  # one wait per device, not one per draw
+            doubts = torch.stack([doubt for doubt in self._doubts if doubt.device == device])
+            self.record.ambiguous = self.record.ambiguous or bool(doubts.any())
+        self._foreign.finish()
+
+    def _finish_last(self) -> None:
+        for draw in self.record.draws:
+            if draw.dealt and draw.dealt not in draw.value.shape:
+                self._refuse(draw.operation, "the rows that the micro-batches drew are not the full batch's")
+        if self.record.inner:
+            self._miss(index for index in range(len(self.record.draws)) if index not in self.record.used)
+
+    def _miss(self, indices: Iterable[int]) -> None:
+        """Notes the first of the full batch's draws that were not asked for."""
+        index = next(iter(indices), None)
+        if index is not None:
+            self.record.ambiguous = True
+            self.record.unaligned.setdefault(self.record.draws[index].operation, _FEWER)
+
+    def _rows(self, drawn: torch.Tensor, source: torch.Tensor | None) -> Rows:
+        known = source is not None and source.shape == drawn.shape and not self.record.constant
+        prints = fingerprint(source) if source is not None and known else None
+        least = tolerance(source) if source is not None else 0.0
+        return Rows(self._micro_batch, self._size, drawn.shape, prints, least)
+
+    def _place(self, operation: str, rows: Rows) -> int:
+        """Which of the full batch's draws this is: the next one, or by place and contents."""
+        site = call_site()
+        index: int | None = self._next
+        self._next += 1
+        if self.record.inner and not self._whole:
+            of_site = self.record.at(site)
+            index = placed(of_site, site, self._made[site], self._micro_batch, self.record.made)
+            if index is None or not self._fits(index, operation, rows):
+                found = self._searched(of_site or range(len(self.record.draws)), operation, rows)
+                index = found if found is not None else index
+            self.record.sliced += index != self._next - 1
+        self._made[site] += 1
+        if index is None:
+            return len(self.record.draws)
+        self.record.used.add(index)
+        return index
+
+    def _fits(self, index: int, operation: str, rows: Rows) -> bool:
+        """Whether a draw may be the one: of the same kind, and for these rows as far as that can be told."""
+        draw = self.record.draws[index]
+        if kind_of(draw.operation) != kind_of(operation):
+            return False
+        if draw.prints is None or rows.prints is None:
+            return True
+        return by_contents(draw, rows) is not None
+
+    def _searched(self, indices: Any, operation: str, rows: Rows) -> int | None:
+        """The first draw that was made for these contents."""
+        if rows.prints is None:
+            return None
+        near = sorted(indices, key=lambda index: abs(index - self._next))[:_SEARCHED]
+        return next((index for index in near if self._told(index, operation, rows)), None)
+
+    def _told(self, index: int, operation: str, rows: Rows) -> bool:
+        draw = self.record.draws[index]
+        return draw.prints is not None and self._fits(index, operation, rows)
+
+    def _deal(
+        self, index: int, operation: str, drawn: torch.Tensor, args: tuple[Any, ...], rows: Rows
+    ) -> tuple[torch.Tensor, Selection] | None:
+        """The full batch's draw and the rows of it that are ours; None where there are none."""
+        draw = self.record.draws[index] if index < len(self.record.draws) else None
+        why = _why_not(draw, operation, drawn, args)
+        selection = self._rows_of(draw, rows) if draw is not None and not why else None
+        if draw is None or selection is None:
+            self._refuse(operation, why or f"shapes {_shapes(draw, rows)} do not correspond")
+            return None
+        self.record.sliced += bool(selection)
+        if not selection and not self._whole:
+            self.record.share(operation)
+        if self.record.inner and not self._whole:
+            hand_out(draw, selection)
+        return draw.value, selection
+
+    def _rows_of(self, draw: Draw, rows: Rows) -> Selection | None:
+        known = draw.prints is not None and rows.prints is not None and draw.prints.shape == rows.prints.shape
+        if self._whole and known:
+            draw.prints = rows.prints  # in the precision of this run
+        selection, guessed = by_position(draw, rows, self.record.inner)
+        self.record.ambiguous = self.record.ambiguous or guessed
+        return self._checked(draw, rows, selection)
+
+    def _checked(self, draw: Draw, rows: Rows, selection: Selection | None) -> Selection | None:
+        """Holds the rows' contents against those that were drawn for; the second reading looks for them elsewhere."""
+        if not self.record.inner:
+            doubt = doubtful(draw, rows, selection) if selection is not None else None
+            if doubt is not None:
+                self._doubts.append(doubt)
+            return selection
+        for level in (rows, replace(rows, least=max(rows.least, LOOSE))):
+            doubt = doubtful(draw, level, selection) if selection is not None else torch.tensor(True, device="cpu")
+            if doubt is None or not bool(doubt):
+                return selection
+            found = by_contents(draw, level)
+            if found is not None:
+                withdraw(draw, rows)
+                return found
+        return selection
+
+    def _refuse(self, operation: str, why: str) -> None:
+        """Notes why a draw cannot be dealt out, and where it was made; the micro-batch then keeps its own draw."""
+        self.record.ambiguous = True
+        self.record.unaligned.setdefault(operation, why)
+        frame = calling_frame()
+        if frame is not None:
+            self.record.places.setdefault(operation, (shown(frame[0]), frame[1]))
+
+
+def _why_not(draw: Draw | None, operation: str, drawn: torch.Tensor, args: tuple[Any, ...]) -> str:
+    """Why a draw of the full batch has no rows for a micro-batch; empty where it has."""
+    if draw is None:
+        return "the micro-batch made more draws than the full batch"
+    if kind_of(draw.operation) != kind_of(operation):
+        return f"the full batch drew `{draw.operation}` in its place"
+    if operation == "randperm" and drawn.shape != draw.value.shape:
+        return "a permutation of the batch has no rows of its own for a micro-batch"
+    asked = arguments_of(operation, args)
+    if not same_arguments(asked, draw.arguments, drawn.shape, draw.value.shape):
+        return f"its arguments depend on the batch: {draw.arguments} and {asked}"
+    if operation == "multinomial" and draw.input_shape and draw.input_shape[-1] != args[0].shape[-1]:
+        return "it draws samples of the batch itself"
+    return ""
+
+
+def _shapes(draw: Draw | None, rows: Rows) -> str:
+    return f"{list(draw.value.shape) if draw is not None else []} and {list(rows.shape)}"

@@ -1,0 +1,170 @@
+"""Draws from Python's and NumPy's global generators: counted by place, and made again from the state they had.
+
+The dispatcher does not see them. The functions of `random` and `numpy.random` are wrapped for the length of a pass; a
+draw of the micro-batch is made from the state that the same draw of the full batch was made from, and an array with a
+row per sample gives its own rows. A function that was imported by name before, and generators that are objects of the
+user's, are not seen.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+from gaverify.passes.randomness.sites import call_site
+from gaverify.tracebacks import hands_over
+
+MOST = 4096
+"""Draws of a pass that are kept, a state of 2 to 20 KiB each; a pass that makes more is left alone."""
+_STATE = frozenset({"seed", "getstate", "setstate", "get_state", "set_state", "get_bit_generator", "set_bit_generator"})
+
+
+@dataclass(frozen=True)
+class Call:
+    """A draw that is about to be made."""
+
+    module: str
+    name: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    run: Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class ForeignDraw:
+    """One draw of the full batch: where it was made, the generator's state before it, and the array it gave."""
+
+    site: int
+    call: Call
+    state: Any
+    array: Any
+
+
+@contextmanager
+def watched(handler: Callable[[Call], Any]) -> Iterator[None]:
+    """Gives every draw from a global generator to `handler`, which runs it and returns its result."""
+    depth = 0
+    kept: list[tuple[Any, str, Any]] = []
+
+    def wrap(module: str, name: str, function: Any) -> Any:
+        @wraps(function)
+        @hands_over
+        def drawing(*args: Any, **kwargs: Any) -> Any:
+            nonlocal depth
+            depth += 1
+            try:
+                if depth > 1:  # one function of `random` calls another
+                    return function(*args, **kwargs)
+
+                @hands_over
+                def run() -> Any:
+                    return function(*args, **kwargs)
+
+                return handler(Call(module, name, args, kwargs, run))
+            finally:
+                depth -= 1
+
+        return drawing
+
+    try:
+        for module, holder, owner in _holders():
+            for name, function in list(vars(holder).items()):
+                if getattr(function, "__self__", None) is owner and name not in _STATE:
+                    kept.append((holder, name, function))
+                    setattr(holder, name, wrap(module, name, function))
+        yield
+    finally:
+        for holder, name, function in kept:
+            setattr(holder, name, function)
+
+
+def recorded(draws: list[ForeignDraw]) -> Callable[[Call], Any]:
+    """Returns what keeps each draw of the full batch."""
+
+    def keep(call: Call) -> Any:
+        if len(draws) >= MOST:
+            return call.run()
+        site, state = call_site(), state_of(call.module)
+        result = call.run()
+        array = result.copy() if getattr(result, "shape", ()) else None
+        draws.append(ForeignDraw(site, call, state, array))
+        return result
+
+    return keep
+
+
+def own_rows(draw: ForeignDraw, call: Call, result: Any, micro_batch: tuple[int, int], batch_size: int) -> Any:
+    """Returns the rows of the full batch's array that are a micro-batch's; None where its draw is no such array."""
+    shape = getattr(result, "shape", ())
+    if draw.array is None or len(shape) != draw.array.ndim or not _asks_alike(draw.call, call):
+        return None
+    start, stop = micro_batch
+    changed = [dim for dim, (full, ours) in enumerate(zip(draw.array.shape, shape, strict=True)) if full != ours]
+    if len(changed) != 1:
+        return None
+    whole, part = draw.array.shape[changed[0]], shape[changed[0]]
+    fold = whole // batch_size
+    if whole != fold * batch_size or part != fold * (stop - start):
+        return None
+    return draw.array.take(range(start * fold, stop * fold), axis=changed[0])
+
+
+def _asks_alike(full: Call, ours: Call) -> bool:
+    """Whether two draws differ in nothing but the size that was asked for; a permutation has no rows of its own."""
+    if full.name != ours.name or full.name in ("permutation", "shuffle") or ours.kwargs.get("replace") is False:
+        return False
+    if full.name in ("rand", "randn"):
+        return True
+    fixed, fixed_ours = full.args, ours.args
+    if "size" not in ours.kwargs:  # the last of the arguments is the size
+        fixed, fixed_ours = fixed[:-1], fixed_ours[:-1]
+    named = {key: value for key, value in full.kwargs.items() if key != "size"}
+    named_ours = {key: value for key, value in ours.kwargs.items() if key != "size"}
+    return repr((fixed, named)) == repr((fixed_ours, named_ours))
+
+
+def state_after(draws: list[ForeignDraw], at: int, end: Mapping[str, Any]) -> Any:
+    """Returns the state in which the full batch's draw number `at` left its generator."""
+    module = draws[at].call.module
+    return next((draw.state for draw in draws[at + 1 :] if draw.call.module == module), end[module])
+
+
+def same_state(module: str, state: Any) -> bool:
+    """Whether a generator is in that state."""
+    return bool(_comparable(state_of(module)) == _comparable(state))
+
+
+def states() -> dict[str, Any]:
+    """Returns the states of both global generators."""
+    return {module: state_of(module) for module, _, _ in _holders()}
+
+
+def state_of(module: str) -> Any:
+    """Returns the state of one of them."""
+    return random.getstate() if module == "random" else sys.modules["numpy"].random.get_state()
+
+
+def set_state(module: str, state: Any) -> None:
+    """Sets the state of one of them."""
+    if module == "random":
+        random.setstate(state)
+    else:
+        sys.modules["numpy"].random.set_state(state)
+
+
+def _comparable(state: Any) -> tuple[Any, ...]:
+    """NumPy keeps its numbers in an array."""
+    return tuple(part.tobytes() if hasattr(part, "tobytes") else part for part in state)
+
+
+def _holders() -> Iterator[tuple[str, Any, Any]]:
+    """The modules that hold the functions, and the generator that these are bound to."""
+    yield "random", random, getattr(random, "_inst", None)
+    numpy = getattr(sys.modules.get("numpy"), "random", None)
+    if numpy is not None:
+        yield "numpy", numpy, getattr(numpy.rand, "__self__", None)

@@ -1,0 +1,150 @@
+"""Which rows of a full batch's draw belong to a micro-batch.
+
+Shapes: N rows of the full batch and n of the micro-batch in a dimension whose size follows the batch; m = N / B where
+rows are folded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from gaverify.passes.randomness.contents import differ, matching_rows
+from gaverify.passes.randomness.draws import Draw, MicroBatch
+
+Selection = list[tuple[int, slice | torch.Tensor]]
+"""Per dimension the rows to take; a dimension that does not follow the batch is not named."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What is known about the rows that a micro-batch draws for.
+
+    Args:
+        micro_batch: Its samples.
+        batch_size: B.
+        shape: The shape of its draw.
+        prints: Fingerprints of the rows, where there are any.
+        least: How far fingerprints of one row may lie apart.
+    """
+
+    micro_batch: MicroBatch
+    batch_size: int
+    shape: torch.Size
+    prints: torch.Tensor | None
+    least: float
+
+
+def by_position(draw: Draw, rows: Rows, inner: bool) -> tuple[Selection | None, bool]:
+    """Returns the rows at the samples' places, and whether that was a guess; None where shapes do not correspond."""
+    full, micro = draw.value.shape, rows.shape
+    if len(full) != len(micro):
+        return None, False
+    start, stop = rows.micro_batch
+    count, guessed, selection = stop - start, False, Selection()
+    changed = [dim for dim in range(len(full)) if full[dim] != micro[dim]]
+    for dim in changed:
+        whole, part = full[dim], micro[dim]
+        fold = whole // rows.batch_size if whole == whole // rows.batch_size * rows.batch_size else 0
+        fold = fold if part == fold * count else 0
+        if fold == 1:
+            selection.append((dim, slice(start, stop)))
+            continue
+        is_inner = False
+        if fold:
+            is_inner, unsure = _batch_is_inner(draw, rows, dim, fold, inner)
+            guessed = guessed or unsure
+        if is_inner:
+            selection.append((dim, _inner_rows(draw, rows, dim, fold)))
+        elif fold and len(changed) > 1:
+            selection.append((dim, slice(start * fold, stop * fold)))
+        elif len(changed) == 1 and _offset(draw, start, part) + part <= whole:
+            selection.append((dim, slice(_offset(draw, start, part), _offset(draw, start, part) + part)))
+        elif part < whole:
+            selection.append((dim, slice(0, part)))  # padded to the longest row of a shorter micro-batch
+        else:
+            return None, guessed
+    return selection, guessed
+
+
+def by_contents(draw: Draw, rows: Rows) -> Selection | None:
+    """Returns the rows with the same contents, wherever they lie; None where there are none, or no way to tell."""
+    full, micro = draw.value.shape, rows.shape
+    if draw.prints is None or rows.prints is None or len(full) != len(micro):
+        return None
+    changed = [dim for dim in range(len(full)) if full[dim] != micro[dim]]
+    if not changed and not bool(differ(rows.prints, draw.prints, rows.least)):
+        return []
+    if len(changed) > 1 or any(dim >= draw.prints.dim() for dim in changed):
+        return None
+    dim = changed[0] if changed else 0
+    found = matching_rows(draw.prints, rows.prints, dim, draw.taken, rows.least)
+    return [(dim, found)] if found is not None else None
+
+
+def hand_out(draw: Draw, selection: Selection) -> None:
+    """Notes that rows are given away: of rows with equal contents, each is handed out once."""
+    if len(selection) == 1:
+        _, rows = selection[0]
+        device = draw.value.device
+        draw.taken.append(torch.arange(rows.start, rows.stop, device=device) if isinstance(rows, slice) else rows)
+
+
+def doubtful(draw: Draw, rows: Rows, selection: Selection) -> torch.Tensor | None:
+    """Whether the selected rows were drawn for other contents, as a tensor; None where there is no way to tell."""
+    if draw.prints is None or rows.prints is None or rows.prints.numel() == 0:
+        return None
+    if any(dim >= draw.prints.dim() for dim, _ in selection):
+        return None
+    expected = taken_from(draw.prints, selection)
+    return differ(rows.prints, expected, rows.least) if expected.shape == rows.prints.shape else None
+
+
+def taken_from(tensor: torch.Tensor, selection: Selection) -> torch.Tensor:
+    """Returns the selected rows of a tensor."""
+    for dim, rows in selection:
+        if isinstance(rows, slice):
+            tensor = tensor.narrow(dim, rows.start, rows.stop - rows.start)
+        else:
+            tensor = tensor.index_select(dim, rows)
+    return tensor
+
+
+def _offset(draw: Draw, start: int, part: int) -> int:
+    """The first row of rows that were selected out of the batch in its order; a repeated draw keeps its own."""
+    if start not in draw.offsets:
+        draw.offsets[start] = draw.dealt
+        draw.dealt += part
+    return draw.offsets[start]
+
+
+def withdraw(draw: Draw, rows: Rows) -> None:
+    """Takes back the rows at a running offset: others were found by their contents."""
+    if draw.offsets.pop(rows.micro_batch[0], None) is not None:
+        changed = [dim for dim, size in enumerate(draw.value.shape) if size != rows.shape[dim]]
+        draw.dealt -= rows.shape[changed[0]]
+
+
+def _inner_rows(draw: Draw, rows: Rows, dim: int, fold: int) -> torch.Tensor:
+    """The rows of the samples where a folded dimension holds the batch as its inner index."""
+    device = draw.value.device
+    outer = torch.arange(fold, device=device).unsqueeze(1) * rows.batch_size
+    return (outer + torch.arange(*rows.micro_batch, device=device)).flatten()
+
+
+def _batch_is_inner(draw: Draw, rows: Rows, dim: int, fold: int, inner: bool) -> tuple[bool, bool]:
+    """Decides by the rows' contents; without them it is a guess, `inner`."""
+    if draw.prints is None or rows.prints is None or rows.prints.dim() <= dim:
+        return inner, True
+    start, stop = rows.micro_batch
+    if [size for at, size in enumerate(draw.prints.shape) if at != dim] != [
+        size for at, size in enumerate(rows.prints.shape) if at != dim
+    ]:
+        return inner, True
+    outer = taken_from(draw.prints, [(dim, slice(start * fold, stop * fold))])
+    inside = taken_from(draw.prints, [(dim, _inner_rows(draw, rows, dim, fold))])
+    far_inside, far_outer = float((rows.prints - inside).norm()), float((rows.prints - outer).norm())
+    if far_inside == far_outer:  # rows that are all the same do not tell
+        return inner, True
+    return far_inside < far_outer, False

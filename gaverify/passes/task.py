@@ -1,0 +1,153 @@
+"""A problem made ready for its passes, and the calls of the user's own code: the split and the loss.
+
+Whatever those raise becomes a sentence that names the samples and the line.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from gaverify.errors import GaverifyError, ProblemError, is_out_of_memory, text_of
+from gaverify.passes.batching import other_reading, take
+from gaverify.passes.isolation import variables
+from gaverify.passes.problem import Problem
+from gaverify.passes.weighting import Weighing
+from gaverify.tracebacks import hands_over, is_own_fault, user_frame
+
+_OUTPUTS = ("input", "output", "out", "pred", "prediction", "logit", "y_pred", "y_hat", "yhat", "score", "y")
+"""How criteria name the model's output, their first parameter, but for a plural's s."""
+
+
+@dataclass(kw_only=True)
+class Task(Weighing):
+    """A problem made ready: parameters by name, sizes, and the settings that both strategies share."""
+
+    parameters: dict[str, nn.Parameter]
+    modules: list[nn.Module]
+    device: torch.device
+    autocast: torch.dtype | None = None
+    strategy: str = "accumulate"
+    math_kernels: bool = False
+    progress: Callable[[str], None] = field(default=lambda _: None)
+
+    def bounds(self) -> Iterator[tuple[int, int]]:
+        """Yields `start, stop` of each micro-batch."""
+        start = 0
+        for size in self.sizes:
+            yield start, start + size
+            start += size
+
+
+@contextmanager
+def blamed(where: str, task: Task) -> Iterator[None]:
+    """Turns whatever the user's code raises into a sentence that says on which samples and where.
+
+    What gaverify's own code raises, while it watches a pass, goes on as it is: that is no finding about a model.
+    """
+    try:
+        yield
+    except (GaverifyError, KeyboardInterrupt):
+        raise
+    except (Exception, GeneratorExit) as error:
+        if is_out_of_memory(error):
+            raise _out_of_memory(where, task) from error
+        if is_own_fault(error):
+            raise
+        text = text_of(error)
+        frame = user_frame(error)
+        hint = ""
+        if "more than 1 value per channel" in text:
+            hint = "; a BatchNorm needs at least two samples per micro-batch: lower steps or raise the batch size"
+        raise ProblemError(
+            f"the model or loss raised on {where}: {type(error).__name__}: {text or 'no message'}"
+            + (f" ({frame})" if frame else "")
+            + (hint or _left_behind(task, text) or _criterion(task.problem) or _other_reading(task))
+        ) from error
+
+
+def _left_behind(task: Task, text: str) -> str:
+    """A hint where tensors of several devices meet: those that the loss and the model hold themselves nobody moved."""
+    if "on the same device" not in text and not ("input type" in text.lower() and "weight type" in text.lower()):
+        return ""
+    held = [(name, get()) for name, get in variables(task.problem.loss)]
+    for root in task.modules:
+        for path, module in root.named_modules():
+            held += [(f"{path}.{name}" if path else name, value) for name, value in vars(module).items()]
+    names = [f"`{name}`" for name, value in held if any(leaf.device != task.device for leaf in _tensors_in(value))]
+    what = ", ".join(dict.fromkeys(names)) or "tensors that the loss or the model makes without a device"
+    return f"; gaverify moves model and batch to {task.device}; move the rest yourself: {what}"
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    entries = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+    return [entry for entry in entries if isinstance(entry, torch.Tensor)]
+
+
+def _criterion(problem: Problem) -> str:
+    """A hint where the loss has the parameters of a criterion, which takes the model's outputs and not the model."""
+    called = problem.loss.forward if isinstance(problem.loss, nn.Module) else problem.loss
+    try:
+        first = next(iter(inspect.signature(called).parameters), "")
+    except (TypeError, ValueError):  # written in C
+        return ""
+    if first.rstrip("s") not in _OUTPUTS:
+        return ""
+    return (
+        f"; gaverify calls `loss(model, batch)`, and this one takes `{first}`: "
+        "write `lambda model, batch: criterion(model(batch[0]), batch[1])`"
+    )
+
+
+def _other_reading(task: Task) -> str:
+    problem = task.problem
+    settled = problem.batch_size is not None or problem.split is not None
+    return "" if settled else other_reading(problem.batch, task.batch_size)
+
+
+def _out_of_memory(where: str, task: Task) -> ProblemError:
+    advice = "a smaller --batch-size" if where == "the full batch" else "more steps or a smaller --batch-size"
+    elsewhere = "" if task.device.type == "cpu" else ", or --device cpu"
+    return ProblemError(f"out of memory on {task.device} while running {where}; try {advice}" + elsewhere)
+
+
+def micro_batch_of(task: Task, start: int, stop: int, where: str) -> Any:
+    """Returns the samples `start` to `stop - 1` of the task's batch, by the user's split where there is one."""
+    with blamed(f"split for {where}", task):
+        return take(task.problem.batch, start, stop, task.batch_size, task.problem.split)
+
+
+@hands_over
+def loss_of(task: Task, batch: Any, where: str) -> torch.Tensor:
+    """Runs the user's loss and returns it as a scalar tensor with a graph."""
+    with ExitStack() as stack:
+        if task.autocast is not None:
+            stack.enter_context(torch.autocast(task.device.type, task.autocast))
+        value = task.problem.loss(task.problem.model, batch)
+    if isinstance(value, Mapping) and "loss" in value:
+        value = value["loss"]
+    elif not isinstance(value, torch.Tensor) and hasattr(value, "loss"):
+        value = value.loss
+    if not isinstance(value, torch.Tensor):
+        raise ProblemError(
+            f"the loss on {where} is a {type(value).__name__}; return a scalar tensor, or an object with `.loss`"
+            + (" (without `.item()`)" if isinstance(value, float) else "")
+        )
+    if value.numel() != 1:
+        raise ProblemError(
+            f"the loss on {where} has shape {list(value.shape)}; reduce it to a scalar, for example with `.mean()`"
+        )
+    if value.is_complex():
+        raise ProblemError(f"the loss on {where} is complex; return a real scalar, for example `.abs().mean()`")
+    if not value.requires_grad:
+        raise ProblemError(
+            f"the loss on {where} has no graph: no trainable parameter took part in it "
+            "(look for `.detach()`, `.item()`, `torch.no_grad()`, or parameters that are all frozen)"
+        )
+    return value.reshape(())

@@ -1,0 +1,127 @@
+"""Makes what `verify` was given ready to run: problem, task, words as what they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from gaverify.errors import ProblemError
+from gaverify.loading.adapting import as_loss, first_batch, has_training_step, training_step_loss
+from gaverify.passes import batching
+from gaverify.passes.devices import resolve_device
+from gaverify.passes.gradients import Task
+from gaverify.passes.precision import DTYPES, converted
+from gaverify.passes.problem import Loss, Problem, Split
+
+Progress = Callable[[str, int, int], None]
+
+
+def problem_of(
+    model: Any, loss: Loss | None, batch: Any, split: Split | None, batch_size: int | None, name: str | None
+) -> Problem:
+    """Returns the problem that the first arguments of `verify` describe.
+
+    Raises:
+        ProblemError: There is no loss, or the model is no module.
+    """
+    if isinstance(model, Problem):
+        problem = replace(
+            model, split=split or model.split, batch_size=batch_size or model.batch_size, name=name or model.name
+        )
+    else:
+        if loss is None and has_training_step(model):
+            loss = training_step_loss(model, name or type(model).__name__)
+        if loss is None or not callable(loss):
+            raise ProblemError("verify needs `loss(model, batch)`, a function that returns the loss of that batch")
+        problem = Problem(model, loss, batch, split, batch_size, name)
+    problem = replace(problem, loss=as_loss(problem.loss), batch=first_batch(problem.batch))
+    if not isinstance(problem.model, nn.Module):
+        raise ProblemError(
+            f"the model is a {type(problem.model).__name__}, not a torch.nn.Module; "
+            "wrap several modules into an nn.ModuleDict"
+        )
+    return problem
+
+
+def task_of(
+    stack: ExitStack,
+    problem: Problem,
+    modules: list[nn.Module],
+    steps: int,
+    device: Any,
+    dtype: torch.dtype | None,
+    autocast: torch.dtype | None,
+) -> Task:
+    """Puts model and batch where they shall run, for as long as `stack` is open."""
+    target = resolve_device(device)
+    size = batching.batch_size_of(problem.batch, steps, problem.batch_size, problem.split)
+    sizes = batching.micro_batch_sizes(size, steps)
+    if target is not None or dtype is not None:
+        stack.enter_context(converted(modules, device=target, dtype=dtype))
+        split = problem.split and batching.placed(problem.split, target, dtype)
+        problem = replace(problem, batch=batching.fresh(problem.batch, target, dtype), split=split)
+    parameters = _parameters(problem)
+    where = next(iter(parameters.values())).device
+    return Task(
+        problem=problem,
+        parameters=parameters,
+        modules=modules,
+        batch_size=size,
+        sizes=sizes,
+        weighting="uniform",
+        device=where,
+        autocast=autocast,
+    )
+
+
+def _parameters(problem: Problem) -> dict[str, nn.Parameter]:
+    """The trainable parameters by name; those of a loss that is a module itself are prefixed `loss.`."""
+    named = dict(problem.model.named_parameters())
+    if isinstance(problem.loss, nn.Module):
+        known = {id(parameter) for parameter in named.values()}
+        named |= {f"loss.{name}": p for name, p in problem.loss.named_parameters() if id(p) not in known}
+    trainable = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+    if not trainable:
+        state = "it has no parameters" if not named else f"all {len(named)} parameters are frozen (requires_grad=False)"
+        raise ProblemError(f"the model has nothing to train: {state}; there is no gradient to compare")
+    return trainable
+
+
+def check_choices(*, mode: str | None, strategy: str, rtol: float | None, atol: float | None, exact: bool) -> None:
+    """Raises `ProblemError` where a word is unknown, or options contradict each other."""
+    if mode not in ("train", "eval", None):
+        raise ProblemError(f'unknown mode {mode!r}; write "train" or "eval"')
+    if strategy not in ("accumulate", "summed-loss"):
+        raise ProblemError(f'unknown strategy {strategy!r}; write "accumulate" or "summed-loss"')
+    if exact and rtol is not None:
+        raise ProblemError("exact asks float64 and rtol and atol judge by tolerance: give one or the other")
+    if (rtol is None) != (atol is None):
+        raise ProblemError("rtol and atol go together: give both or neither")
+
+
+def dtype_of(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """Returns the dtype that a word names; None and dtypes as they are."""
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in DTYPES:
+        raise ProblemError(f"unknown dtype `{dtype}`; write one of {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def reporter(progress: Progress | None, steps: int) -> Callable[[str], None]:
+    """Returns a function that counts what it is told as parts of K + 1 passes, and reports it."""
+    if progress is None:
+        return lambda _: None
+    done = 0
+
+    def report(description: str) -> None:
+        nonlocal done
+        done += 1
+        progress(description, min(done, steps + 1), steps + 1)
+
+    return report

@@ -1,0 +1,276 @@
+"""The pytest plugin: specs as test items, a fixture, and failures that read like the terminal's report.
+
+pytest imports this module in every run of every project that has gaverify installed, so it imports nothing but pytest;
+what verifies is imported when a spec or the fixture asks for it.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+
+if TYPE_CHECKING:
+    from gaverify.errors import SpecError
+    from gaverify.records.verdict import Verdict
+    from gaverify.report.text.layout import Line
+    from gaverify.spec import Spec
+
+_MARKERS = (
+    "gaverify: a spec that gaverify verifies, or a test that uses its fixture",
+    "gaverify_cpu: a spec that runs on the CPU, or wherever its model is",
+    "gaverify_cuda: a spec that asks for a CUDA device",
+    "gaverify_mps: a spec that asks for an Apple GPU",
+    "gaverify_ranks: a spec that runs on several ranks",
+    "gaverify_slow: a spec that took longer than 10 seconds the last time",
+)
+_SLOW = 10.0
+_DURATIONS = "gaverify/durations"
+_ACCEPTED = "gaverify accepted"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the switch that makes spec files tests, so that no project's TOML files are read unasked."""
+    group = parser.getgroup("gaverify", "gradient accumulation")
+    group.addoption(
+        "--gaverify",
+        action="store_true",
+        default=False,
+        help="collect gaverify's specs: `pytest --gaverify configs/` verifies each TOML spec of the folder",
+    )
+    group.addoption(
+        "--gaverify-strict", action="store_true", default=False, help="a stale accepted divergence fails its spec"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Registers the markers."""
+    for line in _MARKERS:
+        config.addinivalue_line("markers", line)
+
+
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    """Collects a TOML file that is a spec, or was named on the command line."""
+    if file_path.suffix != ".toml" or not parent.config.getoption("--gaverify"):
+        return None
+    named = parent.session.isinitpath(file_path)
+    if not named and not _may_be_spec(file_path):
+        return None
+    return SpecFile.from_parent(parent, path=file_path)
+
+
+def _may_be_spec(file: Path) -> bool:
+    """Whether a file of a folder is meant as a spec: a broken one is, and tells so; another tool's settings are not."""
+    if file.name == "pyproject.toml":
+        return False
+    import tomllib
+
+    from gaverify.spec import Spec
+
+    try:
+        table = tomllib.loads(file.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError):
+        return True
+    return not table or any(key.replace("-", "_") in Spec.model_fields for key in table)
+
+
+class SpecFile(pytest.File):
+    """A TOML file with one spec."""
+
+    def collect(self) -> Iterator[pytest.Item]:
+        """Yields its one item; what is wrong with the spec is the item's error, so that the others still run."""
+        from gaverify.spec import read_specs
+
+        for _, entry in read_specs([self.path]):
+            yield SpecItem.from_parent(self, name="gaverify", entry=entry)
+
+
+class SpecItem(pytest.Item):
+    """One spec: passes where `gaverify run` leaves with 0, fails on a divergence; anything undecided is an error."""
+
+    verdict: Verdict
+
+    def __init__(self, *, entry: Spec | SpecError, **options: Any) -> None:
+        super().__init__(**options)
+        self.entry = entry
+        self.add_marker("gaverify")
+        device = str(getattr(entry, "device", None) or "cpu").partition(":")[0]
+        self.add_marker(f"gaverify_{device if device in ('cuda', 'mps') else 'cpu'}")
+        if (getattr(entry, "ranks", None) or 1) > 1:
+            self.add_marker("gaverify_ranks")
+        if _durations(self.config).get(self.nodeid, 0.0) > _SLOW:
+            self.add_marker("gaverify_slow")
+
+    def setup(self) -> None:
+        """Verifies. pytest calls what goes wrong here an error, not a failure: nothing was found about the model."""
+        from gaverify.errors import GaverifyError, SpecError
+
+        if isinstance(self.entry, SpecError):
+            pytest.fail(str(self.entry), pytrace=False)
+        try:
+            self.verdict = self._verified(self.entry)
+        except (GaverifyError, SystemExit) as error:
+            text = str(error) if isinstance(error, GaverifyError) else f"the model's code left Python ({error!r})"
+            pytest.fail(f"{self.path.name}: {text}", pytrace=False)
+        if self.verdict.exit_code not in (0, 1):
+            pytest.fail(_plain(self.verdict), pytrace=False)
+
+    def _verified(self, spec: Spec) -> Verdict:
+        from dataclasses import replace
+
+        from gaverify.acceptance import settled
+        from gaverify.spec.accepting import project_settings
+        from gaverify.verification import verify_spec
+
+        made = replace(verify_spec(spec), source=self.nodeid.partition("::")[0])
+        strict = bool(self.config.getoption("--gaverify-strict"))
+        return settled(made, spec.accept, project_settings(self.path.parent), expect=spec.expect, strict=strict)
+
+    def runtest(self) -> None:
+        """Passes or raises, by the verdict's exit code."""
+        if self.verdict.exit_code:
+            raise _Divergent(self.verdict)
+        for sentence in _remarks(self.verdict):
+            self.user_properties.append((_ACCEPTED, sentence))
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        """Returns the report in place of a traceback through pytest's and gaverify's own code."""
+        if isinstance(excinfo.value, _Divergent):
+            return ReportText(excinfo.value.verdict, str(self.path), 1)
+        return super().repr_failure(excinfo, style)
+
+    def reportinfo(self) -> tuple[Path, int | None, str]:
+        """Where the item stands, for pytest's headings."""
+        return self.path, None, f"gaverify {self.nodeid.partition('::')[0]}"
+
+
+class _Divergent(Exception):
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__("divergent")
+        self.verdict = verdict
+
+
+class _Crash(NamedTuple):
+    """What pytest's summary and its XML read of a failure."""
+
+    path: str
+    lineno: int
+    message: str
+
+
+class ReportText:
+    """A verdict as pytest shows a failure: its lines in pytest's own colours."""
+
+    def __init__(self, verdict: Verdict, path: str, line: int) -> None:
+        from gaverify.report.text.wording import sentence
+
+        self.lines = _lines(verdict)
+        self.reprcrash = _Crash(path, line, f"{verdict.outcome.value}: {sentence(verdict)}")
+
+    def __str__(self) -> str:
+        from gaverify.report.text.layout import plain
+
+        return plain(self.lines).rstrip("\n")
+
+    def toterminal(self, tw: Any) -> None:
+        """Writes the report with pytest's writer, which knows whether it may colour."""
+        for line in self.lines:
+            for text, style in line:
+                marks = dict.fromkeys((word for word in style.split() if word != "dim"), True)
+                tw.write(text, **marks)
+            tw.line()
+
+
+def _lines(verdict: Verdict) -> list[Line]:
+    from gaverify.report.terminal import layout_for
+    from gaverify.report.text.verdict import verdict_lines
+
+    return verdict_lines(verdict, layout_for(io.StringIO()))
+
+
+def _plain(verdict: Verdict) -> str:
+    from gaverify.report.text.layout import plain
+
+    return plain(_lines(verdict))
+
+
+def _remarks(verdict: Verdict) -> Iterator[str]:
+    for finding in verdict.findings:
+        if finding.accepted:
+            place = f" at {finding.location}" if finding.location and str(finding.location) else ""
+            yield f"{finding.code} {finding.name}{place}: {finding.accepted}"
+    yield from verdict.acceptance.stale
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Shows the report of a failed `assert_equivalent` in colour, under the line of the test that called it."""
+    report = yield
+    verdict = getattr(call.excinfo.value, "gaverify_verdict", None) if call.excinfo is not None else None
+    if verdict is not None and report.failed and call.excinfo is not None:
+        entry = next((e for e in reversed(call.excinfo.traceback) if e.path == item.path), call.excinfo.traceback[-1])
+        report.longrepr = ReportText(verdict, str(entry.path), entry.lineno + 1)  # type: ignore[assignment]
+        report.sections.insert(0, ("called at", f"{entry.path}:{entry.lineno + 1}"))
+    if isinstance(item, SpecItem) and call.when == "setup":
+        item.config.stash.setdefault(_TIMES, {})[item.nodeid] = call.duration
+    return report
+
+
+_TIMES: pytest.StashKey[dict[str, float]] = pytest.StashKey()
+
+
+def _durations(config: pytest.Config) -> dict[str, float]:
+    cache = getattr(config, "cache", None)  # `-p no:cacheprovider`
+    known = cache.get(_DURATIONS, {}) if cache is not None else {}
+    return known if isinstance(known, dict) else {}
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Remembers how long the specs took, for the marker of slow ones."""
+    taken = session.config.stash.get(_TIMES, {})
+    cache = getattr(session.config, "cache", None)
+    if taken and cache is not None:
+        cache.set(_DURATIONS, _durations(session.config) | taken)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Names the accepted divergences: a test that passes although gradients differ must not go unseen."""
+    told = [
+        f"{report.nodeid.partition('::')[0]}: {sentence}"
+        for report in terminalreporter.stats.get("passed", ())
+        for name, sentence in report.user_properties
+        if name == _ACCEPTED
+    ]
+    if told:
+        terminalreporter.section("gaverify: accepted divergences", yellow=True)
+        for line in told:
+            terminalreporter.line(line)
+
+
+class Checker:
+    """What the fixture `gaverify` gives: `verify` and `assert_equivalent`, as the package has them."""
+
+    def verify(self, *args: Any, **options: Any) -> Verdict:
+        """Verifies as `gaverify.verify` does."""
+        from gaverify.verification import verify
+
+        return verify(*args, **options)
+
+    def assert_equivalent(self, *args: Any, **options: Any) -> Verdict:
+        """Verifies as `gaverify.assert_equivalent` does; pytest shows the report in its own colours."""
+        __tracebackhide__ = True
+        from gaverify.verification import assert_equivalent
+
+        return assert_equivalent(*args, **options)
+
+
+@pytest.fixture(name="gaverify")
+def gaverify_fixture(request: pytest.FixtureRequest) -> Checker:
+    """Verifies models in tests: `gaverify.assert_equivalent(model, loss, batch, steps=4)`."""
+    request.node.add_marker("gaverify")
+    return Checker()

@@ -1,0 +1,180 @@
+"""Runs a judged problem on R ranks and holds the gradient that they end up with against the full batch's.
+
+Shapes: R ranks, K micro-batches each; S sampled elements of all gradients together.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from gaverify.passes.gradients import Gradients, PassResult, Task
+from gaverify.passes.precision import unit_roundoff
+from gaverify.passes.randomness import DrawRecord
+from gaverify.passes.weight_fit import SINGULAR_FLOAT32, fit_weights
+from gaverify.ranks.forking import run_forked
+from gaverify.ranks.gathering import gathers_with_gradient
+from gaverify.ranks.groups import group_of_one
+from gaverify.ranks.rank import RankReport, Window, merged, rank_task, sampled
+from gaverify.records.comparison import Method, Outcome, ParameterComparison
+from gaverify.records.ranks import Engine, RankFacts, Traffic
+from gaverify.records.totals import relative_total
+from gaverify.records.weights import WeightFit
+from gaverify.verdict.comparison import measure
+from gaverify.verdict.control import in_float64
+from gaverify.verdict.criteria import U64, Difference, Grounds, decide
+from gaverify.verdict.judging import Judgement
+
+_BUFFER_NOISE = 1e-4  # buffers that differ by less differ by rounding
+
+
+@dataclass(frozen=True)
+class Confirmation:
+    """What the ranks' gradient came to, and what was measured on the way."""
+
+    rows: tuple[ParameterComparison, ...]
+    facts: RankFacts
+    method: Method
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """How many ranks there shall be, under which engine, and how long they may take."""
+
+    count: int
+    engine: Engine
+    timeout: float | None = None
+    waiting: Callable[[], None] = lambda: None
+
+
+def confirm(task: Task, judgement: Judgement, one: Judgement, ranks: Ranks) -> Confirmation:
+    """Runs every micro-batch of the task on its rank, and decides every parameter as one process does.
+
+    Args:
+        task: The problem in this process, cut into K · R micro-batches.
+        judgement: The verdict of one process on them, with its gradients.
+        one: The verdict of one process on what the ranks compute together, with its gradients: `judgement`, or that of
+            K micro-batches where the code calls `torch.distributed` itself and sees the samples of all ranks.
+        ranks: What to run.
+
+    Raises:
+        ProblemError: A rank raised, died, or did not end in time.
+    """
+    full, together = judgement.full.gradients, one.accumulated.gradients
+    reports, gradients = _window(task, judgement.record, judgement.full, ranks)
+    working = {row.name: row for row in measure(gradients, full)}
+    unit = max(map(unit_roundoff, filter(None, (judgement.dtype, task.autocast))))
+    rows = [decide(row, _working(row, unit, judgement.scales)) for row in working.values()]
+    method = Method.WORKING_PRECISION
+    if unit > U64 and any(row.outcome is Outcome.INCONCLUSIVE for row in rows):
+        rows, method = _in_float64(task, judgement, ranks, working, unit), Method.FLOAT64_CONTROL
+    facts = RankFacts(
+        ranks=ranks.count,
+        engine=ranks.engine,
+        apart=_apart(reports, ranks.engine),
+        window=max((report.window for report in reports), key=Traffic.count),
+        own=max((report.calls for report in reports), key=Traffic.count),
+        weights=_weights(reports, together, gradients),
+        difference=relative_total((row.difference_norm, row.reference_norm) for row in rows),
+        from_one_process=_apart_from(gradients, together),
+        unit=unit,
+        divergent=any(row.outcome is Outcome.DIVERGENT for row in rows),
+        buffers_apart=_buffers_apart(reports),
+    )
+    if facts.at_fault and facts.gathers:
+        _, repaired = _window(task, judgement.record, judgement.full, ranks, gathers_with_gradient)
+        facts = replace(facts, gather_control=_apart_from(repaired, together))
+    return Confirmation(tuple(rows), facts, method)
+
+
+def _working(row: Difference, unit: float, scales: Mapping[str, float]) -> Grounds:
+    return Grounds(Method.WORKING_PRECISION, unit, scales.get(row.name, 0.0))
+
+
+def _window(
+    task: Task,
+    record: DrawRecord,
+    reference: PassResult,
+    ranks: Ranks,
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> tuple[list[RankReport], Gradients]:
+    with tempfile.TemporaryDirectory(prefix="gaverify-ranks-") as folder:
+        window = Window(task, record, reference, ranks.engine, ranks.count, Path(folder), around=around)
+        jobs = [(f"rank {rank} of {ranks.count}", rank_task(window, rank)) for rank in range(ranks.count)]
+        reports = run_forked(jobs, ranks.timeout, ranks.waiting)
+        return reports, merged(reports, list(task.parameters))
+
+
+def _in_float64(
+    task: Task, judgement: Judgement, ranks: Ranks, working: Mapping[str, Difference], unit: float
+) -> list[ParameterComparison]:
+    """Runs the ranks in float64, against the full batch of the float64 control or of a pass for this purpose."""
+    from gaverify.passes.gradients import full_batch_gradients
+
+    with in_float64(task, judgement.state) as (lifted, state):
+        with group_of_one():
+            full, _ = full_batch_gradients(lifted, state, judgement.record, lift=True)
+        _, gradients = _window(lifted, judgement.record, full, ranks)
+        rows = measure(gradients, full.gradients)
+    return [
+        decide(
+            row,
+            Grounds(
+                Method.FLOAT64_CONTROL, U64, judgement.scales.get(row.name, 0.0), working[row.name].difference, unit
+            ),
+        )
+        for row in rows
+    ]
+
+
+def _apart(reports: Sequence[RankReport], engine: Engine) -> float:
+    """How far the ranks' reduced gradients are apart, relative to the first one's norm; NaN where they hold shards."""
+    if engine is Engine.FSDP2:
+        return math.nan
+    first = _laid_out(reports[0].samples)
+    norm = float(torch.linalg.vector_norm(first))
+    differing = [report for report in reports[1:] if report.digest != reports[0].digest]
+    apart = [float(torch.linalg.vector_norm(_laid_out(report.samples) - first)) for report in differing]
+    return max(apart, default=0.0) / norm if norm else math.inf if any(apart) else 0.0
+
+
+def _laid_out(samples: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """All samples end to end, shape (S,)."""
+    return torch.cat(list(samples.values())) if samples else torch.zeros(0, dtype=torch.float64, device="cpu")
+
+
+def _buffers_apart(reports: Sequence[RankReport]) -> tuple[str, ...]:
+    first = reports[0].buffers
+    return tuple(
+        name
+        for name, value in first.items()
+        if any(_differs(report.buffers[name], value) for report in reports[1:] if name in report.buffers)
+    )
+
+
+def _differs(a: torch.Tensor, b: torch.Tensor) -> bool:
+    scale = torch.linalg.vector_norm(b.double())
+    return bool(torch.linalg.vector_norm((a - b).double()) > _BUFFER_NOISE * scale)
+
+
+def _weights(reports: Sequence[RankReport], target: Gradients, reduced: Gradients) -> WeightFit | None:
+    """Fits the ranks' own gradients to the one of one process and to the one that they used, on sampled elements."""
+    names = [name for name, gradient in target.items() if gradient is not None and reduced[name] is not None]
+    names = [name for name in names if all(report.own[name].numel() for report in reports)]
+    if not names:
+        return None
+    own = torch.stack([_laid_out({name: report.own[name] for name in names}) for report in reports], dim=1)
+    wanted, used = (_laid_out({name: sampled(side[name]) for name in names}) for side in (target, reduced))
+    finite = all(bool(torch.isfinite(values).all()) for values in (own, wanted, used))
+    return fit_weights(own, wanted, used=used, singular=SINGULAR_FLOAT32) if finite and bool(wanted.any()) else None
+
+
+def _apart_from(gradients: Gradients, reference: Gradients) -> float:
+    """‖gradients − reference‖ / ‖reference‖ of the whole gradient."""
+    return relative_total((row.difference, row.reference) for row in measure(gradients, reference))

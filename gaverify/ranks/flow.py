@@ -1,0 +1,63 @@
+"""The verdict on R ranks: one process judges the same micro-batches and finds the cause, then the ranks confirm it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+from gaverify.causes.investigation import investigate
+from gaverify.errors import ProblemError
+from gaverify.passes.batching import micro_batch_sizes
+from gaverify.passes.gradients import Task
+from gaverify.ranks.confirming import Ranks, confirm
+from gaverify.ranks.groups import group_of_one
+from gaverify.records.comparison import Outcome
+from gaverify.records.facts import Facts
+from gaverify.verdict.judging import Judgement, judge
+
+
+def judge_on_ranks(task: Task, ranks: Ranks, *, diagnose: bool, exact: bool = False) -> tuple[Judgement, Facts]:
+    """Returns the verdict on the ranks' gradient, and everything that was measured.
+
+    The diagnosis runs in one process: on K · R micro-batches, or, where the code calls `torch.distributed` itself and
+    so sees the samples of all ranks at once, on K micro-batches that hold what the ranks hold together.
+
+    Args:
+        task: Cut into K · R micro-batches.
+        ranks: What to run.
+        diagnose: Whether to look for the cause of a divergence.
+        exact: As `verify` takes it.
+
+    Raises:
+        ProblemError: The batch is too small for the ranks, a rank failed, or the problem cannot be verified.
+    """
+    if task.batch_size < ranks.count * 2 or task.steps < ranks.count:
+        least = 2 * ranks.count
+        raise ProblemError(f"{ranks.count} ranks need a batch of at least {least} samples, it has {task.batch_size}")
+
+    with group_of_one() as meter:
+        judgement = judge(task, rtol=None, atol=None, keep_gradients=True, exact=exact)
+        whole = judgement
+        if meter.traffic.count():
+            sizes = micro_batch_sizes(task.batch_size, task.steps // ranks.count)
+            task_of_one = replace(task, sizes=sizes, weighting=_together(task.weighting, ranks.count))
+            whole = judge(task_of_one, rtol=None, atol=None, keep_gradients=True, exact=exact)
+            facts = investigate(task_of_one, whole, diagnose=diagnose)
+        else:
+            facts = investigate(task, judgement, diagnose=diagnose)
+    begun = time.perf_counter()
+    task.progress(f"{ranks.count} ranks under {ranks.engine.value}")
+    confirmation = confirm(task, judgement, whole, ranks)
+    timings = {**judgement.timings, "ranks": time.perf_counter() - begun}
+    judgement = replace(judgement, rows=list(confirmation.rows), method=confirmation.method, timings=timings)
+    if not any(row.outcome is Outcome.DIVERGENT for row in confirmation.rows):
+        facts = replace(facts, compared=replace(facts.compared, rows=confirmation.rows, method=confirmation.method))
+    return judgement, replace(facts, ranks=confirmation.facts)
+
+
+def _together(weighting: Any, count: int) -> Any:
+    """The recipe for micro-batches that hold what R ranks hold together: explicit weights are added up."""
+    if isinstance(weighting, list | tuple):
+        return [sum(weighting[at : at + count]) for at in range(0, len(weighting), count)]
+    return weighting

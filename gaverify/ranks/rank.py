@@ -1,0 +1,197 @@
+"""One rank's window: its own micro-batches alone, then under the engine, with everything that is compared afterwards.
+
+Shapes: R ranks, K micro-batches each; rank r runs the micro-batches r, R + r, 2R + r, … of the batch's K · R.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from gaverify.errors import ProblemError
+from gaverify.passes.gradients import Gradients, PassProbe, PassResult, Task, accumulated_gradients
+from gaverify.passes.isolation import ModelState
+from gaverify.passes.randomness import DrawRecord
+from gaverify.ranks.engines import Scaled, Synchronised, wrapped
+from gaverify.ranks.groups import joined
+from gaverify.ranks.traffic import TrafficMeter
+from gaverify.records.ranks import Engine, Traffic
+
+SAMPLED = 1 << 12  # elements per parameter of a rank's own gradient: enough to fit R weights
+
+
+@dataclass(frozen=True)
+class Window:
+    """What every rank is told: the problem, the reference, where files go, and what is entered around its window."""
+
+    task: Task
+    record: DrawRecord
+    reference: PassResult
+    engine: Engine
+    ranks: int
+    folder: Path
+    backend: str = "gloo"
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank tells its parent; its gradients lie in `file`, or, where it holds a replica, in rank 0's.
+
+    `digest` is of all bits of its reduced gradients; `samples` are elements of them, `own` of the gradients before the
+    reduction, both at the same places in every rank.
+    """
+
+    file: Path | None
+    digest: str
+    samples: dict[str, torch.Tensor]
+    own: dict[str, torch.Tensor]
+    window: Traffic
+    calls: Traffic
+    buffers: dict[str, torch.Tensor]
+    loss: float
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The part of a gradient that a rank holds, and where in the whole it lies."""
+
+    values: torch.Tensor | None
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class _Kept(ModelState):
+    """A state that keeps nothing: a rank's process ends after its window."""
+
+    def __init__(self) -> None: ...
+
+    def before_write(self, tensor: torch.Tensor) -> None:
+        """Keeps nothing."""
+
+    def restore(self) -> None:
+        """Restores nothing."""
+
+
+def rank_task(window: Window, rank: int) -> Callable[[], RankReport]:
+    """Returns what the process of a rank does: join the group, run its window, leave the group."""
+
+    def work() -> RankReport:
+        with (
+            joined(rank, window.ranks, window.folder / "store", window.backend),
+            warnings.catch_warnings(),
+            window.around(),
+        ):
+            warnings.simplefilter("ignore")
+            return _run(window, rank)
+
+    return work
+
+
+def _run(window: Window, rank: int) -> RankReport:
+    own = range(rank, len(window.task.sizes), window.ranks)
+    calls, traffic = TrafficMeter(), TrafficMeter()
+    with calls.counting():
+        # a state of its own: the parent's would set the parent's number of threads again, which were not forked
+        state = ModelState(window.task.modules, (window.task.problem.loss,))
+        alone = _accumulated(window, window.task, state, own, Scaled(window.ranks))
+    unused = any(gradient is None for gradient in window.reference.gradients.values())
+    task = wrapped(window.task, window.engine, unused)
+    with traffic.counting():
+        probe = Synchronised(task, window.engine, own[-1], window.ranks)
+        together = _accumulated(window, task, _Kept(), own, probe)
+    shards = {name: _shard(gradient) for name, gradient in together.gradients.items()}
+    file = None
+    if rank == 0 or window.engine is Engine.FSDP2:
+        file = window.folder / f"rank-{rank}.pt"
+        torch.save(shards, file)
+    return RankReport(
+        file,
+        _digest(shards),
+        {name: sampled(shard.values) for name, shard in shards.items()},
+        {name: sampled(gradient) for name, gradient in alone.gradients.items()},
+        traffic.traffic,
+        calls.traffic,
+        dict(together.buffers),
+        together.loss,
+    )
+
+
+def _accumulated(window: Window, task: Task, state: ModelState, own: range, probe: PassProbe) -> PassResult:
+    try:
+        return accumulated_gradients(task, state, window.record, window.reference, probe=probe, own=own)
+    except ProblemError as error:
+        raise ProblemError(f"{error}{_hint(error)}") from error
+
+
+def _hint(error: ProblemError) -> str:
+    """What to change where the loss reads attributes that the engine's wrapper hides."""
+    cause = error.__cause__
+    if isinstance(cause, AttributeError) and "DistributedDataParallel" in str(cause):
+        return (
+            "; under DDP the loss gets the wrapper, as in training: reach the model's own attributes through "
+            "`getattr(model, 'module', model)`, and run its forward through the wrapper"
+        )
+    return ""
+
+
+def _shard(gradient: torch.Tensor | None) -> Shard:
+    from torch.distributed.tensor import DTensor
+
+    if gradient is None:
+        return Shard(None, (), ())
+    if not isinstance(gradient, DTensor):
+        return Shard(gradient, (0,) * gradient.dim(), tuple(gradient.shape))
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(gradient.shape, gradient.device_mesh, gradient.placements)
+    return Shard(gradient.to_local(), tuple(offset), tuple(gradient.shape))
+
+
+def sampled(gradient: torch.Tensor | None) -> torch.Tensor:
+    """Elements at even distances, in float64 on the host; none where there is no gradient."""
+    if gradient is None:
+        return torch.zeros(0, dtype=torch.float64, device="cpu")
+    flat = (gradient.to_dense() if gradient.layout is not torch.strided else gradient).reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    return flat[:: -(-flat.numel() // SAMPLED) or 1].detach().to("cpu", torch.float64)
+
+
+def _digest(shards: dict[str, Shard]) -> str:
+    digest = hashlib.sha256()
+    for name, shard in shards.items():
+        digest.update(name.encode())
+        if shard.values is not None:
+            dense = shard.values.to_dense() if shard.values.layout is not torch.strided else shard.values
+            dense = dense.detach().cpu().contiguous()
+            # the tensor's own memory, without a copy and without NumPy
+            digest.update((ctypes.c_char * dense.nbytes).from_address(dense.data_ptr()))
+    return digest.hexdigest()
+
+
+def merged(reports: list[RankReport], names: list[str]) -> Gradients:
+    """Returns the whole gradients: rank 0's replica, or every shard in its place."""
+    gradients: Gradients = dict.fromkeys(names)
+    for report in reports:
+        if report.file is None:
+            continue
+        for name, shard in torch.load(report.file, weights_only=False).items():
+            if shard.values is None:
+                continue
+            if tuple(shard.values.shape) == shard.shape:
+                gradients[name] = shard.values
+                continue
+            whole = gradients[name]
+            if whole is None:
+                whole = gradients[name] = torch.zeros(shard.shape, dtype=shard.values.dtype, device=shard.values.device)
+            place = tuple(slice(at, at + size) for at, size in zip(shard.offset, shard.values.shape, strict=True))
+            whole[place] = shard.values
+    return gradients

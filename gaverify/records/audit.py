@@ -1,0 +1,223 @@
+"""Frozen records of an audit: names and numbers, no tensors, no torch. What rules read and reports show."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gaverify.records.comparison import Outcome, ParameterComparison
+from gaverify.records.events import Event
+from gaverify.records.ranks import RankFacts
+from gaverify.records.stages import Clip, SettingDifference, Stage, StageComparison
+from gaverify.records.totals import relative_total, resolution_of
+from gaverify.records.weights import WeightFit
+from gaverify.records.windows import Ledger, Window
+
+
+@dataclass(frozen=True)
+class RowCheck:
+    """What the forwards of a window were fed in both runs.
+
+    `differing` rows have no counterpart in the other run, in the input tensor `path` where that is worst.
+    """
+
+    full: int
+    accumulated: int
+    differing: int = 0
+    path: str = ""
+    padded: bool = False
+    checked: bool = True
+
+    @property
+    def same(self) -> bool:
+        """Whether the samples are the same, as far as could be checked."""
+        return self.differing == 0
+
+
+@dataclass(frozen=True)
+class UpdateComparison:
+    """One optimizer update of both runs.
+
+    `judged`: the runs had the same samples and, up to rounding, the same weights, so that a difference means something.
+    `weights_difference` is relative, over sampled elements; `drifted` names buffers that differ after the update.
+    `noise` is how far the gradients of two equal runs are apart, relative; `started_apart` the same of the weights of
+    both runs before the update. `unrepeatable` says how the full-batch run differed from its own repetition, where that
+    was more than rounding. `parameters`, `outcome` and `fit` are those of the stage that `decided`; `unclear` says that
+    both runs changed their sums by hand, which hides what is right. `clips` are those after the last backward pass.
+    `step_takes_factor`: a control showed that the step takes out the factor of the gradient, so that the weights agree.
+    """
+
+    number: int
+    outcome: Outcome
+    judged: bool
+    parameters: tuple[ParameterComparison, ...]
+    data: RowCheck
+    fit: WeightFit | None = None
+    backwards: int = 0
+    sizes: tuple[int, ...] = ()
+    valid_targets: tuple[int, ...] = ()
+    ignored_targets: bool = False
+    learning_rates: tuple[float, ...] = ()
+    learning_rates_full: tuple[float, ...] = ()
+    weights_difference: float = math.nan
+    drifted: tuple[str, ...] = ()
+    started_apart: float = 0.0
+    noise: float = 0.0
+    unrepeatable: str = ""
+    decided: Stage = Stage.USED
+    unclear: bool = False
+    stages: tuple[StageComparison, ...] = ()
+    clips: tuple[Clip, ...] = ()
+    clips_full: tuple[Clip, ...] = ()
+    settings: tuple[SettingDifference, ...] = ()
+    step_takes_factor: bool = False
+
+    @property
+    def other_step(self) -> bool:
+        """Whether the gradients differ, and the step makes something else of the same gradients as well."""
+        changed = any(stage.stage is Stage.CHANGE and stage.outcome is Outcome.DIVERGENT for stage in self.stages)
+        return self.judged and self.outcome is Outcome.DIVERGENT and changed
+
+    @property
+    def largest(self) -> ParameterComparison | None:
+        """The parameter with the largest finite relative difference among the worst outcomes."""
+        rows = [row for row in self.parameters if math.isfinite(row.relative_difference)]
+        divergent = [row for row in rows if row.outcome is Outcome.DIVERGENT]
+        return max(divergent or rows, key=lambda row: row.relative_difference, default=None)
+
+    @property
+    def relative_difference(self) -> float:
+        """‖accumulated − full‖ / ‖full‖ over all parameters together."""
+        return relative_total((row.difference_norm, row.reference_norm) for row in self.parameters)
+
+    @property
+    def norm_ratio(self) -> float:
+        """‖accumulated‖ / ‖full‖ over all parameters together."""
+        ratio = relative_total((row.accumulated_norm, row.reference_norm) for row in self.parameters)
+        return ratio if math.isfinite(ratio) else math.nan
+
+    @property
+    def resolution(self) -> float:
+        """The smallest relative difference that could have been seen in the least clear parameter; NaN in none."""
+        return resolution_of(self.parameters)
+
+
+@dataclass(frozen=True)
+class Record:
+    """Everything that the rules read, from the accumulated run and its comparison.
+
+    Args:
+        windows: Of the accumulated run (or the only one).
+        ledger: What became of its backward passes.
+        full_windows: Of the full-batch run; empty with events only.
+        updates: The comparisons; empty with events only.
+        steps: K where the user said it.
+        numbers: The whole numbers among the accumulated run's own arguments: K is one of them as a rule.
+        unit: Unit roundoff of the coarsest arithmetic.
+        held: The weights that fit when every step is undone, so that all micro-batches see the same weights.
+        dealt: Random draws of the full batch that were dealt out per sample.
+        unaligned: Draws that could not be, with the reason.
+        full_ledger: What became of the full-batch run's backward passes.
+        ranks: Processes that train together.
+        together: What all of them did, where the audit saw all; None where it saw one.
+        ranks: Processes that train together; the audit sees one of them.
+        epochs: What was seen of an epoch's end, for the verdict; empty where nothing is to be said.
+    """
+
+    windows: tuple[Window, ...]
+    ledger: Ledger
+    full_windows: tuple[Window, ...] = ()
+    updates: tuple[UpdateComparison, ...] = ()
+    steps: int | None = None
+    unit: float = 2.0**-24
+    held: WeightFit | None = None
+    dealt: int = 0
+    unaligned: Mapping[str, str] = field(default_factory=dict)
+    numbers: tuple[int, ...] = ()
+    full_ledger: Ledger = field(default_factory=lambda: Ledger((), ()))
+    ranks: int = 1
+    together: RankFacts | None = None
+    epochs: str = ""
+
+    @property
+    def tolerance(self) -> float:
+        """Below this a fit's residual is rounding, and two weights are the same."""
+        noise = max((update.noise for update in self.updates if not update.unrepeatable), default=16 * self.unit)
+        return max(1e-4, 4 * noise)
+
+    @property
+    def complete(self) -> tuple[Window, ...]:
+        """The windows that ended with a step."""
+        return tuple(window for window in self.windows if window.complete)
+
+    @property
+    def first(self) -> Window | None:
+        """The first window."""
+        return self.complete[0] if self.complete else None
+
+    def expected(self, window: Window) -> int | None:
+        """How many backward passes the window should have, as far as it is known.
+
+        The user's K; else as many as feed the rows that the full-batch run used for this update.
+        """
+        if self.steps is not None:
+            return self.steps
+        whole = next((full for full in self.full_windows if full.number == window.number), None)
+        if whole is None or not whole.backwards or not window.backwards:
+            return None
+        rows, own = whole.rows, window.rows
+        if whole.reached_rows is not None and whole.reached_rows < rows:
+            rows, own = whole.reached_rows, window.reached_rows or 0  # other forwards beside the training
+        if not rows or not own:
+            return None
+        if whole.backwards > min(full.backwards for full in self.full_windows if full.optimizers == whole.optimizers):
+            return None  # the full batch's own window is longer than its others: it tells nothing about K
+        return max(1, round(window.backwards * rows / own))
+
+    def expected_of(self, number: int) -> int | None:
+        """The same for the window of an update by its number."""
+        window = self.window_of(number)
+        return self.expected(window) if window is not None else None
+
+    def update_of(self, number: int) -> UpdateComparison | None:
+        """The comparison of an update."""
+        return next((update for update in self.updates if update.number == number), None)
+
+    def window_of(self, number: int) -> Window | None:
+        """The window of an update."""
+        return next((window for window in self.windows if window.number == number), None)
+
+    def usual(self, window: Window | None) -> int:
+        """The backward passes that most windows of the same optimizers have; of equally frequent counts the largest."""
+        alike = (other for other in self.complete if window is not None and other.optimizers == window.optimizers)
+        counts = Counter(other.backwards for other in alike)
+        return max(counts, key=lambda count: (counts[count], count), default=0)
+
+    def inside(self, kind: str) -> list[Event]:
+        """The events of a kind strictly inside windows, unless the full batch's run has such in the same window."""
+        ordinary = {full.number for full in self.full_windows if any(e.kind == kind for e in full.before_last_backward)}
+        return [
+            event
+            for window in self.windows
+            if window.number not in ordinary
+            for event in window.before_last_backward
+            if event.kind == kind
+        ]
+
+    @property
+    def same_pieces(self) -> bool:
+        """Whether the first update was fed in the same pieces in both runs."""
+        if not self.full_windows or self.first is None or self.together is not None:
+            return False
+        pieces = [
+            [event.values.get("rows") for event in window.of("forward")]
+            for window in (self.full_windows[0], self.first)
+        ]
+        return bool(pieces[0]) and pieces[0] == pieces[1] and self.full_windows[0].backwards == self.first.backwards
+
+    @property
+    def divergent(self) -> UpdateComparison | None:
+        """The first update that differs where a difference means something."""
+        return next((update for update in self.updates if update.judged and update.outcome is Outcome.DIVERGENT), None)

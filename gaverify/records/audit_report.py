@@ -1,0 +1,130 @@
+"""The answer of an audit: frozen records that the reports show. Imports no torch."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+
+from gaverify.records.acceptance import Acceptance, exit_code, is_accepted
+from gaverify.records.audit import UpdateComparison
+from gaverify.records.comparison import Outcome
+from gaverify.records.findings import Finding
+from gaverify.records.windows import Window
+
+TITLES = {
+    "full": "full-batch run",
+    "perturbed": "full-batch run with moved weights",
+    "accumulated": "accumulated run",
+    "frozen": "accumulated run with its steps undone",
+    "events": "run",
+}
+"""How sentences call the runs of an audit."""
+
+
+@dataclass(frozen=True)
+class WindowCount:
+    """backward : step : zero_grad of one window."""
+
+    update: int
+    backward: int
+    step: int
+    zero_grad: int
+    complete: bool
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """One process of an audit; `how` says what was set so that its random draws could be seen."""
+
+    role: str
+    command: str
+    updates: int
+    seconds: float
+    disk_bytes: int
+    ended: str
+    how: str = ""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One call of the script that matters to accumulation, in the order of the calls of its rank."""
+
+    kind: str
+    update: int
+    file: str | None = None
+    line: int | None = None
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """The answer of an audit, with everything that it rests on."""
+
+    script: str
+    outcome: Outcome
+    reason: str
+    findings: tuple[Finding, ...]
+    updates: tuple[UpdateComparison, ...]
+    counts: tuple[WindowCount, ...]
+    runs: tuple[RunSummary, ...]
+    device: str
+    dtype: str
+    autocast: str | None
+    torch: str
+    gaverify: str
+    modules: tuple[str, ...]
+    optimizers: tuple[str, ...]
+    trainable: int
+    method: str
+    events_only: bool
+    timings: Mapping[str, float] = field(default_factory=dict)
+    source: str = ""  # the options file; "" where the command line said what to run
+    command: str = ""  # the words that make it again
+    timeline: tuple[Moment, ...] = ()
+    left_out: Mapping[str, int] = field(default_factory=dict)  # calls that could not be recorded, by what hid them
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    python: str = field(default_factory=platform.python_version)
+    platform: str = field(default_factory=platform.platform)
+
+    @property
+    def accepted(self) -> bool:
+        """Whether the divergence is explained by faults that the user accepts."""
+        return is_accepted(self.outcome, self.findings)
+
+    @property
+    def exit_code(self) -> int:
+        """What the command line leaves with."""
+        return exit_code(self.outcome, self.findings, self.acceptance)
+
+    @property
+    def decisive(self) -> UpdateComparison | None:
+        """The update that the outcome rests on: the first that differs, else the first."""
+        differs = (update for update in self.updates if update.judged and update.outcome is Outcome.DIVERGENT)
+        return next(differs, self.updates[0] if self.updates else None)
+
+    def to_json(self) -> str:
+        """Returns the document that `gaverify audit --format json` prints."""
+        from gaverify.report.documents import answer_text
+
+        return answer_text(self)
+
+
+def counts_of(windows: tuple[Window, ...]) -> tuple[WindowCount, ...]:
+    """Returns backward : step : zero_grad of every window."""
+    return tuple(
+        WindowCount(window.number, len(window.of("backward")), len(window.steps), window.zero_grads, window.complete)
+        for window in windows
+    )
+
+
+_SHOWN = frozenset({"backward", "step", "zero_grad", "cleared", "moved", "clip", "scheduler", "scaler", "average"})
+_MOMENTS = 400
+"""A timeline of more calls shows nothing that these do not, and makes documents of megabytes."""
+
+
+def timeline_of(windows: tuple[Window, ...], rank: int = 0) -> tuple[Moment, ...]:
+    """Returns the calls of the windows in order, without the forwards; the first few hundred of them."""
+    events = (event for window in windows for event in window.events if event.kind in _SHOWN)
+    return tuple(Moment(e.kind, e.update, e.file, e.line, rank) for e in islice(events, _MOMENTS))

@@ -1,0 +1,67 @@
+"""What a training script did, as frozen records of names and numbers: the only thing that the event rules read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Kind = Literal[
+    "forward",
+    "backward",
+    "zero_grad",
+    "cleared",
+    "step",
+    "moved",
+    "clip",
+    "scheduler",
+    "scaler",
+    "average",
+    "settings",
+    "loaded",
+    "end",
+]
+
+
+@dataclass(frozen=True)
+class Event:
+    """One call that matters to accumulation.
+
+    kind         values
+    forward      `rows` along the leading dimension, `model`
+    backward     `touched`: optimizers whose gradients it changed; `targets`: valid targets of the losses before it
+    zero_grad    `cleared`: optimizers whose gradients it removed
+    cleared      the same without a call: `.grad` was set to None or zero by hand
+    step         `optimizer`, `inside`: whether a backward was running; `by_hand`: gradients changed since the last call
+    moved        `optimizers`; `where`: parameters changed without a step, "between" calls, in a "forward" or "backward"
+    clip         `active`: whether it changed a gradient; `call`
+    scheduler    `scheduler`, `lr`
+    scaler       `call`: unscale_, step or update; `skipped`: a step that was left out because of infinities
+    average      the averaged copy of the weights moved
+    settings     numbers of `optimizers` were set by hand: a learning rate, a decay
+    loaded       `path`: a file that `torch.load` read: a checkpoint, if the weights are other ones afterwards
+    end          `reason`: "updates" reached, "script" ended, "exit", "error"
+
+    `update` is the number of the update that was being worked on, from 1. File and line are the script's.
+    """
+
+    kind: Kind
+    update: int
+    file: str | None = None
+    line: int | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def place(self) -> tuple[str | None, int | None]:
+        """File and line."""
+        return self.file, self.line
+
+    @property
+    def touched(self) -> tuple[int, ...]:
+        """The optimizers that a backward changed gradients of."""
+        return tuple(self.values.get("touched", ()))
+
+    @property
+    def cleared(self) -> tuple[int, ...]:
+        """The optimizers whose gradients were removed."""
+        return tuple(self.values.get("cleared", ()))

@@ -1,0 +1,314 @@
+"""What was measured about one comparison, in frozen parts: the rules read nothing else.
+
+Shapes: B samples in K micro-batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
+
+from gaverify.records.audit import Record
+from gaverify.records.comparison import Method, Outcome, ParameterComparison
+from gaverify.records.experiment import Cause, ControlRun
+from gaverify.records.operations import Operation
+from gaverify.records.ranks import RankFacts
+from gaverify.records.totals import relative_total
+from gaverify.records.weights import WeightFit
+
+SCRIPT = "the script's own"
+"""The weighting of a training loop."""
+BITS_WORTH_A_NOTE = 0.5
+"""Bits that an accumulated gradient loses against the full-batch one before anybody is told."""
+
+
+@dataclass(frozen=True)
+class StateChange:
+    """A value that the forward changes: where it lives, and the line that wrote it."""
+
+    name: str
+    place: Literal["parameter", "buffer", "attribute", "closure", "unnamed"]
+    writer: Operation | None = None
+
+
+@dataclass(frozen=True)
+class State:
+    """What the forward changes, and the control run with it held still (or restored before each micro-batch).
+
+    `alone`: the difference that the blamed changes make by themselves, with every other cause neutralised.
+    """
+
+    changes: tuple[StateChange, ...]
+    control: ControlRun | None = None
+    blamed: tuple[StateChange, ...] = ()
+    remedies: tuple[ControlRun, ...] = ()
+    alone: float = math.nan
+
+
+@dataclass(frozen=True)
+class SampleCoupling:
+    """On how many `others` the outputs of one sample depend, and the largest gradient by its own one's norm."""
+
+    sample: int
+    others: int
+    strength: float
+
+
+@dataclass(frozen=True)
+class Repeatability:
+    """The full batch run twice with everything known restored."""
+
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class PrecisionLoss:
+    """Relative error against float64 of the full-batch and of the accumulated gradient, in the working dtype."""
+
+    dtype: str
+    full: float
+    accumulated: float
+    in_float32: float | None = None
+
+    @property
+    def bits_lost(self) -> float:
+        """How many bits less the accumulated gradient has."""
+        if not (self.full > 0 and self.accumulated > 0):
+            return 0.0
+        return math.log2(self.accumulated / self.full)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What both gradients came to, parameter by parameter, and the method that decided.
+
+    `control_failure` says why the float64 control could not run, where it could not. `update` is the number of the
+    optimizer update that was compared in a training loop.
+    """
+
+    rows: tuple[ParameterComparison, ...]
+    method: Method
+    control_failure: str = ""
+    precision: PrecisionLoss | None = None
+    update: int | None = None
+
+    @property
+    def divergent(self) -> tuple[ParameterComparison, ...]:
+        """The rows that differ."""
+        return tuple(row for row in self.rows if row.outcome is Outcome.DIVERGENT)
+
+    @property
+    def comparable(self) -> bool:
+        """Whether every divergent row has finite numbers on both sides."""
+        return all(math.isfinite(row.difference_norm) for row in self.divergent)
+
+    @property
+    def largest(self) -> str:
+        """The largest relative difference as text, with the parameter that shows it."""
+        rows = [row for row in self.divergent if math.isfinite(row.relative_difference)]
+        rows = [row for row in rows if not row.vanishing] or rows
+        if not rows:
+            return "no finite difference"
+        row = max(rows, key=lambda row: row.relative_difference)
+        return f"relative difference {row.relative_difference:.1e} in `{row.name}`"
+
+    @property
+    def total(self) -> float:
+        """‖accumulated − full‖ / ‖full‖ over all parameters with finite numbers."""
+        return relative_total((row.difference_norm, row.reference_norm) for row in self.rows)
+
+    @property
+    def scale(self) -> tuple[float, float]:
+        """The factor c in accumulated ≈ c · full over all parameters, and what it leaves over relative to ‖full‖.
+
+        From the norms alone: a·e = (‖a‖² + ‖e‖² − ‖a − e‖²) / 2.
+        """
+        rows = [row for row in self.rows if math.isfinite(row.difference_norm)]
+        reference = sum(row.reference_norm**2 for row in rows)
+        if reference == 0.0:
+            return math.nan, math.inf
+        factor = sum(row.accumulated_norm**2 + row.reference_norm**2 - row.difference_norm**2 for row in rows) / 2
+        factor /= reference
+        left = sum(row.accumulated_norm**2 for row in rows) - factor**2 * reference
+        return factor, math.sqrt(max(left, 0.0) / reference)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What every micro-batch holds and what it counts; `fit` has the weights that would be right, `remedy` tried them.
+
+    `failure`: why that was impossible; the weights stay suspected then. `losses` are those of the micro-batches;
+    `valid_targets` is empty where the loss does not tell; `ignored_targets`: whether some targets count for nothing.
+    """
+
+    used: tuple[float, ...]
+    weighting: str
+    sizes: tuple[int, ...]
+    losses: tuple[float, ...] = ()
+    valid_targets: tuple[float, ...] = ()
+    ignored_targets: bool = False
+    fit: WeightFit | None = None
+    remedy: ControlRun | None = None
+    failure: str = ""
+
+    @property
+    def blamed(self) -> bool:
+        """Whether the fitted weights are what is wrong: they were tried, or only the trial was impossible."""
+        return self.remedy is not None or bool(self.failure)
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The random draws of the full batch and how they were dealt out to the micro-batches.
+
+    `unaligned` has the reason for each that could not be, `places` its line. `control` held every draw constant;
+    `alone` is the difference that such draws make with all other causes neutralised. `shared` draws have no row per
+    sample: every micro-batch was given the full batch's; each with its line, where that is known.
+    """
+
+    count: int = 0
+    dealt: int = 0
+    unaligned: Mapping[str, str] = field(default_factory=dict)
+    places: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    foreign_differ: bool = False
+    shared: Mapping[str, tuple[str, int] | None] = field(default_factory=dict)
+    control: ControlRun | None = None
+    alone: float = math.nan
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Buffers that end up different after the micro-batches, with their relative difference (NaN: more than rounding).
+
+    `update` is the number of the update after which they were seen, in a training loop.
+    """
+
+    drift: Mapping[str, float] = field(default_factory=dict)
+    update: int | None = None
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What the traces of both forwards showed: the causes that were found in them, and what was ruled out.
+
+    `agree`: no operation of the forward differs; `loss_gap`: how far the weighted losses are apart, relative, with
+    the weights that come nearest: `shares`.
+    """
+
+    causes: tuple[Cause, ...] = ()
+    agree: bool = False
+    loss_gap: float = math.nan
+    shares: tuple[float, ...] = ()
+    coupling: SampleCoupling | None = None
+    ruled_out: tuple[str, ...] = ()
+
+
+class BackwardPlace(Enum):
+    """What kind of place it is where gradients part although all forwards agree."""
+
+    MODULE = "the backward of a module or of a custom function"
+    PARAMETER_HOOK = "gradient hooks of parameters"
+    MODULE_HOOK = "backward hooks of a module"
+    TENSOR_HOOK = "a gradient hook that the forward puts on a tensor"
+    CONSTANT = "a number that was computed from the batch and is a constant to the backward"
+    LOSS = "the backward of the loss"
+
+
+@dataclass(frozen=True)
+class Backward:
+    """Where gradients part although all forwards agree; `hooked` parameters carry gradient hooks.
+
+    `kept` is the control run with those gradients put back that a forward clears, where one does.
+    """
+
+    place: BackwardPlace | None = None
+    culprit: Operation | None = None
+    control: ControlRun | None = None
+    hooked: tuple[str, ...] = ()
+    kept: ControlRun | None = None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything that was measured about one comparison. A question of the search returns it with a part replaced.
+
+    `left` is the relative difference that stays with everything neutralised that was found; `cleared`: it is rounding.
+    `identical`: all samples of the batch are the same. `failures` says which question could not be asked, and why;
+    `diagnosed` whether the search ran at all. `loop` is what only an audit knows: the windows of a training script and
+    every compared update of it.
+    """
+
+    steps: int
+    batch_size: int
+    compared: Compared
+    weights: Weights
+    draws: Draws = Draws()
+    buffers: Buffers = Buffers()
+    state: State | None = None
+    forward: Forward = Forward()
+    backward: Backward = Backward()
+    repeatability: Repeatability | None = None
+    ranks: RankFacts | None = None
+    identical: bool = False
+    left: float = math.nan
+    cleared: bool = False
+    failures: Mapping[str, str] = field(default_factory=dict)
+    diagnosed: bool = False
+    loop: Record | None = None
+
+    @property
+    def blind(self) -> bool:
+        """Whether no fault but one of scale could have shown: equal samples that no random draw tells apart.
+
+        They have the same statistics, the same loss and the same weight in every micro-batch.
+        """
+        return self.identical and self.steps > 1 and not self.draws.dealt
+
+    @property
+    def comparisons(self) -> tuple[tuple[int | None, tuple[ParameterComparison, ...]], ...]:
+        """The rows of every comparison that means something, with the number of its update in a training loop."""
+        if self.loop is None:
+            return ((None, self.compared.rows),)
+        return tuple((update.number, update.parameters) for update in self.loop.updates if update.judged)
+
+    @property
+    def repeats(self) -> float:
+        """The relative difference of two runs of the same batch that arithmetic without a fixed order may leave."""
+        return 1e-9 if self.compared.method == Method.FLOAT64_CONTROL else 1e-4
+
+    @property
+    def repeats_itself(self) -> bool:
+        """Whether two runs of the full batch came to the same loss, as far as is known."""
+        return self.repeatability is None or self.repeatability.forward <= self.repeats
+
+
+def facts_of_loop(loop: Record) -> Facts:
+    """Returns what an audit knows in the parts that a run delivers: the first differing update, else the first.
+
+    An update whose runs had other samples or other weights gives no rows: they would mean nothing.
+    """
+    update = loop.divergent or next(iter(loop.updates), None)
+    if update is None:
+        compared, weights = Compared((), Method.EVENTS), Weights((), SCRIPT, ())
+    else:
+        rows = update.parameters if update.judged else ()
+        compared = Compared(rows, Method.NOISE_FLOOR, update=update.number)
+        used = update.fit.used if update.fit is not None else ()
+        counts = tuple(map(float, update.valid_targets))
+        weights = Weights(used, SCRIPT, update.sizes, (), counts, update.ignored_targets, update.fit)
+    drifted = next((other for other in loop.updates if other.judged and other.drifted), None)
+    buffers = Buffers(dict.fromkeys(drifted.drifted, math.nan), drifted.number) if drifted is not None else Buffers()
+    return Facts(
+        steps=update.backwards if update is not None else 0,
+        batch_size=update.data.full if update is not None else 0,
+        compared=compared,
+        weights=weights,
+        draws=Draws(loop.dealt, loop.dealt, loop.unaligned),
+        buffers=buffers,
+        ranks=loop.together,
+        loop=loop,
+    )

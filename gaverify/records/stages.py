@@ -1,0 +1,56 @@
+"""The three places at which an update is compared, and what stood between them: clipping, settings, a step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+from gaverify.records.comparison import Outcome
+
+
+class Stage(str, Enum):
+    """Where an update is looked at; the values are what JSON prints."""
+
+    SUMMED = "summed"
+    """The gradient as the window's last backward pass left it, before clipping or the script's own hand changed it."""
+
+    USED = "used"
+    """The gradient that the optimizer saw."""
+
+    CHANGE = "change"
+    """What the step made of it: the change of the weights."""
+
+
+@dataclass(frozen=True)
+class StageComparison:
+    """How far both runs are apart at one stage, relative to the full batch, and the ratio of the norms."""
+
+    stage: Stage
+    outcome: Outcome
+    relative_difference: float
+    norm_ratio: float
+
+
+@dataclass(frozen=True)
+class Clip:
+    """One clipping after the window's last backward pass.
+
+    `active`: whether it changed a gradient; `norm` is what it measured and `limit` what it lets through, NaN unknown.
+    """
+
+    call: str
+    active: bool
+    norm: float = math.nan
+    limit: float = math.nan
+
+
+@dataclass(frozen=True)
+class SettingDifference:
+    """A number of an optimizer that differs between the runs when the same update is made."""
+
+    optimizer: int
+    group: int
+    name: str
+    full: float
+    accumulated: float

@@ -1,0 +1,130 @@
+"""The answer of a run: frozen records of strings and floats, no tensors, no torch."""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gaverify.records.acceptance import Acceptance, exit_code, is_accepted
+from gaverify.records.comparison import Outcome, ParameterComparison, badness
+from gaverify.records.findings import Finding
+from gaverify.records.ranks import RankFacts
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What was run: enough to run it again."""
+
+    model: str
+    parameters: int
+    trainable: int
+    batch_size: int
+    micro_batches: tuple[int, ...]
+    weights: tuple[float, ...]
+    weighting: str
+    strategy: str
+    device: str
+    dtype: str
+    seed: int
+    mode: str
+    torch: str
+    gaverify: str
+    autocast: str | None = None
+    loss_full: float = math.nan
+    loss_accumulated: float = math.nan
+    rounded: tuple[str, ...] = ()
+    """Products whose float32 inputs were rounded before they were multiplied: "matmul tf32"."""
+    python: str = field(default_factory=platform.python_version)
+    platform: str = field(default_factory=platform.platform)
+
+    @property
+    def steps(self) -> int:
+        """K, the number of micro-batches."""
+        return len(self.micro_batches)
+
+
+@dataclass(frozen=True)
+class TraceRow:
+    """The state after one micro-batch: accumulated gradient, movement of the weights, running event counts."""
+
+    micro_batch: int
+    gradient: float
+    movement: float
+    backward: int
+    step: int
+    zero_grad: int
+
+
+@dataclass(frozen=True)
+class TraceStep:
+    """The optimizer step after the window, and the weights after it (norm, or value of a one-element model)."""
+
+    optimizer: str
+    lr: float
+    before: float
+    after_full: float
+    after_accumulated: float
+    weights_difference: float
+    scalar: bool
+
+
+@dataclass(frozen=True)
+class Trace:
+    """`--trace`: one row per micro-batch, then the optimizer step."""
+
+    rows: tuple[TraceRow, ...]
+    step: TraceStep
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The answer to "does accumulation compute the full-batch gradient?", with everything that it rests on.
+
+    `control_failure` says why the float64 control was impossible, where it was wanted and something else decided.
+    """
+
+    outcome: Outcome
+    parameters: tuple[ParameterComparison, ...]
+    findings: tuple[Finding, ...]
+    run: RunInfo
+    method: str
+    resolution: float
+    timings: Mapping[str, float] = field(default_factory=dict)
+    trace: Trace | None = None
+    spec: Mapping[str, Any] | None = None
+    source: str = ""  # the spec's file; "" where the command line or a call said what to run
+    command: str = ""  # the words that make it again; "" where it came from a call
+    acceptance: Acceptance = field(default_factory=Acceptance)
+
+    control_failure: str = ""
+    ranks: RankFacts | None = None
+
+    @property
+    def accepted(self) -> bool:
+        """Whether the divergence is explained by faults that the user accepts."""
+        return is_accepted(self.outcome, self.findings)
+
+    @property
+    def exit_code(self) -> int:
+        """What the command line leaves with."""
+        return exit_code(self.outcome, self.findings, self.acceptance)
+
+    @property
+    def name(self) -> str:
+        """The name that the spec gives itself; "" where it has none."""
+        return str((self.spec or {}).get("name") or "")
+
+    @property
+    def divergent(self) -> tuple[ParameterComparison, ...]:
+        """The parameters that differ, worst first."""
+        rows = (row for row in self.parameters if row.outcome is Outcome.DIVERGENT)
+        return tuple(sorted(rows, key=badness, reverse=True))
+
+    def to_json(self) -> str:
+        """Returns the document that `--format json` prints."""
+        from gaverify.report.documents import answer_text
+
+        return answer_text(self)

@@ -1,0 +1,61 @@
+"""Micro-batch weights that explain a gradient, and what such weights may mean."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class WeightFit:
+    """Least squares over the gradients of the K micro-batches; residuals are relative.
+
+        g_full ≈ Σ weights_k g_k        g_used ≈ Σ used_k g_k        g_used ≈ factor · g_full
+
+    `weights` are those that would be right, `used` those that reached the optimizer. `determined`: the gradients of the
+    micro-batches tell all weights apart. `vacuous`: the model has so few parameters that some weights always fit.
+    `noise` is the standard error of the full-batch gradient, estimated from its micro-batches, relative to its norm.
+    """
+
+    weights: tuple[float, ...]
+    residual: float
+    determined: bool
+    noise: float = math.nan
+    vacuous: bool = False
+    used: tuple[float, ...] = ()
+    used_residual: float = 0.0
+    factor: float = math.nan
+    factor_residual: float = math.inf
+
+    @property
+    def multipliers(self) -> tuple[float, ...]:
+        """weights_k / used_k: what each micro-batch's loss should be multiplied by, 1 where its weight is right.
+
+        A micro-batch that never reached the step (used 0) is held against the usual weight of the others.
+        """
+        present = sorted(abs(weight) for weight in self.used if abs(weight) > 1e-6 * max(map(abs, self.used)))
+        usual = present[len(present) // 2] if present else 1.0
+        return tuple(
+            right / (used if abs(used) > 1e-6 * usual else usual)
+            for right, used in zip(self.weights, self.used, strict=True)
+        )
+
+
+def are_shares(fitted: tuple[float, ...], amounts: tuple[float, ...]) -> bool:
+    """Whether weights are the shares of some amounts."""
+    total = sum(amounts)
+    return (
+        len(amounts) == len(fitted)
+        and total > 0
+        and all(
+            math.isclose(c, amount / total, rel_tol=1e-4, abs_tol=1e-6)
+            for c, amount in zip(fitted, amounts, strict=True)
+        )
+    )
+
+
+def is_constant(values: Sequence[float], residual: float = 0.0) -> bool:
+    """Whether all values are the same number, as far as a fit with this residual can tell."""
+    tolerance = max(1e-7, 10 * residual)
+    return bool(values) and all(math.isclose(value, values[0], rel_tol=tolerance) for value in values)

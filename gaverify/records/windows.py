@@ -1,0 +1,273 @@
+"""From events to windows: which backward passes reached which update, which were lost, which were used twice.
+
+Pure functions over frozen events; no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gaverify.records.events import Event
+from gaverify.records.rounds import StepKey, keys_of
+
+
+@dataclass(frozen=True)
+class Window:
+    """The events of one update, and how many calls of each kind it had."""
+
+    number: int
+    events: tuple[Event, ...]
+    zero_grads: int = 0
+
+    def of(self, kind: str) -> tuple[Event, ...]:
+        """The events of one kind, in order."""
+        return tuple(event for event in self.events if event.kind == kind)
+
+    @property
+    def backwards(self) -> int:
+        """Backward passes since the last update, or since a step that a `GradScaler` skipped."""
+        count = 0
+        for event in self.events:
+            count += event.kind == "backward"
+            if event.kind == "scaler" and event.values.get("skipped"):
+                count = 0
+        return count
+
+    @property
+    def steps(self) -> tuple[Event, ...]:
+        """The steps that make up the update."""
+        return self.of("step")
+
+    @property
+    def optimizers(self) -> tuple[int, ...]:
+        """The optimizers that stepped."""
+        return tuple(event.values["optimizer"] for event in self.steps)
+
+    @property
+    def complete(self) -> bool:
+        """Whether there was a step: the last window of a run may have none."""
+        return bool(self.steps)
+
+    @property
+    def rows(self) -> int:
+        """Rows of all its forwards."""
+        return sum(event.values.get("rows") or 0 for event in self.of("forward"))
+
+    @property
+    def reached_rows(self) -> int | None:
+        """Rows of the forwards that a backward pass reached; None where that was not seen."""
+        backwards = self.of("backward")
+        if not all("forwards" in event.values for event in backwards):
+            return None
+        reached = {number for event in backwards for number in event.values["forwards"]}
+        forwards = (event for event in self.of("forward") if event.values.get("number") in reached)
+        return sum(event.values.get("rows") or 0 for event in forwards)
+
+    @property
+    def before_last_backward(self) -> tuple[Event, ...]:
+        """The events between the first and the last backward pass: inside the window in the strict sense."""
+        places = [at for at, event in enumerate(self.events) if event.kind == "backward"]
+        return self.events[places[0] : places[-1]] if len(places) > 1 else ()
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Backward passes that no optimizer ever used, and the event that took them away (None: the script ended)."""
+
+    window: int
+    backwards: tuple[Event, ...]
+    by: Event | None
+    survivors: int
+
+
+@dataclass(frozen=True)
+class Stale:
+    """A step that used gradients which an earlier step of the same optimizer had used already."""
+
+    step: Event
+    backwards: int
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What became of every backward pass."""
+
+    losses: tuple[Loss, ...]
+    stale: tuple[Stale, ...]
+
+
+def windows_of(events: Sequence[Event], numbers: Mapping[StepKey, int] | None = None) -> tuple[Window, ...]:
+    """Returns the windows in order; the last one has no step where the script ended or was stopped inside it.
+
+    Where optimizers step at different times, each has windows of its own: of the events since its last step those that
+    concern its parameters.
+
+    Args:
+        events: Of the whole run.
+        numbers: The numbers of windows by their steps; without it steps of one update share a window.
+    """
+    groups: dict[int, list[Event]] = {}
+    for event in events:
+        groups.setdefault(event.update, []).append(event)
+    members: dict[int, dict[StepKey, Event]] = {}
+    for key, step in keys_of(events):
+        number = step.update if numbers is None else numbers.get(key, len(numbers) + step.update)
+        members.setdefault(number, {})[key] = step
+    together = {frozenset(optimizer for optimizer, _ in keys) for keys in members.values()}
+    if len(together) < 2 and all(len({step.update for step in steps.values()}) == 1 for steps in members.values()):
+        cleared = _zero_grads(events)
+        windows = [Window(number, tuple(group), cleared.get(number, 0)) for number, group in sorted(groups.items())]
+        return tuple(window for window in windows if window.complete or window.of("backward"))
+    own = [_own_window(events, number, steps) for number, steps in sorted(members.items())]
+    last = max(event.update for event in events) if events else 0
+    rest = Window(max(members, default=0) + 1, tuple(groups.get(last, ())))
+    return (*own, rest) if not rest.complete and rest.of("backward") else tuple(own)
+
+
+def _own_window(events: Sequence[Event], number: int, steps: Mapping[StepKey, Event]) -> Window:
+    """The window of some steps among those of other optimizers."""
+    optimizers = {optimizer for optimizer, _ in steps}
+    begins = min(_begin(events, key) for key in steps)
+    last = max(at for at, event in enumerate(events) if any(event is step for step in steps.values()))
+    ends = next((at for at in range(last, len(events)) if events[at].kind in ("forward", "backward")), len(events))
+    foreign = _foreign(events, optimizers)
+    stretch = [event for at, event in enumerate(events[begins:ends], begins) if at not in foreign]
+    final = next(iter(steps.values())).update
+    passes = [event for event in stretch if event.kind == "backward" and _concerns(event, optimizers, final)]
+    reached = {forward for event in passes for forward in event.values.get("forwards", ())}
+    kept = []
+    for event in stretch:
+        if event.kind == "step":
+            concerned = any(event is step for step in steps.values())
+        elif event.kind == "forward":
+            concerned = event.values.get("number") in reached
+        else:
+            concerned = _concerns(event, optimizers, final)
+        if concerned:
+            kept.append(event)
+    clearing = [at for at, event in enumerate(events) if event.kind == "zero_grad" and optimizers & {*event.cleared}]
+    return Window(number, tuple(kept), sum(begins <= at < ends for at in clearing))
+
+
+def _concerns(event: Event, optimizers: set[int], update: int) -> bool:
+    """Whether an event is one of some optimizers'; one that names none belongs to the update that it was made in."""
+    named = {*event.touched, *event.cleared, *event.values.get("optimizers", ())}
+    return bool(optimizers & named) if named else event.update == update
+
+
+def _begin(events: Sequence[Event], key: StepKey) -> int:
+    """Where the window of a step begins: at the first forward or backward after the step before it."""
+    steps = [at for at, event in enumerate(events) if event.kind == "step" and event.values["optimizer"] == key[0]]
+    if key[1] == 1:
+        return 0
+    before = steps[key[1] - 2]
+    return next((at for at in range(before, len(events)) if events[at].kind in ("forward", "backward")), len(events))
+
+
+def _foreign(events: Sequence[Event], optimizers: set[int]) -> set[int]:
+    """The places of backward passes that are other optimizers' business: used by their steps, cleared for these."""
+    pending: dict[int, list[int]] = {}
+    cleared: set[int] = set()
+    used: set[int] = set()
+    own: set[int] = set()
+    for at, event in enumerate(events):
+        if event.kind == "backward":
+            for optimizer in event.touched:
+                pending.setdefault(optimizer, []).append(at)
+        elif event.kind in ("zero_grad", "cleared"):
+            for optimizer in event.cleared:
+                gone = pending.pop(optimizer, [])
+                cleared |= set(gone) if optimizer in optimizers else set()
+        elif event.kind == "step":
+            taken = set(pending.pop(event.values["optimizer"], []))
+            used |= taken
+            own |= taken if event.values["optimizer"] in optimizers else set()
+    return (cleared & used) - own
+
+
+def _zero_grads(events: Sequence[Event]) -> dict[int, int]:
+    """Counts `zero_grad` per window, whether the script calls it before the window or after its step."""
+    kinds = [event.kind for event in events]
+    first = kinds.index("backward") if "backward" in kinds else len(kinds)
+    leading = "zero_grad" in kinds[:first]
+    counts: dict[int, int] = {}
+    stepped = False
+    for event in events:
+        if event.kind in ("forward", "backward"):
+            stepped = False
+        if event.kind == "step":
+            stepped = True
+        elif event.kind == "zero_grad":
+            number = event.update + 1 if leading and stepped else event.update
+            counts[number] = counts.get(number, 0) + 1
+    return counts
+
+
+@dataclass
+class _State:
+    pending: dict[int, list[int]] = field(default_factory=dict)
+    consumed: dict[int, set[int]] = field(default_factory=dict)
+    used: set[int] = field(default_factory=set)
+    taken: dict[int, Event | None] = field(default_factory=dict)
+    backwards: list[Event] = field(default_factory=list)
+    stale: list[Stale] = field(default_factory=list)
+
+
+def ledger_of(events: Sequence[Event]) -> Ledger:
+    """Follows every backward pass to the steps that used it.
+
+    A backward that is cleared for one optimizer and used by another (a GAN's generator loss also reaches the
+    discriminator's gradients) is not lost.
+    """
+    state = _State()
+    for event in events:
+        _take(state, event)
+    lost = {at: by for at, by in state.taken.items() if at not in state.used}
+    return Ledger(_losses(state, lost), tuple(state.stale))
+
+
+def _take(state: _State, event: Event) -> None:
+    if event.kind == "backward":
+        state.backwards.append(event)
+        for optimizer in event.touched:
+            state.pending.setdefault(optimizer, []).append(len(state.backwards) - 1)
+    elif event.kind in ("zero_grad", "cleared"):
+        _drop(state, [state.pending.pop(optimizer, []) for optimizer in event.cleared], event)
+    elif event.kind == "scaler" and event.values.get("skipped"):
+        state.used |= {at for pending in state.pending.values() for at in pending}
+        state.pending.clear()
+    elif event.kind == "step":
+        _step(state, event)
+    elif event.kind == "end" and event.values.get("reason") != "updates":
+        _drop(state, state.pending.values(), None)
+
+
+def _drop(state: _State, groups: Iterable[list[int]], by: Event | None) -> None:
+    for pending in groups:
+        for at in pending:
+            state.taken.setdefault(at, by)
+
+
+def _step(state: _State, event: Event) -> None:
+    optimizer: Any = event.values["optimizer"]
+    pending = set(state.pending.get(optimizer, []))
+    consumed = state.consumed.setdefault(optimizer, set())
+    again = pending & consumed
+    if again:
+        state.stale.append(Stale(event, len(again)))
+    consumed |= pending
+    state.used |= pending
+
+
+def _losses(state: _State, lost: dict[int, Event | None]) -> tuple[Loss, ...]:
+    groups: dict[int, list[int]] = {}
+    for at in sorted(lost):
+        groups.setdefault(state.backwards[at].update, []).append(at)
+    result = []
+    for window, members in groups.items():
+        survivors = sum(event.update == window and at in state.used for at, event in enumerate(state.backwards))
+        by = next((lost[at] for at in members if lost[at] is not None), None)
+        result.append(Loss(window, tuple(state.backwards[at] for at in members), by, survivors))
+    return tuple(result)

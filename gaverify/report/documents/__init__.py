@@ -1,0 +1,52 @@
+"""The JSON documents: one encoder for all answers; their schema is in `schema/`, which needs pydantic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gaverify.records.audit_report import AuditReport
+from gaverify.records.comparison import Outcome
+from gaverify.records.totals import together
+from gaverify.records.verdict import Verdict
+from gaverify.report.documents.audit import audit_item
+from gaverify.report.documents.encoding import VERSION, dumped
+from gaverify.report.documents.profile import profile_item
+from gaverify.report.documents.verdict import verdict_item
+from gaverify.report.stories import Answer, Report
+
+
+def answer_item(answer: Answer) -> dict[str, Any]:
+    """Returns the document of any answer as plain containers, not yet fit for JSON."""
+    if isinstance(answer, Verdict):
+        return verdict_item(answer)
+    return audit_item(answer) if isinstance(answer, AuditReport) else profile_item(answer)
+
+
+def answer_text(answer: Answer) -> str:
+    """Returns one answer as a JSON document, with everything it rests on.
+
+    NaN and infinite numbers (the norm of a gradient that does not exist, a relative difference to zero) become null.
+    """
+    return dumped(answer_item(answer))
+
+
+def report_text(report: Report) -> str:
+    """Returns a whole report as one JSON document; exactly one answer without errors is its own document."""
+    if len(report.answers) == 1 and not report.errors:
+        return answer_text(report.answers[0]) + "\n"
+    items = [answer_item(answer) for answer in report.answers]
+    document = {
+        "version": VERSION,
+        "outcome": overall_outcome(report).value,
+        "verdicts": [item for item in items if item["kind"] == "verdict"],
+        "audits": [item for item in items if item["kind"] == "audit"],
+        "profiles": [item for item in items if item["kind"] == "profile"],
+        "errors": [{"source": source, "message": message} for source, message in report.errors],
+    }
+    return dumped(document) + "\n"
+
+
+def overall_outcome(report: Report) -> Outcome:
+    """Returns the outcome of a whole report: divergent if any answer is, equivalent if all are and nothing failed."""
+    outcome = together(answer.outcome for answer in report.answers)
+    return Outcome.INCONCLUSIVE if report.errors and outcome is Outcome.EQUIVALENT else outcome

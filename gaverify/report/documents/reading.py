@@ -1,0 +1,139 @@
+"""JSON documents back into answers: what `gaverify report` reads.
+
+A document is checked against the schema first. Then each record is built from the keys that bear its fields' names;
+where a document groups fields under another name, `_flat_…` puts them back. A number that is null is NaN again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import types
+from collections.abc import Mapping
+from dataclasses import is_dataclass
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from gaverify.errors import SpecError
+from gaverify.records.audit_report import AuditReport
+from gaverify.records.comparison import NotCompared, ParameterComparison
+from gaverify.records.profile import Profile
+from gaverify.records.verdict import Verdict
+from gaverify.report.stories import Answer, Report
+
+_LARGEST = 512 * 2**20
+"""Bytes of a file that is read at all; a verdict over a million parameters has less."""
+
+
+_REASONS = {why.text: why for why in NotCompared}
+
+
+def read_report(path: Path) -> Report:
+    """Returns what a JSON file of gaverify's holds.
+
+    Raises:
+        SpecError: It cannot be read, is no JSON, is of another version, or is not gaverify's; a sentence says which.
+    """
+    document = _parsed(path)
+    _check(document, path)
+    if "verdicts" in document:
+        items = [*document["verdicts"], *document.get("audits", ()), *document.get("profiles", ())]
+        return Report(tuple(map(answer_of, items)), tuple((e["source"], e["message"]) for e in document["errors"]))
+    return Report((answer_of(document),))
+
+
+def answer_of(document: Mapping[str, Any]) -> Answer:
+    """Returns the answer that a valid document of one verdict, audit or profile describes."""
+    kind = document.get("kind", "verdict")
+    if kind == "profile":
+        profile: Profile = _built(Profile, document)
+        return profile
+    if kind == "audit":
+        report: AuditReport = _built(AuditReport, _flat_audit(document))
+        return report
+    verdict: Verdict = _built(Verdict, _flat_verdict(document))
+    return verdict
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > _LARGEST:
+            raise SpecError("is larger than any document of gaverify's", str(path))
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SpecError(f"cannot be read: {error.strerror or error}", str(path)) from error
+    except (ValueError, RecursionError) as error:
+        raise SpecError(f"is no JSON: {error}; write one with `--output FILE.json`", str(path)) from error
+    if not isinstance(document, dict):
+        raise SpecError("is no document of gaverify's: an object was expected", str(path))
+    return document
+
+
+def _check(document: Mapping[str, Any], path: Path) -> None:
+    from pydantic import ValidationError
+
+    from gaverify.report.documents.encoding import VERSION
+    from gaverify.report.documents.schema import shape_of
+
+    version = document.get("version")
+    if not isinstance(version, int) or not ({"outcome"} <= document.keys()):
+        raise SpecError("is no document of gaverify's; write one with `--output FILE.json`", str(path))
+    if version != VERSION:
+        raise SpecError(f"has version {version}; this gaverify reads version {VERSION}", str(path))
+    try:
+        shape_of(document).model_validate_json(json.dumps(document))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        place = ".".join(map(str, ("$", *first["loc"])))
+        more = f" (and {error.error_count() - 1} more problems)" if error.error_count() > 1 else ""
+        raise SpecError(f"{place}: {first['msg'].lower()}{more}; it is not as gaverify wrote it", str(path)) from error
+
+
+def _flat_verdict(document: Mapping[str, Any]) -> dict[str, Any]:
+    run = document["run"]
+    return {**document, "run": {**run, **run["environment"]}, "acceptance": document.get("acceptance") or {}}
+
+
+def _flat_audit(document: Mapping[str, Any]) -> dict[str, Any]:
+    updates = [
+        {
+            **update,
+            "sizes": update["rows_per_forward"],
+            "fit": update["weights"] and {**update["weights"], "weights": update["weights"]["right"]},
+            "drifted": update["drifted_buffers"],
+        }
+        for update in document["updates"]
+    ]
+    groups = {**document["model"], **document["where"], **document["environment"]}
+    return {**document, **groups, "updates": updates, "acceptance": document.get("acceptance") or {}}
+
+
+def _built(kind: Any, value: Any) -> Any:
+    """Returns `value`, which came out of JSON, as what the annotation `kind` says."""
+    if kind is Any:
+        return value
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (types.UnionType, Union):
+        return None if value is None else _built(next(part for part in inner if part is not type(None)), value)
+    if origin is tuple:
+        parts = inner[:1] * len(value) if inner[-1:] == (...,) else inner
+        return tuple(_built(part, item) for part, item in zip(parts, value, strict=True))
+    if origin is not None and isinstance(value, Mapping):
+        return {key: _built(inner[-1], item) for key, item in value.items()}
+    if kind is float:
+        return math.nan if value is None else float(value)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return value if isinstance(value, kind) else kind(value)
+    if kind is ParameterComparison:  # a document has the words of its reason
+        value = {**value, "why": _REASONS.get(value["reason"])}
+    if is_dataclass(kind) or hasattr(kind, "_fields"):
+        return kind(**{name: _built(part, value[name]) for name, part in _fields(kind).items() if name in value})
+    return value
+
+
+@cache
+def _fields(kind: Any) -> dict[str, Any]:
+    """The fields of a record with their annotations; NamedTuples and dataclasses keep them in the same place."""
+    return get_type_hints(kind)

@@ -1,0 +1,175 @@
+"""The shape of an audit's JSON document."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from gaverify.report.documents.schema.shared import (
+    AcceptanceItem,
+    Environment,
+    FindingItem,
+    Number,
+    OutcomeName,
+    Parameter,
+    Shape,
+)
+
+
+class ModelItem(Shape):
+    """The outermost modules that trained, the optimizers, and how many elements they train."""
+
+    modules: list[str]
+    optimizers: list[str]
+    trainable: int
+
+
+class WhereItem(Shape):
+    """Where the script trained, and in which precision."""
+
+    device: str
+    dtype: str
+    autocast: str | None
+
+
+class RunItem(Shape):
+    """One process of the audit."""
+
+    role: Literal["full", "perturbed", "accumulated", "frozen", "events"]
+    command: str
+    updates: int
+    seconds: Number
+    disk_bytes: int
+    ended: str
+    how: str
+
+
+class CountItem(Shape):
+    """backward : step : zero_grad of one window."""
+
+    update: int
+    backward: int
+    step: int
+    zero_grad: int
+    complete: bool
+
+
+class MomentItem(Shape):
+    """One call of the script that matters to accumulation."""
+
+    kind: str
+    update: int
+    file: str | None
+    line: int | None
+    rank: int
+
+
+class DataItem(Shape):
+    """Rows that fed the window in both runs, and how many have no counterpart."""
+
+    full: int
+    accumulated: int
+    differing: int
+    path: str
+    padded: bool
+    checked: bool
+    same: bool
+
+
+class WeightsItem(Shape):
+    """Least squares over sampled gradient elements; residuals are relative."""
+
+    factor: Number
+    factor_residual: Number
+    used: list[Number]
+    used_residual: Number
+    right: list[Number]
+    residual: Number
+    determined: bool
+    multipliers: list[Number]
+
+
+class StageItem(Shape):
+    """How far both runs are apart at one stage of an update, relative to the full batch."""
+
+    stage: Literal["summed", "used", "change"]
+    outcome: OutcomeName
+    relative_difference: Number
+    norm_ratio: Number
+
+
+class ClipItem(Shape):
+    """One clipping after the last backward pass of a window."""
+
+    call: str
+    active: bool
+    norm: Number
+    limit: Number
+
+
+class SettingItem(Shape):
+    """A number of an optimizer that differs between the runs at the same update."""
+
+    optimizer: int
+    group: int
+    name: str
+    full: Number
+    accumulated: Number
+
+
+class UpdateItem(Shape):
+    """One optimizer update of both runs."""
+
+    number: int
+    outcome: OutcomeName
+    judged: bool
+    relative_difference: Number
+    norm_ratio: Number
+    resolution: Number
+    backwards: int
+    rows_per_forward: list[int]
+    valid_targets: list[int]
+    ignored_targets: bool = False
+    data: DataItem
+    weights: WeightsItem | None
+    learning_rates: list[Number]
+    learning_rates_full: list[Number]
+    weights_difference: Number
+    noise: Number
+    started_apart: Number
+    drifted_buffers: list[str]
+    unrepeatable: str
+    decided: Literal["summed", "used", "change"] = "used"
+    unclear: bool = False
+    stages: list[StageItem] = Field(default_factory=list)
+    clips: list[ClipItem] = Field(default_factory=list)
+    clips_full: list[ClipItem] = Field(default_factory=list)
+    settings: list[SettingItem] = Field(default_factory=list)
+    parameters: list[Parameter]
+
+
+class AuditDocument(Shape):
+    """One audit."""
+
+    version: Literal[1]
+    kind: Literal["audit"]
+    source: str = ""
+    outcome: OutcomeName
+    exit_code: Literal[0, 1, 3]
+    command: str = ""
+    acceptance: AcceptanceItem | None = None
+    reason: str
+    method: Literal["noise-floor", "events", "not-compared"]
+    script: str
+    events_only: bool
+    model: ModelItem
+    where: WhereItem
+    environment: Environment
+    runs: list[RunItem]
+    counts: list[CountItem]
+    updates: list[UpdateItem]
+    timeline: list[MomentItem] = Field(default_factory=list)
+    findings: list[FindingItem]
+    left_out: dict[str, int] = Field(default_factory=dict)
+    timings: dict[str, Number]

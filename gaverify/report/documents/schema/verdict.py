@@ -1,0 +1,114 @@
+"""The shape of a verdict's JSON document."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from gaverify.report.documents.schema.shared import (
+    AcceptanceItem,
+    Environment,
+    FindingItem,
+    Number,
+    OutcomeName,
+    Parameter,
+    Shape,
+)
+
+
+class Run(Shape):
+    """What was run: enough to run it again."""
+
+    model: str
+    parameters: int
+    trainable: int
+    batch_size: int
+    steps: int
+    micro_batches: list[int]
+    weights: list[Number]
+    weighting: str
+    strategy: str
+    device: str
+    dtype: str
+    autocast: str | None
+    seed: int
+    mode: str
+    loss_full: Number
+    loss_accumulated: Number
+    environment: Environment
+
+
+class TraceRowItem(Shape):
+    """The state after one micro-batch."""
+
+    micro_batch: int
+    gradient: Number
+    movement: Number
+    backward: int
+    step: int
+    zero_grad: int
+
+
+class TraceStepItem(Shape):
+    """The optimizer step after the window."""
+
+    optimizer: str
+    lr: Number
+    before: Number
+    after_full: Number
+    after_accumulated: Number
+    weights_difference: Number
+    scalar: bool
+
+
+class TraceItem(Shape):
+    """One row per micro-batch, then the optimizer step."""
+
+    rows: list[TraceRowItem]
+    step: TraceStepItem
+
+
+class TrafficItem(Shape):
+    """Collectives of one rank in one window, by kind, and the bytes of their tensors."""
+
+    collectives: dict[str, int]
+    bytes: int
+
+
+class RanksItem(Shape):
+    """What was measured on R ranks; `own` are the collectives of the model and the loss, without the engine's."""
+
+    ranks: int
+    engine: str | None
+    replicas_apart: Number
+    window: TrafficItem
+    own: TrafficItem
+    difference: Number
+    from_one_process: Number
+    right_weights: list[Number] | None
+    used_weights: list[Number] | None
+    residual: Number
+    buffers_apart: list[str]
+
+
+class VerdictDocument(Shape):
+    """One verdict."""
+
+    version: Literal[1]
+    kind: Literal["verdict"] = "verdict"
+    source: str = ""
+    name: str = ""
+    outcome: OutcomeName
+    exit_code: Literal[0, 1, 3]
+    command: str = ""
+    acceptance: AcceptanceItem | None = None
+    sentence: str = ""
+    method: str
+    control_failure: str = ""
+    resolution: Number
+    run: Run
+    spec: dict[str, Any] | None
+    parameters: list[Parameter]
+    findings: list[FindingItem]
+    timings: dict[str, Number]
+    ranks: RanksItem | None = None
+    trace: TraceItem | None

@@ -1,0 +1,147 @@
+"""Markdown for a pull request, a job's summary or a chat: the verdict and its cause first, tables folded away.
+
+Names come from the user's model and are text, whatever they hold: outside code everything that Markdown or HTML would
+read is escaped.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+from gaverify.amounts import bytes_text, seconds_text
+from gaverify.records.comparison import Outcome, ParameterComparison
+from gaverify.records.findings import Finding
+from gaverify.records.profile import LABELS, Row
+from gaverify.report.stories import Report, Story, Table, story_of
+from gaverify.report.text.findings import told
+from gaverify.report.text.layout import Layout
+from gaverify.report.text.wording import number, ordered, shape
+
+_SIGNS = {Outcome.EQUIVALENT: "✅", Outcome.DIVERGENT: "❌", Outcome.INCONCLUSIVE: "⚠️"}
+_ROWS = 50
+"""Rows of a table without `--all`: GitHub refuses a summary of more than 1 MiB."""
+_LAYOUT = Layout()
+_CODE = re.compile(r"(`[^`]+`)")
+_SPECIAL = re.compile(r"([\\`*_\[\]|~$])")  # no name starts a line, where more would be special
+
+
+def markdown_text(report: Report) -> str:
+    """Returns the whole report."""
+    stories = [story_of(answer) for answer in report.answers]
+    if report.before:
+        return "\n".join(_comparisons(report)) + "\n"
+    parts = _overview(stories, report.errors) if len(stories) != 1 or report.errors else []
+    for story in stories:
+        parts += _story(story, report.show_all)
+    return "\n".join(parts) + "\n"
+
+
+def _overview(stories: Sequence[Story], errors: Sequence[tuple[str, str]]) -> list[str]:
+    rows = [(_said(story), text(story.title), text(story.sentence)) for story in stories]
+    rows += [("⛔ error", text(source), text(message)) for source, message in errors]
+    return ["## gaverify", "", *_table(("", "run", "result"), rows), ""]
+
+
+def _comparisons(report: Report) -> Iterator[str]:
+    from gaverify.report.comparing import compared
+
+    for pair in compared(report.before, report.answers):
+        yield from ("", f"### {text(pair.title)}", "")
+        yield from _table(("", "before", "after"), [tuple(map(text, row)) for row in pair.rows])
+        shown = pair.parameters[: min(pair.changed, _ROWS)]
+        yield from ("", f"{pair.changed:,} of {len(pair.parameters):,} parameters have another outcome", "")
+        if shown:
+            yield from _table(("parameter", "before", "after"), [tuple(map(text, row)) for row in shown])
+
+
+def _said(story: Story) -> str:
+    """The outcome with its sign; an accepted divergence is no failure, but it is no agreement either."""
+    return f"☑️ {story.outcome.value}, accepted" if story.accepted else f"{_SIGNS[story.outcome]} {story.outcome.value}"
+
+
+def _story(story: Story, show_all: bool) -> list[str]:
+    parts = [f"### {_said(story)}: {text(story.title)}", "", f"**{text(story.sentence)}**"]
+    parts += ["", text(story.method)] if story.method else []
+    parts += ["", *(f"- {text(sentence)}" for sentence in story.remarks)] if story.remarks else []
+    for finding in story.findings:
+        parts += ["", *_finding(finding)]
+    for table in story.tables:
+        parts += ["", *_folded(table, show_all)]
+    if story.rows:
+        parts += ["", *_profile(story.rows)]
+    if story.command:
+        parts += ["", f"```console\n$ {_LAYOUT.text(story.command).replace('```', '')}\n```"]
+    return [*parts, ""]
+
+
+def _finding(finding: Finding) -> Iterator[str]:
+    kind = "note" if finding.severity == "note" else "proven" if finding.proven else "suspected"
+    summary, where = told(finding)
+    yield f"**{finding.code} {text(finding.name)}** ({kind}): {text(summary)}"
+    yield ""
+    if where:
+        yield f"- where: {text(where)}"
+    if finding.accepted:
+        yield f"- accepted: {text(finding.accepted)}"
+    for evidence in finding.evidence:
+        yield f"- {text(evidence.label)}: {text(evidence.statement)}"
+    if finding.remedy:
+        yield f"- remedy: {text(finding.remedy)}"
+    yield f"- `gaverify explain {finding.code}`"
+
+
+def _folded(table: Table, show_all: bool) -> Iterator[str]:
+    rows = ordered(table.rows)
+    shown = rows if show_all else rows[:_ROWS]
+    heading = f"{table.heading}: " if table.heading else ""
+    yield f"<details><summary>{heading}{len(rows):,} parameters</summary>"
+    yield ""
+    yield from _table(("parameter", "shape", "full", "relative difference", "allowed", "outcome"), map(_cells, shown))
+    yield ""
+    if len(shown) < len(rows):
+        yield f"{len(rows) - len(shown):,} more are left out; `--all` shows them."
+    yield "</details>"
+
+
+def _cells(row: ParameterComparison) -> tuple[str, ...]:
+    sizes = (number(row.relative_difference), number(row.relative_allowed))
+    if row.vanishing:  # relative to zero everything is infinite: the plain norms, marked
+        sizes = (f"{number(row.difference_norm)} (norm)", f"{number(row.allowed)} (norm)")
+    numbers = (number(row.reference_norm), *sizes)
+    return (text(row.name or "(unnamed)"), shape(row), *numbers, row.outcome.value)
+
+
+def _profile(rows: Iterable[Row]) -> Iterator[str]:
+    head = ("strategy", "K", "activations", "peak", "time", "result")
+    yield from _table(
+        head,
+        (
+            (
+                LABELS[row.strategy],
+                str(row.steps),
+                bytes_text(row.activation_bytes) if row.activation_bytes is not None else "-",
+                bytes_text(row.memory.peak) if row.memory else "-",
+                seconds_text(row.seconds.median) if row.seconds else "-",
+                text(row.message) or (row.outcome.value if row.outcome else row.status),
+            )
+            for row in rows
+        ),
+    )
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
+
+
+def text(value: str) -> str:
+    """Returns `value` as Markdown that shows exactly it; what stands between two backticks stays code."""
+    parts = _CODE.split(_LAYOUT.text(" ".join(value.split())))
+    # inside code nothing is read but the bar, which would end a table's cell
+    return "".join(part.replace("|", r"\|") if at % 2 else _escaped(part) for at, part in enumerate(parts))
+
+
+def _escaped(part: str) -> str:
+    for plain, entity in (("&", "&amp;"), ("<", "&lt;"), ("@", "&#64;")):  # a name must not mention anybody
+        part = part.replace(plain, entity)
+    return _SPECIAL.sub(r"\\\1", part)

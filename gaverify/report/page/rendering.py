@@ -1,0 +1,88 @@
+"""The page from a report: template, style and script put together into one file."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from markupsafe import Markup, escape
+
+from gaverify.report.comparing import compared
+from gaverify.report.documents import answer_item
+from gaverify.report.documents.encoding import plain
+from gaverify.report.documents.reading import answer_of
+from gaverify.report.page.views import view_of
+from gaverify.report.stories import Answer, Report
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+_LIMIT = 250
+"""Rows of a table that a browser draws at once; the script has the same number, and shows the others when asked."""
+_FOLDER = Path(__file__).parent
+
+
+def html_text(report: Report) -> str:
+    """Returns the page.
+
+    It is made of what a JSON document keeps, so that one written from a saved document later is the same to the byte.
+    """
+    saved = [_saved(answer) for answer in report.answers]
+    before = [_saved(answer) for answer in report.before]
+    views = [view_of(answer) for answer in saved]
+    script = _file("page.js")
+    hashed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    text = _template().render(
+        answers=[*views, *map(view_of, before)],
+        comparisons=compared(before, saved) if before else [],
+        errors=[(view_text(source), view_text(message)) for source, message in report.errors],
+        style=Markup(_file("page.css")),
+        script=Markup(script),
+        policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{hashed}'; base-uri 'none'",
+    )
+    return text + "\n"
+
+
+def _saved(answer: Answer) -> Answer:
+    return answer_of(json.loads(json.dumps(plain(answer_item(answer)))))
+
+
+def view_text(text: str) -> str:
+    """Returns `text` without what no page can hold."""
+    from gaverify.report.text.layout import Layout
+
+    return "\n".join(Layout().text(line) for line in text.split("\n"))
+
+
+def _coded(text: str) -> Markup:
+    """What stands between two backticks as code, all of it escaped."""
+    parts = text.split("`")
+    if len(parts) % 2 == 0:  # one without a partner
+        return escape(text)
+    return Markup("").join(Markup("<code>{}</code>").format(p) if at % 2 else escape(p) for at, p in enumerate(parts))
+
+
+@cache
+def _file(name: str) -> str:
+    return (_FOLDER / name).read_text(encoding="utf-8")
+
+
+@cache
+def _template() -> Template:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    # Everything is escaped: module names, file names and messages come from the user's code.
+    environment = Environment(
+        loader=FileSystemLoader(_FOLDER),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["coded"] = _coded
+    environment.globals["limit"] = _LIMIT
+    return environment.get_template("page.html.jinja")

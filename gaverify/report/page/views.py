@@ -1,0 +1,261 @@
+"""What the page shows of an answer, as plain values for the template; every text is escaped there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from markupsafe import Markup
+
+from gaverify.records.audit_report import AuditReport, Moment
+from gaverify.records.comparison import Outcome, ParameterComparison
+from gaverify.records.findings import Finding
+from gaverify.records.profile import LABELS, Profile
+from gaverify.records.verdict import Verdict
+from gaverify.report.junit import modules_of
+from gaverify.report.page.charts import Scale, bars_chart, parameters_chart, scale_of, weights_chart
+from gaverify.report.plot import profile_svg
+from gaverify.report.stories import Answer, Story, Table, story_of
+from gaverify.report.text.audit import audit_facts
+from gaverify.report.text.findings import told
+from gaverify.report.text.layout import Layout
+from gaverify.report.text.profile import profile_facts
+from gaverify.report.text.verdict import verdict_facts
+from gaverify.report.text.wording import number, ordered, shape, worst
+
+_LAYOUT = Layout()
+_MODULES = 400
+"""Modules that the strip of the forward order shows; the worst of neighbouring ones stand for a deeper model."""
+
+
+@dataclass(frozen=True)
+class FindingView:
+    """A finding with its line in the source and what the control run left of the difference."""
+
+    code: str
+    name: str
+    kind: str
+    summary: str
+    where: str
+    accepted: str
+    rows: Sequence[tuple[str, str]]
+    remedy: str
+    lines: Sequence[tuple[int, str, bool]]
+    chart: Markup
+
+
+@dataclass(frozen=True)
+class ModuleView:
+    """A module in the model's order: how far its worst parameter is off, as a share of the strip, and its outcome."""
+
+    name: str
+    outcome: str
+    difference: str
+    percent: float
+    culprit: bool
+
+
+@dataclass(frozen=True)
+class TableView:
+    """The parameters of one comparison, worst first, and their chart."""
+
+    heading: str
+    rows: Sequence[tuple[str, ...]]
+    chart: Markup
+    modules: Sequence[ModuleView]
+    begins: str
+    elsewhere: Sequence[str]
+    starred: bool
+
+
+@dataclass(frozen=True)
+class AnswerView:
+    """One answer; `facts` are what was run, `timeline` the calls of a script by update and rank."""
+
+    title: str
+    kind: str
+    outcome: str
+    said: str
+    sentence: str
+    method: str
+    remarks: Sequence[str]
+    facts: Sequence[tuple[str, str]]
+    findings: Sequence[FindingView]
+    tables: Sequence[TableView]
+    command: str
+    weights: Sequence[tuple[str, Markup]] = ()
+    timeline: Sequence[tuple[str, Sequence[tuple[str, str, int, str]]]] = ()
+    plot: Markup = field(default_factory=lambda: Markup(""))
+    profile: Sequence[tuple[str, ...]] = ()
+
+
+def view_of(answer: Answer) -> AnswerView:
+    """Returns what the page shows of `answer`."""
+    story = story_of(answer)
+    before = max((_largest(table.rows) for table in story.tables), default=0.0)
+    culprits = {finding.location.module for finding in story.findings if finding.location and finding.location.module}
+    return AnswerView(
+        title=_clean(story.title),
+        kind=story.kind,
+        outcome=story.outcome.value,
+        said=f"{story.outcome.value}, accepted" if story.accepted else story.outcome.value,
+        sentence=_clean(story.sentence),
+        method=_clean(story.method),
+        remarks=list(map(_clean, story.remarks)),
+        facts=[(label, _clean(text)) for label, text in [*_facts(answer), *_environment(answer)]],
+        findings=[_finding(finding, before) for finding in story.findings],
+        tables=[_table(table, culprits) for table in story.tables],
+        command=_clean(story.command),
+        weights=list(_weights(answer, story)),
+        timeline=list(_timeline(answer.timeline)) if isinstance(answer, AuditReport) else (),
+        plot=Markup(profile_svg(answer)) if isinstance(answer, Profile) and answer.rows else Markup(""),
+        profile=list(_profile(answer)) if isinstance(answer, Profile) else (),
+    )
+
+
+def _facts(answer: Answer) -> list[tuple[str, str]]:
+    if isinstance(answer, Verdict):
+        return verdict_facts(answer)
+    return audit_facts(answer) if isinstance(answer, AuditReport) else profile_facts(answer)
+
+
+def _environment(answer: Answer) -> Iterator[tuple[str, str]]:
+    made = answer.run if isinstance(answer, Verdict) else answer.setting if isinstance(answer, Profile) else answer
+    if made is not None:
+        yield "made by", f"gaverify {made.gaverify}, torch {made.torch}, Python {made.python}, {made.platform}"
+
+
+def _largest(rows: Iterable[ParameterComparison]) -> float:
+    sizes = [row.relative_difference for row in rows if row.outcome is Outcome.DIVERGENT]
+    return max((size for size in sizes if math.isfinite(size)), default=0.0)
+
+
+def _finding(finding: Finding, before: float) -> FindingView:
+    summary, where = told(finding)
+    kind = "note" if finding.severity == "note" else "proven" if finding.proven else "suspected"
+    place = finding.location
+    lines: list[tuple[int, str, bool]] = []
+    if place is not None and place.excerpt is not None:
+        numbered = enumerate(place.excerpt.lines, place.excerpt.first)
+        lines = [(at, _LAYOUT.text(text.expandtabs(4)), at == place.line) for at, text in numbered]
+        where = where or f"{place.file}:{place.line}"
+    return FindingView(
+        finding.code,
+        _clean(finding.name),
+        kind,
+        _clean(summary),
+        _clean(where),
+        _clean(finding.accepted),
+        [(_clean(evidence.label), _clean(evidence.statement)) for evidence in finding.evidence],
+        _clean(finding.remedy),
+        lines,
+        _before_and_after(finding, before),
+    )
+
+
+def _before_and_after(finding: Finding, before: float) -> Markup:
+    """The difference as the user's code makes it, and what is left of it where the suspect is neutralised."""
+    values = [evidence.values for evidence in finding.evidence]
+    left = next((_number(v.get("left", v.get("residual"))) for v in values if "left" in v or "residual" in v), math.nan)
+    own = next((_number(v["difference"]) for v in values if "difference" in v), before)
+    if math.isnan(left) or not own > 0:
+        return Markup("")
+    bars = [("as it is", own, "divergent"), ("control run", left, "equivalent" if finding.proven else "inconclusive")]
+    return bars_chart(bars, f"Relative difference as it is: {number(own)}, in the control run: {number(left)}")
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, (int, float)) else math.nan
+
+
+def _table(table: Table, culprits: set[str]) -> TableView:
+    rows = [_cells(row) for row in ordered(table.rows)]
+    modules = list(_modules(table.rows, culprits))
+    begins = next((m.name for m in modules if m.outcome == Outcome.DIVERGENT.value), "")
+    known = {name for name, _ in modules_of(table.rows)}
+    elsewhere = sorted(_clean(name) for name in culprits - known)
+    starred = any(row.vanishing for row in table.rows)
+    return TableView(table.heading, rows, parameters_chart(table.rows), modules, begins, elsewhere, starred)
+
+
+def _cells(row: ParameterComparison) -> tuple[str, ...]:
+    sizes = (number(row.relative_difference), number(row.relative_allowed))
+    if row.vanishing:
+        sizes = (number(row.difference_norm) + "*", number(row.allowed) + "*")
+    return (
+        _clean(row.name or "(unnamed)"),
+        shape(row),
+        number(row.reference_norm),
+        *sizes,
+        number(row.working_difference_norm),
+        row.outcome.value,
+        _clean(str(row.method)),
+        worst(row) or _clean(row.reason),
+    )
+
+
+def _modules(rows: Sequence[ParameterComparison], culprits: set[str]) -> Iterator[ModuleView]:
+    groups = modules_of(rows)
+    worst_of = [(name, ordered(members)[0]) for name, members in groups]
+    scale = scale_of((row.relative_difference for _, row in worst_of if not row.vanishing), 100)
+    size = math.ceil(len(worst_of) / _MODULES)
+    for at in range(0, len(worst_of), max(size, 1)):
+        piece = worst_of[at : at + size]
+        first = ordered(row for _, row in piece)[0]
+        name = next(name for name, row in piece if row is first)
+        yield _module(name, first, scale, any(module in culprits for module, _ in piece))
+
+
+def _module(name: str, row: ParameterComparison, scale: Scale, culprit: bool) -> ModuleView:
+    share = 0.0 if row.vanishing or math.isnan(row.relative_difference) else scale.at(row.relative_difference)
+    difference = "rounding of a zero" if row.vanishing else number(row.relative_difference)
+    return ModuleView(_clean(name or "(root)"), row.outcome.value, difference, round(share, 1), culprit)
+
+
+def _weights(answer: Answer, story: Story) -> Iterator[tuple[str, Markup]]:
+    if isinstance(answer, AuditReport):
+        for update in answer.updates:
+            if update.fit is not None and update.fit.weights:
+                yield f"update {update.number}", weights_chart(update.fit.used, update.fit.weights)
+    elif isinstance(answer, Verdict):
+        fits = (evidence.values.get("weights") for finding in story.findings for evidence in finding.evidence)
+        fitted = next((fit for fit in fits if isinstance(fit, (list, tuple)) and fit), None)
+        if fitted is not None:
+            yield "", weights_chart(answer.run.weights, [_number(weight) for weight in fitted])
+
+
+def _timeline(moments: Sequence[Moment]) -> Iterator[tuple[str, list[tuple[str, str, int, str]]]]:
+    """(update and rank, its calls in order); equal calls behind one another are one with their count."""
+    several = len({moment.rank for moment in moments}) > 1
+    in_order = sorted(moments, key=lambda moment: (moment.update, moment.rank))  # stable: calls keep their order
+    for (update, rank), calls in groupby(in_order, key=lambda moment: (moment.update, moment.rank)):
+        heading = f"update {update}, rank {rank}" if several else f"update {update}"
+        yield heading, [_calls(list(run)) for _, run in groupby(calls, key=lambda call: (call.kind, call.line))]
+
+
+def _calls(run: list[Moment]) -> tuple[str, str, int, str]:
+    first = run[0]
+    place = f"{first.file}:{first.line}" if first.file and first.line else first.file or ""
+    return first.kind, first.kind.replace("_", "-"), len(run), _clean(place)
+
+
+def _profile(profile: Profile) -> Iterator[tuple[str, ...]]:
+    from gaverify.amounts import bytes_text, seconds_text
+
+    for row in profile.rows:
+        yield (
+            LABELS[row.strategy],
+            str(row.steps),
+            str(row.micro_batch or "-"),
+            "-" if row.activation_bytes is None else bytes_text(row.activation_bytes),
+            "-" if row.memory is None else bytes_text(row.memory.peak),
+            "-" if row.seconds is None else seconds_text(row.seconds.median),
+            row.outcome.value if row.outcome else row.status,
+            _clean(row.message),
+        )
+
+
+def _clean(text: str) -> str:
+    return _LAYOUT.text(text)

@@ -1,0 +1,162 @@
+"""SARIF 2.1.0: findings at their lines, for code scanning and editors.
+
+One run holds all answers. A result is a finding; a divergence without a finding and an inconclusive answer are results,
+too, because a service shows a run without results as clean. Errors are notifications of the invocation.
+
+Source: OASIS, Static Analysis Results Interchange Format (SARIF) Version 2.1.0, sections 3.13 to 3.58.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import quote
+
+from gaverify.records.comparison import Outcome
+from gaverify.records.findings import Finding
+from gaverify.report.places import Place, place_of
+from gaverify.report.stories import Report, Story, story_of
+from gaverify.report.text.layout import Layout
+from gaverify.rulebook import RulePage, rule_pages
+from gaverify.version import __version__
+
+_SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
+_UNEXPLAINED = "GAV000"
+_UNDECIDED = "inconclusive"
+_LAYOUT = Layout()
+
+
+def sarif_text(report: Report) -> str:
+    """Returns the log file."""
+    stories = [story_of(answer) for answer in report.answers]
+    found = [(story, finding) for story in stories for finding in (story.findings or _stand_ins(story))]
+    seen: Counter[str] = Counter()
+    results = [_result(story, finding, seen) for story, finding in found]
+    pages = {page.code: page for page in rule_pages()}
+    codes = sorted({result["ruleId"] for result in results})
+    for result in results:
+        result["ruleIndex"] = codes.index(result["ruleId"])
+    driver = {
+        "name": "gaverify",
+        "version": __version__,
+        "semanticVersion": __version__,
+        "rules": [_rule(code, pages.get(code)) for code in codes],
+    }
+    run = {
+        "tool": {"driver": driver},
+        "invocations": [_invocation(report)],
+        "columnKind": "unicodeCodePoints",
+        "results": results,
+        "properties": {"answers": [{"title": _clean(s.title), "outcome": s.outcome.value} for s in stories]},
+    }
+    return json.dumps({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2, ensure_ascii=True) + "\n"
+
+
+def _stand_ins(story: Story) -> Iterator[Finding]:
+    """A finding for an answer that has none and is not equivalent."""
+    if story.outcome is Outcome.DIVERGENT:
+        yield Finding(_UNEXPLAINED, "unexplained", "fault", story.sentence)
+    elif story.outcome is Outcome.INCONCLUSIVE:
+        yield Finding(_UNDECIDED, _UNDECIDED, "fault", story.sentence)
+
+
+def _result(story: Story, finding: Finding, seen: Counter[str]) -> dict[str, Any]:
+    place = place_of(finding, story)
+    result: dict[str, Any] = {
+        "ruleId": finding.code,
+        "level": _level(finding),
+        "message": {"text": _message(story, finding)},
+        "locations": _locations(finding, place),
+        "partialFingerprints": {"gaverify/v1": _fingerprint(story, finding, place, seen)},
+        "properties": {"proven": finding.proven, "answer": _clean(story.title), "outcome": story.outcome.value},
+    }
+    if finding.accepted:
+        result["suppressions"] = [{"kind": "external", "justification": _clean(finding.accepted)}]
+    return {key: value for key, value in result.items() if value != []}
+
+
+def _level(finding: Finding) -> str:
+    if finding.severity == "note":
+        return "note"
+    return "error" if finding.proven else "warning"
+
+
+def _message(story: Story, finding: Finding) -> str:
+    parts = [finding.summary or story.sentence]
+    parts += [f"{evidence.label}: {evidence.statement}" for evidence in finding.evidence]
+    parts += [f"remedy: {finding.remedy}"] if finding.remedy else []
+    return "\n".join(map(_clean, parts))
+
+
+def _locations(finding: Finding, place: Place | None) -> list[dict[str, Any]]:
+    location: dict[str, Any] = {}
+    if place is not None:
+        path = quote(place.path, errors="replace")
+        artifact = {"uri": path} if place.inside else {"uri": "file://" + path}
+        if place.inside:
+            artifact["uriBaseId"] = "%SRCROOT%"
+        region: dict[str, Any] = {"startLine": place.line}
+        if place.text:
+            region["snippet"] = {"text": _clean(place.text)}
+        location["physicalLocation"] = {"artifactLocation": artifact, "region": region}
+    where = finding.location
+    if where is not None and where.module is not None:
+        name = _clean(where.module) or "(root)"
+        location["logicalLocations"] = [{"fullyQualifiedName": name, "kind": "module"}]
+    return [location] if location else []
+
+
+def _fingerprint(story: Story, finding: Finding, place: Place | None, seen: Counter[str]) -> str:
+    """A hash of what stays when lines move: code, file, module and the line's text; equal ones are numbered."""
+    where = finding.location
+    parts = [finding.code, (where.module if where else None) or ""]
+    parts += [place.path, " ".join(place.text.split())] if place is not None else [story.title]
+    key = "\0".join(parts)
+    seen[key] += 1
+    return hashlib.sha256(f"{key}\0{seen[key]}".encode("utf-8", "backslashreplace")).hexdigest()
+
+
+def _rule(code: str, page: RulePage | None) -> dict[str, Any]:
+    if page is None:
+        text = "The answer is inconclusive: nothing was decided, which is no sign that all is well."
+        return {"id": code, "shortDescription": {"text": text}, "help": {"text": text}}
+    body = "\n\n".join(f"{heading}\n\n{text}" for heading, text in page.sections.items())
+    markdown = "\n\n".join(f"## {heading}\n\n{_markdown(text)}" for heading, text in page.sections.items())
+    return {
+        "id": code,
+        "name": "".join(part.capitalize() for part in page.name.split("-")),
+        "shortDescription": {"text": page.summary},
+        "fullDescription": {"text": page.summary},
+        "help": {"text": f"{page.code} {page.name}: {page.summary}\n\n{body}", "markdown": markdown},
+        "defaultConfiguration": {"level": "note" if page.severity == "note" else "error"},
+        "properties": {"tags": ["gradient-accumulation", page.name]},
+    }
+
+
+def _markdown(text: str) -> str:
+    """A section of a rule page; its indented lines are code in Markdown already once a blank line precedes them."""
+    lines: list[str] = []
+    for line in text.splitlines():
+        if line.startswith("    ") and lines and lines[-1] and not lines[-1].startswith("    "):
+            lines.append("")
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _invocation(report: Report) -> dict[str, Any]:
+    invocation: dict[str, Any] = {"executionSuccessful": not report.errors}
+    commands = list(dict.fromkeys(answer.command for answer in report.answers if answer.command))
+    if len(commands) == 1:
+        invocation["commandLine"] = _clean(commands[0])
+    if report.errors:
+        invocation["toolExecutionNotifications"] = [
+            {"level": "error", "message": {"text": _clean(f"{source}: {message}")}} for source, message in report.errors
+        ]
+    return invocation
+
+
+def _clean(text: str) -> str:
+    return _LAYOUT.text(text)

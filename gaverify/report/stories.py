@@ -1,0 +1,161 @@
+"""The common answer: what a verdict, an audit and a profile all say. Formats that show all of them read this.
+
+A verdict answers with one table of parameters, an audit with one per optimizer update, a profile with none but a row
+per strategy and K.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gaverify.records.audit import UpdateComparison
+from gaverify.records.audit_report import AuditReport
+from gaverify.records.comparison import Outcome, ParameterComparison
+from gaverify.records.findings import Finding
+from gaverify.records.profile import LABELS, Profile, Row
+from gaverify.records.verdict import Verdict
+from gaverify.report.text.audit import audit_method
+from gaverify.report.text.findings import acceptance_sentences
+from gaverify.report.text.profile import profile_sentence
+from gaverify.report.text.wording import method, sentence
+
+Answer = Verdict | AuditReport | Profile
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that one call of a command found.
+
+    Args:
+        answers: In the order they were run.
+        errors: One (source, message) for each run that came to no answer.
+        show_all: Every parameter in tables; else long ones are folded to those that are not equivalent.
+        before: The answers of an earlier report, where two are shown side by side.
+    """
+
+    answers: tuple[Answer, ...]
+    errors: tuple[tuple[str, str], ...] = ()
+    show_all: bool = False
+    before: tuple[Answer, ...] = ()
+
+
+@dataclass(frozen=True)
+class Table:
+    """Parameters that were compared together; `heading` names the update of an audit, "" is a verdict's only table."""
+
+    heading: str
+    outcome: Outcome
+    rows: tuple[ParameterComparison, ...]
+
+
+@dataclass(frozen=True)
+class Story:
+    """What every answer says.
+
+    Args:
+        kind: Which command made it: "run", "audit" or "profile".
+        title: The spec's file and name, or the model, or the script: what tells this answer from its neighbours.
+        source: The file of the spec or script; "" where the command line alone said what to run.
+        outcome: Of the whole answer.
+        sentence: Why, in words.
+        method: How it was decided; "" where nothing was.
+        findings: Causes and notes.
+        tables: The compared parameters.
+        rows: The rows of a profile.
+        seconds: How long it took.
+        model: The model as the spec names it; "" for a script.
+        command: The words that make the answer again; "" where they are not known.
+        accepted: A divergence that the user accepts.
+        remarks: What follows from accepted divergences and what was expected, in sentences.
+        passed: Whether the command leaves with 0 for this answer: equivalent, accepted or expected.
+    """
+
+    kind: str
+    title: str
+    source: str
+    outcome: Outcome
+    sentence: str
+    method: str
+    findings: tuple[Finding, ...] = ()
+    tables: tuple[Table, ...] = ()
+    rows: tuple[Row, ...] = ()
+    seconds: float = 0.0
+    model: str = ""
+    command: str = ""
+    accepted: bool = False
+    remarks: tuple[str, ...] = ()
+    passed: bool = False
+
+
+def story_of(answer: Answer) -> Story:
+    """Returns what `answer` has in common with every other."""
+    if isinstance(answer, Verdict):
+        return _verdict(answer)
+    return _audit(answer) if isinstance(answer, AuditReport) else _profile(answer)
+
+
+def _verdict(verdict: Verdict) -> Story:
+    return Story(
+        kind="run",
+        title=_title(verdict.source, verdict.name) or verdict.run.model,
+        source=verdict.source,
+        outcome=verdict.outcome,
+        sentence=sentence(verdict),
+        method=method(verdict),
+        findings=verdict.findings,
+        tables=(Table("", verdict.outcome, verdict.parameters),) if verdict.parameters else (),
+        seconds=verdict.timings.get("total", 0.0),
+        model=verdict.run.model,
+        command=verdict.command,
+        accepted=verdict.accepted,
+        remarks=tuple(acceptance_sentences(verdict)),
+        passed=verdict.exit_code == 0,
+    )
+
+
+def _audit(report: AuditReport) -> Story:
+    return Story(
+        kind="audit",
+        title=f"{report.source} ({report.script})" if report.source else report.script,
+        source=report.source or report.script,
+        outcome=report.outcome,
+        sentence=report.reason,
+        method=audit_method(report),
+        findings=report.findings,
+        tables=tuple(Table(f"update {update.number}", _judged(update), update.parameters) for update in report.updates),
+        seconds=report.timings.get("total", 0.0),
+        command=report.command,
+        accepted=report.accepted,
+        remarks=tuple(acceptance_sentences(report)),
+        passed=report.exit_code == 0,
+    )
+
+
+def _judged(update: UpdateComparison) -> Outcome:
+    """The update's outcome; where the runs had different data or weights, its difference means nothing."""
+    return update.outcome if update.judged else Outcome.INCONCLUSIVE
+
+
+def _profile(profile: Profile) -> Story:
+    return Story(
+        kind="profile",
+        title=_title(profile.source, profile.name) or (profile.setting.model if profile.setting else "profile"),
+        source=profile.source,
+        outcome=profile.outcome,
+        sentence=profile_sentence(profile),
+        method="",
+        rows=profile.rows,
+        model=profile.setting.model if profile.setting else "",
+        command=profile.command,
+        passed=profile.exit_code == 0,
+    )
+
+
+def row_name(row: Row) -> str:
+    """Returns how reports call a row of a profile: `accumulate, K = 4`."""
+    return f"{LABELS[row.strategy]}, K = {row.steps}"
+
+
+def _title(source: str, name: str) -> str:
+    """Returns file and name together: a folder may hold two specs of one name, and a model many specs."""
+    return f"{source} ({name})" if source and name else source or name

@@ -1,0 +1,169 @@
+"""An audit as lines of text for people."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from gaverify.records.audit import UpdateComparison
+from gaverify.records.audit_report import TITLES, AuditReport, WindowCount
+from gaverify.records.stages import Clip, Stage
+from gaverify.report.text.findings import acceptance_sentences, finding_lines, outcome_lines
+from gaverify.report.text.layout import Layout, Line, columns, fact_lines, joined
+from gaverify.report.text.table import table_lines
+from gaverify.report.text.wording import number, percent
+
+_LABEL = 14
+_COUNTS = 12  # windows whose counts are shown; the last ones stand in for the rest
+_MORE = 3
+_STAGES = {
+    Stage.SUMMED: "as the last backward pass left it",
+    Stage.USED: "as the optimizer saw it",
+    Stage.CHANGE: "change of the weights",
+}
+_ROLES = {"full": "full batch", "accumulated": "accumulated", "events": "run"}
+
+
+def audit_lines(report: AuditReport, layout: Layout, show_all: bool = False) -> list[Line]:
+    """Returns the whole report: what was run, the counts, a table per update, findings, the outcome and its reason."""
+    sentences = [report.reason, audit_method(report), *acceptance_sentences(report)]
+    blocks = [
+        fact_lines(f"gaverify {report.gaverify} audit", audit_facts(report), layout, _LABEL),
+        _counts(report.counts, layout),
+        *(_update(update, layout, show_all) for update in report.updates),
+        *(finding_lines(finding, layout) for finding in report.findings),
+        outcome_lines(report.outcome, list(filter(None, sentences)), layout),
+    ]
+    return joined(blocks)
+
+
+def audit_facts(report: AuditReport) -> list[tuple[str, str]]:
+    """Returns what was run, as (label, text)."""
+    rows = [("options", report.source)] if report.source else []
+    rows.append(("script", report.script))
+    last = {run.role: run for run in report.runs}  # a run that is made again to show its draws replaces the first
+    for role, run in last.items():
+        if role in _ROLES:
+            made = f"{run.updates} update{'' if run.updates == 1 else 's'} in {run.seconds:.1f} s"
+            how = f", {run.how}, so that its random draws can be seen" if run.how else ""
+            rows.append((_ROLES[role], f"{run.command} ({made}{how})"))
+    controls = [run for run in report.runs if run.role in ("perturbed", "frozen")]
+    if controls:
+        rows.append(("controls", "; ".join(f"{TITLES[run.role]} ({run.seconds:.1f} s)" for run in controls)))
+    if report.runs:
+        models = ", ".join(report.modules) or "no module"
+        rows.append(("model", f"{models}: {report.trainable:,} trained parameters; {', '.join(report.optimizers)}"))
+        autocast = f"autocast {report.autocast or 'off'}"
+        rows.append(("where", f"{report.device}, {report.dtype}, {autocast}, torch {report.torch}"))
+    if report.left_out:
+        parts = [f"{count} × {why}" for why, count in sorted(report.left_out.items())]
+        rows.append(("left out", "calls that have no values to record: " + ", ".join(parts)))
+    return rows
+
+
+def _counts(counts: Sequence[WindowCount], layout: Layout) -> list[Line]:
+    if not counts:
+        return []
+    shown = [*counts[:_COUNTS], *counts[max(_COUNTS, len(counts) - _MORE) :]]
+    body = [
+        [
+            f"{count.update}" if count.complete else f"({count.update})",
+            f"{count.backward} : {count.step} : {count.zero_grad}",
+        ]
+        for count in shown
+    ]
+    table = columns([["update", "backward : step : zero_grad"], *body], right=(0,))
+    lines: list[Line] = [[("  " + "  ".join(row), "" if at else "bold")] for at, row in enumerate(table)]
+    hidden = len(counts) - len(shown)
+    if hidden > 0:
+        lines.insert(1 + _COUNTS, [(f"  … {hidden} more", "dim")])
+    if not counts[-1].complete:
+        text = f"({counts[-1].update}) has no step: the script ended or was stopped inside it"
+        lines += layout.wrap(text, indent=2, style="dim")
+    return lines
+
+
+def _update(update: UpdateComparison, layout: Layout, show_all: bool) -> list[Line]:
+    lines = layout.wrap(", ".join(_described(update)), first=f"update {update.number}", indent=_LABEL)
+    lines[0][0] = (lines[0][0][0], "bold")
+    folded = not update.judged and not show_all
+    if not folded:
+        lines += table_lines(update.parameters, layout, show_all)
+    facts = [("gradient", _stages(update)), ("clipping", _clipping(update)), ("after it", _after(update))]
+    return lines + [
+        line for label, text in facts if text for line in layout.wrap(text, first=f"  {label}", indent=_LABEL)
+    ]
+
+
+def _described(update: UpdateComparison) -> Iterable[str]:
+    sizes = update.sizes
+    yield f"{update.backwards} backward pass{'' if update.backwards == 1 else 'es'}"
+    if sizes:
+        same = len(set(sizes)) == 1
+        yield f"{len(sizes)} × {sizes[0]} rows" if same else f"{' + '.join(map(str, sizes[:12]))} rows"
+    if update.valid_targets and update.ignored_targets:
+        yield f"valid targets {' + '.join(map(str, update.valid_targets[:12]))}"
+    data = update.data
+    if not data.checked:
+        yield "samples could not be compared"
+    elif data.same:
+        yield "same samples" + (", padded differently" if data.padded else "")
+    else:
+        yield f"{data.differing} rows of `{data.path}` differ"
+    if not update.judged:
+        yield "not judged"
+
+
+def _stages(update: UpdateComparison) -> str:
+    """How far the runs are apart at each stage, where there is more than one to tell apart."""
+    if len({stage.outcome for stage in update.stages}) < 2 and Stage.SUMMED not in {s.stage for s in update.stages}:
+        return ""
+    parts = []
+    for stage in update.stages:
+        text = f"{_STAGES[stage.stage]} {percent(stage.relative_difference)} apart"
+        parts.append(text + (f" (norm ratio {stage.norm_ratio:.4g})" if math.isfinite(stage.norm_ratio) else ""))
+    return "; ".join(parts)
+
+
+def _clipping(update: UpdateComparison) -> str:
+    """Which clip was active in which run, with its norm."""
+    if not update.clips and not update.clips_full:
+        return ""
+    sides = (("full batch", update.clips_full), ("accumulated", update.clips))
+    return "; ".join(f"{name}: {', '.join(map(_clip, clips)) or 'none'}" for name, clips in sides)
+
+
+def _clip(clip: Clip) -> str:
+    sizes = [
+        f"{label} {value:.4g}" for label, value in (("norm", clip.norm), ("limit", clip.limit)) if math.isfinite(value)
+    ]
+    return f"{clip.call} {'active' if clip.active else 'inactive'}" + (f" ({', '.join(sizes)})" if sizes else "")
+
+
+def _after(update: UpdateComparison) -> str:
+    facts = []
+    if math.isfinite(update.weights_difference):
+        facts.append(f"weights differ by {percent(update.weights_difference)}")
+    rates, full = (
+        ", ".join(f"{rate:.4g}" for rate in dict.fromkeys(side))
+        for side in (update.learning_rates, update.learning_rates_full)
+    )
+    if any(setting.name == "lr" for setting in update.settings) and rates != full:
+        facts.append(f"learning rate {rates}, full batch {full}")
+    elif rates:
+        facts.append(f"learning rate {rates}")
+    if update.drifted:
+        more = f" and {len(update.drifted) - 3} more" if len(update.drifted) > 3 else ""
+        facts.append(f"buffers differ: {', '.join(update.drifted[:3])}{more}")
+    return "; ".join(facts)
+
+
+def audit_method(report: AuditReport) -> str:
+    """Returns how the audit was decided and what it could have seen; empty where nothing was judged."""
+    decisive = report.decisive
+    if decisive is not None and decisive.judged:
+        text = "compared at every optimizer step, decided by the noise floor of the full-batch run"
+        if math.isfinite(decisive.resolution):
+            text += f"; smallest relative difference it could have seen: {number(decisive.resolution)}"
+        return text
+    return "judged by the order of the script's calls" if report.events_only else ""

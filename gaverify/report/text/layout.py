@@ -1,0 +1,140 @@
+"""Styled lines of text that fit a width: the one form that the terminal, the pictures and plain text share.
+
+A line is a list of (text, style) segments. No markup is ever parsed, so a parameter named `[red]` prints as it is.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+Segment = tuple[str, str]
+Line = list[Segment]
+
+_ASCII = dict(zip("‖×−–—…→≤·’µ", ("|", "x", "-", "-", "-", "...", "->", "<=", "-", "'", "u"), strict=True))
+
+_BREAK = re.compile(r" (?![%×])")  # a number stays with its unit
+
+_SHORTEST = 5
+"""Cells of a part of a path that still tell something: two letters, an ellipsis, two letters."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How wide a report may be, and whether it may leave ASCII.
+
+    Args:
+        width: Columns of the terminal.
+        ascii_only: The stream cannot carry anything else; other characters become escapes, not errors.
+    """
+
+    width: int = 80
+    ascii_only: bool = False
+
+    def text(self, value: object) -> str:
+        """Returns `value` as printable text: control characters, lone surrogates and line breaks as escapes."""
+        return "".join(self._character(character) for character in str(value))
+
+    def _character(self, character: str) -> str:
+        if self.ascii_only and not character.isascii():
+            return _ASCII.get(character) or character.encode("ascii", "backslashreplace").decode()
+        return character if character.isprintable() else character.encode("unicode_escape", "replace").decode()
+
+    def shorten(self, value: object, width: int) -> str:
+        """Returns `value` in at most `width` cells, with an ellipsis for what is left out.
+
+        Of a path with a layer's number in it the longest parts are cut, so that the number stays; of anything else the
+        middle, as names differ at both ends.
+        """
+        text = self.text(value)
+        if cells(text) <= width:
+            return text
+        parts = text.split(".")
+        room = width - len(parts) + 1  # without the dots
+        lengths = range(max(map(cells, parts)), _SHORTEST - 1, -1) if any(map(str.isdecimal, parts)) else ()
+        for most in lengths:
+            if sum(min(cells(part), most) for part in parts) <= room:
+                return ".".join(self._without_middle(part, most) for part in parts)
+        return self._without_middle(text, width)
+
+    def _without_middle(self, text: str, width: int) -> str:
+        if cells(text) <= width:
+            return text
+        mark = "..." if self.ascii_only else "…"
+        room = max(width - len(mark), 0)
+        tail = _cut(text[::-1], (room + 1) // 2)[::-1]
+        return (_cut(text, room - cells(tail)) + mark + tail) if room else _cut(mark, width)
+
+    def wrap(self, value: object, first: str = "", indent: int = 0, style: str = "") -> list[Line]:
+        """Returns the words of `value` after the heading `first`, later lines hanging at `indent`.
+
+        Only a word longer than a whole line is cut, and then with an ellipsis in its middle.
+        """
+        room = max(self.width - indent, 10)
+        rows: list[str] = []
+        for word in _BREAK.split(self.text(" ".join(str(value).split()))):
+            word = self.shorten(word, room)
+            if rows and cells(rows[-1]) + 1 + cells(word) <= room:
+                rows[-1] += " " + word
+            else:
+                rows.append(word)
+        lead = pad(first, indent)
+        return [[(lead if number == 0 else " " * indent, ""), (row, style)] for number, row in enumerate(rows)]
+
+
+def cells(text: str) -> int:
+    """Returns the columns that a terminal spends on `text` (two for wide characters, none for combining ones)."""
+    if text.isascii():
+        return len(text)
+    return sum(_cell(character) for character in text)
+
+
+def _cell(character: str) -> int:
+    if unicodedata.combining(character):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
+
+
+def _cut(text: str, room: int) -> str:
+    used = 0
+    for position, character in enumerate(text):
+        used += _cell(character)
+        if used > room:
+            return text[:position]
+    return text
+
+
+def pad(text: str, width: int, right: bool = False) -> str:
+    """Returns `text` filled with spaces to `width` cells, on its left if `right`."""
+    fill = " " * max(width - cells(text), 0)
+    return fill + text if right else text + fill
+
+
+def columns(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[list[str]]:
+    """Returns the cells of `rows` padded to the widest of their column; those in `right` are flush right."""
+    flush = set(right)
+    widths = [max(cells(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
+    return [[pad(cell, widths[at], at in flush) for at, cell in enumerate(row)] for row in rows]
+
+
+def fact_lines(title: str, facts: Iterable[tuple[str, str]], layout: Layout, indent: int) -> list[Line]:
+    """Returns a heading and under it a line for each (label, text), the texts hanging at `indent`."""
+    lines: list[Line] = [[(layout.text(title), "bold")]]
+    for label, text in facts:
+        lines += layout.wrap(text, first="  " + label, indent=indent)
+    return lines
+
+
+def joined(blocks: Iterable[list[Line]]) -> list[Line]:
+    """Returns the blocks with an empty line between them; empty blocks are left out."""
+    lines: list[Line] = []
+    for block in filter(None, blocks):
+        lines += [[], *block] if lines else block
+    return lines
+
+
+def plain(lines: Iterable[Line]) -> str:
+    """Returns the lines without their styles, each ended by a newline and none with trailing spaces."""
+    return "".join("".join(text for text, _ in line).rstrip() + "\n" for line in lines)

@@ -1,0 +1,242 @@
+"""A profile as lines of text for people: what was run, the table, bars, the prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from gaverify.amounts import bytes_text, count_text, seconds_text
+from gaverify.records.comparison import Outcome
+from gaverify.records.prediction import Line as Fit
+from gaverify.records.prediction import Prediction, activation_line, peak_line, predict
+from gaverify.records.profile import LABELS, Memory, Profile, Row
+from gaverify.report.text.findings import outcome_lines
+from gaverify.report.text.layout import Layout, Line, cells, columns, fact_lines, joined, pad
+from gaverify.report.text.table import STYLES
+from gaverify.report.text.wording import number, percent
+
+_LABEL = 13
+_HEADER = ("strategy", "K × n", "activations", "peak", "time", "outcome", "rel. diff")
+_STATUS = {"out-of-memory": "out of memory", "does-not-fit": "does not fit", "failed": "failed", "not-run": "not run"}
+
+
+def profile_lines(profile: Profile, layout: Layout) -> list[Line]:
+    """Returns the whole report."""
+    blocks = [
+        _header(profile, layout),
+        _table(profile.rows, layout),
+        *(_bars(block, profile.rows, layout) for block in _BLOCKS),
+        _prediction(profile, layout),
+        _conclusion(profile, layout),
+    ]
+    return joined(blocks)
+
+
+def _header(profile: Profile, layout: Layout) -> list[Line]:
+    setting = profile.setting
+    return fact_lines(f"gaverify {setting.gaverify} profile", profile_facts(profile), layout, _LABEL) if setting else []
+
+
+def profile_facts(profile: Profile) -> list[tuple[str, str]]:
+    """Returns what was profiled and where, as (label, text); nothing where no row got so far."""
+    setting = profile.setting
+    if setting is None:
+        return []
+    trainable = "all" if setting.trainable == setting.parameters else f"{setting.trainable:,}"
+    memory = f" with {bytes_text(setting.device_memory)}" if setting.device_memory else ""
+    threads = f", {count_text(setting.threads, 'thread')}" if setting.device == "cpu" else ""
+    step = f"step of {setting.optimizer}" if setting.optimizer else "no optimizer step (`--optimizer` adds one)"
+    spec = f"{profile.source} ({profile.name})" if profile.source and profile.name else profile.source or profile.name
+    rows = [
+        ("spec", spec),
+        ("model", f"{setting.model}: {count_text(setting.parameters, 'parameter')}, {trainable} trainable"),
+        ("batch", f"B = {setting.batch_size}, in K micro-batches of at most n samples"),
+        ("update", f"forward and backward of every micro-batch, {step}; {setting.mode} mode, seed {setting.seed}"),
+        (
+            "where",
+            f"{setting.device} ({setting.device_name}{memory}{threads}), {setting.dtype}, "
+            f"autocast {setting.autocast or 'off'}, torch {setting.torch}",
+        ),
+    ]
+    return [(label, text) for label, text in rows if text]
+
+
+def _table(rows: Sequence[Row], layout: Layout) -> list[Line]:
+    body = [tuple(layout.text(cell) for cell in (*_name(row), *_figures(row))) for row in rows]
+    table = columns([tuple(layout.text(cell) for cell in _HEADER), *body], right=(1, 2, 3, 4, 6))
+    lines: list[Line] = []
+    for at, row in enumerate(table):
+        style = "bold" if at == 0 else _style(rows[at - 1])
+        lines.append(
+            [
+                ("  " + "  ".join(row[:5]) + "  ", "bold" if at == 0 else ""),
+                (row[5], style),
+                ("  " + row[6], "bold" if at == 0 else ""),
+            ]
+        )
+        if at and rows[at - 1].message:
+            lines += layout.wrap(rows[at - 1].message, indent=6, style="dim")
+    return lines
+
+
+def _name(row: Row) -> tuple[str, str]:
+    size = f" × {row.micro_batch}" if row.micro_batch is not None else ""
+    return LABELS[row.strategy], f"{row.steps}{size}"
+
+
+def _figures(row: Row) -> tuple[str, ...]:
+    figures = (
+        "-" if row.activation_bytes is None else bytes_text(row.activation_bytes),
+        "-" if row.memory is None else bytes_text(row.memory.peak),
+        "-" if row.seconds is None else seconds_text(row.seconds.median),
+    )
+    if row.status != "measured":
+        return (*figures, _STATUS[row.status], "")
+    if row.strategy == "full-batch":
+        return (*figures, "reference", "")
+    outcome = "-" if row.outcome is None else row.outcome.value
+    return (*figures, outcome, "" if row.relative_difference is None else number(row.relative_difference))
+
+
+def _style(row: Row) -> str:
+    if row.status in ("out-of-memory", "failed"):
+        return STYLES[Outcome.DIVERGENT]
+    return "" if row.outcome is None else STYLES[row.outcome]
+
+
+@dataclass(frozen=True)
+class _Block:
+    """One set of bars: what is drawn, and what is written behind each."""
+
+    title: Callable[[Sequence[Row]], str]
+    value: Callable[[Row], float | None]
+    text: Callable[[Row], str]
+
+
+def _bars(block: _Block, rows: Sequence[Row], layout: Layout) -> list[Line]:
+    shown = [(row, value) for row in rows if (value := block.value(row)) is not None]
+    if not shown:
+        return []
+    names = columns([[layout.text(cell) for cell in _name(row)] for row, _ in shown], right=(1,))
+    texts = columns([[layout.text(cell) for cell in block.text(row).split("|")] for row, _ in shown], right=(0, 1))
+    heads, tails = ["  " + "  ".join(name) + "  " for name in names], ["  " + "  ".join(text) for text in texts]
+    room = max(layout.width - cells(heads[0]) - max(map(cells, tails)), 8)
+    largest = max(value for _, value in shown)
+    lines: list[Line] = [*layout.wrap(block.title([row for row, _ in shown]), indent=2, style="bold")]
+    for (_, value), head, tail in zip(shown, heads, tails, strict=True):
+        length = round(room * value / largest) if largest > 0 else 0
+        bar = ("#" if layout.ascii_only else "█") * max(length, 1 if value > 0 else 0)
+        lines.append([(head, ""), (pad(bar, room), "cyan"), (tail, "")])
+    return lines
+
+
+def _peak_title(rows: Sequence[Row]) -> str:
+    memories = [row.memory for row in rows if row.memory is not None]
+    low, high = min(memory.baseline for memory in memories), max(memory.baseline for memory in memories)
+    base = bytes_text(low) if bytes_text(low) == bytes_text(high) else f"{bytes_text(low)} to {bytes_text(high)}"
+    kind = "allocated on the GPU" if memories[0].kind == "cuda-allocated" else "resident memory of the process"
+    return f"peak memory above the {base} that model, batch and libraries take ({kind})"
+
+
+def _increment(memory: Memory | None) -> float | None:
+    return None if memory is None else float(memory.increment)
+
+
+def _time_text(row: Row) -> str:
+    if row.seconds is None:
+        return ""
+    rate = row.samples_per_second
+    spread = f"{seconds_text(row.seconds.low)} to {seconds_text(row.seconds.high)}"
+    return f"{seconds_text(row.seconds.median)}|({spread})" + (f"|{rate:,.0f}/s" if rate else "|")
+
+
+_BLOCKS = (
+    _Block(
+        lambda _: "saved activations: what autograd keeps for the backward, parameters left out",
+        lambda row: row.activation_bytes,
+        lambda row: bytes_text(row.activation_bytes or 0),
+    ),
+    _Block(_peak_title, lambda row: _increment(row.memory), lambda row: f"+{bytes_text(_increment(row.memory) or 0)}"),
+    _Block(
+        lambda rows: (
+            f"time per update: median of {max(r.seconds.repeats for r in rows if r.seconds)} after "
+            "warm-up (quartiles), samples per second"
+        ),
+        lambda row: row.seconds.median if row.seconds else None,
+        _time_text,
+    ),
+)
+
+
+def _prediction(profile: Profile, layout: Layout) -> list[Line]:
+    lines: list[Line] = []
+    for label, fit in (("activations", activation_line(profile.rows)), ("peak", peak_line(profile.rows))):
+        if fit is not None and len(set(profile.steps)) > 1:
+            lines += layout.wrap(line_text(fit), first=f"  {label}", indent=_LABEL + 2)
+    prediction = predict(profile)
+    if isinstance(prediction, str):
+        nothing = prediction.replace("no prediction", "nothing", 1)
+        return lines + layout.wrap(nothing, first="  predicted", indent=_LABEL + 2)
+    for text in prediction_sentences(prediction):
+        lines += layout.wrap(text, first="  predicted", indent=_LABEL + 2, style="bold")
+    return lines
+
+
+def line_text(fit: Fit) -> str:
+    """Returns a line through rows in words, with how far the rows lie from it."""
+    sign = "+" if fit.slope >= 0 else "−"
+    text = f"{bytes_text(fit.intercept)} {sign} {bytes_text(abs(fit.slope))} × n"
+    if fit.residual is None:
+        text += "; a line through two rows has no residual"
+    else:
+        # below half a byte it is the rounding of the fit itself
+        share = percent(fit.relative_residual or 0.0 if fit.residual >= 0.5 else 0.0)
+        text += f"; straight line through {len(fit.points)} rows, residual at most {bytes_text(fit.residual)} ({share})"
+    return text if fit.usable else f"{text}: not a line to predict by"
+
+
+def prediction_sentences(prediction: Prediction) -> tuple[str, ...]:
+    """Returns what the line predicts: the largest micro-batch, and the smallest K for the wanted batch."""
+    limit = bytes_text(prediction.limit)
+    if prediction.smallest_steps is None:
+        need = bytes_text(prediction.rest + prediction.line.at(1) + (prediction.line.residual or 0.0))
+        return (f"no micro-batch fits into {limit}: one sample would need {need}",)
+    measured = max(n for n, _ in prediction.line.points)
+    beyond = f"; beyond the measured {measured:,}" if prediction.extrapolated else ""
+    if prediction.basis == "peak":
+        most, least, basis = "", "", "by the line through the peaks"
+    else:  # the backward's own temporaries come on top
+        most, least = "at most ", "at least "
+        basis = (
+            f"by the line through the activations alone, on top of {bytes_text(prediction.rest)}: the peaks of "
+            "these sizes do not tell"
+        )
+    return (
+        f"largest micro-batch that fits into {limit}: {most}{prediction.largest_micro_batch:,} samples "
+        f"({basis}{beyond})",
+        f"smallest K for a batch of {prediction.wanted_batch:,}: "
+        f"{least if prediction.smallest_steps > 1 else ''}{prediction.smallest_steps:,}",
+    )
+
+
+def profile_sentence(profile: Profile) -> str:
+    """Returns what the profile came to, in words."""
+    compared = profile.compared
+    if not compared:
+        text = "nothing was compared with the full batch"
+    else:
+        agree = sum(row.outcome is profile.outcome for row in compared)
+        text = f"{agree} of {len(compared)} compared rows {profile.outcome.value} to the full batch's gradient"
+        if profile.outcome is Outcome.DIVERGENT:
+            text = f"{agree} of {len(compared)} compared rows diverge; `gaverify run` names the cause"
+        elif profile.outcome is Outcome.INCONCLUSIVE:
+            text = f"{agree} of {len(compared)} compared rows could not be decided"
+    failed = sum(row.status == "failed" for row in profile.rows)
+    return text + (f"; {count_text(failed, 'row')} failed" if failed else "")
+
+
+def _conclusion(profile: Profile, layout: Layout) -> list[Line]:
+    lines = outcome_lines(profile.outcome, [profile_sentence(profile)], layout)
+    if profile.interrupted:
+        lines += layout.wrap("interrupted: the rows that were not run are missing", indent=2)
+    return lines

@@ -1,0 +1,106 @@
+"""The table of parameters: worst first, long models folded to the rows that matter."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from gaverify.records.comparison import Method, Outcome, ParameterComparison
+from gaverify.report.text.layout import Layout, Line, cells, columns, pad
+from gaverify.report.text.wording import number, ordered, shape, value, worst
+
+SMALL = 10
+"""A table of at most so many parameters is never folded."""
+
+FOLDED = 10
+"""A folded table shows at most so many rows: with their worst elements they fill a screen, and the worst are first."""
+
+STYLES = {Outcome.EQUIVALENT: "green", Outcome.DIVERGENT: "bold red", Outcome.INCONCLUSIVE: "bold yellow"}
+
+_HEADER = ("parameter", "shape", "‖full‖", "rel. diff", "allowed", "verdict")
+_GAP = "  "
+
+
+def table_lines(parameters: Iterable[ParameterComparison], layout: Layout, show_all: bool) -> list[Line]:
+    """Returns the table with its header, the folded count and the footnote; nothing where there is no parameter."""
+    rows = ordered(parameters)
+    if not rows:
+        return []
+    shown = rows if show_all or len(rows) <= SMALL else _failing(rows)
+    lines = _rows(shown, layout) if shown else []
+    lines += _hidden(rows[len(shown) :], layout)
+    if any(row.vanishing for row in shown):
+        lines += layout.wrap("* not relative: the full-batch gradient is zero, or rounding", indent=2, style="dim")
+    return lines
+
+
+def _failing(rows: Sequence[ParameterComparison]) -> list[ParameterComparison]:
+    return [row for row in rows if row.outcome is not Outcome.EQUIVALENT][:FOLDED]
+
+
+def _hidden(rows: Sequence[ParameterComparison], layout: Layout) -> list[Line]:
+    """Returns a line for each outcome that the fold hides."""
+    lines: list[Line] = []
+    for outcome in (Outcome.DIVERGENT, Outcome.INCONCLUSIVE, Outcome.EQUIVALENT):
+        count = sum(row.outcome is outcome for row in rows)
+        if count:
+            noun = "parameter" if count == 1 else "parameters"
+            text = f"… and {count:,} more {noun}: {outcome.value} (use --all)"
+            lines += layout.wrap(text, indent=2, style="dim")
+    return lines
+
+
+def _rows(rows: Sequence[ParameterComparison], layout: Layout) -> list[Line]:
+    body = [[layout.text(cell) for cell in _cells(row)] for row in rows]
+    table = [[layout.text(cell) for cell in _HEADER], *body]
+    rest = columns([row[1:] for row in table], right=(1, 2, 3))
+    taken = sum(cells(cell) + len(_GAP) for cell in rest[0]) + len(_GAP)
+    widest = max(cells(row[0]) for row in table)
+    wide = _worst_column(rows, layout, layout.width - taken - widest - len(_GAP))
+    room = widest if wide else max(min(widest, layout.width - taken), 9)
+    names = [layout.shorten(row[0], room) for row in table]
+    alike = {name for name, count in Counter(names).items() if count > 1}
+    lines: list[Line] = []
+    for at, tail in enumerate(rest):
+        if names[at] in alike:  # what told them apart stood in the middle: a line of their own keeps it
+            lines += layout.wrap(table[at][0], indent=2)
+            names[at] = ""
+        style = "bold" if at == 0 else STYLES[rows[at - 1].outcome]
+        middle = [*tail[:-2], *([wide[at]] if wide else []), tail[-2]]
+        text = _GAP + pad(names[at], room) + _GAP + _GAP.join(middle) + _GAP
+        lines.append([(text, "bold" if at == 0 else ""), (tail[-1], style)])
+        if at and not wide:
+            lines += _below(rows[at - 1], worst(rows[at - 1]), layout)
+        if at:
+            lines += _below(rows[at - 1], rows[at - 1].reason, layout, head="")
+    return lines
+
+
+def _cells(row: ParameterComparison) -> tuple[str, ...]:
+    name = row.name or "(unnamed)"
+    difference, allowed = number(row.relative_difference), number(row.relative_allowed)
+    if row.method == Method.NOT_COMPARED:
+        allowed = "-"
+    elif row.vanishing:
+        # Relative to zero everything is infinite; the plain norms say something, the star says what they are.
+        difference, allowed = number(row.difference_norm) + "*", number(row.allowed) + "*"
+    return name, shape(row), number(row.reference_norm), difference, allowed, row.outcome.value
+
+
+def _worst_column(rows: Sequence[ParameterComparison], layout: Layout, room: int) -> list[str] | None:
+    """Returns the worst elements as a column, or None where they need a line of their own."""
+    texts = [worst(row) for row in rows]
+    if not any(texts):
+        return None
+    column = ["worst element: full vs accumulated", *texts]
+    padded = [cell for (cell,) in columns([[layout.text(cell)] for cell in column])]
+    return padded if cells(padded[0]) <= room else None
+
+
+def _below(row: ParameterComparison, text: str, layout: Layout, head: str = "worst ") -> list[Line]:
+    if not text:
+        return []
+    if head and row.worst is not None:
+        at = text.partition(":")[0]
+        text = f"worst element {at}: full {value(row.worst.reference)}, accumulated {value(row.worst.accumulated)}"
+    return layout.wrap(text, indent=6, style="dim")

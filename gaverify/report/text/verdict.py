@@ -1,0 +1,97 @@
+"""A verdict as lines of text for people."""
+
+from __future__ import annotations
+
+from gaverify.records.verdict import RunInfo, Trace, TraceStep, Verdict
+from gaverify.report.text.findings import acceptance_sentences, finding_lines, outcome_lines
+from gaverify.report.text.layout import Layout, Line, columns, fact_lines, joined
+from gaverify.report.text.ranks import ranks_line
+from gaverify.report.text.table import table_lines
+from gaverify.report.text.wording import method, number, sentence, value
+
+_LABEL = 13
+"""Columns of a label in the header, indent included."""
+
+
+def verdict_lines(verdict: Verdict, layout: Layout, show_all: bool = False) -> list[Line]:
+    """Returns the whole report of one verdict: what was run, trace, table, findings, verdict, method."""
+    blocks = [
+        fact_lines(f"gaverify {verdict.run.gaverify}", verdict_facts(verdict), layout, _LABEL),
+        _trace(verdict.trace, layout) if verdict.trace else [],
+        table_lines(verdict.parameters, layout, show_all),
+        *(finding_lines(finding, layout) for finding in verdict.findings),
+        outcome_lines(verdict.outcome, [sentence(verdict), method(verdict), *acceptance_sentences(verdict)], layout),
+    ]
+    return joined(blocks)
+
+
+def verdict_facts(verdict: Verdict) -> list[tuple[str, str]]:
+    """Returns what was run, as (label, text)."""
+    run = verdict.run
+    count = f"{run.parameters:,} {'parameter' if run.parameters == 1 else 'parameters'}"
+    trainable = "all trainable" if run.trainable == run.parameters else f"{run.trainable:,} trainable"
+    spec = f"{verdict.source} ({verdict.name})" if verdict.source and verdict.name else verdict.source or verdict.name
+    rows = [
+        ("spec", spec),
+        ("model", f"{run.model}: {count}, {trainable}"),
+        ("batch", _batch(run)),
+        ("weights", _weights(run)),
+        ("strategy", f"{run.strategy}, {run.mode} mode, seed {run.seed}"),
+        ("ranks", "" if verdict.ranks is None else ranks_line(verdict.ranks, run.steps)),
+        ("where", f"{run.device}, {run.dtype}{_rounded(run)}, autocast {run.autocast or 'off'}, torch {run.torch}"),
+        ("loss", f"full batch {value(run.loss_full)}, accumulated {value(run.loss_accumulated)}"),
+    ]
+    return [(label, text) for label, text in rows if text]
+
+
+def _batch(run: RunInfo) -> str:
+    sizes = run.micro_batches
+    if len(set(sizes)) == 1:
+        return f"B = {run.batch_size} = {run.steps} × {sizes[0]} (micro-batches × samples)"
+    parts = [str(size) for size in sizes]
+    if len(parts) > 12:  # the first and the last ones show where it is ragged
+        parts = [*parts[:4], "…", *parts[-4:]]
+    return f"B = {run.batch_size} = {'+'.join(parts) or '?'} ({run.steps} micro-batches)"
+
+
+def _weights(run: RunInfo) -> str:
+    if not run.weights:
+        return run.weighting
+    if len(set(run.weights)) == 1:
+        return f"{run.weighting}, {run.weights[0]:.4g} each"
+    parts = [f"{weight:.4g}" for weight in run.weights]
+    if len(parts) > 8:
+        parts = [*parts[:3], "…", *parts[-3:]]
+    return f"{run.weighting}: {', '.join(parts)}"
+
+
+def _trace(trace: Trace, layout: Layout) -> list[Line]:
+    scalar = trace.step.scalar
+    gradient = "accumulated gradient" if scalar else "accumulated ‖gradient‖"
+    head = ("micro-batch", gradient, "movement", "backward : step : zero_grad")
+    body = [
+        (
+            str(row.micro_batch),
+            value(row.gradient),
+            value(row.movement),
+            f"{row.backward} : {row.step} : {row.zero_grad}",
+        )
+        for row in trace.rows
+    ]
+    table = columns([[layout.text(cell) for cell in row] for row in (head, *body)], right=(1, 2))
+    lines: list[Line] = [[("  " + "  ".join(row), "" if at else "bold")] for at, row in enumerate(table)]
+    return lines + _step(trace.step, layout)
+
+
+def _step(step: TraceStep, layout: Layout) -> list[Line]:
+    weights = "weight" if step.scalar else "‖weights‖"
+    text = (
+        f"{step.optimizer}, lr {step.lr:g}: {weights} {value(step.before)} → full batch {value(step.after_full)}, "
+        f"accumulated {value(step.after_accumulated)} (difference {number(step.weights_difference)})"
+    )
+    return layout.wrap(text, first="  step", indent=_LABEL)
+
+
+def _rounded(run: RunInfo) -> str:
+    """What the switches of torch let products round float32 to: part of how the run was computed."""
+    return f" ({', '.join(run.rounded)})" if run.rounded else ""

@@ -1,0 +1,114 @@
+"""Names causes: one module per code, from facts to findings, read by run and audit alike. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from gaverify.records.facts import Facts
+from gaverify.records.findings import Finding
+from gaverify.rules import (
+    aligned_randomness,
+    batch_coupled_loss,
+    batch_dependent_backward,
+    batch_statistics,
+    buffer_drift,
+    clip_per_micro_batch,
+    cross_sample_operation,
+    empty_micro_batch,
+    gather_without_gradient,
+    gradients_cleared_inside_window,
+    gradients_not_cleared,
+    hidden_state,
+    low_precision_accumulation,
+    mean_of_means,
+    mean_over_ranks,
+    missing_gradient,
+    non_finite_gradient,
+    ranks_hold_different_gradients,
+    scaler_per_micro_batch,
+    scheduler_per_micro_batch,
+    state_changed_by_forward,
+    step_inside_window,
+    step_settings_differ,
+    trailing_window_lost,
+    trailing_window_misscaled,
+    unalignable_randomness,
+    unexplained,
+    uninformative_batch,
+    unrepeatable_backward,
+    wrong_loss_scale,
+    wrong_rank_scale,
+)
+from gaverify.rules.wording import coupling, harm
+
+COUPLING = (batch_statistics, cross_sample_operation, batch_coupled_loss, batch_dependent_backward)
+"""Rules about samples that act on each other: they need the traces of a run."""
+
+EVENTS = (
+    step_inside_window,
+    gradients_not_cleared,
+    gradients_cleared_inside_window,
+    trailing_window_lost,
+    clip_per_micro_batch,
+    scheduler_per_micro_batch,
+    scaler_per_micro_batch,
+    step_settings_differ,
+)
+"""Rules about the order of a script's calls: they need the windows of an audit."""
+
+WEIGHTS = (wrong_loss_scale, mean_of_means, empty_micro_batch, trailing_window_misscaled)
+"""Rules about what each micro-batch counts; meaningless where its gradient was changed on the way to the step."""
+
+RANKS = (ranks_hold_different_gradients, mean_over_ranks, wrong_rank_scale, gather_without_gradient)
+"""Rules about what several ranks make of their gradients."""
+
+RULES = (
+    *COUPLING,
+    *EVENTS,
+    *RANKS,
+    *WEIGHTS,
+    aligned_randomness,
+    unalignable_randomness,
+    unrepeatable_backward,
+    state_changed_by_forward,
+    buffer_drift,
+    hidden_state,
+    low_precision_accumulation,
+    missing_gradient,
+    non_finite_gradient,
+    uninformative_batch,
+)
+
+
+def findings_for(facts: Facts) -> tuple[Finding, ...]:
+    """Returns the findings of all rules, faults first."""
+    found: list[Finding] = []
+    for rule in RULES:
+        if rule not in WEIGHTS or not _gradients_changed(facts, found):
+            found += rule.judge(facts)
+    found += unexplained.judge(facts, tuple(found))
+    ordered = sorted(found, key=lambda finding: finding.severity != "fault")
+    return tuple(_with_harm(facts, ordered))
+
+
+def _gradients_changed(facts: Facts, found: list[Finding]) -> bool:
+    """Whether the gradients of the first differing update are no weighted sum of its micro-batches' any more."""
+    faults = {finding.code for finding in found if finding.severity == "fault"}
+    changed = {clip_per_micro_batch.CODE, scaler_per_micro_batch.CODE}
+    if facts.loop is not None:  # weights of micro-batches say nothing where it is the ranks' that are wrong
+        changed |= {rule.CODE for rule in RANKS}
+    if (facts.compared.update or 1) > 1:  # the first window has nothing of an earlier one
+        changed.add(gradients_not_cleared.CODE)
+    return bool(faults & changed)
+
+
+def _with_harm(facts: Facts, found: list[Finding]) -> Iterator[Finding]:
+    """Adds to the first finding how much the divergence matters: it is one number for all causes together."""
+    for position, finding in enumerate(found):
+        told = finding.severity == "fault" or finding.code == unexplained.CODE
+        matters = facts.loop is None and position == 0 and bool(facts.compared.divergent) and told
+        extra = harm(facts) if matters else ()
+        if matters and finding.code in {rule.CODE for rule in COUPLING[:3]}:
+            extra = (*coupling(facts, finding.code), *extra)
+        yield replace(finding, evidence=(*finding.evidence, *extra)) if extra else finding

@@ -1,0 +1,178 @@
+"""GAV402 buffer-drift (note): buffers end up different, because they are updated K times per window.
+
+What it finds
+
+Buffers that a forward writes and training does not read: running statistics of BatchNorm, observers, counters.
+After K micro-batches they hold other values than after the full batch, whether the gradients agree or not.
+
+In a training loop: buffers (running statistics, counters) that differ after the update, and moving averages of the
+weights that are updated inside a window.
+
+Why gradients diverge
+
+They do not: nothing in the backward reads these buffers. What differs is what evaluation, or a later phase of
+training with frozen statistics, will use. A moving average r ← (1 − m) r + m x keeps of its old value
+
+    full batch  1 − m          accumulated  (1 − m)^K
+
+so that after K micro-batches it has moved about K times as far. Each x is the mean of a smaller batch besides, and
+the mean of the micro-batches' variances is smaller than the variance of the full batch, as it lacks the variance
+between their means.
+
+Signature in the numbers
+
+- The difference of a buffer after both strategies, relative to its norm: 0.71 for the first window of a moving
+  average with m = 0.1 and K = 4 that starts from zero (1 − 0.1 / (1 − 0.9^4) = 0.71).
+- It is a note: the verdict on the gradients stands beside it.
+- In a training loop: Gradients agree or not; the named buffers differ by more than rounding after the same update.
+
+Example
+
+A model:
+
+    import torch
+    from torch import nn
+
+    class Tracked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(8))
+
+        def forward(self, x):
+            if self.training:
+                with torch.no_grad():
+                    self.mean.lerp_(x.mean(0), 0.1)
+                return x
+            return x - self.mean
+
+    model = nn.Sequential(
+        nn.Linear(6, 8), Tracked(), nn.ReLU(), nn.Linear(8, 3)
+    )
+    batch = torch.randn(16, 6), torch.randint(3, (16,))
+
+    def loss(model, batch):
+        inputs, classes = batch
+        return nn.functional.cross_entropy(model(inputs), classes)
+
+A training loop:
+
+    for i, (x, y) in enumerate(loader):
+        (criterion(model(x), y) / K).backward()
+        if (i + 1) % K == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        average.update_parameters(model)
+
+Use instead
+
+Update the buffer once per window, or scale its rate: m' = 1 − (1 − m)^(1/K), about m / K, keeps as much of the old
+value per window as before.
+
+A model:
+
+    import torch
+    from torch import nn
+
+    class Tracked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(8))
+
+        def forward(self, x):
+            return x if self.training else x - self.mean
+
+        @torch.no_grad()
+        def update(self, mean):  # once per window, after optimizer.step()
+            self.mean.lerp_(mean, 0.1)
+
+    model = nn.Sequential(
+        nn.Linear(6, 8), Tracked(), nn.ReLU(), nn.Linear(8, 3)
+    )
+    batch = torch.randn(16, 6), torch.randint(3, (16,))
+
+    def loss(model, batch):
+        inputs, classes = batch
+        return nn.functional.cross_entropy(model(inputs), classes)
+
+A training loop:
+
+    for i, (x, y) in enumerate(loader):
+        (criterion(model(x), y) / K).backward()
+        if (i + 1) % K == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update_parameters(model)
+
+When it is harmless
+
+Where averages have long settled: after thousands of updates a running mean with rate m or K · m differs little, it
+only forgets faster. It matters for short runs, for evaluation early in training, and for momenta chosen per update.
+
+In a training loop: where nothing reads the buffer, or the rate of its update was chosen for micro-batches.
+
+References
+
+- PyTorch, BatchNorm1d (`momentum`), https://docs.pytorch.org/docs/stable/generated/torch.nn.BatchNorm1d.html
+- pytorch/pytorch#46516, https://github.com/pytorch/pytorch/issues/46516
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from gaverify.records.audit import Record
+from gaverify.records.facts import Facts
+from gaverify.records.findings import Evidence, Finding
+from gaverify.rules.wording import count, listed, located, times
+
+CODE, NAME = "GAV402", "buffer-drift"
+
+
+def judge(facts: Facts) -> Iterator[Finding]:
+    """Yields a note on buffers that end up different, and one on an average that is updated inside a window."""
+    drift = facts.buffers.drift
+    if drift:
+        are, end = ("are", "end") if len(drift) > 1 else ("is", "ends")
+        worst = max(drift, key=lambda name: drift[name])
+        measured = f"`{worst}` differs by {drift[worst]:.1e}"
+        if math.isnan(drift[worst]):
+            measured = f"{count(len(drift), 'buffer')} differ{'' if len(drift) > 1 else 's'} by more than rounding"
+        after = f" after update {facts.buffers.update}" if facts.buffers.update is not None else ""
+        yield Finding(
+            CODE,
+            NAME,
+            "note",
+            f"{listed([f'`{name}`' for name in drift])} {are} updated {times(facts.steps)} per window and {end} up "
+            f"different{after}",
+            evidence=(Evidence("state", "measured", measured, dict(drift)),),
+            remedy="scale the update rate (BatchNorm: momentum / K), if evaluation depends on these buffers",
+            proven=True,
+        )
+    if facts.loop is not None:
+        yield from _average(facts.loop)
+
+
+def _average(loop: Record) -> Iterator[Finding]:
+    inside = loop.inside("average")
+    if not inside:
+        return
+    window = loop.window_of(inside[0].update)
+    total = len(window.of("average")) if window is not None else len(inside)
+    yield Finding(
+        CODE,
+        NAME,
+        "note",
+        f"the moving average of the weights is updated {times(total)} in the window of update {inside[0].update}",
+        location=located(inside),
+        evidence=(
+            Evidence(
+                "events",
+                "measured",
+                f"{len(inside)} updates before the last backward pass of their windows",
+                {"inside": len(inside)},
+            ),
+        ),
+        remedy="update the average once per optimizer step",
+        proven=True,
+    )

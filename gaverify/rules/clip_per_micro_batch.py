@@ -1,0 +1,83 @@
+"""GAV606 clip-per-micro-batch (fault or note): gradients are clipped before the window's last backward pass.
+
+What it finds
+
+`clip_grad_norm_` or `clip_grad_value_` between the backward passes of one window.
+
+Why gradients diverge
+
+Clipping is not linear: the sum of clipped gradients is not the clipped sum. Earlier micro-batches are clipped several
+times, because `.grad` holds the running sum.
+
+Signature in the numbers
+
+K clippings per update in place of one; where they were active, micro-batches have unequal weights that depend on their
+gradients' norms.
+
+Example
+
+    for i, (x, y) in enumerate(loader):
+        (criterion(model(x), y) / K).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if (i + 1) % K == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+Use instead
+
+    for i, (x, y) in enumerate(loader):
+        (criterion(model(x), y) / K).backward()
+        if (i + 1) % K == 0:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+When it is harmless
+
+While no clipping is active (a note then): the next loss spike will activate it.
+
+References
+
+https://pytorch.org/docs/stable/notes/amp_examples.html#gradient-clipping
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gaverify.records.facts import Facts
+from gaverify.records.findings import Evidence, Finding
+from gaverify.rules.wording import located, times
+
+CODE, NAME = "GAV606", "clip-per-micro-batch"
+
+
+def judge(facts: Facts) -> Iterator[Finding]:
+    """Yields a fault where clipping inside a window changed gradients, a note where it did not."""
+    loop = facts.loop
+    if loop is None:
+        return
+    inside = loop.inside("clip")
+    if not inside:
+        return
+    active = [event for event in inside if event.values.get("active")]
+    window = loop.window_of(inside[0].update)
+    total = len(window.of("clip")) if window is not None else len(inside)
+    did = f"{len(active)} of them changed it" if active else "none of them was active"
+    yield Finding(
+        CODE,
+        NAME,
+        "fault" if active else "note",
+        f"gradients are clipped {times(total)} in the window of update {inside[0].update}",
+        location=located([*active, *inside]),
+        evidence=(
+            Evidence(
+                "events",
+                "measured",
+                f"{len(inside)} clippings of a half-summed gradient before the last backward pass; {did}",
+                {"inside": len(inside), "active": len(active)},
+            ),
+        ),
+        remedy="clip once per update, between the last backward pass and the step",
+        proven=True,
+    )

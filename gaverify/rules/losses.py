@@ -1,0 +1,57 @@
+"""Which backward passes were thrown away, and where: inside a window, or a whole tail of an epoch."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from gaverify.records.audit import Record
+from gaverify.records.comparison import Outcome
+from gaverify.records.windows import Loss
+
+_NOTHING = 1e-3  # a micro-batch with less than this share of the largest weight did not reach the step
+
+
+def cleared_inside(loop: Record) -> list[Loss]:
+    """Returns the losses that are no cut-off tail of an epoch, and that the full batch's run does not have itself."""
+    ordinary = {window.number for window in loop.full_windows if window.zero_grads > 1}
+    inside = [loss for loss in loop.ledger.losses if loss.by is not None and not _is_tail(loop, loss)]
+    return [loss for loss in inside if loss.window not in ordinary and not _summed_elsewhere(loop, loss)]
+
+
+def cut_off(loop: Record) -> list[Loss]:
+    """Returns the losses at the end of an epoch or of the script."""
+    # what the full batch's run loses as well stands beside the training: a backward pass to count operations, say
+    whole = {(loss.window, len(loss.backwards)) for loss in loop.full_ledger.losses}
+    tails = [
+        loss for loss in loop.ledger.losses if _is_tail(loop, loss) and (loss.window, len(loss.backwards)) not in whole
+    ]
+    return [loss for loss in tails if loss.survivors > 0 or not _summed_elsewhere(loop, loss)]
+
+
+def _is_tail(loop: Record, loss: Loss) -> bool:
+    """Whether what was lost is a whole group of micro-batches that a full window, or nothing, followed."""
+    if loss.by is None or loss.survivors == 0:
+        return True
+    lost = {other.window for other in loop.ledger.losses}
+    whole = Counter(window.backwards for window in loop.complete if window.number not in lost)
+    if loop.steps is not None:
+        whole[loop.steps] += len(loop.windows) + 1
+    wanted = whole.most_common(1)[0][0] if whole else loop.expected_of(loss.window)
+    return wanted is not None and loss.survivors >= wanted
+
+
+def _summed_elsewhere(loop: Record, loss: Loss) -> bool:
+    """Whether what was cleared still reached the step, through a buffer in which the script sums gradients itself."""
+    window, update = loop.window_of(loss.window), loop.update_of(loss.window)
+    if window is None:
+        return False
+    if update is None:  # calls alone: a gradient that was put in place by hand may hold anything
+        return any(step.values.get("by_hand") for step in window.steps)
+    if update.judged and update.outcome is Outcome.EQUIVALENT:
+        return True
+    backwards, fit = window.of("backward"), update.fit
+    if fit is None or fit.used_residual > loop.tolerance or len(fit.used) != len(backwards):
+        return False
+    largest = max(map(abs, fit.used))
+    lost = [weight for weight, event in zip(fit.used, backwards, strict=True) if event in loss.backwards]
+    return all(abs(weight) > _NOTHING * largest for weight in lost)

@@ -1,0 +1,71 @@
+"""What a difference is worth in weights: one factor for everything, or other weights for the micro-batches."""
+
+from __future__ import annotations
+
+import math
+
+from gaverify.records.audit import Record, UpdateComparison
+from gaverify.records.comparison import Outcome
+from gaverify.records.weights import WeightFit
+
+
+def factor_in_loop(loop: Record, update: UpdateComparison) -> float | None:
+    """Returns c where the accumulated gradient of an update is c ≠ 1 times the full batch's, to rounding."""
+    if not update.judged or not _differs(update) or update.fit is None:
+        return None
+    return constant_factor(update.fit, loop.tolerance)
+
+
+def _differs(update: UpdateComparison) -> bool:
+    """Whether a gradient that both runs have differs; one that is missing has no weight to speak of."""
+    return any(row.outcome is Outcome.DIVERGENT and math.isfinite(row.difference_norm) for row in update.parameters)
+
+
+def constant_factor(fit: WeightFit, tolerance: float) -> float | None:
+    """Returns c ≠ 1 where used = c · full, or where every micro-batch is short of its right weight by the same c."""
+    factor = fit.factor
+    if fit.factor_residual > tolerance:
+        if fit.residual > tolerance or not constant(fit.multipliers, tolerance):
+            return None
+        factor = 1 / fit.multipliers[0]
+    if not math.isfinite(factor) or abs(factor - 1) < tolerance:
+        return None
+    return factor
+
+
+def weights_of(loop: Record) -> tuple[UpdateComparison, WeightFit] | None:
+    """Returns the first differing update whose micro-batches give the full-batch gradient with other weights."""
+    update = loop.divergent
+    fit = update.fit if update is not None else None
+    if update is None or fit is None or fit.residual > loop.tolerance or not fit.weights or not _differs(update):
+        return None
+    multipliers = fit.multipliers
+    if not all(map(math.isfinite, multipliers)) or constant(multipliers, loop.tolerance):
+        return None
+    return update, fit
+
+
+def constant(values: tuple[float, ...], tolerance: float) -> bool:
+    """Whether all values are the same number and not zero."""
+    if not values or not all(map(math.isfinite, values)) or values[0] == 0:
+        return False
+    return all(math.isclose(value, values[0], rel_tol=weight_tolerance(tolerance)) for value in values)
+
+
+def shares(fitted: tuple[float, ...], amounts: tuple[int, ...], tolerance: float) -> bool:
+    """Whether weights are the shares of some amounts."""
+    total = sum(amounts)
+    close = weight_tolerance(tolerance)
+    return (
+        len(amounts) == len(fitted)
+        and total > 0
+        and all(
+            math.isclose(weight, amount / total, rel_tol=close, abs_tol=close / len(fitted))
+            for weight, amount in zip(fitted, amounts, strict=True)
+        )
+    )
+
+
+def weight_tolerance(tolerance: float) -> float:
+    """How far two fitted weights may be apart: a fit magnifies the noise of what it is fitted to."""
+    return min(10 * tolerance, max(1e-3, 2 * tolerance))

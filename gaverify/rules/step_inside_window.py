@@ -1,0 +1,176 @@
+"""GAV601 step-inside-window: the optimizer steps before the window's last backward pass.
+
+What it finds
+
+An optimizer step, or any other change of the parameters, while gradients of the same update are still being summed.
+
+Why gradients diverge
+
+Accumulation replaces the gradient of the full batch by a sum over K micro-batches at the same weights. A step after
+fewer than K backward passes uses the gradient of a part of the batch, and the micro-batches after it are differentiated
+at other weights.
+
+Signature in the numbers
+
+Fewer backward passes than K before a step: counts such as 1 : 1 : 1 where K : 1 : 1 is meant, or a first window of one
+micro-batch and later ones of K. With every step undone the K micro-batches sum to the full batch's gradient.
+
+Example
+
+    for i, (x, y) in enumerate(loader):
+        loss = criterion(model(x), y) / K
+        loss.backward()
+        if i % K == 0:  # true for i = 0
+            optimizer.step()
+            optimizer.zero_grad()
+
+Use instead
+
+    for i, (x, y) in enumerate(loader):
+        loss = criterion(model(x), y) / K
+        loss.backward()
+        if (i + 1) % K == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+When it is harmless
+
+An optimizer that steps inside the backward on purpose to save memory is right with K = 1; it cannot accumulate.
+
+References
+
+huggingface/accelerate#435, thunlp/OpenPrompt#106, keras-team/keras#19990, pytorch/pytorch#124523
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gaverify.records.audit import Record
+from gaverify.records.events import Event
+from gaverify.records.facts import Facts
+from gaverify.records.findings import Evidence, Finding
+from gaverify.records.windows import Window
+from gaverify.rules.wording import counted, located, passes, place, times, updates
+
+CODE, NAME = "GAV601", "step-inside-window"
+
+
+def judge(facts: Facts) -> Iterator[Finding]:
+    """Yields a finding where a step comes too early, and one where parameters move without a step."""
+    loop = facts.loop
+    if loop is None:
+        return
+    early = early_windows(loop)
+    if early:
+        yield _step(loop, early)
+    moved = _moved(loop)
+    if moved:
+        yield _movement(loop, moved)
+
+
+def early_windows(loop: Record) -> list[tuple[Window, int]]:
+    """Returns the windows that were stepped too early, each with the backward passes that it should have had."""
+    known = [(window, loop.expected(window)) for window in loop.complete]
+    early = [(window, wanted) for window, wanted in known if wanted is not None and window.backwards < wanted]
+    if early and _is_meant(loop, early):
+        return _without_tails(loop, early)
+    first, usual = loop.first, loop.usual(loop.first)
+    if not _knows_k(loop) and first is not None and first.backwards == 1 < usual:
+        return [(first, usual)]
+    return []
+
+
+def _knows_k(loop: Record) -> bool:
+    """Whether K is known for the first window."""
+    return loop.first is not None and loop.expected(loop.first) is not None
+
+
+def _is_meant(loop: Record, early: list[tuple[Window, int]]) -> bool:
+    """Whether K is what the script was to do: said so, shown by the other windows, or by the losses' own division.
+
+    Else the arguments may ask for another batch size, and nothing is wrong with the loop.
+    """
+    if loop.steps is not None or len({window.backwards for window in loop.complete}) > 1:
+        return True
+    if any(step.values.get("inside") for window, _ in early for step in window.steps):
+        return True
+    if loop.held is not None and abs(loop.held.factor - 1) < loop.tolerance:
+        return loop.held.residual < loop.tolerance
+    return any(wanted in loop.numbers for _, wanted in early)
+
+
+def _without_tails(loop: Record, early: list[tuple[Window, int]]) -> list[tuple[Window, int]]:
+    """Leaves out short windows at the end of an epoch: the ones before them were whole."""
+    first = loop.first
+    if loop.full_windows or first is None or first.backwards < (loop.expected(first) or 0):
+        return early
+    return [(window, wanted) for window, wanted in early if wanted == 1]
+
+
+def _step(loop: Record, early: list[tuple[Window, int]]) -> Finding:
+    window, wanted = early[0]
+    step = window.steps[0] if window.steps else None
+    inside = step is not None and bool(step.values.get("inside"))
+    where = ", inside the backward itself" if inside else ""
+    held, evidence = loop.held, [counted(loop.complete[:8])]
+    proven = False
+    if held is not None:
+        proven = held.residual < loop.tolerance
+        left = abs(held.factor - 1) < loop.tolerance
+        what = f"with every step undone, {passes(len(held.weights))} at the same weights give the full-batch gradient"
+        text = f"{what} to {max(held.residual, held.factor_residual if left else 0.0):.0e}"
+        text += "" if left else f", times {held.factor:.4g}"
+        text = f"{text}: proven" if proven else f"with every step undone {held.residual:.1e} is left over as well"
+        evidence.append(Evidence("control", "control", text, {"residual": held.residual, "factor": held.factor}))
+    others = f" (and {updates(late.number for late, _ in early[1:])})" if len(early) > 1 else ""
+    remedy = "step only after the last backward pass of the window: `if (i + 1) % K == 0:` with i from 0"
+    if inside:
+        remedy = "move the step out of the backward hook; a step in a hook cannot accumulate"
+    return Finding(
+        CODE,
+        NAME,
+        "fault",
+        f"update {window.number} steps after {window.backwards} of {passes(wanted)}{where}{others}",
+        location=place(step),
+        evidence=tuple(evidence),
+        remedy=remedy,
+        proven=proven,
+    )
+
+
+def _moved(loop: Record) -> list[tuple[Window, Event]]:
+    """Parameters that changed between two backward passes without a step; not where the full batch's run does it."""
+    full = {window.number for window in loop.full_windows if any(map(_by_hand, window.before_last_backward))}
+    found = []
+    for window in loop.windows:
+        if window.number not in full and window.of("backward"):
+            found += [(window, event) for event in window.before_last_backward if _by_hand(event)]
+    return found
+
+
+def _by_hand(event: Event) -> bool:
+    return event.kind == "moved" and event.values.get("where") == "between"
+
+
+def _movement(loop: Record, moved: list[tuple[Window, Event]]) -> Finding:
+    window = moved[0][0]
+    count = sum(other is window for other, _ in moved)
+    return Finding(
+        CODE,
+        NAME,
+        "fault",
+        f"the parameters change {times(count)} inside the window of update {window.number}, without a step",
+        location=located(event for _, event in moved),
+        evidence=(
+            counted(loop.complete[:8]),
+            Evidence(
+                "events",
+                "weights",
+                f"moved between two backward passes {times(len(moved))} in all",
+                {"updates": sorted({other.number for other, _ in moved})},
+            ),
+        ),
+        remedy="change parameters (weight decay, clipping, averaging) once per update, next to the step",
+        proven=True,
+    )

@@ -1,0 +1,306 @@
+"""Sentences and places that several rules share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+
+from gaverify.records.audit import UpdateComparison
+from gaverify.records.events import Event
+from gaverify.records.experiment import Cause, ControlKind, ControlRun
+from gaverify.records.facts import Facts
+from gaverify.records.findings import Evidence, Location
+from gaverify.records.operations import Operation, Suspect
+from gaverify.records.ranks import RankFacts
+from gaverify.records.windows import Window
+from gaverify.tracebacks import shown
+
+NOT_ENOUGH = (
+    "other weights alone do not repair it: look for what else changes the gradients between the micro-batches "
+    "(cleared gradients, state, a step)"
+)
+"""The remedy of weights that fit and whose control run came out otherwise."""
+_INEXACT = {
+    ControlKind.HELD: "it holds values, and gradients pass beside them",
+    ControlKind.CACHED_GRADIENTS: "what the loss itself calls and trains is computed per micro-batch still",
+    ControlKind.DECISIONS: "it holds decisions, and not what they were taken from",
+    ControlKind.DRAWS_HELD: "it gives typical values, which other code may treat otherwise",
+}
+"""Why a control may leave something although nothing else is at fault."""
+_MOVES_ROWS = frozenset({"index", "index_select", "flip", "roll", "gather", "take"})
+"""Operations of the dispatcher that compute nothing: where they couple samples, a row met another one's."""
+_SHOWN = 6  # windows whose counts are listed
+_DENOMINATOR = 10_000  # of fractions that people recognise: shares of samples and of tokens
+_NOTHING = 0.01  # share of a divergence: what explains less is not proven by causes that are named beside it
+
+
+def module_name(path: str | None, kind: str = "") -> str:
+    """Returns a module path in backticks, with its class."""
+    return f"`{path or '(root)'}`" + (f" ({kind})" if kind else "")
+
+
+def first_operation(facts: Facts, cause: Cause) -> Evidence:
+    """What the trace saw: the difference, the operation, how many samples."""
+    suspect = cause.suspect
+    where = f"first diverging operation {suspect.operation}"
+    if suspect.source is not None:
+        where = f"`{suspect.source.name}`{_at(suspect.source)} reduces over the batch, and `{suspect.operation.name}`"
+        where += f"{_at(suspect.operation)} gives it back to the samples"
+    samples = (
+        f", for {suspect.samples} of {facts.batch_size} samples"
+        if suspect.kind in ("rows", "random") and suspect.samples
+        else ""
+    )
+    culprit = suspect.culprit
+    line = f": `{culprit.source}`" if culprit.source else ""
+    line += (
+        f" (in {culprit.caller})"
+        if culprit.caller.startswith("`")
+        else f" ({culprit.caller})"
+        if culprit.caller
+        else ""
+    )
+    values = {
+        "operation": suspect.operation.name,
+        "difference": suspect.difference,
+        "samples": suspect.samples,
+        "source": culprit.source,
+    }
+    return Evidence("operations", "measured", f"{facts.compared.largest}; {where}{samples}{line}", values)
+
+
+def _at(operation: Operation) -> str:
+    return f" at {operation.file}:{operation.line}" if operation.file is not None else ""
+
+
+def control(facts: Facts, cause: Cause) -> tuple[Evidence, ...]:
+    """What the control run showed."""
+    run = cause.control
+    if run is None:
+        why = cause.failure or "nothing of it can be held or replaced from outside"
+        return (Evidence("control", "control", f"no control run was possible ({why}): suspected, not proven", {}),)
+    left = f"the difference is {run.left:.0e}"
+    if run.rounding:
+        text = f"with {run.what} in both runs {left}: proven"
+    else:
+        rest = "the causes named beside it explain the rest" if facts.cleared else rest_of(facts, run)
+        share = f"this explains {cause.explained:.0%}, " if cause.explained > 0 else ""
+        text = f"with {run.what} in both runs {left}: {share}{rest}"
+    if cause.alone > 0 and several(facts):
+        text += f"; alone, with the other causes neutralised, it makes {cause.alone:.0e}: proven"
+    values = {"left": run.left, "explained": cause.explained, "alone": cause.alone}
+    return (Evidence("control", "control", text, values),)
+
+
+def rest_of(facts: Facts, run: ControlRun) -> str:
+    """Says what a control leaves: another cause where one was seen that a control could remove, else why it may not."""
+    if several(facts) or facts.forward.ruled_out or run.kind not in _INEXACT:
+        return "another cause is left"
+    return f"the control is not exact, because {_INEXACT[run.kind]}"
+
+
+def held_remedy(cause: Cause) -> str:
+    """The repair "hold it constant", where it was run and gave the full batch's gradient; empty where not."""
+    run = next((run for run in cause.remedies if run.kind is ControlKind.HELD_IN_WINDOW), None)
+    if run is None or not run.rounding:
+        return ""
+    return "compute it once over the window and hold it constant in every micro-batch: tested, equivalent"
+
+
+def paired_remedy(suspect: Suspect) -> str:
+    """The repair of partners (mixup): operations that only move rows; empty for others."""
+    if suspect.culprit.name.partition(".")[0] not in _MOVES_ROWS:
+        return ""
+    return "pair the samples before the window is cut, so that partners travel in one micro-batch with their targets"
+
+
+def not_run(facts: Facts) -> tuple[Evidence, ...]:
+    """Why the accumulation could not be run with the fitted weights."""
+    text = f"no control run was possible ({facts.weights.failure}): suspected, not proven"
+    return (Evidence("micro-batch-weights", "control", text, {}),)
+
+
+def several(facts: Facts) -> bool:
+    """Whether more than one cause was found."""
+    state = facts.state is not None and bool(facts.state.blamed)
+    weights = facts.weights.blamed
+    return len(facts.forward.causes) + state + weights + (facts.draws.alone > 0) > 1
+
+
+def proven(facts: Facts, cause: Cause) -> bool:
+    """Whether the difference falls to rounding without the suspect, or without it and the causes named beside it."""
+    if cause.control is None or cause.control.rounding:
+        return cause.control is not None
+    return facts.cleared and (cause.alone > 0 or cause.explained > _NOTHING)
+
+
+def count(number: int, noun: str) -> str:
+    """Returns a number with its noun, in the plural where that is due."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """Returns the first few names and how many more there are."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def tested(run: ControlRun) -> str:
+    """Says how a remedy that was run came out."""
+    return "tested, equivalent" if run.rounding else f"tested, leaves {run.left:.0e}"
+
+
+def coupling(facts: Facts, code: str = "") -> tuple[Evidence, ...]:
+    """Whether the model lets samples meet, by the gradient of one sample's outputs with respect to the others."""
+    seen = facts.forward.coupling
+    if seen is None:
+        return ()
+    values = {"sample": seen.sample, "others": seen.others, "strength": seen.strength}
+    if seen.others == 0:
+        text = "the model's outputs for a sample have an exactly zero gradient with respect to all other samples"
+        if code in ("GAV101", "GAV102"):
+            text += ": they meet through choices (an order, a threshold, a branch), which have no gradient"
+        return (Evidence("coupling", "coupling", text, values),)
+    text = (
+        f"the outputs for sample {seen.sample} depend on {seen.others} of {facts.batch_size - 1} other samples "
+        f"(gradient up to {seen.strength:.1e} of that to its own input)"
+    )
+    return (Evidence("coupling", "coupling", text, values),)
+
+
+def harm(facts: Facts) -> tuple[Evidence, ...]:
+    """How large the divergence is against the sampling noise of the gradient, with a word."""
+    fit = facts.weights.fit
+    total = facts.compared.total
+    if fit is None or not fit.noise > 0 or not total < float("inf"):
+        return ()
+    ratio = total / fit.noise
+    word = "negligible" if ratio < 0.1 else "visible" if ratio < 1.0 else "severe"
+    text = f"{word}: the difference is {ratio:.2g} times the gradient's sampling noise, by which batches differ anyway"
+    return (Evidence("harm", "harm", text, {"ratio": ratio, "noise": fit.noise, "difference": total}),)
+
+
+def place(event: Event | None) -> Location | None:
+    """Returns file and line of an event as people write them."""
+    if event is None or event.file is None:
+        return None
+    return Location(file=shown(event.file), line=event.line)
+
+
+def located(events: Iterable[Event]) -> Location | None:
+    """Returns the place of the first event whose line is known."""
+    return place(next((event for event in events if event.file is not None), None))
+
+
+def backward_place(facts: Facts, number: int | None = None) -> Location | None:
+    """Returns the line of a window's last backward pass: where its loss is put together. None in a run.
+
+    Args:
+        facts: What was measured.
+        number: The update; None: the one that was compared.
+    """
+    number = facts.compared.update if number is None else number
+    window = facts.loop.window_of(number) if facts.loop is not None and number is not None else None
+    return located(reversed(window.of("backward"))) if window is not None else None
+
+
+def counts(windows: Sequence[Window]) -> str:
+    """Returns backward : step : zero_grad of the windows in words, runs of equal ones together."""
+    parts: list[tuple[str, int, int]] = []
+    for window in windows:
+        text = f"{len(window.of('backward'))} : {len(window.steps)} : {window.zero_grads}"
+        if parts and parts[-1][0] == text:
+            parts[-1] = (text, parts[-1][1], window.number)
+        else:
+            parts.append((text, window.number, window.number))
+    named = [f"{text} in {_updates(first, last)}" for text, first, last in parts[:_SHOWN]]
+    return f"backward : step : zero_grad = {', '.join(named)}" + (", …" if len(parts) > _SHOWN else "")
+
+
+def counted(windows: Sequence[Window], label: str = "measured") -> Evidence:
+    """Returns the counts of the windows as evidence."""
+    values = {
+        "counts": [[len(window.of("backward")), len(window.steps), window.zero_grads] for window in windows],
+        "updates": [window.number for window in windows],
+    }
+    return Evidence("events", label, counts(windows), values)
+
+
+def updates(numbers: Iterable[int]) -> str:
+    """Returns `update 2`, `updates 1 to 3`, `updates 1, 4`."""
+    known = sorted(set(numbers))
+    if len(known) > 1 and known == list(range(known[0], known[-1] + 1)):
+        return f"updates {known[0]} to {known[-1]}"
+    return ("update " if len(known) == 1 else "updates ") + ", ".join(map(str, known))
+
+
+def passes(count: int) -> str:
+    """Returns `1 backward pass`, `3 backward passes`."""
+    return f"{count} backward {'pass' if count == 1 else 'passes'}"
+
+
+def times(count: int) -> str:
+    """Returns `once`, `4 times`."""
+    return "once" if count == 1 else f"{count} times"
+
+
+def weights_text(weights: Sequence[float], *, each: bool = True) -> str:
+    """Returns weights with four digits in a row; `each`: equal ones once."""
+    if each and len(weights) > 1 and len({f"{weight:.4g}" for weight in weights}) == 1:
+        return f"{weights[0]:.4g} each"
+    shown_weights = [f"{weight:.4g}" for weight in weights[:12]]
+    return ", ".join(shown_weights) + (", …" if len(weights) > 12 else "")
+
+
+def exact(weights: Sequence[float], tolerance: float = 1e-10) -> str:
+    """Returns weights so that who copies them leaves no difference: `0.25`, `5/47`, else all their digits.
+
+    Args:
+        weights: At least one.
+        tolerance: How far they were measured apart from what they stand for, relative; digits below it mean nothing.
+    """
+    return ", ".join(_exact(weight, tolerance) for weight in weights)
+
+
+def _exact(weight: float, tolerance: float) -> str:
+    fraction = Fraction(weight).limit_denominator(_DENOMINATOR)
+    for text in (*(f"{weight:.{digits}g}" for digits in range(1, 7)), str(fraction)):
+        if abs(float(Fraction(text)) - weight) <= tolerance * abs(weight):
+            return text
+    return repr(weight)
+
+
+def share_texts(amounts: Sequence[float]) -> str:
+    """Returns `5 of 47, 12 of 47`: what each micro-batch counts of the whole window."""
+    shown_amounts = [f"{amount:g} of {sum(amounts):g}" for amount in amounts[:12]]
+    return ", ".join(shown_amounts) + (", …" if len(amounts) > 12 else "")
+
+
+def largest(facts: Facts) -> str:
+    """Returns the largest relative difference, with the parameter that shows it."""
+    update = facts.loop.divergent if facts.loop is not None else None
+    return difference(update) if update is not None else facts.compared.largest
+
+
+def difference(update: UpdateComparison) -> str:
+    """Returns the largest difference of an update, and the ratio of the norms."""
+    row = update.largest
+    if row is None:
+        return "no finite difference"
+    text = f"relative difference {row.relative_difference:.1e} in `{row.name}`"
+    return f"{text}; all parameters together {update.relative_difference:.1e}, norm ratio {update.norm_ratio:.3g}"
+
+
+def _updates(first: int, last: int) -> str:
+    return f"update {first}" if first == last else f"updates {first} to {last}"
+
+
+def shares(weights: Sequence[float]) -> str:
+    """Returns weights as words: `0.534, 0.466`."""
+    return ", ".join(f"{weight:.3g}" for weight in weights)
+
+
+def measured(ranks: RankFacts) -> str:
+    """Says how far the gradient of the ranks is from that of one process with the same micro-batches."""
+    far = f"{ranks.from_one_process:.1e}"
+    return f"relative difference {far} between {ranks.ranks} ranks and one process that runs the same micro-batches"

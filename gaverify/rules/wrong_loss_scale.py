@@ -1,0 +1,229 @@
+"""GAV201 wrong-loss-scale: the accumulated gradient is the full-batch gradient times one constant.
+
+What it finds
+
+One factor c for all parameters and micro-batches: accumulated = c · full, with nothing left over. A forgotten or
+doubled division by K, a division by the wrong count, a loss scaled after `backward()`.
+
+In a training loop: one factor for all parameters and micro-batches between what the optimizer got in both runs: K
+where the division by K was forgotten (or came after the backward), 1/K where the loss was divided twice.
+
+Why gradients diverge
+
+`backward()` adds to `.grad`. For a loss that is a mean over the samples of its (micro-)batch, and K equal
+micro-batches,
+
+    full = (1/K) Σ_k g_k,     without the division: Σ_k g_k = K · full
+
+so that every micro-batch's loss has to be multiplied by 1/K. For a loss that is a sum over samples, or that is
+divided by the samples or valid targets of the whole window, the factor is 1, and a division by K makes the gradient
+K times too small. Frameworks often divide already (`accelerator.backward`, Lightning, the Hugging Face Trainer):
+dividing again is the other way to get 1/K.
+
+Signature in the numbers
+
+- The fitted micro-batch weights are the used ones divided by one constant; the residual is at rounding (2e-15).
+- The constant is named where it is known: K, 1/K, B, 1/B, B/K, K/B.
+- The relative difference is |c − 1| for every parameter: 3.0 where a division by K = 4 was forgotten.
+- In a training loop: accumulated = c · full with a residual at rounding; c is K, 1/K, or a ratio of token counts.
+
+Example
+
+A model:
+
+    import torch
+    from torch import nn
+
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    batch = torch.randn(16, 6), torch.randint(3, (16,))
+    options = {"weighting": "none"}  # the loop calls loss.backward() as it is
+
+    def loss(model, batch):
+        inputs, classes = batch
+        return nn.functional.cross_entropy(model(inputs), classes)
+
+A training loop:
+
+    for i, (x, y) in enumerate(loader):
+        criterion(model(x), y).backward()
+        if (i + 1) % K == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+Use instead
+
+`(loss / K).backward()` for a mean over samples; no division for a sum. `reduction` of the loss decides which.
+
+A model:
+
+    import torch
+    from torch import nn
+
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    batch = torch.randn(16, 6), torch.randint(3, (16,))
+    options = {"weighting": "uniform"}  # the loop calls (loss / K).backward()
+
+    def loss(model, batch):
+        inputs, classes = batch
+        return nn.functional.cross_entropy(model(inputs), classes)
+
+A training loop:
+
+    for i, (x, y) in enumerate(loader):
+        (criterion(model(x), y) / K).backward()
+        if (i + 1) % K == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+When it is harmless
+
+Adam and its relatives divide by the gradient's own size: a constant factor changes the update only through ε. It is
+not harmless to clipping by norm (the threshold meets a gradient K times larger), to weight decay inside the
+gradient, to SGD (the learning rate is c times what was set), and to anyone who compares runs with different K.
+
+In a training loop: adam divides the gradient by its own size and hides the factor, until its epsilon, clipping or
+weight decay see it.
+
+References
+
+- karpathy/nanoGPT#168, https://github.com/karpathy/nanoGPT/issues/168
+- roboflow/rf-detr#1503 (divided twice), https://github.com/roboflow/rf-detr/issues/1503
+- PyTorch, Automatic Mixed Precision examples, gradient accumulation,
+  https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-accumulation
+- Hugging Face Accelerate, Performing gradient accumulation,
+  https://huggingface.co/docs/accelerate/usage_guides/gradient_accumulation
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from gaverify.records.audit import Record, UpdateComparison
+from gaverify.records.comparison import Method
+from gaverify.records.facts import Facts
+from gaverify.records.findings import Evidence, Finding
+from gaverify.records.weights import WeightFit, is_constant
+from gaverify.rules.empty_micro_batch import explains_weights
+from gaverify.rules.scale import constant_factor, factor_in_loop
+from gaverify.rules.trailing_window_misscaled import short_by
+from gaverify.rules.wording import NOT_ENOUGH, backward_place, difference, exact, not_run, tested
+
+CODE, NAME = "GAV201", "wrong-loss-scale"
+_RESIDUAL = {True: 1e-6, False: 1e-3}  # of a fit in float64, and where no float64 control was possible
+
+
+def judge(facts: Facts) -> Iterator[Finding]:
+    """Yields a finding where one factor for all parameters and micro-batches makes the gradients agree."""
+    if facts.loop is not None:
+        yield from _in_loop(facts, facts.loop)
+        return
+    factor, left = factor_of(facts)
+    if factor is None or abs(factor - 1) < max(1e-7, left):
+        return
+    right = exact([weight / factor for weight in facts.weights.used])
+    yield Finding(
+        CODE,
+        NAME,
+        "fault",
+        f"the accumulated gradient is {factor:.6g} times the full-batch gradient{_meaning(facts, factor)}",
+        evidence=(_measured(f"{facts.compared.largest}; ", factor, left), *_control(facts, right)),
+        remedy=_remedy(facts, factor, right),
+        proven=_proven(facts),
+    )
+
+
+def _meaning(facts: Facts, factor: float) -> str:
+    steps, size = facts.steps, facts.batch_size
+    known = (
+        (float(steps), "K: the loss was not divided by K"),
+        (1.0 / steps, "1/K: the loss was divided by K although it needs no division, or twice"),
+        (steps / size, "K/B"),
+        (size / steps, "B/K"),
+        (1.0 / size, "1/B"),
+        (float(size), "B"),
+    )
+    return next((f" = {text}" for value, text in known if math.isclose(factor, value, rel_tol=1e-5)), "")
+
+
+def _measured(before: str, factor: float, left: float, **values: int) -> Evidence:
+    text = f"{before}one factor for all parameters leaves {left:.0e} of the gradient over"
+    return Evidence("micro-batch-weights", "measured", text, {"factor": factor, "residual": left, **values})
+
+
+def _control(facts: Facts, right: str) -> tuple[Evidence, ...]:
+    run = facts.weights.remedy
+    if run is None:
+        return not_run(facts) if facts.weights.failure else ()
+    text = f"with weights {right} the difference is {run.left:.0e}: proven"
+    if not run.rounding:
+        text = f"with weights {right} a difference of {run.left:.0e} is left"
+    return (Evidence("micro-batch-weights", "control", text, {"left": run.left}),)
+
+
+def _remedy(facts: Facts, factor: float, right: str) -> str:
+    run = facts.weights.remedy
+    if run is not None and not run.rounding and not facts.cleared:
+        return NOT_ENOUGH
+    text = f"multiply each micro-batch's loss by {exact([1 / factor])} (weights {right})"
+    return text + (f": {tested(run)}" if run is not None and run.rounding else "")
+
+
+def _proven(facts: Facts) -> bool:
+    run = facts.weights.remedy
+    return run.rounding if run is not None else not facts.weights.failure
+
+
+def factor_of(facts: Facts) -> tuple[float | None, float]:
+    """Returns the factor in accumulated = factor · full and what it leaves over; None where there is no such factor."""
+    if not (facts.compared.divergent and facts.compared.comparable):
+        return None, math.inf
+    accurate = _RESIDUAL[facts.compared.method in (Method.FLOAT64_CONTROL, Method.TOLERANCE)]
+    fit = facts.weights.fit
+    if fit is not None and facts.weights.blamed:
+        ratios = [w / c for w, c in zip(facts.weights.used, fit.weights, strict=True) if c]
+        if len(ratios) == len(fit.weights) and is_constant(ratios, fit.residual):
+            return ratios[0], fit.residual
+        return None, math.inf
+    factor, left = facts.compared.scale
+    return (factor, left) if not facts.diagnosed and left < accurate else (None, math.inf)
+
+
+def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
+    """The same for the first differing update of a training loop, or for all its micro-batches with steps undone."""
+    update = loop.divergent
+    if explains_weights(facts):
+        return
+    if update is not None:
+        factor = factor_in_loop(loop, update)
+        if factor is not None and update.fit is not None and short_by(loop, update) is None:
+            yield _of_update(facts, loop, factor, update.fit, update.backwards, update)
+    elif loop.held is not None and loop.held.residual < loop.tolerance:
+        factor = constant_factor(loop.held, loop.tolerance)
+        if factor is not None:
+            yield _of_update(facts, loop, factor, loop.held, len(loop.held.weights), None)
+
+
+def _of_update(
+    facts: Facts, loop: Record, factor: float, fit: WeightFit, count: int, update: UpdateComparison | None
+) -> Finding:
+    known = (
+        (float(count), "K: the loss is not divided by K"),
+        (1 / count, "1/K: the loss is divided by K although it needs no division, or twice"),
+    )
+    meaning = next((f" = {text}" for value, text in known if math.isclose(factor, value, rel_tol=loop.tolerance)), "")
+    number = update.number if update is not None else 1
+    what = f"the gradient of update {number}" if update is not None else "the sum over the window's micro-batches"
+    left = fit.factor_residual if fit.factor_residual < loop.tolerance else fit.residual
+    before = f"{difference(update)}; " if update is not None else "with every step undone, "
+    right = "" if count < 2 else f" (weights {exact([1 / factor], loop.tolerance)} each)"
+    return Finding(
+        CODE,
+        NAME,
+        "fault",
+        f"{what} is {factor:.6g} times the full batch's{meaning}",
+        location=backward_place(facts, number),
+        evidence=(_measured(before, factor, left, update=number),),
+        remedy=f"multiply each micro-batch's loss by {exact([1 / factor], loop.tolerance)}{right}",
+        proven=True,
+    )

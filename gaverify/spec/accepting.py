@@ -1,0 +1,111 @@
+"""Entries that accept a known divergence: what a spec, `pyproject.toml` or an audit's options say, checked."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict
+
+from gaverify.errors import SpecError
+
+EXAMPLE = '{ code = "GAV101", location = "backbone.*", reason = "ghost batch norm on purpose" }'
+_KEYS = {"code": str, "location": str, "reason": str, "suspected": bool}
+_UNEXPLAINED = "GAV000"
+
+
+class Accept(BaseModel):
+    """A divergence that is known and wanted.
+
+    `location` is a pattern (`*`, `?`, `[…]`) for the module's path (`(root)` for the model itself), the file or
+    `file:line`; `suspected` accepts a cause that no control run proved, too.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    code: str
+    location: str
+    reason: str
+    suspected: bool = False
+
+    def __str__(self) -> str:
+        """How sentences call the entry."""
+        return f"{self.code} at `{self.location}`"
+
+
+class Project(NamedTuple):
+    """What `[tool.gaverify]` in `pyproject.toml` says, and the file; empty where there is none."""
+
+    accept: tuple[Accept, ...] = ()
+    strict: bool = False
+    source: str = ""
+
+
+def entry_problems(value: Any) -> Iterator[tuple[str, str]]:
+    """Yields (place below the list, sentence) for everything that is wrong with a list of entries."""
+    if not isinstance(value, (list, tuple)):
+        yield "", f"must be a list of tables; write `accept = [{EXAMPLE}]`"
+        return
+    for at, entry in enumerate(value):
+        if not isinstance(entry, dict):
+            yield f"[{at}]", f"must be a table; write `{EXAMPLE}`"
+            continue
+        yield from ((f"[{at}]{place}", text) for place, text in _entry_problems(entry))
+
+
+def _entry_problems(entry: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for key in entry.keys() - _KEYS.keys():
+        yield f".{key}", f"unknown key; the keys are {', '.join(_KEYS)}"
+    for key, kind in _KEYS.items():
+        value = entry.get(key)
+        if key not in entry:
+            if key != "suspected":
+                yield "", f"`{key}` is missing; write `{EXAMPLE}`"
+        elif not isinstance(value, kind) or (isinstance(value, str) and not value.strip()):
+            yield f".{key}", "must be true or false" if kind is bool else "must be text that is not empty"
+    code = entry.get("code")
+    if isinstance(code, str) and code.strip():
+        if not re.fullmatch(r"GAV\d{3}", code):
+            yield ".code", f"must be a code such as GAV101, got `{code}`; `gaverify rules` lists all"
+        elif code == _UNEXPLAINED:
+            yield ".code", f"{code} says that no cause was found: what nothing explains cannot be accepted"
+
+
+def project_settings(start: Path | None = None) -> Project:
+    """Returns what the nearest `pyproject.toml` with a table `[tool.gaverify]` says, from a folder upwards.
+
+    Raises:
+        SpecError: The table is wrong, or a file on the way is not TOML.
+    """
+    folder = (start or Path.cwd()).resolve()
+    for candidate in (folder, *folder.parents):
+        file = candidate / "pyproject.toml"
+        if file.is_file():
+            table = _table(file)
+            if table is not None:
+                return _project(table, file)
+    return Project()
+
+
+def _table(file: Path) -> dict[str, Any] | None:
+    try:
+        document = tomllib.loads(file.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError) as error:
+        raise SpecError(f"cannot be read: {error}", str(file)) from error
+    table = document.get("tool", {}).get("gaverify") if isinstance(document.get("tool"), dict) else None
+    return table if isinstance(table, dict) else None
+
+
+def _project(table: dict[str, Any], file: Path) -> Project:
+    unknown = sorted(table.keys() - {"accept", "strict"})
+    problems = [f"$.tool.gaverify.{key}: unknown key; the keys are accept, strict" for key in unknown]
+    problems += [f"$.tool.gaverify.accept{place}: {text}" for place, text in entry_problems(table.get("accept", []))]
+    if not isinstance(table.get("strict", False), bool):
+        problems.append("$.tool.gaverify.strict: must be true or false")
+    if problems:
+        raise SpecError(problems, str(file))
+    entries = tuple(Accept.model_validate(entry) for entry in table.get("accept", []))
+    return Project(entries, table.get("strict", False), str(file))

@@ -1,0 +1,1 @@
+"""Measures the difference of two gradients and decides what it means."""

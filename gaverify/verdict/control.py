@@ -1,0 +1,136 @@
+"""The control runs that decide what working precision leaves open: float64, and the noise floor of moved weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from gaverify.errors import GaverifyError
+from gaverify.passes.batching import fresh, placed
+from gaverify.passes.devices import widest
+from gaverify.passes.gradients import PassResult, Task, accumulated_gradients, full_batch_gradients
+from gaverify.passes.isolation import ModelState, generator_states
+from gaverify.passes.perturbation import moved, rounding_share
+from gaverify.passes.precision import converted
+from gaverify.passes.problem import Problem
+from gaverify.passes.randomness import DrawRecord
+from gaverify.records.comparison import Method, ParameterComparison
+from gaverify.verdict.comparison import measure
+from gaverify.verdict.criteria import U64, Difference, Grounds, decide
+
+_PERTURBED_RUNS = 3
+
+
+@dataclass
+class Control:
+    """The float64 runs: rows in float64, and the passes that later probes read."""
+
+    rows: dict[str, Difference]
+    full: PassResult
+    accumulated: PassResult
+
+
+@contextmanager
+def in_float64(task: Task, state: ModelState) -> Iterator[tuple[Task, ModelState]]:
+    """Gives the task in float64: the same weights, batch and draws, on the CPU where the device has no float64."""
+    device = task.device if widest(task.device) is torch.float64 else torch.device("cpu")
+    default = torch.get_default_dtype()
+    with ExitStack() as stack:
+        stack.enter_context(converted(task.modules, device=device, dtype=torch.float64))
+        torch.set_default_dtype(torch.float64)
+        stack.callback(torch.set_default_dtype, default)
+        if task.autocast is not None:
+            stack.enter_context(torch.autocast(task.device.type, enabled=False))
+        batch = fresh(task.problem.batch, device, torch.float64)
+        split = task.problem.split and placed(task.problem.split, device, torch.float64)
+        problem = Problem(task.problem.model, task.problem.loss, batch, split, task.problem.batch_size)
+        lifted = replace(task, problem=problem, device=device, autocast=None)
+        yield lifted, ModelState(task.modules, (task.problem.loss,))
+
+
+def float64_control(task: Task, state: ModelState, record: DrawRecord) -> Control:
+    """Runs both strategies in float64 and returns their comparison.
+
+    Raises:
+        Exception: Whatever a kernel without float64 raises; the caller then falls back to the noise floor.
+    """
+    with in_float64(task, state) as (lifted, lifted_state):
+        task.progress("float64 control: the full batch")
+        full, _ = full_batch_gradients(lifted, lifted_state, record, lift=True)
+        accumulated = accumulated_gradients(lifted, lifted_state, record, full, lift=True)
+        rows = {row.name: row for row in measure(accumulated.gradients, full.gradients)}
+        accumulated.gradients = dict.fromkeys(accumulated.gradients)  # measured; a diagnosis needs the memory
+    return Control(rows, full, accumulated)
+
+
+def control_floor(task: Task, state: ModelState, record: DrawRecord, control: Control) -> dict[str, float]:
+    """Returns the noise floor of the float64 control: its full batch with each weight moved by one unit roundoff."""
+    with in_float64(task, state) as (lifted, lifted_state):
+        return noise_floor(lifted, lifted_state, record, control.full, U64, lift=True)
+
+
+def judge_by_control(
+    working: Mapping[str, Difference],
+    control: Control,
+    scales: Mapping[str, float],
+    working_unit: float,
+    floor: Mapping[str, float] | None = None,
+) -> list[ParameterComparison]:
+    """Decides every parameter by how its difference shrank from working precision to float64."""
+    return [
+        decide(
+            row,
+            Grounds(
+                Method.FLOAT64_CONTROL,
+                U64,
+                terms=scales.get(name, 0.0),
+                working=working[name].difference,
+                working_unit=working_unit,
+                floor=floor[name] if floor is not None else None,
+            ),
+        )
+        for name, row in control.rows.items()
+    ]
+
+
+def noise_floor(
+    task: Task, state: ModelState, record: DrawRecord, full: PassResult, unit: float, *, lift: bool = False
+) -> dict[str, float]:
+    """Returns per parameter how far the full-batch gradient moves when each weight moves by one unit roundoff.
+
+    The largest of three runs, each with its own random signs; the weights come back bit for bit.
+    """
+    floor = {name: 0.0 for name in task.parameters}
+    weights = list(task.parameters.values())
+    shares = [rounding_share(weight, unit) for weight in weights]
+    restore = generator_states()
+    for run in range(_PERTURBED_RUNS):
+        task.progress(f"noise floor: run {run + 1} of {_PERTURBED_RUNS}")
+        with moved(weights, shares, run):
+            found, _ = full_batch_gradients(task, ModelState(task.modules, (task.problem.loss,)), record, lift=lift)
+        for row in measure(found.gradients, full.gradients):
+            if math.isfinite(row.difference):
+                floor[row.name] = max(floor[row.name], row.difference)
+    restore()
+    return floor
+
+
+def judge_by_floor(
+    working: Mapping[str, Difference], floor: Mapping[str, float], scales: Mapping[str, float], unit: float
+) -> list[ParameterComparison]:
+    """Decides every parameter by its difference over its noise floor; between the thresholds it stays inconclusive."""
+    return [
+        decide(row, Grounds(Method.NOISE_FLOOR, unit, terms=scales.get(name, 0.0), floor=floor[name]))
+        for name, row in working.items()
+    ]
+
+
+def failure_sentence(error: BaseException) -> str:
+    """Returns one line on why a control run was not possible."""
+    text = str(error).strip().splitlines()
+    name = "" if isinstance(error, GaverifyError) else f"{type(error).__name__}: "
+    return name + (text[0] if text else "no message")

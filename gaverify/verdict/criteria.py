@@ -1,0 +1,205 @@
+"""Decides what a measured difference means: rounding, a fault, or nothing that can be told. Plain numbers, no torch.
+
+    Δ      ‖accumulated − full‖₂ of one parameter
+    u      unit roundoff of the arithmetic that Δ was measured in
+    scale  the largest of both gradients' norms and, where it is known, Σ|terms| of the sum that the gradient is
+
+Rounding shrinks with u, a fault does not (CONTRIBUTING.md). So a Δ of a few u of the scale is rounding; what is above
+that has to be explained by how it shrank from working precision to float64, or by the noise floor: how far the same
+gradient moves when each weight is rounded otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from gaverify.records.comparison import Element, Method, NotCompared, Outcome, ParameterComparison
+
+U32, U64 = 2.0**-24, 2.0**-53
+"""Unit roundoffs of float32 and float64."""
+# A summed gradient's rounding grows with the terms, not with the sum; "a few" units of roundoff of their scale.
+WORKING_UNITS = 16.0
+# Code that casts to float32 where the lift does not reach (NumPy, a fused kernel) leaves float32 rounding in the
+# control: a difference of a few u32 there is rounding still. The smallest true fault on record is 6e-5.
+_CAPPED_UNITS = 4.0
+_COARSE = 2.0**-13  # above float32's and TF32's unit roundoff, below float16's and bfloat16's
+# Floors that a difference may be, and from which on it is a fault; nothing is claimed in between. In float32 equivalent
+# models reach 9.7 floors and faults start at 4e5. In bfloat16 and float16 one floor is a percent of the gradient
+# already: equivalent runs reach 1.1, a run that averages token means 40 to 77.
+_FINE_FLOORS, _COARSE_FLOORS = (32.0, 320.0), (4.0, 16.0)
+# Without a control of the whole batch: at most so many floors of one micro-batch, where that is at most so much of the
+# gradient. Equivalent models reach 2.2 floors in most parameters and 9 in a few; the smallest fault on record is 6e-5.
+_FEW_FLOORS, _FINE = 4.0, 1e-5
+
+
+class Difference(NamedTuple):
+    """The measured numbers of one parameter. NaN in `difference` where a side is missing or not finite."""
+
+    name: str
+    shape: tuple[int, ...]
+    reference: float
+    accumulated: float
+    difference: float
+    worst: Element | None
+    why: NotCompared | None
+
+    @property
+    def scale(self) -> float:
+        """The larger of the two norms."""
+        return max(self.reference, self.accumulated)
+
+
+class Grounds(NamedTuple):
+    """What is known about the rounding in one parameter's difference.
+
+    Args:
+        method: Which question is put: working precision, micro-batch floor, float64 control or noise floor.
+        unit: Unit roundoff u of the arithmetic that the difference was measured in.
+        terms: Σ|terms| where the gradient is a sum and they were seen; 0 where not.
+        working: The same difference in working precision, for the float64 control; NaN where there was none.
+        working_unit: Its unit roundoff.
+        floor: How far the gradient moves when each weight is rounded otherwise; None where that was not measured.
+    """
+
+    method: Method
+    unit: float
+    terms: float = 0.0
+    working: float = math.nan
+    working_unit: float = 0.0
+    floor: float | None = None
+
+
+def decide(row: Difference, grounds: Grounds) -> ParameterComparison:
+    """Returns the record of one parameter: equivalent up to `allowed`, divergent beyond what no rounding explains.
+
+    Working precision never calls a fault: what it does not explain stays inconclusive until a control decides it.
+    """
+    if row.why is not None:
+        return not_compared(row)
+    allowed, fault = limits(row, grounds)
+    outcome = Outcome.INCONCLUSIVE
+    if row.difference <= allowed:
+        outcome = Outcome.EQUIVALENT
+    elif row.difference > fault:
+        outcome = Outcome.DIVERGENT
+    working = grounds.working if grounds.method == Method.FLOAT64_CONTROL else row.difference
+    return record(row, outcome, grounds.method, allowed, working)
+
+
+def limits(row: Difference, grounds: Grounds) -> tuple[float, float]:
+    """Returns the largest difference that rounding explains, and the one above which it is a fault.
+
+        working precision   16 u of the norms; 16 u · Σ|terms| where that tells     no difference is a fault yet
+        micro-batch floor   the same; 4 floors where that tells                                          nor here
+        float64 control     max(16 u64, 4 u32) · scale, sqrt(u64 / u) · Δ, 32 floor64         the same
+        noise floor         16 u · scale, 32 floors (4 where u is coarse)                     320 floors (16)
+
+    The control's third term is the geometric middle between a difference that shrank like the roundoff and one that did
+    not shrink. In float64 4 u32 of the scale are always allowed by a control or a floor: a cast to float32 inside a
+    kernel hides from both.
+    """
+    if grounds.method in (Method.WORKING_PRECISION, Method.MICRO_BATCH_FLOOR):
+        return _explained(row.scale, row.reference, grounds.unit, grounds.terms, grounds.floor or 0.0), math.inf
+    scale = max(row.scale, grounds.terms)
+    smallest = WORKING_UNITS * grounds.unit * scale
+    if grounds.unit <= U64:
+        smallest = max(smallest, _CAPPED_UNITS * U32 * scale)
+    equivalent, divergent = _COARSE_FLOORS if grounds.unit > _COARSE else _FINE_FLOORS
+    floor = grounds.floor if grounds.floor is not None else 0.0
+    allowed = max(smallest, equivalent * floor)
+    if grounds.method == Method.NOISE_FLOOR:
+        return allowed, max(smallest, divergent * floor)
+    if grounds.working_unit > grounds.unit and math.isfinite(grounds.working):
+        allowed = max(allowed, math.sqrt(grounds.unit / grounds.working_unit) * grounds.working)
+    return allowed, allowed
+
+
+def _explained(scale: float, reference: float, unit: float, terms: float, floor: float = 0.0) -> float:
+    """What is rounding without a control: a few u of the norms, and more only where no fault could hide in it.
+
+    Σ|terms| and a floor may be far larger than the gradient. They count where what they allow is at most 1e-5 of the
+    gradient; Σ|terms| also where the gradient itself is no more than the rounding of its terms.
+    """
+    allowed = WORKING_UNITS * unit * scale
+    by_terms, by_floor = WORKING_UNITS * unit * terms, _FEW_FLOORS * floor
+    if by_terms > allowed and (by_terms <= _FINE * reference or scale <= by_terms):
+        allowed = by_terms
+    return by_floor if allowed < by_floor <= _FINE * reference else allowed
+
+
+def decide_at_once(rows: Iterable[Difference], unit: float, terms: Mapping[str, float]) -> list[ParameterComparison]:
+    """Decides all rows in working precision, as `decide` does, in a microsecond each where they agree.
+
+    Args:
+        rows: What was measured.
+        unit: Unit roundoff u of the working precision.
+        terms: Σ|terms| by parameter name, where they were seen.
+    """
+    decided = []
+    same, method = Outcome.EQUIVALENT, Method.WORKING_PRECISION
+    for row in rows:
+        name, shape, reference, accumulated, difference, worst, why = row
+        scale = reference if reference > accumulated else accumulated
+        allowed = _explained(scale, reference, unit, terms.get(name, 0.0))
+        if why is None and difference <= allowed:
+            fields = (name, shape, same, method, reference, accumulated, difference, allowed, difference, worst, None)
+            decided.append(tuple.__new__(ParameterComparison, fields))  # as its own `__new__`, which is Python
+        else:
+            decided.append(decide(row, Grounds(Method.WORKING_PRECISION, unit, terms.get(name, 0.0))))
+    return decided
+
+
+def fine(row: Difference) -> bool:
+    """Whether a difference is so small that a few floors may explain it."""
+    return row.difference <= _FINE * row.reference
+
+
+def floors_allowed(unit: float) -> float:
+    """Returns how many noise floors a difference may be in arithmetic with this unit roundoff."""
+    return (_COARSE_FLOORS if unit > _COARSE else _FINE_FLOORS)[0]
+
+
+def not_compared(row: Difference) -> ParameterComparison:
+    """Returns the record of a parameter that has no finite gradient on both sides."""
+    outcome = Outcome.DIVERGENT
+    if row.why is NotCompared.UNUSED:
+        outcome = Outcome.EQUIVALENT
+    elif row.why is NotCompared.NOT_FINITE_IN_BOTH:  # NaN on both sides is neither the same nor a difference
+        outcome = Outcome.INCONCLUSIVE
+    return record(row, outcome, Method.NOT_COMPARED, math.nan, row.difference)
+
+
+def record(row: Difference, outcome: Outcome, method: Method, allowed: float, working: float) -> ParameterComparison:
+    """Returns the record of a measured difference and what was decided about it."""
+    return ParameterComparison(
+        row.name,
+        row.shape,
+        outcome,
+        method,
+        row.reference,
+        row.accumulated,
+        row.difference,
+        allowed,
+        working,
+        row.worst,
+        row.why,
+    )
+
+
+def floors_wanted(rows: Sequence[ParameterComparison]) -> bool:
+    """Whether what diverges in float64 may be the rounding of a zero gradient, so that only its floor can tell."""
+    zero = zero_in_float64(rows)
+    return any(
+        row.outcome is Outcome.DIVERGENT and max(row.reference_norm, row.accumulated_norm) <= zero for row in rows
+    )
+
+
+def zero_in_float64(rows: Sequence[ParameterComparison]) -> float:
+    """Returns the norm up to which a gradient may be nothing but float64's rounding.
+
+    One whose terms cancel leaves the roundoff of terms that nobody saw. Suspected up to the geometric middle between
+    the largest gradient of all and that one's roundoff.
+    """
+    return math.sqrt(U64) * max((row.reference_norm for row in rows if math.isfinite(row.reference_norm)), default=0.0)

@@ -1,0 +1,294 @@
+"""Decides every parameter: working precision first, then the float64 control, then the noise floor."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from gaverify.errors import ProblemError
+from gaverify.passes.gradients import Gradients, PassResult, Task, accumulated_gradients, full_batch_gradients
+from gaverify.passes.isolation import ModelState
+from gaverify.passes.precision import rounded_products, rounded_unit, short_name, unit_roundoff
+from gaverify.passes.randomness import DrawRecord
+from gaverify.passes.terms import Terms
+from gaverify.records.comparison import Method, Outcome, ParameterComparison
+from gaverify.records.facts import BITS_WORTH_A_NOTE, PrecisionLoss
+from gaverify.records.findings import Finding
+from gaverify.records.totals import outcome_of, relative_total, resolution_of
+from gaverify.tracebacks import is_own_fault
+from gaverify.verdict.comparison import measure
+from gaverify.verdict.control import (
+    Control,
+    control_floor,
+    failure_sentence,
+    float64_control,
+    judge_by_control,
+    judge_by_floor,
+    noise_floor,
+)
+from gaverify.verdict.criteria import U32, U64, Difference, decide_at_once, floors_wanted, not_compared, record
+from gaverify.verdict.non_finite import first_non_finite
+from gaverify.verdict.part import settled
+
+
+@dataclass
+class Judgement:
+    """What was decided, by which method, and the passes that it rests on."""
+
+    rows: list[ParameterComparison]
+    method: Method
+    full: PassResult
+    accumulated: PassResult
+    record: DrawRecord
+    state: ModelState
+    dtype: torch.dtype
+    working: dict[str, Difference]
+    terms: dict[str, float]
+    scales: dict[str, float]
+    control: Control | None = None
+    control_failure: str = ""
+    precision: PrecisionLoss | None = None
+    rounded: dict[str, str] = field(default_factory=dict)
+    timings: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def resolution(self) -> float:
+        """The smallest relative difference that the deciding method could have seen in its least clear parameter."""
+        return resolution_of(self.rows)
+
+    def outcome(self, findings: tuple[Finding, ...]) -> Outcome:
+        """The verdict of all parameters together."""
+        faults = any(finding.severity == "fault" for finding in findings)
+        return Outcome.DIVERGENT if faults else outcome_of(self.rows)
+
+
+def judge(
+    task: Task, *, rtol: float | None, atol: float | None, keep_gradients: bool = False, exact: bool = False
+) -> Judgement:
+    """Runs both strategies and decides every parameter; `exact`: in float64 whatever working precision says.
+
+    Raises:
+        ProblemError: The loss of the full batch is not finite, or the user's code raised.
+    """
+    started = time.perf_counter()
+    state = ModelState(task.modules, (task.problem.loss,))
+    task.progress("the full batch")
+    task, full, record = _recorded(task, state)
+    full_at = time.perf_counter()
+    if not math.isfinite(full.loss):
+        raise ProblemError(
+            f"the loss of the full batch is {full.loss}; a gradient of it proves nothing: "
+            "check the inputs, the targets (are all ignored?) and the learning state"
+            + (f"; {where}" if (where := first_non_finite(task, state, record)) else "")
+        )
+    accumulated = accumulated_gradients(task, state, record, full)
+    accumulated_at = time.perf_counter()
+    measured = measure(accumulated.gradients, full.gradients, located=rtol is not None)
+    if record.ambiguous and not _agree(task, measured):
+        accumulated, measured = _other_reading(task, state, record, full, accumulated, measured)
+    if rtol is not None and atol is not None:
+        rows = _by_tolerance(measured, accumulated.gradients, full.gradients, rtol, atol)
+    judgement = Judgement(
+        [],
+        Method.WORKING_PRECISION,
+        full,
+        accumulated,
+        record,
+        state,
+        _dtype(task),
+        {row.name: row for row in measured},
+        *_on_host(full.terms),
+    )
+    low = unit_roundoff(judgement.dtype) > unit_roundoff(torch.float32) and rtol is None
+    kept = (dict(full.gradients), dict(accumulated.gradients)) if low else None
+    if not keep_gradients:
+        _drop(full)
+        _drop(accumulated)
+    judgement.timings = {
+        "full_batch": full_at - started,
+        "accumulated": accumulated_at - full_at,
+        "comparison": time.perf_counter() - accumulated_at,
+    }
+    if rtol is not None:
+        judgement.rows, judgement.method = rows, Method.TOLERANCE
+        return judgement
+    _decide(task, judgement, exact)
+    if kept is not None and judgement.control is not None:
+        judgement.precision = _precision_loss(task, judgement, *kept)
+    judgement.timings["control"] = time.perf_counter() - accumulated_at - judgement.timings["comparison"]
+    return judgement
+
+
+def _recorded(task: Task, state: ModelState) -> tuple[Task, PassResult, DrawRecord]:
+    """The full-batch pass; once more on unfused kernels where draws were made inside a fused one."""
+    full, record = full_batch_gradients(task, state)
+    if record.fused and not task.math_kernels:
+        task.math_kernels = True
+        full, record = full_batch_gradients(task, state)
+    return task, full, record
+
+
+def _agree(task: Task, measured: list[Difference]) -> bool:
+    """Whether all gradients are equal within float32's rounding at least: then no draw went to the wrong sample."""
+    unit = max(unit_roundoff(_dtype(task)), unit_roundoff(task.autocast) if task.autocast is not None else 0.0)
+    if unit > unit_roundoff(torch.float32):
+        return False
+    return all(row.outcome is Outcome.EQUIVALENT for row in decide_at_once(measured, unit, {}))
+
+
+def _other_reading(
+    task: Task,
+    state: ModelState,
+    record: DrawRecord,
+    full: PassResult,
+    accumulated: PassResult,
+    measured: list[Difference],
+) -> tuple[PassResult, list[Difference]]:
+    """Deals the draws out in the second reading (`randomness`), and keeps it where it brings the gradients closer.
+
+    Only the right reading can make the gradients of an equivalent model agree.
+    """
+
+    def total(rows: list[Difference]) -> float:
+        return sum(row.difference for row in rows if math.isfinite(row.difference))
+
+    unaligned = dict(record.unaligned)
+    record.inner = True
+    try:
+        other = accumulated_gradients(task, state, record, full)
+    except ProblemError:  # numbers that were not meant for these samples: indices out of range, for example
+        other = None
+    rows = measure(other.gradients, full.gradients) if other is not None else measured
+    if other is not None and total(rows) < total(measured):
+        return other, rows
+    record.inner, record.unaligned = False, unaligned
+    return accumulated, measured
+
+
+def _precision_loss(task: Task, judgement: Judgement, full: Gradients, accumulated: Gradients) -> PrecisionLoss | None:
+    """Holds both working-precision gradients against the float64 one; where bits are lost, float32 sums as well."""
+    assert judgement.control is not None
+    exact = judgement.control.full.gradients
+    loss = PrecisionLoss(short_name(judgement.dtype), _error(full, exact), _error(accumulated, exact))
+    if not math.isfinite(loss.full + loss.accumulated):  # every gradient is zero in float64
+        return None
+    if loss.bits_lost < BITS_WORTH_A_NOTE or task.strategy != "accumulate":
+        return loss
+    return replace(loss, in_float32=_error(_summed_in_float32(task, judgement), exact))
+
+
+def _error(gradients: Gradients, exact: Gradients) -> float:
+    """‖g − exact‖ / ‖exact‖ over all parameters."""
+    return relative_total((row.difference, row.reference) for row in measure(gradients, exact))
+
+
+def _summed_in_float32(task: Task, judgement: Judgement) -> Gradients:
+    """Accumulates once more, each micro-batch's gradient added to a float32 sum: the remedy for lost bits."""
+    sums: Gradients = dict.fromkeys(task.parameters)
+
+    def add(_: int) -> None:
+        for name, parameter in task.parameters.items():
+            if parameter.grad is not None:
+                so_far = sums[name]
+                part = parameter.grad.to(torch.promote_types(parameter.grad.dtype, torch.float32))
+                sums[name] = part if so_far is None else so_far + part
+                parameter.grad = None
+
+    accumulated_gradients(task, judgement.state, judgement.record, judgement.full, after_backward=add)
+    return sums
+
+
+def _on_host(terms: Mapping[str, Terms]) -> tuple[dict[str, float], dict[str, float]]:
+    """Σ|terms| of all sums and of plain ones, fetched from each device at once: each fetch is a synchronisation."""
+    devices: dict[torch.device, list[str]] = {}
+    for name, found in terms.items():
+        devices.setdefault(found.scale.device, []).append(name)
+    numbers: dict[str, float] = {}
+    for names in devices.values():
+        values = torch.stack([terms[name].scale.double() for name in names]).tolist()
+        numbers |= dict(zip(names, values, strict=True))
+    return numbers, {name: number for name, number in numbers.items() if terms[name].plain}
+
+
+def _drop(result: PassResult) -> None:
+    """Frees the gradients once they are measured, before a control needs the memory."""
+    result.gradients = dict.fromkeys(result.gradients)
+
+
+def _dtype(task: Task) -> torch.dtype:
+    """The lowest precision among the trainable parameters and autocast."""
+    dtypes = {parameter.dtype.to_real() for parameter in task.parameters.values()}
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def _decide(task: Task, judgement: Judgement, exact: bool) -> None:
+    unit = unit_roundoff(judgement.dtype)
+    if task.autocast is not None:
+        unit = max(unit, unit_roundoff(task.autocast))
+    products = {kind for part in (judgement.full, judgement.accumulated) for kind in part.observed[0].products if kind}
+    if judgement.dtype is torch.float32:
+        judgement.rounded = rounded_products(task.device, products)
+    # What agrees to float32's own rounding does so however products are rounded; what is left open is judged by theirs.
+    coarse = max(unit, rounded_unit(judgement.rounded))
+    rows = list(judgement.working.values())
+    judgement.rows = decide_at_once(rows, unit, judgement.terms)
+    if unit <= U32 and not (exact and unit > U64) and _settled(task, judgement, coarse):
+        return
+    if unit > U64:
+        try:
+            judgement.control = float64_control(task, judgement.state, judgement.record)
+        except Exception as error:
+            if is_own_fault(error):
+                raise
+            judgement.control_failure = failure_sentence(error)
+        else:
+            control, scales = judgement.control, judgement.scales
+            judgement.rows = judge_by_control(judgement.working, control, scales, coarse)
+            if floors_wanted(judgement.rows):
+                floor = control_floor(task, judgement.state, judgement.record, control)
+                judgement.rows = judge_by_control(judgement.working, control, scales, coarse, floor)
+            judgement.method = Method.FLOAT64_CONTROL
+            return
+    full = full_batch_gradients(task, judgement.state, judgement.record)[0]
+    floor = noise_floor(task, judgement.state, judgement.record, full, coarse)
+    judgement.rows = judge_by_floor(judgement.working, floor, judgement.scales, coarse)
+    judgement.method = Method.NOISE_FLOOR
+
+
+def _settled(task: Task, judgement: Judgement, unit: float) -> bool:
+    """Whether working precision decides every parameter, or the few that it leaves open are settled by a part."""
+    left = [row for row in judgement.rows if row.outcome is Outcome.INCONCLUSIVE and row.method != Method.NOT_COMPARED]
+    if not left or unit <= U64:
+        return not left
+    open_rows = [judgement.working[row.name] for row in left]
+    passes = judgement.full, judgement.accumulated
+    found = settled(task, judgement.state, judgement.record, passes, open_rows, unit)
+    if found is None:
+        return False
+    decided = {row.name: row for row in found}
+    judgement.rows = [decided.get(row.name, row) for row in judgement.rows]
+    judgement.method = Method.MICRO_BATCH_FLOOR
+    return True
+
+
+def _by_tolerance(
+    measured: list[Difference], accumulated: Gradients, reference: Gradients, rtol: float, atol: float
+) -> list[ParameterComparison]:
+    """Decides by |actual − expected| ≤ atol + rtol · |expected| for every element, as `assert_close` does."""
+    rows = []
+    for row in measured:
+        actual, expected = accumulated[row.name], reference[row.name]
+        allowed, outcome = math.nan, Outcome.INCONCLUSIVE
+        if actual is not None and expected is not None:
+            actual, expected = (t.to_dense() if t.layout is not torch.strided else t for t in (actual, expected))
+            close = bool(torch.isclose(actual, expected, rtol=rtol, atol=atol).all())
+            outcome = Outcome.EQUIVALENT if close else Outcome.DIVERGENT
+            limit = atol + rtol * expected.abs().double()
+            allowed = float(torch.linalg.vector_norm(limit))
+        missing = row.why is not None
+        rows.append(not_compared(row) if missing else record(row, outcome, Method.TOLERANCE, allowed, row.difference))
+    return rows

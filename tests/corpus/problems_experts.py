@@ -1,0 +1,143 @@
+"""Mixtures of experts: tokens sorted by their expert, balancing losses, capacity over the tokens of a batch.
+
+Shapes: B = 16 sentences of T = 5 tokens, width 8, E = 4 experts.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from problems import Problem, fault, quiet
+from torch import nn
+
+EXPERTS, WIDTH = 4, 8
+
+
+class Experts(nn.Module):
+    """Sends every token to its best two experts.
+
+    Args:
+        how: "sorted" computes the tokens of one expert after another, each once per expert; "grouped" in one fused
+            product; "loop" picks each expert's tokens out; "capacity" gives every expert as many tokens as its share.
+    """
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.gate = nn.Linear(WIDTH, EXPERTS)
+        self.weight = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / WIDTH**0.5)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = x.flatten(0, 1)
+        logits = self.gate(tokens)
+        share, chosen = logits.softmax(-1).topk(2)
+        mixed = getattr(self, self.how)(tokens, share, chosen)
+        return mixed.view_as(x), logits
+
+    def sorted(self, tokens: torch.Tensor, share: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        order = chosen.flatten().argsort(stable=True)
+        rows = tokens[order // 2] * share.flatten()[order, None]
+        ends = chosen.flatten().bincount(minlength=EXPERTS).cumsum(0).tolist()
+        parts = [rows[start:stop] @ w for start, stop, w in zip([0, *ends], ends, self.weight, strict=False)]
+        return torch.zeros_like(tokens).index_add(0, order // 2, torch.cat(parts))
+
+    def grouped(self, tokens: torch.Tensor, share: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        order = chosen.flatten().argsort(stable=True)
+        ends = chosen.flatten().bincount(minlength=EXPERTS).cumsum(0).int()
+        rows = F.grouped_mm(tokens[order // 2], self.weight, offs=ends) * share.flatten()[order, None]
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order))
+        return rows[back].view(len(tokens), 2, -1).sum(1)
+
+    def loop(self, tokens: torch.Tensor, share: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        mixed = torch.zeros_like(tokens)
+        for expert in range(EXPERTS):
+            token, slot = (chosen == expert).nonzero(as_tuple=True)
+            mixed = mixed.index_add(0, token, tokens[token] @ self.weight[expert] * share[token, slot, None])
+        return mixed
+
+    def capacity(self, tokens: torch.Tensor, share: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        best = F.one_hot(chosen[:, 0], EXPERTS)
+        place = best.cumsum(0) * best  # planted capacity
+        kept = (place * (place <= len(tokens) // EXPERTS)).sum(1) > 0
+        gathered = self.weight[chosen[:, 0]]
+        return torch.einsum("td,tde->te", tokens, gathered) * share[:, :1] * kept[:, None]
+
+
+class Balanced(nn.Module):
+    """A language model with experts; `balance` is the weight of the loss that wants all experts used alike."""
+
+    def __init__(self, how: str, balance: float) -> None:
+        super().__init__()
+        self.balance = balance
+        self.embed, self.experts, self.head = nn.Embedding(11, WIDTH), Experts(how), nn.Linear(WIDTH, 11)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.embed(ids)
+        mixed, logits = self.experts(x)
+        loss = F.cross_entropy(self.head(x + mixed).flatten(0, 1), labels.flatten())
+        if self.balance:
+            used = F.one_hot(logits.topk(2).indices, EXPERTS).sum(1).to(logits.dtype).mean(0)
+            loss = loss + self.balance * EXPERTS * (used * logits.softmax(-1).mean(0)).sum()  # planted balance
+        return {"loss": loss}
+
+
+def _sentences(how: str, balance: float) -> Problem:
+    torch.manual_seed(0)
+    batch = torch.randint(11, (16, 5)), torch.randint(11, (16, 5))
+    return Problem(Balanced(how, balance), lambda model, b: model(*b), batch)
+
+
+def sorted_balanced() -> Problem:
+    return _sentences("sorted", 0.1)
+
+
+def sorted_alone() -> Problem:
+    return _sentences("sorted", 0.0)
+
+
+def grouped_balanced() -> Problem:
+    return _sentences("grouped", 0.1)
+
+
+def grouped_alone() -> Problem:
+    return _sentences("grouped", 0.0)
+
+
+def loop_balanced() -> Problem:
+    return _sentences("loop", 0.1)
+
+
+def loop_alone() -> Problem:
+    return _sentences("loop", 0.0)
+
+
+def capacity_alone() -> Problem:
+    return _sentences("capacity", 0.0)
+
+
+def capacity_balanced() -> Problem:
+    return _sentences("capacity", 0.1)
+
+
+_ONLY = "experts without a capacity mix nothing; the balancing loss multiplies two means over the batch"
+FAULTS = (
+    fault("balance", sorted_balanced, "GAV103", _ONLY, planted=True),
+    fault("balance", grouped_balanced, "GAV103", _ONLY, planted=True),
+    fault("balance", loop_balanced, "GAV103", _ONLY, planted=True),
+    fault(
+        "capacity",
+        capacity_alone,
+        "GAV102",
+        "a token's place in the queue of its expert hangs on the batch",
+        module="experts",
+    ),
+)
+TWINS = (
+    quiet("sorted-experts", sorted_alone, "sorting tokens by their expert changes their order alone"),
+    quiet("grouped-experts", grouped_alone, "a fused product by groups changes nothing"),
+    quiet("looped-experts", loop_alone, "each expert sees its own tokens"),
+)
+COMBINED = (
+    fault("capacity-and-balance", capacity_balanced, "GAV102 GAV103", "both: the queue, and the balancing loss"),
+)

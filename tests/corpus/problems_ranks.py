@@ -1,0 +1,160 @@
+"""Problems whose loss or model talks to the other ranks, right and wrong, and some that do not know of ranks.
+
+Each works in a group of one as well, which is what the full batch is computed in.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from gaverify import Problem
+
+FEATURES = 6
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _tokens() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    inputs, classes = torch.randn(16, FEATURES), torch.randint(3, (16,))
+    classes[1:6] = -100  # most of the padding lies on the first rank
+    return inputs, classes
+
+
+def _model(width: int = 3) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(FEATURES, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, width))
+
+
+def _summed(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    inputs, classes = batch
+    return cross_entropy(model(inputs), classes, reduction="sum")
+
+
+def global_count() -> Problem:
+    """Right: the sum over the tokens of all ranks, times R because the engine averages."""
+
+    def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        count = (batch[1] != -100).sum()
+        if dist.is_initialized():
+            dist.all_reduce(count)
+        return _summed(model, batch) * _ranks() / count
+
+    return Problem(_model(), loss, _tokens())
+
+
+def forgotten_ranks() -> Problem:
+    """Divided by the tokens of all ranks, and by R again in the engine."""
+
+    def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        count = (batch[1] != -100).sum()
+        dist.all_reduce(count)
+        return _summed(model, batch) / count
+
+    return Problem(_model(), loss, _tokens())
+
+
+def summed_by_hand() -> Problem:
+    """Each rank multiplies by R a mean that the engine averages already."""
+
+    def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        inputs, classes = batch
+        return cross_entropy(model(inputs), classes.clamp(min=0)) * dist.get_world_size()
+
+    return Problem(_model(), loss, _tokens())
+
+
+def own_count() -> Problem:
+    """Each rank divides by its own tokens; the global count is for a log."""
+
+    def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        count = (batch[1] != -100).sum()
+        logged = count.clone()
+        dist.all_reduce(logged)
+        return _summed(model, batch) / count
+
+    return Problem(_model(), loss, _tokens())
+
+
+def own_count_equal() -> Problem:
+    """The same where every rank has as many tokens."""
+    problem = own_count()
+    inputs, _ = problem.batch
+    problem.batch = (inputs, torch.arange(16) % 3)
+    return problem
+
+
+def _contrastive(gather: object) -> Problem:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        queries = nn.functional.normalize(model(batch), dim=1)
+        everyone = gather(queries)  # type: ignore[operator]
+        start = (dist.get_rank() if dist.is_initialized() else 0) * len(batch)
+        return cross_entropy(queries @ everyone.T / 0.5, torch.arange(start, start + len(batch)))
+
+    torch.manual_seed(2)
+    return Problem(_model(4), loss, torch.randn(16, FEATURES))
+
+
+def gathered_values() -> Problem:
+    """The other ranks' features are constants: what a sample does to their losses is lost."""
+
+    def gather(features: torch.Tensor) -> torch.Tensor:
+        parts = [torch.zeros_like(features) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, features)
+        parts[dist.get_rank()] = features
+        return torch.cat(parts)
+
+    return _contrastive(gather)
+
+
+def gathered_with_gradient() -> Problem:
+    """Right: torch's differentiable gather."""
+    from torch.distributed.nn.functional import all_gather
+
+    return _contrastive(lambda features: torch.cat(all_gather(features)))
+
+
+def noisy_on_ranks() -> Problem:
+    """A model with dropout that does not know of ranks."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(FEATURES, 16), nn.Dropout(0.3), nn.ReLU(), nn.Linear(16, 3))
+    inputs, classes = _tokens()
+    return Problem(model, lambda m, b: cross_entropy(m(b[0]), b[1]), (inputs, classes.clamp(min=0)))
+
+
+def tied_on_ranks() -> Problem:
+    """Tied weights: embedding and head are one parameter."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(11, 8)
+            self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2)])
+            self.head = nn.Linear(8, 11, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.embedding(tokens)
+            for block in self.blocks:
+                x = x + block(x)
+            return self.head(x)  # type: ignore[no-any-return]
+
+    torch.manual_seed(4)
+    batch = torch.randint(11, (8, 5)), torch.randint(11, (8, 5))
+    return Problem(Tied(), lambda m, b: cross_entropy(m(b[0]).flatten(0, 1), b[1].flatten()), batch)
+
+
+def reading_its_rank() -> Problem:
+    """A rank's number scales its loss."""
+
+    def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        inputs, classes = batch
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        return cross_entropy(model(inputs), classes.clamp(min=0)) * (1 + rank)
+
+    return Problem(_model(), loss, _tokens())

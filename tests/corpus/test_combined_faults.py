@@ -1,0 +1,42 @@
+"""Several faults at once: each is named with what it explains, nothing else is; and unseen faults are proven."""
+
+from __future__ import annotations
+
+import pytest
+from problems import Case, fault_codes, story
+from problems_choices import FAULTS as CHOICES
+from problems_experts import COMBINED as EXPERTS
+from problems_losses import FAULTS as LOSSES
+from problems_unseen import COMBINED as UNSEEN
+from problems_unseen import FAULTS
+
+from gaverify import Outcome
+
+COMBINED = (*UNSEEN, *EXPERTS)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in COMBINED])
+def test_every_cause_is_named_and_no_other(case: Case) -> None:
+    verdict = case.verify()
+    assert verdict.outcome is Outcome.DIVERGENT
+    assert fault_codes(verdict) == case.codes, f"{case.why}\n{story(verdict)}"
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in (*COMBINED, *FAULTS, *CHOICES, *LOSSES)])
+def test_every_cause_is_proven(case: Case) -> None:
+    verdict = case.verify()
+    unproven = [finding.code for finding in verdict.findings if finding.severity == "fault" and not finding.proven]
+    assert not unproven, story(verdict)
+
+
+def test_two_causes_of_one_code_are_both_named() -> None:
+    case = next(case for case in COMBINED if case.id == "two-mixtures")
+    lines = [finding.location.line for finding in case.verify().findings if finding.code == "GAV102"]
+    assert len(set(lines)) == 2
+
+
+def test_the_share_of_a_cause_is_shown() -> None:
+    case = next(case for case in COMBINED if case.id == "renorm")
+    faults = [finding for finding in case.verify().findings if finding.severity == "fault"]
+    texts = [" ".join(evidence.statement for evidence in finding.evidence) for finding in faults]
+    assert all("alone" in text for text in texts), texts

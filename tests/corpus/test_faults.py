@@ -1,0 +1,277 @@
+"""Every fault of `FAULTS.md` that needs no training script, planted: its code and only that one; its twin is quiet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import problems_backward
+import problems_choices
+import problems_coupling
+import problems_experts
+import problems_losses
+import problems_state
+import problems_traps
+import problems_unseen
+import problems_weights
+import pytest
+import torch
+from problems import Case, fault_codes, note_codes, story
+
+import gaverify
+from gaverify import Outcome, ProblemError
+from gaverify.report.text.wording import sentence
+
+_FAMILIES = (
+    problems_backward,
+    problems_choices,
+    problems_coupling,
+    problems_experts,
+    problems_losses,
+    problems_weights,
+    problems_state,
+    problems_traps,
+    problems_unseen,
+)
+FAULTS: tuple[Case, ...] = sum((family.FAULTS for family in _FAMILIES), ())
+TWINS: tuple[Case, ...] = sum((family.TWINS for family in _FAMILIES), ())
+
+
+def _cases(cases: tuple[Case, ...]) -> list:
+    return [pytest.param(case, id=case.id) for case in cases]
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in FAULTS])
+def test_planted_fault_diverges(case: Case) -> None:
+    verdict = case.verify()
+    assert verdict.outcome is Outcome.DIVERGENT, f"{case.why}\n{story(verdict)}"
+    assert verdict.divergent, "a divergent verdict names the parameters that differ"
+
+
+@pytest.mark.parametrize("case", _cases(FAULTS))
+def test_planted_fault_raises_its_code_and_no_other(case: Case) -> None:
+    verdict = case.verify()
+    found = fault_codes(verdict)
+    assert found & case.codes, f"expected {set(case.codes)}: {case.why}\n{story(verdict)}"
+    assert found <= case.codes, f"{found - case.codes} besides {set(case.codes)}: {case.why}\n{story(verdict)}"
+    assert case.notes <= note_codes(verdict), f"expected the notes {set(case.notes)}\n{story(verdict)}"
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in TWINS])
+def test_healthy_twin_is_quiet(case: Case) -> None:
+    verdict = case.verify()
+    assert verdict.outcome is Outcome.EQUIVALENT, f"{case.why}\n{story(verdict)}"
+    assert fault_codes(verdict) == set(), story(verdict)
+
+
+@pytest.mark.parametrize("case", [pytest.param(problems_state.LOW_PRECISION, id="F01")])
+def test_low_precision_accumulation_is_equivalent(case: Case) -> None:
+    verdict = case.verify()
+    assert verdict.outcome is Outcome.EQUIVALENT, story(verdict)
+    assert fault_codes(verdict) == set(), story(verdict)
+
+
+@pytest.mark.parametrize("case", _cases((problems_state.LOW_PRECISION,)))
+def test_low_precision_accumulation_is_noted(case: Case) -> None:
+    assert case.notes <= note_codes(case.verify())
+
+
+@pytest.mark.parametrize("case", _cases(tuple(case for case in FAULTS if case.module is not None)))
+def test_fault_is_located_in_its_module(case: Case) -> None:
+    verdict = case.verify()
+    modules = [
+        finding.location.module for finding in verdict.findings if finding.code in case.codes and finding.location
+    ]
+    assert case.module in modules, story(verdict)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in FAULTS if case.planted])
+def test_fault_is_located_at_its_line(case: Case) -> None:
+    name, line = case.planted_line
+    verdict = case.verify()
+    places = [finding.location for finding in verdict.findings if finding.code in case.codes and finding.location]
+    lines = [(Path(place.file).name, place.line) for place in places if place.file]
+    assert (name, line) in lines, story(verdict)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in FAULTS if case.planted])
+def test_planted_line_is_there(case: Case) -> None:
+    """The location test above can only mean something where the marker exists once."""
+    _, line = case.planted_line
+    assert line > 0
+
+
+def test_forgotten_division_names_its_factor() -> None:
+    case = next(case for case in FAULTS if case.id == "B02")
+    verdict = case.verify()
+    (finding,) = [finding for finding in verdict.findings if finding.code == "GAV201"]
+    assert finding.proven
+    assert finding.evidence[0].values["factor"] == pytest.approx(4.0, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("id", "factor"), [("B04", 1 / 2), ("B05", 1 / 4), ("B06", 4.0), ("B09", 24 / 36), ("B14", 1 / 4), ("L19", 4.0)]
+)
+def test_wrong_loss_scale_names_its_factor(id: str, factor: float) -> None:
+    verdict = next(case for case in FAULTS if case.id == id).verify()
+    (finding,) = [finding for finding in verdict.findings if finding.code == "GAV201"]
+    assert finding.evidence[0].values["factor"] == pytest.approx(factor, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("id", "weights"),
+    [
+        ("B01", [11 / 24, 3 / 24, 7 / 24, 3 / 24]),
+        ("B11", [16 * n / 43 / 4 for n in (17, 5, 9, 12)]),
+        ("B13", [6 / 16, 6 / 16, 4 / 16]),
+    ],
+)
+def test_mean_of_means_names_the_right_weights(id: str, weights: list[float]) -> None:
+    verdict = next(case for case in FAULTS if case.id == id).verify()
+    (finding,) = [finding for finding in verdict.findings if finding.code == "GAV202"]
+    assert finding.proven
+    fitted = next(evidence.values["weights"] for evidence in finding.evidence if "weights" in evidence.values)
+    assert fitted == pytest.approx(weights, rel=1e-6)
+
+
+def test_scale_alone_would_miss_ragged_tokens() -> None:
+    """The reason why B01 needs weights: accumulated ≈ 1.0 × full, and yet far from equal."""
+    verdict = next(case for case in FAULTS if case.id == "B01").verify()
+    reference = sum(row.reference_norm**2 for row in verdict.parameters) ** 0.5
+    accumulated = sum(row.accumulated_norm**2 for row in verdict.parameters) ** 0.5
+    difference = sum(row.difference_norm**2 for row in verdict.parameters) ** 0.5
+    assert 0.5 < accumulated / reference < 2
+    assert difference / reference > 0.1
+
+
+def _verify(problem: gaverify.Problem, steps: int = 4, **options) -> gaverify.Verdict:
+    return gaverify.verify(problem, steps=steps, **options)
+
+
+def test_two_causes_are_not_blamed_on_the_weights() -> None:
+    verdict = _verify(problems_traps.two_causes(), weighting="none")
+    assert verdict.outcome is Outcome.DIVERGENT
+    assert "GAV101" in fault_codes(verdict), story(verdict)
+    assert fault_codes(verdict) <= {"GAV101", "GAV201"}, story(verdict)
+
+
+def test_two_causes_are_both_named() -> None:
+    assert fault_codes(_verify(problems_traps.two_causes(), weighting="none")) == {"GAV101", "GAV201"}
+
+
+def test_gradients_of_zero_prove_nothing() -> None:
+    verdict = _verify(problems_traps.sine_of_zero())
+    assert verdict.outcome is Outcome.INCONCLUSIVE, story(verdict)
+    assert "GAV901" in note_codes(verdict)
+
+
+def test_identical_samples_are_no_green_tick() -> None:
+    """Nothing but a wrong scale could have shown, and that still does."""
+    verdict = _verify(problems_traps.all_the_same())
+    assert verdict.outcome is Outcome.INCONCLUSIVE, story(verdict)
+    assert "GAV901" in note_codes(verdict), story(verdict)
+    assert "identical" in sentence(verdict)
+    scaled = _verify(problems_traps.all_the_same(), weighting="none")
+    assert scaled.outcome is Outcome.DIVERGENT and fault_codes(scaled) == {"GAV201"}, story(scaled)
+
+
+def test_identical_samples_that_drop_out_differently_tell() -> None:
+    """Their activations differ, so that what couples them would show: a note, no more."""
+    problem = problems_traps.all_the_same()
+    problem.model = torch.nn.Sequential(torch.nn.Dropout(0.5), problem.model)
+    verdict = _verify(problem)
+    assert verdict.outcome is Outcome.DIVERGENT and fault_codes(verdict) == {"GAV101"}, story(verdict)
+    assert "GAV901" in note_codes(verdict), story(verdict)
+
+
+@pytest.mark.parametrize("problem", [problems_coupling.batch_norm, problems_weights.mean_loss])
+def test_different_samples_are_no_uninformative_batch(problem) -> None:
+    assert "GAV901" not in note_codes(_verify(problem()))
+
+
+@pytest.mark.parametrize(
+    ("problem", "steps", "sentence"),
+    [
+        (problems_coupling.batch_norm, 16, "at least two samples"),
+        (problems_traps.not_a_number, 4, "nan"),
+        (problems_traps.frozen_altogether, 4, "frozen"),
+        (problems_traps.without_parameters, 4, "no parameters"),
+        (problems_traps.disagreeing_rows, 4, "leading dimensions of the batch disagree"),
+        (problems_weights.mean_loss, 17, "17"),
+        (problems_weights.mean_loss, 0, "at least one"),
+    ],
+)
+def test_what_cannot_be_verified_says_why(problem, steps: int, sentence: str) -> None:
+    with pytest.raises(ProblemError) as raised:
+        _verify(problem(), steps)
+    assert sentence in str(raised.value).lower()
+    assert "\n" not in str(raised.value).strip()
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_adam_hides_a_forgotten_division_but_the_verdict_does_not(optimizer: str) -> None:
+    """Adam's step does not depend on the gradient's size, so a comparison of weights would pass."""
+    verdict = _verify(problems_weights.mean_loss(), weighting="none", trace=True, optimizer=optimizer, lr=0.1)
+    assert verdict.outcome is Outcome.DIVERGENT
+    assert fault_codes(verdict) == {"GAV201"}
+    step = verdict.trace.step
+    assert (step.weights_difference < 1e-3) == (optimizer == "adam")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_dropout_does_not_agree_by_luck(seed: int) -> None:
+    """Masks are dealt out, not seeded anew: many seeds, one and two layers, and a fault beside them is still found."""
+    verdict = gaverify.verify(problems_state.computed_once(), steps=4, seed=seed)
+    assert verdict.outcome is Outcome.EQUIVALENT, story(verdict)
+    verdict = gaverify.verify(problems_state.computed_once(), steps=4, seed=seed, weighting=(0.25, 0.25, 0.25, 0.2501))
+    assert verdict.outcome is Outcome.DIVERGENT, story(verdict)
+
+
+@pytest.mark.parametrize("relative", [1e-2, 1e-3, 1e-4, 6e-5, 1e-5])
+def test_small_faults_are_found(relative: float) -> None:
+    """One weight is off by as little as the smallest true fault on record (6e-5), and less."""
+    verdict = _verify(problems_weights.mean_loss(), weighting=(0.25, 0.25, 0.25, 0.25 * (1 + relative)))
+    assert verdict.outcome is Outcome.DIVERGENT, story(verdict)
+    assert fault_codes(verdict) == {"GAV202"}, story(verdict)
+
+
+@pytest.mark.parametrize("factor", [1e-6, 1e6])
+def test_the_size_of_the_loss_hides_nothing(factor: float) -> None:
+    problem = problems_coupling.batch_norm()
+    inner = problem.loss
+    problem.loss = lambda model, batch: factor * inner(model, batch)
+    verdict = _verify(problem)
+    assert verdict.outcome is Outcome.DIVERGENT
+    assert fault_codes(verdict) == {"GAV101"}, story(verdict)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16"])
+@pytest.mark.parametrize("id", ["A01", "B01", "B02", "B13"])
+def test_faults_are_found_in_every_precision(id: str, dtype: str) -> None:
+    """bfloat16 rounds more than some faults differ; the verdict is the same."""
+    case = next(case for case in FAULTS if case.id == id)
+    verdict = gaverify.verify(case.build(), steps=case.steps, **case.options, dtype=dtype)
+    assert verdict.outcome is Outcome.DIVERGENT, story(verdict)
+    assert fault_codes(verdict) == set(case.codes), story(verdict)
+
+
+def test_no_diagnosis_keeps_the_outcome() -> None:
+    verdict = _verify(problems_coupling.batch_norm(), diagnose=False)
+    assert verdict.outcome is Outcome.DIVERGENT
+    assert "GAV101" not in fault_codes(verdict)
+
+
+def test_tolerances_mean_what_assert_close_means() -> None:
+    """On request: a tolerance wide enough passes what the verdict would flag, and zero flags what it would pass."""
+    off = (0.25, 0.25, 0.25, 0.2501)
+    assert _verify(problems_weights.mean_loss(), weighting=off, rtol=0.5, atol=0.5).outcome is Outcome.EQUIVALENT
+    assert _verify(problems_weights.mean_loss(), weighting=off, rtol=0.0, atol=1e-9).outcome is Outcome.DIVERGENT
+
+
+@pytest.mark.parametrize("problem", problems_traps.UNALIGNED)
+def test_unaligned_draw_is_not_blamed_on_the_loss_or_a_module(problem) -> None:
+    """Loss and modules are innocent; where the draws cannot be dealt out, nothing else may be claimed."""
+    verdict = _verify(problem())
+    if verdict.outcome is Outcome.EQUIVALENT:  # they could be dealt out after all
+        assert "GAV301" in note_codes(verdict), story(verdict)
+    else:
+        assert fault_codes(verdict) == {"GAV302"}, story(verdict)

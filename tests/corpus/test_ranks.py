@@ -1,0 +1,122 @@
+"""Two gloo ranks: planted faults raise their code and only that one, right code stays quiet, under DDP and FSDP2."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple
+
+import problems_ranks as ranks
+import pytest
+import torch
+
+import gaverify
+from gaverify import Outcome, Problem, ProblemError
+from gaverify.records.ranks import Collective
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
+
+
+class Case(NamedTuple):
+    """A problem, K, and the codes of its faults on two ranks."""
+
+    make: Callable[[], Problem]
+    steps: int
+    codes: frozenset[str]
+
+
+CASES = (
+    Case(ranks.global_count, 1, frozenset()),
+    Case(ranks.forgotten_ranks, 1, frozenset({"GAV704"})),
+    Case(ranks.forgotten_ranks, 2, frozenset({"GAV704", "GAV202"})),
+    Case(ranks.summed_by_hand, 2, frozenset({"GAV704"})),
+    Case(ranks.own_count, 1, frozenset({"GAV703"})),
+    Case(ranks.own_count_equal, 2, frozenset()),
+    Case(ranks.gathered_values, 1, frozenset({"GAV705"})),
+    Case(ranks.gathered_values, 2, frozenset({"GAV705", "GAV103"})),
+    Case(ranks.gathered_with_gradient, 1, frozenset()),
+    Case(ranks.gathered_with_gradient, 2, frozenset({"GAV103"})),
+    Case(ranks.noisy_on_ranks, 2, frozenset()),
+    Case(ranks.tied_on_ranks, 2, frozenset()),
+    Case(ranks.reading_its_rank, 1, frozenset({"GAV703"})),
+)
+QUICK = [CASES[0], CASES[1], CASES[4], CASES[6], CASES[10]]
+
+
+def verified(case: Case, engine: str, count: int = 2) -> gaverify.Verdict:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch has moved its differentiable gather
+        return gaverify.verify(case.make(), steps=case.steps, ranks=count, engine=engine)
+
+
+def check(case: Case, verdict: gaverify.Verdict) -> None:
+    faults = [finding for finding in verdict.findings if finding.severity == "fault"]
+    assert {finding.code for finding in faults} == case.codes
+    assert all(finding.proven for finding in faults)
+    assert verdict.outcome is (Outcome.DIVERGENT if case.codes else Outcome.EQUIVALENT)
+
+
+@pytest.mark.parametrize("case", QUICK, ids=lambda case: f"{case.make.__name__}-{case.steps}")
+def test_under_ddp(case: Case) -> None:
+    verdict = verified(case, "ddp")
+    check(case, verdict)
+    assert verdict.ranks is not None and verdict.ranks.apart == 0.0
+    assert verdict.ranks.window.count(Collective.REDUCE) - verdict.ranks.own.count(Collective.REDUCE) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in CASES if case not in QUICK], ids=lambda case: case.make.__name__)
+def test_of_several_micro_batches_under_ddp(case: Case) -> None:
+    check(case, verified(case, "ddp"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.make.__name__}-{case.steps}")
+def test_under_fsdp2(case: Case) -> None:
+    verdict = verified(case, "fsdp2")
+    check(case, verdict)
+    assert verdict.ranks is not None and verdict.ranks.window.count(Collective.SCATTER) >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", QUICK[:3], ids=lambda case: case.make.__name__)
+def test_on_four_ranks(case: Case) -> None:
+    check(case, verified(case, "ddp", 4))
+
+
+def test_nothing_of_the_group_is_left_in_the_users_process() -> None:
+    problem = ranks.own_count_equal()
+    before = {name: value.clone() for name, value in problem.model.state_dict().items()}
+    gaverify.verify(problem, steps=1, ranks=2)
+    assert not torch.distributed.is_initialized()
+    assert all(torch.equal(value, before[name]) for name, value in problem.model.state_dict().items())
+    assert all(parameter.grad is None for parameter in problem.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"ranks": 1}, "write ranks = 2 or more"),
+        ({"ranks": 2, "engine": "deepspeed"}, 'unknown engine \'deepspeed\'; write "ddp" or "fsdp2"'),
+        ({"ranks": 2, "strategy": "summed-loss"}, "cannot be combined with ranks"),
+        ({"ranks": 2, "rtol": 1e-3, "atol": 0.0}, "cannot be combined with ranks"),
+        ({"ranks": 9, "steps": 1}, "9 ranks need a batch of at least 18 samples, it has 16"),
+        ({"ranks": 4, "steps": 8}, "cannot be cut"),
+    ],
+)
+def test_bad_input_is_a_sentence(options: dict[str, object], words: str) -> None:
+    with pytest.raises(ProblemError, match=words):
+        gaverify.verify(ranks.noisy_on_ranks(), **options)  # type: ignore[arg-type]
+
+
+def test_a_loss_that_raises_on_one_rank_is_told() -> None:
+    problem = ranks.noisy_on_ranks()
+    loss = problem.loss
+
+    def raising(model: torch.nn.Module, batch: object) -> torch.Tensor:
+        if torch.distributed.get_rank() == 1:
+            raise ValueError("not on this rank")
+        return loss(model, batch)
+
+    with pytest.raises(ProblemError, match="not on this rank"):
+        gaverify.verify(Problem(problem.model, raising, problem.batch), steps=1, ranks=2)

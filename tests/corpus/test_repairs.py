@@ -1,0 +1,109 @@
+"""A repair that is printed as tested was run, and gives the gradient of the full batch: by hand in float64 as well."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from problems import fault_codes, story
+from torch import nn
+
+import gaverify
+from gaverify.remedies.batch_norm import only_normalises
+
+
+class NormAct(nn.BatchNorm1d):
+    """Normalises and does more, as timm's `BatchNormAct2d` does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).relu()
+
+
+class Renamed(nn.BatchNorm1d):
+    """Only a name."""
+
+
+class Rewritten(nn.BatchNorm1d):
+    """A `forward` of its own that computes what torch's does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean, var = x.mean(0), x.var(0, unbiased=False)
+        return (x - mean) / (var + self.eps).sqrt() * self.weight + self.bias
+
+
+@pytest.mark.parametrize(
+    ("kind", "only"), [(nn.BatchNorm1d, True), (Renamed, True), (Rewritten, True), (NormAct, False)]
+)
+def test_group_norm_is_offered_for_layers_that_only_normalise(kind: type[nn.BatchNorm1d], only: bool) -> None:
+    torch.manual_seed(0)
+    assert only_normalises(kind(8)) is only
+    model = nn.Sequential(nn.Linear(6, 8), kind(8), nn.Linear(8, 3))
+    batch = torch.randn(16, 6), torch.randint(3, (16,))
+    verdict = gaverify.verify(model, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), batch)
+    remedies = " ".join(finding.remedy for finding in verdict.findings)
+    assert fault_codes(verdict) == {"GAV101"}, story(verdict)
+    assert ("GroupNorm" in remedies) is only, remedies
+    assert "freeze its statistics" in remedies or kind is Rewritten, remedies
+
+
+def test_a_layer_with_hooks_does_what_they_do() -> None:
+    layer = nn.BatchNorm1d(8)
+    layer.register_forward_hook(lambda module, inputs, output: output.relu())
+    assert not only_normalises(layer)
+
+
+def dice(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """A ratio of sums over the batch; the gradient goes through numerator and denominator."""
+    chance, truth = model(batch[0]).sigmoid().squeeze(1), batch[1]
+    return 1 - 2 * (chance * truth).sum() / (chance.sum() + truth.sum())
+
+
+def whitened(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Advantages whitened over the batch: constants that no gradient goes through."""
+    reward = batch[1]
+    advantage = (reward - reward.mean()) / (reward.std(unbiased=False) + 1e-8)
+    return -(model(batch[0]).squeeze(1) * advantage).mean()
+
+
+def variance(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """The variance term of VICReg."""
+    return F.relu(1 - model(batch[0]).var(0).add(1e-4).sqrt()).mean()
+
+
+def verified(loss) -> gaverify.Verdict:  # type: ignore[no-untyped-def]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    return gaverify.verify(model, loss, (torch.randn(16, 6), torch.rand(16).round()))
+
+
+@pytest.mark.parametrize("loss", [dice, variance])
+def test_statistics_that_carry_the_gradient_are_not_to_be_held(loss) -> None:  # type: ignore[no-untyped-def]
+    verdict = verified(loss)
+    remedies = " ".join(finding.remedy for finding in verdict.findings)
+    assert fault_codes(verdict) == {"GAV103"}, story(verdict)
+    assert "hold" not in remedies and "CachedGradients" in remedies, remedies
+
+
+def test_constants_of_the_batch_are() -> None:
+    verdict = verified(whitened)
+    (finding,) = [finding for finding in verdict.findings if finding.severity == "fault"]
+    assert finding.code == "GAV103", story(verdict)
+    assert "tested" in finding.remedy, finding.remedy
+
+
+def test_by_hand_holding_the_denominator_of_dice_makes_it_worse() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    x, truth = torch.randn(16, 6, dtype=torch.float64), torch.rand(16).round().double()
+
+    def gradient(*losses: torch.Tensor) -> torch.Tensor:
+        model.zero_grad()
+        for loss in losses:
+            loss.backward()
+        return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+    full = gradient(dice(model, (x, truth)))
+    whole = (model(x).sigmoid().sum() + truth.sum()).detach()
+    parts = list(zip(x.chunk(4), truth.chunk(4), strict=True))
+    held = gradient(*(1 / 4 - 2 * (model(a).sigmoid().squeeze(1) * t).sum() / whole for a, t in parts))
+    assert float((held - full).norm() / full.norm()) > 0.1

@@ -1,0 +1,57 @@
+"""Audits of scripts whose accumulated run trains in several gloo ranks: faults are named, right loops stay quiet."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from audits import audit
+
+pytestmark = [
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed"),
+    pytest.mark.slow,
+]
+SCRIPT = "loops_ranks.py"
+
+# (options, batch of one process, ranks, batch of a rank, K, faults)
+CASES = {
+    "right": ("", 16, 2, 4, 2, set()),
+    "right on four ranks": ("--dropout 0.2", 16, 4, 2, 2, set()),
+    "dropout": ("--dropout 0.3", 16, 2, 4, 2, set()),
+    "clipping": ("--clip 0.05", 16, 2, 4, 2, set()),
+    "synchronised every time": ("--loop always", 16, 2, 4, 2, set()),
+    "tokens of all ranks": ("--loop all_tokens", 8, 2, 4, 1, set()),
+    "sharded": ("--loop sharded", 16, 2, 4, 2, set()),
+    "never reduced": ("--loop never", 16, 2, 4, 2, {"GAV701"}),
+    "never reduced, and clipped": ("--loop never --clip 0.05", 16, 2, 4, 2, {"GAV701"}),
+    "the model in place of its wrapper": ("--loop unwrapped", 16, 2, 4, 2, {"GAV701"}),
+    "each rank's own tokens": ("--loop own_tokens", 8, 2, 4, 1, {"GAV703"}),
+    "a sum by hand": ("--loop whole_sum", 8, 2, 4, 1, {"GAV704"}),
+    "forgotten division": ("--loop undivided", 32, 2, 4, 4, {"GAV201"}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loops_of_several_ranks(name: str) -> None:
+    options, whole, ranks, size, steps, faults = CASES[name]
+    full, accumulated = f"--batch-size {whole} --accum 1", f"--batch-size {size} --accum {steps}"
+    result = audit(SCRIPT, full, accumulated, options, ("--ranks", str(ranks)))
+    assert result.faults == faults, result
+    assert result.outcome == ("divergent" if faults else "equivalent"), result
+
+
+def test_one_process_without_a_launcher_is_told(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    script = tmp_path / "alone.py"
+    script.write_text(
+        "import argparse, torch\n"
+        "parser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--n', type=int)\n"
+        "n = parser.parse_args().n\n"
+        "torch.manual_seed(0)\n"
+        "model, x = torch.nn.Linear(4, 1), torch.randn(8, 4)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for part in x.split(n):\n"
+        "    (model(part).square().mean() * n / 8).backward()\n"
+        "optimizer.step()\n"
+    )
+    result = audit(script, "--n 8", "--n 4", "", ("--ranks", "2"))
+    assert result.code == 2 and "init_process_group" in result.err, result

@@ -1,0 +1,35 @@
+"""S15: what a loop draws and its loaders give is dealt to the accumulated run; a planted factor is still found."""
+
+from __future__ import annotations
+
+import pytest
+from audits import audit, marked
+
+pytestmark = pytest.mark.slow
+SCRIPT = "train_drawing.py"
+DRAWN = ["diffusion", "mixed", "crops", "one_by_one", "ahead", "shuffled", "augmented", "stream"]
+
+
+@pytest.mark.parametrize("loop", DRAWN)
+def test_the_right_loop_is_equivalent(loop: str) -> None:
+    result = audit(SCRIPT, common=f"--loop {loop}")
+    assert (result.code, result.faults) == (0, set()), str(result)
+
+
+@pytest.mark.parametrize("loop", DRAWN)
+def test_a_forgotten_division_is_found(loop: str) -> None:
+    result = audit(SCRIPT, common=f"--loop {loop} --undivided")
+    assert (result.code, result.faults) == (1, {"GAV201"}), str(result)
+    assert result.line("GAV201") == marked(SCRIPT, "backward") or loop == "ahead"
+
+
+@pytest.mark.parametrize("loop", ["shuffled", "augmented"])
+def test_workers_draw_for_themselves(loop: str) -> None:
+    result = audit(SCRIPT, common=f"--loop {loop} --workers 2")
+    assert (result.code, result.faults) == (0, set()), str(result)
+
+
+def test_partners_from_the_whole_batch_are_told_with_their_line() -> None:
+    result = audit(SCRIPT, common="--loop partners")
+    assert result.code == 3, str(result)
+    assert str(marked(SCRIPT, "partners")[1]) in str(result), str(result)

@@ -1,0 +1,114 @@
+"""Trains two models with an optimizer each: apart from one another, or against one another."""
+
+import torch
+from points import options
+from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits as bce
+from torch.nn.functional import mse_loss
+
+ROWS, WIDTH, NOISE = 128, 16, 8
+
+
+def made(args):
+    torch.manual_seed(args.seed)
+    first = nn.Sequential(nn.Linear(NOISE, 32), nn.ReLU(), nn.Linear(32, WIDTH))
+    second = nn.Sequential(nn.Linear(WIDTH, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (first, second)]
+    data = torch.Generator().manual_seed(1)
+    noise, real = torch.randn(ROWS, NOISE, generator=data), torch.randn(ROWS, WIDTH, generator=data) + 1
+    return first, second, *optimizers, list(zip(noise.split(args.batch_size), real.split(args.batch_size), strict=True))
+
+
+def interleaved(args):
+    """Two models that have nothing to do with one another; each steps at the end of its own window."""
+    first, second, step_first, step_second, batches = made(args)
+    for i, (noise, real) in enumerate(batches):
+        last = (i + 1) % args.accum == 0
+        (mse_loss(first(noise), real) / args.divisor).backward()
+        if last:
+            step_first.step()
+            step_first.zero_grad()
+        (mse_loss(second(real), noise[:, :1]) / args.divisor).backward()  # here: interleaved
+        if last:
+            step_second.step()
+            step_second.zero_grad()
+
+
+def shifted(args):
+    """The second model's window ends half a window after the first's."""
+    first, second, step_first, step_second, batches = made(args)
+    half = args.accum // 2
+    for i, (noise, real) in enumerate(batches):
+        (mse_loss(first(noise), real) / args.accum).backward()
+        if (i + 1) % args.accum == 0:
+            step_first.step()
+            step_first.zero_grad()
+        if i >= half:
+            before = batches[i - half]
+            (mse_loss(second(before[1]), before[0][:, :1]) / args.accum).backward()
+            if (i + 1 - half) % args.accum == 0:
+                step_second.step()
+                step_second.zero_grad()
+
+
+def against(args):
+    """A generator against a discriminator, window by window: the discriminator's whole window comes first."""
+    generator, critic, step_generator, step_critic, batches = made(args)
+    for at in range(0, len(batches), args.accum):
+        window = batches[at : at + args.accum]
+        step_critic.zero_grad()
+        for noise, real in window:
+            critic_loss(critic, generator(noise).detach(), real, args).backward()
+        step_critic.step()
+        step_generator.zero_grad()
+        for noise, _ in window:
+            generator_loss(generator, critic, noise, args).backward()
+        step_generator.step()
+
+
+def against_at_once(args):
+    """Both losses of a micro-batch are differentiated in turn, and both optimizers step at the end of the window.
+
+    The full batch's generator meets the stepped critic, the accumulated one's the old one; and what the generator's
+    loss leaves in the critic's gradients is used by the critic's step.
+    """
+    generator, critic, step_generator, step_critic, batches = made(args)
+    for i, (noise, real) in enumerate(batches):
+        last = (i + 1) % args.accum == 0
+        if args.accum == 1 or i % args.accum == 0:
+            step_critic.zero_grad()
+            step_generator.zero_grad()
+        critic_loss(critic, generator(noise).detach(), real, args).backward()
+        if args.accum == 1:
+            step_critic.step()
+        generator_loss(generator, critic, noise, args).backward()  # here: pollutes
+        if last:
+            if args.accum > 1:
+                step_critic.step()  # here: polluted
+            step_generator.step()  # here: meets
+
+
+def critic_loss(critic, fake, real, args):
+    yes, no = critic(real), critic(fake)
+    return (bce(yes, torch.ones_like(yes)) + bce(no, torch.zeros_like(no))) / args.accum
+
+
+def generator_loss(generator, critic, noise, args):
+    verdict = critic(generator(noise))
+    return bce(verdict, torch.ones_like(verdict)) / args.accum
+
+
+LOOPS = {loop.__name__: loop for loop in (interleaved, shifted, against, against_at_once)}
+
+
+def main():
+    parser = options(__doc__)
+    parser.add_argument("--loop", choices=sorted(LOOPS), required=True)
+    parser.add_argument("--undivided", action="store_true")
+    args = parser.parse_args()
+    args.divisor = 1 if args.undivided else args.accum
+    LOOPS[args.loop](args)
+
+
+if __name__ == "__main__":
+    main()

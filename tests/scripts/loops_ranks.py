@@ -1,0 +1,73 @@
+"""Training loops of several ranks under DDP or FSDP2, right and wrong, started as torchrun starts them.
+
+--batch-size is that of one rank; a window holds ranks x --accum micro-batches
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--loop", default="right")
+parser.add_argument("--batch-size", type=int, default=4)
+parser.add_argument("--accum", type=int, default=1)
+parser.add_argument("--dropout", type=float, default=0.0)
+parser.add_argument("--clip", type=float, default=0.0)
+args = parser.parse_args()
+
+dist.init_process_group("gloo")
+rank, ranks, K = dist.get_rank(), dist.get_world_size(), args.accum
+torch.manual_seed(0)
+inputs, classes = torch.randn(64, 6), torch.randint(3, (64,))
+if args.loop in ("own_tokens", "all_tokens"):
+    classes[torch.arange(64) % 8 < 3] = -100  # the first ranks have more padding
+net = nn.Sequential(nn.Linear(6, 16), nn.Dropout(args.dropout), nn.GELU(), nn.Linear(16, 3))
+if args.loop == "sharded":
+    from torch.distributed.fsdp import fully_shard
+
+    model: nn.Module = fully_shard(net)
+else:
+    model = nn.parallel.DistributedDataParallel(net)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+size = args.batch_size
+window = size * K * ranks
+
+
+def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    if args.loop == "whole_sum":  # the mean of the ranks is made a sum by hand, on top of the engine's mean
+        return cross_entropy(logits, targets) * ranks / K
+    if args.loop == "all_tokens":
+        count = (targets != -100).sum()
+        dist.all_reduce(count)
+        return cross_entropy(logits, targets, reduction="sum") * ranks / count / K
+    return cross_entropy(logits, targets) / (1 if args.loop == "undivided" else K)
+
+
+def synchronised(last: bool) -> contextlib.AbstractContextManager[None]:
+    if args.loop == "sharded":
+        model.set_requires_gradient_sync(last)  # type: ignore[operator]
+        return contextlib.nullcontext()
+    if args.loop == "never" or (not last and args.loop != "always"):
+        return model.no_sync()  # type: ignore[operator, no-any-return]
+    return contextlib.nullcontext()
+
+
+for start in range(0, len(inputs) - window + 1, window):
+    for k in range(K):
+        at = start + (k * ranks + rank) * size
+        forward = net if args.loop == "unwrapped" else model
+        with synchronised(k == K - 1):
+            loss_of(forward(inputs[at : at + size]), classes[at : at + size]).backward()
+    if args.clip:
+        nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+    optimizer.step()
+    optimizer.zero_grad()
+    shown = torch.tensor(1.0)
+    dist.all_reduce(shown)  # a log after the step: all ranks have to be there still
+dist.destroy_process_group()

@@ -1,0 +1,382 @@
+"""The audit's rules on hand-written loops: each fires on its fault and stays quiet on the twin. No process, no torch.
+
+A loop is a letter per call: `B` backward, `S` step, `H` a step with gradients that were set by hand, `Z` zero_grad, `C`
+a clipping that changed gradients, `c` one that did not, `L` scheduler, `U` unscale_, `A` average of the weights, `M`
+parameters moved by hand, `E` the script's end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from gaverify.audit.outcome import report_of, same_arguments
+from gaverify.audit.request import Request, words
+from gaverify.errors import SpecError
+from gaverify.records.audit import Record, RowCheck, UpdateComparison
+from gaverify.records.audit_report import counts_of
+from gaverify.records.comparison import NotCompared, Outcome, ParameterComparison
+from gaverify.records.events import Event
+from gaverify.records.facts import facts_of_loop
+from gaverify.records.findings import Finding
+from gaverify.records.weights import WeightFit
+from gaverify.records.windows import Ledger, ledger_of, windows_of
+from gaverify.rulebook import HEADINGS, rule_pages
+from gaverify.rules import RULES
+from gaverify.rules import findings_for as findings_of
+
+KINDS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "B": ("backward", {"touched": [0], "targets": []}),
+    "S": ("step", {"optimizer": 0, "inside": False}),
+    "H": ("step", {"optimizer": 0, "inside": False, "by_hand": True}),
+    "Z": ("zero_grad", {"cleared": [0]}),
+    "C": ("clip", {"active": True}),
+    "c": ("clip", {"active": False}),
+    "L": ("scheduler", {"scheduler": 1, "lr": [0.1]}),
+    "U": ("scaler", {"call": "unscale_", "skipped": False}),
+    "A": ("average", {}),
+    "M": ("moved", {"where": "between", "optimizers": [0]}),
+    "E": ("end", {"reason": "script"}),
+}
+LINES = {letter: line for line, letter in enumerate(KINDS, 10)}
+
+
+def loop(text: str, rows: int = 2) -> list[Event]:
+    """Events of a loop; each backward follows a forward of so many rows."""
+    events: list[Event] = []
+    update, stepped = 1, False
+    for letter in text.replace(" ", ""):
+        if letter == "B":
+            update, stepped = update + stepped, False
+            events.append(Event("forward", update, "train.py", 9, {"rows": rows, "model": 0}))
+        kind, values = KINDS[letter]
+        events.append(Event(kind, update, "train.py", LINES[letter], values))  # type: ignore[arg-type]
+        stepped = stepped or letter in "SH"
+    return events
+
+
+def record(text: str, full: str = "", **fields: Any) -> Record:
+    events = loop(text)
+    return Record(windows_of(events), ledger_of(events), windows_of(loop(full, 8)), **fields)
+
+
+def findings_for(loop: Record) -> tuple[Finding, ...]:
+    return findings_of(facts_of_loop(loop))
+
+
+def faults(found: tuple[Finding, ...]) -> list[str]:
+    return [finding.code for finding in found if finding.severity == "fault"]
+
+
+def parameter(ratio: float = 1.0, outcome: Outcome | None = None, **fields: Any) -> ParameterComparison:
+    outcome = outcome or (Outcome.EQUIVALENT if ratio == 1 else Outcome.DIVERGENT)
+    values = {"name": "weight", "shape": (4,), "outcome": outcome, "method": "noise-floor", "reference_norm": 1.0,
+              "accumulated_norm": ratio, "difference_norm": abs(ratio - 1), "allowed": 1e-5,
+              "working_difference_norm": abs(ratio - 1), "worst": None, **fields}  # fmt: skip
+    return ParameterComparison(**values)
+
+
+def update(number: int = 1, ratio: float = 1.0, **fields: Any) -> UpdateComparison:
+    outcome = Outcome.EQUIVALENT if ratio == 1 else Outcome.DIVERGENT
+    values: dict[str, Any] = {"judged": True, "data": RowCheck(8, 8), "backwards": 4, "sizes": (2, 2, 2, 2), **fields}
+    return UpdateComparison(number, outcome, parameters=(parameter(ratio),), **values)
+
+
+def fit(
+    factor: float = 1.0, left: float = 1e-7, right: tuple[float, ...] = (1.0,) * 4, residual: float = 1e-7,
+    used: tuple[float, ...] = (1.0,) * 4,
+) -> WeightFit:  # fmt: skip
+    return WeightFit(right, residual, True, used=used, used_residual=1e-7, factor=factor, factor_residual=left)
+
+
+RIGHT = "BBBBSZ BBBBSZ"
+
+
+class TestWindows:
+    @pytest.mark.parametrize("text", [RIGHT, "ZBBBBS ZBBBBS"], ids=["cleared after", "cleared before"])
+    def test_counts_are_k_one_one(self, text: str) -> None:
+        counts = counts_of(windows_of(loop(text)))
+        assert [(c.backward, c.step, c.zero_grad) for c in counts] == [(4, 1, 1)] * 2
+
+    def test_a_window_without_a_step_is_not_complete(self) -> None:
+        assert [window.complete for window in windows_of(loop("BBSZ BB E"))] == [True, False]
+
+    def test_a_right_loop_loses_nothing(self) -> None:
+        assert ledger_of(loop(RIGHT)) == Ledger((), ())
+
+    def test_backward_passes_that_another_optimizer_uses_are_not_lost(self) -> None:
+        """A GAN: the generator's backward also reaches the discriminator, which clears that."""
+        both = Event("backward", 1, None, None, {"touched": [0, 1]})
+        events = [both, Event("step", 1, None, None, {"optimizer": 1}),
+                  Event("zero_grad", 2, None, None, {"cleared": [0]})]  # fmt: skip
+        assert ledger_of(events).losses == ()
+
+    def test_a_skipped_step_of_a_scaler_loses_nothing(self) -> None:
+        skipped = Event("scaler", 1, None, None, {"call": "step", "skipped": True})
+        events = [*loop("BB"), skipped, Event("zero_grad", 1, None, None, {"cleared": [0]}), *loop("BBSZ")]
+        assert ledger_of(events).losses == ()
+
+
+EVENT_FAULTS = [
+    ("steps at i = 0", "BSZ BBBBSZ BBBBSZ", "", {}, "GAV601", "S"),
+    ("steps every time", "BSZ BSZ BSZ BSZ", "BSZ BSZ BSZ BSZ", {"numbers": (2, 4)}, "GAV601", "S"),
+    ("steps every time, K given", "BSZ BSZ BSZ", "", {"steps": 4}, "GAV601", "S"),
+    ("decays by hand", "BMBMBMBSZ", "", {}, "GAV601", "M"),
+    ("never cleared", "BBBBS BBBBS", "", {}, "GAV602", "S"),
+    ("an epoch's tail leaks", "BBBBSZ BBBBBBSZ", "", {"steps": 4}, "GAV602", "S"),
+    ("cleared inside", "ZBZBZBZBS ZBZBZBZBS", "", {}, "GAV603", "Z"),
+    ("cleared in the middle", "BBZBBSZ BBZBBSZ", "", {"steps": 4}, "GAV603", "Z"),
+    ("an epoch's tail is cleared", "BBBBSZ BBZBBBBSZ", "", {}, "GAV604", "Z"),
+    ("the script ends", "BBBBSZ BB E", "", {}, "GAV604", "B"),
+    ("clips inside", "BCBCBCBCSZ", "", {}, "GAV606", "C"),
+    ("schedules inside", "BLBLBLBSZL", "", {}, "GAV607", "L"),
+    ("unscales inside", "BUBUBUBUSZ", "", {}, "GAV608", "U"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "full", "fields", "code", "letter"), [case[1:] for case in EVENT_FAULTS],
+                         ids=[case[0] for case in EVENT_FAULTS])  # fmt: skip
+def test_a_faulty_order_of_calls_is_named_with_its_line(
+    text: str, full: str, fields: dict[str, Any], code: str, letter: str
+) -> None:
+    found = findings_for(record(text, full, **fields))
+    assert faults(found) == [code]
+    assert found[0].location is not None and found[0].location.line == LINES[letter]
+
+
+QUIET = [
+    ("the usual loop", RIGHT, "BSZ BSZ", {}),
+    ("with K given", RIGHT, "", {"steps": 4}),
+    ("cleared first", "ZBBBBS ZBBBBS", "ZBS ZBS", {}),
+    ("no accumulation", "BSZ BSZ BSZ", "", {}),
+    ("a short last window", "BBBBSZ BBSZ BBBBSZ", "", {"steps": 4}),
+    ("clips once", "BBBBCSZ BBBBCSZ", "BCSZ BCSZ", {}),
+    ("schedules once", "BBBBSLZ BBBBSLZ", "BSLZ BSLZ", {}),
+    ("unscales once", "BBBBUSZ BBBBUSZ", "BUSZ", {}),
+    ("decays by hand once", "BBBBMSZ BBBBMSZ", "BMSZ", {}),
+    ("a perturbed step (SAM) that K = 1 has too", "BMZBSZ BMZBSZ", "BMZBSZ BMZBSZ", {}),
+    ("gradients summed by hand, calls alone", "BZBZBZBZH BZBZBZBZH", "", {"steps": 4}),
+    ("stopped inside a window", "BBBBSZ BB", "BSZ", {}),
+]
+
+
+@pytest.mark.parametrize(("text", "full", "fields"), [case[1:] for case in QUIET], ids=[case[0] for case in QUIET])
+def test_a_right_order_of_calls_is_quiet(text: str, full: str, fields: dict[str, Any]) -> None:
+    assert findings_for(record(text, full, **fields)) == ()
+
+
+def test_clipping_that_never_clips_is_a_note() -> None:
+    (found,) = findings_for(record("BcBcBcBcSZ"))
+    assert (found.code, found.severity) == ("GAV606", "note")
+
+
+def test_an_average_inside_the_window_is_a_note() -> None:
+    (found,) = findings_for(record("BABABABSZA"))
+    assert (found.code, found.severity) == ("GAV402", "note")
+
+
+def test_arguments_for_another_batch_are_no_early_step() -> None:
+    """Two micro-batches of two against eight rows: nothing says that four were meant."""
+    assert findings_for(record("BBSZ BBSZ", "BSZ BSZ", numbers=(2, 2))) == ()
+
+
+class TestWeights:
+    @pytest.mark.parametrize(("factor", "said"), [(4.0, "= K:"), (0.25, "= 1/K:"), (1.5, "1.5 times")])
+    def test_one_factor_is_a_wrong_scale(self, factor: float, said: str) -> None:
+        right = (1 / factor,) * 4
+        (found,) = findings_for(record(RIGHT, "BSZ BSZ", updates=(update(ratio=factor, fit=fit(factor, right=right)),)))
+        assert found.code == "GAV201" and said in found.summary and found.proven
+
+    def test_a_short_window_over_k_is_its_own_fault(self) -> None:
+        updates = (update(), update(2, 0.5, backwards=2, fit=fit(0.5, right=(2.0, 2.0), used=(1.0, 1.0))))
+        events = loop("BBBBSZ BBSZ")
+        short = Record(windows_of(events), ledger_of(events), windows_of(loop("BBSZ BSZ", 4)), updates)
+        (found,) = findings_for(short)
+        assert found.code == "GAV605" and "K = 4" in found.summary
+
+    @pytest.mark.parametrize(
+        ("targets", "sizes", "said"),
+        [((1, 2, 3, 4), (2, 2, 2, 2), "valid targets"), ((), (1, 2, 3, 4), "n_k/N"), ((), (2, 2, 2, 2), "")],
+    )
+    def test_unequal_weights_are_named(self, targets: tuple[int, ...], sizes: tuple[int, ...], said: str) -> None:
+        unequal = fit(0.97, 0.3, right=(0.4, 0.8, 1.2, 1.6))
+        differs = update(ratio=1.2, fit=unequal, valid_targets=targets, sizes=sizes)
+        (found,) = findings_for(record(RIGHT, "BSZ BSZ", updates=(differs,)))
+        assert found.code == "GAV202"
+        weights = found.evidence[1]
+        assert weights.values["weights"] == pytest.approx([0.1, 0.2, 0.3, 0.4])
+        assert said in weights.statement
+
+    def test_weights_of_the_script_itself_are_not_called_averages(self) -> None:
+        """`loss / (i % K + 1)`: equal micro-batches that the script counts unequally."""
+        counted = update(ratio=1.8, fit=fit(1.5, 0.4, right=(0.25, 0.5, 0.75, 1.0)))
+        (found,) = findings_for(record(RIGHT, "BSZ BSZ", updates=(counted,)))
+        assert found.code == "GAV202" and "equal size" in found.summary
+
+    def test_a_running_sum_repeats_micro_batches(self) -> None:
+        repeated = update(ratio=2.1, fit=fit(1.5, 0.4, right=(1e-8, -2e-8, 3e-8, 1.0)))
+        (found,) = findings_for(record(RIGHT, "BSZ BSZ", updates=(repeated,)))
+        assert found.code == "GAV202" and "repeats" in found.summary and "e-08" not in found.remedy
+
+    @pytest.mark.parametrize(
+        "right", [(1.0, 4 / 3, 4 / 3, 4 / 3), (1.0, 4 / 9, 4 / 3, 20 / 9)], ids=["equal", "unequal"]
+    )
+    def test_an_empty_micro_batch_is_named(self, right: tuple[float, ...]) -> None:
+        counts = (0, 4, 4, 4) if right[1] == right[2] else (0, 1, 3, 5)
+        factor = fit(0.75, right=right) if right[1] == right[2] else fit(0.9, 0.3, right=right)
+        empty = update(ratio=0.75, fit=factor, valid_targets=counts, ignored_targets=True)
+        found = faults(findings_for(record(RIGHT, "BSZ BSZ", updates=(empty,))))
+        assert found == (["GAV203"] if right[1] == right[2] else ["GAV202", "GAV203"])
+
+    def test_coupled_samples_are_unexplained(self) -> None:
+        differs = update(ratio=1.2, fit=fit(0.9, 0.4, residual=0.3))
+        (found,) = findings_for(record(RIGHT, "BSZ BSZ", updates=(differs,)))
+        assert (found.code, found.severity) == ("GAV000", "note")
+
+    def test_gradients_that_the_script_sums_itself_are_not_lost(self) -> None:
+        """Megatron's `main_grad`: what is cleared has been added to a buffer."""
+        agrees = record("BZBZBZBZS BZBZBZBZS", "BZS BZS", updates=(update(), update(2)))
+        assert findings_for(agrees) == ()
+        undivided = update(ratio=4.0, fit=fit(4.0, right=(0.25,) * 4))
+        assert faults(findings_for(record("BZBZBZBZS", "BZS", updates=(undivided,)))) == ["GAV201"]
+
+    def test_a_cleared_window_needs_no_other_cause(self) -> None:
+        lost = fit(0.3, 0.5, used=(0.0, 0.0, 0.0, 1.0))
+        found = findings_for(record("ZBZBZBZBS", "ZBS", updates=(update(ratio=0.3, fit=lost),)))
+        assert faults(found) == ["GAV603"]
+
+    def test_a_cleared_window_that_is_undivided_has_two_faults(self) -> None:
+        lost = fit(0.9, 0.5, used=(0.0, 0.0, 0.0, 1.0), right=(0.25,) * 4)
+        found = findings_for(record("ZBZBZBZBS", "ZBS", updates=(update(ratio=0.9, fit=lost),)))
+        assert set(faults(found)) == {"GAV603", "GAV201"}
+
+    def test_clipping_inside_explains_what_it_does_to_the_weights(self) -> None:
+        clipped = fit(0.9, 0.4, right=(1.0, 1.2, 1.4, 1.8))
+        found = findings_for(record("BCBCBCBCSZ", "BCSZ", updates=(update(ratio=0.9, fit=clipped),)))
+        assert faults(found) == ["GAV606"]
+
+    def test_an_early_step_is_proven_by_the_run_with_steps_undone(self) -> None:
+        early = record("BSZ BBBBSZ", "BSZ BSZ", held=fit(4.0, right=(0.25,) * 4))
+        found = findings_for(early)
+        assert set(faults(found)) == {"GAV601", "GAV201"} and all(finding.proven for finding in found)
+
+    def test_an_update_that_is_not_judged_accuses_nobody(self) -> None:
+        other = update(ratio=4.0, fit=fit(4.0), judged=False, data=RowCheck(8, 8, 3, "argument 1"))
+        assert findings_for(record(RIGHT, "BSZ BSZ", updates=(other,))) == ()
+
+
+class TestNotes:
+    def test_equal_counts_of_padded_text_say_little(self) -> None:
+        alike = update(valid_targets=(5, 5, 5, 5), ignored_targets=True)
+        (found,) = findings_for(record(RIGHT, "BSZ BSZ", updates=(alike,)))
+        assert (found.code, found.severity) == ("GAV901", "note")
+
+    def test_equal_counts_without_padding_are_usual(self) -> None:
+        alike = update(valid_targets=(5, 5, 5, 5))
+        assert findings_for(record(RIGHT, "BSZ BSZ", updates=(alike,))) == ()
+
+    @pytest.mark.parametrize(("ratio", "outcome"), [(1.0, Outcome.EQUIVALENT), (1.5, Outcome.INCONCLUSIVE)])
+    def test_unaligned_draws_leave_a_difference_open(self, ratio: float, outcome: Outcome) -> None:
+        differs = update(ratio=ratio, fit=fit(0.9, 0.4, residual=0.3))
+        found = record(RIGHT, "BSZ BSZ", updates=(differs,), unaligned={"randperm": "of the batch"})
+        assert [(f.code, f.severity) for f in findings_for(found)] == [("GAV302", "note")]
+        request = Request("train.py", ("--a",), ("--b",))
+        assert report_of(request, found, findings_for(found), (), META, {}).outcome is outcome
+
+    def test_unaligned_draws_excuse_no_forgotten_division(self) -> None:
+        differs = update(ratio=4.0, fit=fit(4.0, right=(0.25,) * 4))
+        found = record(RIGHT, "BSZ BSZ", updates=(differs,), unaligned={"randperm": "of the batch"})
+        assert faults(findings_for(found)) == ["GAV201"]
+
+    def test_forwards_without_a_backward_are_counted(self) -> None:
+        differs = update(ratio=1.5, fit=fit(0.9, 0.4, right=(1.0,), residual=0.3, used=(1.0,)), backwards=1)
+        (found,) = findings_for(record("BSZ BSZ", "BSZ BSZ", updates=(differs,)))
+        assert found.code == "GAV000" and "3 of 4 forwards" in found.evidence[1].statement
+
+    def test_a_gradient_on_one_side_only(self) -> None:
+        row = parameter(math.nan, Outcome.DIVERGENT, why=NotCompared.MISSING_IN_ACCUMULATED)
+        one_sided = UpdateComparison(1, Outcome.DIVERGENT, True, (row,), RowCheck(8, 8))
+        assert faults(findings_for(record(RIGHT, "BSZ BSZ", updates=(one_sided,)))) == ["GAV502"]
+
+    @pytest.mark.parametrize(("side", "severity"), [("ACCUMULATED", "fault"), ("BOTH", "note")])
+    def test_gradients_that_are_not_finite(self, side: str, severity: str) -> None:
+        row = parameter(math.nan, Outcome.DIVERGENT, why=NotCompared[f"NOT_FINITE_IN_{side}"])
+        update = UpdateComparison(1, Outcome.DIVERGENT, True, (row,), RowCheck(8, 8))
+        found = findings_for(record(RIGHT, "BSZ BSZ", updates=(update,)))
+        assert ("GAV503", severity) in [(f.code, f.severity) for f in found]
+
+
+META = {"working": {"device": "cpu", "dtype": "float32", "autocast": None}, "torch": "2", "modules": ["Linear"],
+        "optimizers": ["SGD"], "parameters": [[("0:weight", [4])]]}  # fmt: skip
+
+
+class TestOutcome:
+    def outcome(self, found: Record, **fields: Any) -> tuple[Outcome, str]:
+        request = Request("train.py", ("--a",), ("--b",), **fields)
+        report = report_of(request, found, findings_for(found), (), META, {})
+        return report.outcome, report.reason
+
+    def test_agreeing_updates_are_equivalent(self) -> None:
+        outcome, reason = self.outcome(record(RIGHT, "BSZ BSZ", updates=(update(), update(2))))
+        assert outcome is Outcome.EQUIVALENT and "updates 1 to 2" in reason
+
+    def test_a_fault_of_the_loop_is_divergent_although_gradients_agree(self) -> None:
+        outcome, reason = self.outcome(record("BBBBS BBBBS", "BS BS", updates=(update(), update(2))))
+        assert outcome is Outcome.DIVERGENT and "GAV602" in reason
+
+    def test_other_samples_are_inconclusive_and_counted(self) -> None:
+        data = RowCheck(8, 8, 3, "argument 1")
+        outcome, reason = self.outcome(record(RIGHT, "BSZ BSZ", updates=(update(judged=False, data=data),)))
+        assert outcome is Outcome.INCONCLUSIVE
+        assert "update 1" in reason and "3 rows" in reason
+
+    def test_other_samples_in_a_later_update_are_too(self) -> None:
+        late = update(2, judged=False, data=RowCheck(8, 8, 8, "argument 1"))
+        outcome, reason = self.outcome(record(RIGHT, "BSZ BSZ", updates=(update(), late)))
+        assert outcome is Outcome.INCONCLUSIVE and "--updates 1" in reason
+
+    def test_a_run_that_does_not_repeat_itself_is_inconclusive(self) -> None:
+        shaky = UpdateComparison(1, Outcome.INCONCLUSIVE, False, (parameter(),), RowCheck(8, 8), unrepeatable="seeds")
+        found = record(RIGHT, "BSZ BSZ", updates=(shaky,))
+        assert self.outcome(found)[0] is Outcome.INCONCLUSIVE
+        assert [f.code for f in findings_for(found)] == ["GAV303"]
+
+    def test_the_same_pieces_compare_nothing(self) -> None:
+        same = Record(windows_of(loop("BSZ", 8)), Ledger((), ()), windows_of(loop("BSZ", 8)), (update(backwards=1),))
+        assert self.outcome(same)[0] is Outcome.INCONCLUSIVE
+
+    def test_events_in_order_are_not_called_equivalent(self) -> None:
+        outcome, reason = self.outcome(record(RIGHT), events_only=True)
+        assert outcome is Outcome.INCONCLUSIVE and "not compared" in reason
+
+    def test_the_same_arguments_compare_nothing(self) -> None:
+        report = same_arguments(Request("train.py", ("--a",), ("--a",)))
+        assert report.outcome is Outcome.INCONCLUSIVE and "same arguments" in report.reason
+
+
+class TestRequest:
+    def test_all_problems_are_reported_at_once(self) -> None:
+        with pytest.raises(SpecError) as caught:
+            Request("absent.py", updates=0, steps=0, timeout=math.nan).check()
+        assert len(caught.value.problems) == 4
+
+    def test_arguments_are_split_as_a_shell_does(self) -> None:
+        assert words("--name 'a b' -k 4", "--full") == ("--name", "a b", "-k", "4")
+
+    def test_an_open_quote_is_a_sentence(self) -> None:
+        with pytest.raises(SpecError, match="--full"):
+            words("--name 'a", "--full")
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.CODE)
+def test_every_rule_has_its_page(rule: Any) -> None:
+    lines = rule.__doc__.splitlines()
+    assert lines[0].startswith(f"{rule.CODE} {rule.NAME}")
+    assert [line for line in lines if line in HEADINGS] == list(HEADINGS)
+
+
+def test_the_rulebook_holds_every_code_of_the_audit() -> None:
+    assert {rule.CODE for rule in RULES} <= {page.code for page in rule_pages()}

@@ -1,0 +1,111 @@
+"""Which steps of two runs belong together, the windows of several optimizers, and the stages of an update.
+
+A loop is a letter per call: `F` and `G` backward passes of a first and a second model, `B` one that reaches both, `1`
+and `2` the steps of their optimizers, `y` and `z` clear their gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gaverify.records.audit import Record, RowCheck, UpdateComparison
+from gaverify.records.comparison import Method, Outcome, ParameterComparison
+from gaverify.records.events import Event
+from gaverify.records.facts import facts_of_loop
+from gaverify.records.rounds import common_rounds, numbered, rounds_of
+from gaverify.records.stages import SettingDifference, Stage, StageComparison
+from gaverify.records.windows import Window, ledger_of, windows_of
+from gaverify.rules import findings_for
+
+TOUCHED = {"F": [0], "G": [1], "B": [0, 1]}
+
+
+def loop(text: str) -> list[Event]:
+    """Events of a loop; each backward pass follows a forward of two rows that it reaches."""
+    events: list[Event] = []
+    update, stepped, number = 1, False, 0
+    for letter in text.replace(" ", ""):
+        if letter in TOUCHED:
+            update, stepped, number = update + stepped, False, number + 1
+            events.append(Event("forward", update, values={"rows": 2, "model": 0, "number": number}))
+            events.append(Event("backward", update, values={"touched": TOUCHED[letter], "forwards": [number]}))
+        elif letter in "12":
+            events.append(Event("step", update, values={"optimizer": int(letter) - 1, "inside": False}))
+            stepped = True
+        else:
+            events.append(Event("zero_grad", update, values={"cleared": ["yz".index(letter)]}))
+    return events
+
+
+def counts(windows: tuple[Window, ...]) -> list[tuple[int, int]]:
+    return [(window.backwards, window.rows) for window in windows if window.complete]
+
+
+class TestRounds:
+    def test_steps_of_one_update_are_compared_together(self) -> None:
+        assert rounds_of(loop("BB12 BB12")) == (((0, 1), (1, 1)), ((0, 2), (1, 2)))
+
+    def test_steps_that_the_runs_group_otherwise_are_compared_one_by_one(self) -> None:
+        """The full batch's critic steps before the generator's loss; with accumulation both step at the end."""
+        full, accumulated = loop("F1G2 F1G2"), loop("FGFG12 FGFG12")
+        assert common_rounds(full, accumulated) == (((0, 1),), ((1, 1),), ((0, 2),), ((1, 2),))
+
+    def test_an_optimizer_that_steps_in_one_run_only_stays_in_its_round(self) -> None:
+        assert common_rounds(loop("B12 B12"), loop("BB1 BB1")) == rounds_of(loop("B12 B12"))
+
+
+class TestWindowsOfSeveralOptimizers:
+    def test_each_optimizer_has_its_own_passes_and_rows(self) -> None:
+        """S11: two models that step at the end of their own windows."""
+        events = loop("FGFGFGF1yG2z FGFGFGF1yG2z")
+        assert counts(windows_of(events)) == [(4, 8)] * 4
+
+    def test_a_window_that_spans_the_other_ones_step(self) -> None:
+        events = loop("FF1yGG FF1yGG2z")
+        assert counts(windows_of(events)) == [(2, 4), (2, 4), (4, 8)]
+
+    def test_passes_that_the_other_optimizer_used_and_this_one_cleared_are_not_its_own(self) -> None:
+        """A generator's loss reaches the critic's gradients, which are cleared before they are used."""
+        events = loop("zFF1y zBB2 yFF1")
+        assert counts(windows_of(events)) == [(2, 4), (2, 4), (2, 4)]
+
+    def test_steps_are_numbered_as_the_full_batch_numbers_them(self) -> None:
+        full, accumulated = loop("F1G2"), loop("FGFG12")
+        rounds = common_rounds(full, accumulated)
+        windows = windows_of(accumulated, numbered(rounds))
+        assert [window.number for window in windows] == [1, 2] and counts(windows) == [(2, 4), (2, 4)]
+
+
+def update(number: int = 1, **fields: Any) -> UpdateComparison:
+    row = ParameterComparison("weight", (4,), Outcome.EQUIVALENT, Method.NOISE_FLOOR, 1.0, 1.0, 0.0, 1e-5, 0.0, None)
+    values: dict[str, Any] = {"judged": True, "data": RowCheck(8, 8), "backwards": 4, "sizes": (2,) * 4, **fields}
+    return UpdateComparison(number, Outcome.EQUIVALENT, parameters=(row,), **values)
+
+
+def found(compared: UpdateComparison, text: str = "FFFF1 FFFF1") -> list[str]:
+    events = loop(text)
+    record = Record(windows_of(events), ledger_of(events), windows_of(loop("F1 F1")), (compared,))
+    return [finding.code for finding in findings_for(facts_of_loop(record)) if finding.code == "GAV609"]
+
+
+class TestSettings:
+    RATE = SettingDifference(0, 0, "lr", 0.1, 0.09)
+
+    def test_another_rate_at_the_same_update_is_a_finding(self) -> None:
+        assert found(update(settings=(self.RATE,))) == ["GAV609"]
+
+    def test_equal_settings_are_none(self) -> None:
+        assert found(update()) == []
+
+    def test_runs_that_started_apart_tell_nothing(self) -> None:
+        assert found(update(settings=(self.RATE,), judged=False)) == []
+
+    def test_a_rate_that_takes_the_gradients_factor_out_is_meant(self) -> None:
+        """S12: the sum is K times too large and the rate K times lower."""
+        assert found(update(settings=(self.RATE,), step_takes_factor=True)) == []
+
+    @pytest.mark.parametrize(("outcome", "codes"), [(Outcome.DIVERGENT, ["GAV609"]), (Outcome.EQUIVALENT, [])])
+    def test_a_step_that_makes_something_else_of_the_same_gradient(self, outcome: Outcome, codes: list[str]) -> None:
+        assert found(update(stages=(StageComparison(Stage.CHANGE, outcome, 0.75, 0.25),))) == codes

@@ -1,0 +1,157 @@
+"""Matching, dependence and suspects on traces made by hand: two micro-batches of two samples each.
+
+Shapes: fingerprints of (variants, rows, 3); here the three numbers of a row are all alike.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gaverify.causes.trace.dependence import Dependence
+from gaverify.causes.trace.fingerprints import Layout, fingerprint, layout_of, moments
+from gaverify.causes.trace.matching import Matching
+from gaverify.causes.trace.suspects import Reader
+from gaverify.causes.trace.traces import ModuleCall, Result, Step, Trace
+
+AGREE = 1e-9
+HALVES = [torch.tensor([0.5, 0.5], dtype=torch.float64)]
+Described = tuple[str, tuple[int, ...], list[float], str]  # name, inputs, values, "rows" or "global"
+
+
+def trace(*steps: Described, inside: str | None = None) -> Trace:
+    """A trace of these operations, each on a line of its own; those named `inside` lie in a module "net"."""
+    made = Trace()
+    made.calls.append(ModuleCall("net", "Net", False, ()))
+    for line, (name, inputs, values, kind) in enumerate(steps):
+        layout = Layout("rows", 0) if kind == "rows" else Layout("global")
+        numbers = torch.tensor(values, dtype=torch.float64)
+        tensor = numbers[:, None] if kind == "rows" else numbers.sum()
+        result = Result(tuple(tensor.shape), True, layout, fingerprint(tensor, layout), moments(tensor, layout))
+        call = 0 if name == inside else None
+        frame = ("train.py", line)
+        made.add(Step(name, call, (name, frame, 0), frame, inputs, True, False, len(inputs), (name, frame, None)))
+        made.steps[-1].results.append(result)
+        if call is not None:
+            made.calls[0].outputs = (len(made.steps) - 1,)
+    made.loss = len(made.steps) - 1
+    return made
+
+
+def matching(full: list[Described], first: list[Described], second: list[Described], **options: str) -> Matching:
+    return Matching(trace(*full, **options), [trace(*first, **options), trace(*second, **options)], AGREE)
+
+
+def dependence(matched: Matching) -> Dependence:
+    return Dependence(matched, foreign=False, shares=HALVES, agree=AGREE)
+
+
+def doubled(values: list[float]) -> list[Described]:
+    """Every sample on its own: twice its value, and the mean of that."""
+    twice = [2 * value for value in values]
+    return [("input", (), values, "rows"), ("mul", (0,), twice, "rows"),
+            ("mean", (1,), [sum(twice) / len(twice)], "global")]  # fmt: skip
+
+
+def centred(values: list[float]) -> list[Described]:
+    """Every sample less the mean of the batch."""
+    mean = sum(values) / len(values)
+    away = [value - mean for value in values]
+    return [("input", (), values, "rows"), ("mean", (0,), [mean], "global"), ("sub", (0, 1), away, "rows"),
+            ("sum", (2,), [sum(value**2 for value in away)], "global")]  # fmt: skip
+
+
+def turned(values: list[float], *, combine: bool) -> list[Described]:
+    """The samples in reverse order; added to themselves, or alone."""
+    back = values[::-1]
+    summed = [a + b**2 for a, b in zip(values, back, strict=True)] if combine else back
+    return [("input", (), values, "rows"), ("flip", (0,), back, "rows"), ("add", (0, 1), summed, "rows"),
+            ("mean", (2,), [sum(summed) / len(summed)], "global")]  # fmt: skip
+
+
+VALUES = [1.0, 2.0, 4.0, 8.0]
+
+
+def test_samples_on_their_own_bring_no_difference_about() -> None:
+    found = matching(doubled(VALUES), doubled(VALUES[:2]), doubled(VALUES[2:]))
+    assert list(dependence(found).origins()) == []
+    assert found.tainted == [False, False, True]  # a mean of other samples is another number, and no fault
+
+
+def test_the_step_that_gives_the_mean_back_is_the_origin() -> None:
+    found = matching(centred(VALUES), centred(VALUES[:2]), centred(VALUES[2:]), inside="sub")
+    assert list(dependence(found).origins()) == [2]
+    (suspect,) = Reader(found, dependence(found), 4).suspects(HALVES, AGREE, False)
+    assert (suspect.kind, suspect.operation.name, suspect.culprit.name) == ("rows", "sub", "mean")
+    assert (suspect.samples, suspect.in_model) == (4, True)
+
+
+def test_the_same_step_outside_of_modules_lies_in_the_loss() -> None:
+    found = matching(centred(VALUES), centred(VALUES[:2]), centred(VALUES[2:]))
+    (suspect,) = Reader(found, dependence(found), 4).suspects(HALVES, AGREE, False)
+    assert not suspect.in_model
+
+
+def test_rows_in_another_order_are_the_same_rows() -> None:
+    parts = [turned(VALUES[:2], combine=False), turned(VALUES[2:], combine=False)]
+    found = matching(turned(VALUES, combine=False), *parts)
+    assert found.permuted[1]
+    assert list(dependence(found).origins()) == []
+
+
+def test_what_combines_rows_in_another_order_is_the_origin() -> None:
+    parts = [turned(VALUES[:2], combine=True), turned(VALUES[2:], combine=True)]
+    found = matching(turned(VALUES, combine=True), *parts)
+    assert found.permuted[:3] == [False, True, False]
+    assert list(dependence(found).origins()) == [2]
+
+
+def test_one_changed_row_is_no_other_order() -> None:
+    changed = turned([1.0, 2.0], combine=False)
+    changed[1] = ("flip", (0,), [2.0, 1.0 + 1e-6], "rows")
+    found = matching(turned(VALUES, combine=False), changed, turned(VALUES[2:], combine=False))
+    assert not found.permuted[1]
+    assert found.differs(1)
+
+
+def test_a_product_of_means_is_no_sum_over_samples() -> None:
+    def product(values: list[float]) -> list[Described]:
+        mean = sum(values) / len(values)
+        return [("input", (), values, "rows"), ("mean", (0,), [mean], "global"), ("mul", (1,), [mean**2], "global")]
+
+    found = matching(product(VALUES), product(VALUES[:2]), product(VALUES[2:]))
+    assert found.additive(1, HALVES) < AGREE < found.additive(2, HALVES)
+    (suspect,) = Reader(found, dependence(found), 4).suspects(HALVES, AGREE, False)
+    assert (suspect.kind, suspect.operation.name) == ("non-additive", "mul")
+
+
+def test_operations_that_not_all_traces_hold_are_strays() -> None:
+    longer = [*doubled(VALUES[2:])[:2], ("relu", (1,), [8.0, 16.0], "rows"), ("mean", (2,), [12.0], "global")]
+    found = matching(doubled(VALUES), doubled(VALUES[:2]), longer)  # type: ignore[arg-type]
+    assert [found.matched(index) for index in range(3)] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("full", "micro", "layout"),
+    [
+        ((4, 3), (2, 3), Layout("rows", 0, 1)),
+        ((3, 12), (3, 6), Layout("rows", 1, 3)),
+        ((3, 3), (3, 3), Layout("global")),
+        ((4, 4), (2, 2), Layout("matrix")),
+        ((7, 3), (4, 3), Layout("selected", 0)),
+        ((4, 3), (4, 3, 1), None),
+        ((4, 7), (2, 3), None),
+    ],
+)
+def test_where_the_samples_lie_is_read_off_the_shapes(full: tuple, micro: tuple, layout: Layout | None) -> None:
+    assert layout_of(full, micro, 4, 2) == layout
+
+
+def test_moments_add_up_whatever_the_order() -> None:
+    torch.manual_seed(0)
+    rows, layout = torch.randn(12, 5, dtype=torch.float64), Layout("rows", 0, 3)
+    order = torch.randperm(12)
+    whole, parts = moments(rows, layout), [moments(part, layout) for part in rows[order].split(6)]
+    torch.testing.assert_close(sum(parts), whole)
+    rows[3, 2] += 1e-3
+    assert not torch.allclose(moments(rows, layout), whole, rtol=1e-9)

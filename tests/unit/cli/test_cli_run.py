@@ -1,0 +1,326 @@
+"""`gaverify run` and `main`: words in, calls, exit codes; the verification itself is replaced."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gaverify
+from gaverify.cli import main
+from gaverify.cli.options import overrides_from, read_value
+from gaverify.errors import InternalError, ProblemError
+from gaverify.records.comparison import Outcome
+from gaverify.records.verdict import RunInfo, Verdict
+from gaverify.spec import Spec
+
+
+def verdict(outcome: Outcome, model: str = "m") -> Verdict:
+    run = RunInfo(
+        model, 1, 1, 8, (2,) * 4, (0.25,) * 4, "uniform", "accumulate", "cpu", "float32", 0, "train", "2", "0"
+    )
+    return Verdict(outcome, (), (), run, "working-precision", 1e-7)
+
+
+class Fake:
+    """Stands in for the verification and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.specs: list[Spec] = []
+        self.verify: Callable[[Spec], Verdict] = lambda spec: verdict(Outcome(spec.model), spec.model)
+
+    def verify_spec(self, spec: Spec, progress: Callable[[str, int, int], None] | None) -> Verdict:
+        self.specs.append(spec)
+        if progress is not None:
+            progress("full batch", 1, 2)
+        return self.verify(spec)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
+    fake = Fake()
+    module = types.ModuleType("gaverify.verification")
+    module.__dict__["verify_spec"] = fake.verify_spec
+    monkeypatch.setitem(sys.modules, "gaverify.verification", module)
+    monkeypatch.setattr(gaverify, "verification", module, raising=False)
+    return fake
+
+
+@pytest.mark.parametrize(("outcome", "code"), [("equivalent", 0), ("divergent", 1), ("inconclusive", 3)])
+def test_the_outcome_is_the_exit_code(fake: Fake, outcome: str, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--model", outcome]) == code
+    assert outcome.upper() in capsys.readouterr().out
+
+
+def test_options_become_a_spec(fake: Fake) -> None:
+    words = ["--steps", "2", "--weighting", "0.25,0.75", "--input-shape", "3,8", "--lr", "1e-2", "--rtol", "0"]
+    words += ["--atol", "1", "--trace", "--no-diagnose", "--exact", "--ignore-index", "-1"]
+    words += ["--model-arg", "a=1", "--model-arg", "b=true", "--model-arg", "c=x=y"]
+    assert main(["run", "--model", "equivalent", *words]) == 0
+    (spec,) = fake.specs
+    assert (spec.steps, spec.weighting, spec.input_shape, spec.lr) == (2, (0.25, 0.75), (3, 8), 0.01)
+    assert (spec.trace, spec.diagnose, spec.exact, spec.ignore_index) == (True, False, True, -1)
+    assert spec.model_args == {"a": 1, "b": True, "c": "x=y"}
+
+
+def test_options_left_out_override_nothing(fake: Fake, tmp_path: Path) -> None:
+    assert overrides_from({"steps": None, "trace": None, "model_args": ()}) == {"model_args": {}}
+    (tmp_path / "a.toml").write_text('model = "equivalent"\ntrace = true\nsteps = 7\ndiagnose = false')
+    assert main(["run", str(tmp_path)]) == 0
+    assert (fake.specs[0].trace, fake.specs[0].steps, fake.specs[0].diagnose) == (True, 7, False)
+    assert main(["run", str(tmp_path), "--no-trace", "--steps", "3"]) == 0
+    assert (fake.specs[1].trace, fake.specs[1].steps) == (False, 3)
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("3", 3),
+        ("-1e-3", -1e-3),
+        ("True", True),
+        ("false", False),
+        ("nan", "nan"),
+        ("1_000", 1000),
+        ("'4'", "4"),
+        ("", ""),
+    ],
+)
+def test_values_of_model_arguments(word: str, value: object) -> None:
+    assert read_value(word) == value and type(read_value(word)) is type(value)
+
+
+def specs(folder: Path, *models: str) -> Path:
+    for number, model in enumerate(models):
+        (folder / f"{number}.toml").write_text(f'model = "{model}"')
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("models", "code"),
+    [
+        (("equivalent", "equivalent"), 0),
+        (("equivalent", "divergent", "inconclusive"), 1),
+        (("equivalent", "inconclusive"), 3),
+        (("divergent", "broken", "equivalent"), 2),
+        (("internal", "equivalent"), 70),
+        (("fault", "broken", "equivalent"), 70),
+        (("exits", "equivalent"), 2),
+        (("memory", "equivalent"), 2),
+    ],
+)
+def test_several_specs(
+    fake: Fake, tmp_path: Path, models: Sequence[str], code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    errors: dict[str, BaseException] = {
+        "broken": ProblemError("the factory raised"),
+        "internal": InternalError("broken inside"),
+        "fault": KeyError("x"),
+        "exits": SystemExit(0),
+        "memory": MemoryError(),
+    }
+
+    def verify(spec: Spec) -> Verdict:
+        if spec.model in errors:
+            raise errors[spec.model]
+        return verdict(Outcome(spec.model), spec.model)
+
+    fake.verify = verify
+    assert main(["run", str(specs(tmp_path, *models))]) == code
+    assert len(fake.specs) == len(models)
+    out, err = capsys.readouterr()
+    sound = [model for model in models if model not in errors]
+    assert out.count("summary") == 1
+    assert [out.count(outcome.name) for outcome in Outcome] == [sound.count(outcome.value) for outcome in Outcome]
+    assert out.count("  error  ") == len(models) - len(sound)
+    assert err.count("error: " + str(tmp_path)) == len(models) - len(sound)
+
+
+def test_json_has_stdout_for_itself(fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def verify(spec: Spec) -> Verdict:
+        print("the model talks")
+        return verdict(Outcome(spec.model), spec.model)
+
+    fake.verify = verify
+    assert main(["run", str(specs(tmp_path, "equivalent", "divergent")), "--format", "json"]) == 1
+    out, err = capsys.readouterr()
+    assert [each["outcome"] for each in json.loads(out)["verdicts"]] == ["equivalent", "divergent"]
+    assert err.count("the model talks") == 2
+
+
+def test_json_and_files_tell_of_a_failure(fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fake.verify = raising(ProblemError("the loss is NaN"))
+    file = tmp_path / "a.json"
+    assert main(["run", "--model", "m", "--format", "json", "--output", str(file)]) == 2
+    out, err = capsys.readouterr()
+    assert json.loads(out)["errors"] == [{"source": "command line", "message": "the loss is NaN"}]
+    assert json.loads(file.read_text()) == json.loads(out)
+    assert err == "gaverify: error: the loss is NaN\n"
+
+
+def test_outputs_are_checked_before_the_run(fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = ["--output", "a.xyz", "--output", str(tmp_path / "gone" / "a.json"), "--output", str(tmp_path)]
+    assert main(["run", "--model", "equivalent", *bad]) == 2
+    err = capsys.readouterr().err
+    assert "a.xyz" in err and "there is no folder" in err and "is a folder" in err
+    assert not fake.specs
+    good = tmp_path / "a.json"
+    assert main(["run", "--model", "equivalent", "--output", str(good)]) == 0
+    assert json.loads(good.read_text())["outcome"] == "equivalent"
+
+
+def test_a_broken_spec_is_a_row_and_the_others_run(
+    fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = specs(tmp_path, "equivalent", "divergent")
+    (folder / "0b.toml").write_text('model = "equivalent"\nsteps = 0\nmode = "evl"')
+    file = tmp_path / "report.json"
+    file.write_text("yesterday's, green")
+    assert main(["run", str(folder), str(folder / "gone.toml"), "--output", str(file)]) == 2
+    assert [spec.model for spec in fake.specs] == ["equivalent", "divergent"]
+    document = json.loads(file.read_text())
+    assert [verdict["outcome"] for verdict in document["verdicts"]] == ["equivalent", "divergent"]
+    assert [Path(error["source"]).name for error in document["errors"]] == ["0b.toml", "0b.toml", "gone.toml"]
+    assert "$.steps: must be" in document["errors"][0]["message"]
+    out, err = capsys.readouterr()
+    assert out.count("  error  ") == 3 and "3 errors" in out
+    assert err.count("0b.toml: $.steps") == 1 and err.count("gone.toml") == 1
+
+
+def test_no_report_of_an_earlier_call_stands_for_one_that_failed(fake: Fake, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    file.write_text("yesterday's, green")
+    assert main(["run", str(specs(tmp_path, "equivalent")), "--steps", "0", "--output", str(file)]) == 2
+    assert not fake.specs and "--steps" in json.loads(file.read_text())["errors"][0]["message"]
+
+
+def test_ctrl_c_between_specs_is_told_in_the_reports(fake: Fake, tmp_path: Path) -> None:
+    def verify(spec: Spec) -> Verdict:
+        if len(fake.specs) == 2:
+            raise KeyboardInterrupt
+        return verdict(Outcome(spec.model), spec.model)
+
+    fake.verify = verify
+    file = tmp_path / "report.json"
+    assert main(["run", str(specs(tmp_path, *["equivalent"] * 3)), "--output", str(file)]) == 130
+    document = json.loads(file.read_text())
+    assert len(document["verdicts"]) == 1 and document["outcome"] == "inconclusive"
+    assert [error["message"] for error in document["errors"]] == ["interrupted before there was a verdict"] * 2
+
+
+def raising(error: BaseException) -> Callable[[Spec], Verdict]:
+    def verify(spec: Spec) -> Verdict:
+        raise error
+
+    return verify
+
+
+class OutOfMemoryError(RuntimeError):
+    """As torch names it."""
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (ProblemError("the loss is NaN"), 2, "gaverify: error: the loss is NaN"),
+        (KeyError("x"), 70, "fault in gaverify"),
+        (InternalError("x"), 70, "fault in gaverify"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (MemoryError(), 2, "out of memory"),
+        (OutOfMemoryError("CUDA out of memory"), 2, "out of memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), 2, "try a smaller `--batch-size`"),
+        (RuntimeError("Storage size calculation overflowed with sizes=[9, 9]"), 2, "out of memory"),
+        (RuntimeError("shapes cannot be multiplied"), 70, "fault in gaverify"),
+        (Unspeakable(), 70, "its own text cannot be read"),
+        (SystemExit(0), 2, "sys.exit(0)"),
+        (GeneratorExit(), 70, "fault in gaverify"),
+    ],
+)
+def test_no_exception_leaves_main(
+    fake: Fake, error: BaseException, code: int, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.verify = raising(error)
+    assert main(["run", "--model", "m"]) == code
+    out, err = capsys.readouterr()
+    assert text in err and "Traceback" not in err and out == ""
+
+
+@pytest.mark.parametrize("switch", ["option", "variable"])
+def test_debug_shows_the_traceback(
+    fake: Fake, switch: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.verify = raising(ProblemError("the loss is NaN"))
+    if switch == "variable":
+        monkeypatch.setenv("GAVERIFY_DEBUG", "1")
+    assert main(["run", "--model", "m", *(["--debug"] if switch == "option" else [])]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ([], "Usage: gaverify"),
+        (["run"], "nothing to verify"),
+        (["rnu"], "did you mean `run`?"),
+        (["run", "--stpes", "3"], "--steps"),
+        (["run", "--model"], "requires an argument"),
+        (["run", "--model", "m", "--steps", "x"], '--steps: must be a whole number of at least 1, got "x"'),
+        (["run", "--model", "m", "--steps", "0", "--mode", "evl"], 'did you mean "eval"?'),
+        (["run", "--model", "m", "--model-arg", "x"], "NAME=VALUE"),
+        (["run", "--model", "m", "--format", "xml"], "xml"),
+        (["run", "gone.toml"], "there is no such file or folder"),
+    ],
+)
+def test_usage_errors(words: list[str], text: str, fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert text in err and "Traceback" not in err and out == ""
+    assert not fake.specs
+
+
+def test_no_bar_on_a_pipe(fake: Fake, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("gaverify.cli.progress.DELAY", 0.0)
+    assert main(["run", "--model", "equivalent"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_bar_on_a_slow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    import io
+    import time
+
+    from gaverify.cli.progress import DelayedProgress
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    def shown(delay: float) -> Any:
+        terminal = Terminal()
+        monkeypatch.setattr("sys.stderr", terminal)
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.setattr("gaverify.cli.progress.DELAY", delay)
+        with DelayedProgress("mlp [x]") as progress:
+            progress.report("full batch", 1, 5)
+            time.sleep(0.4)
+        return terminal.getvalue()
+
+    assert "mlp [x]: full batch" in shown(0.01)
+    assert shown(60.0) == ""
+
+
+def test_the_spec_is_in_the_verdict(fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text('model = "equivalent"\nname = "mine"')
+    assert main(["run", str(file), "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["source"] == str(file)
+    assert main(["run", "--model", "equivalent", "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["source"] == ""

@@ -1,0 +1,194 @@
+"""A profile as text, JSON and SVG; the records are written by hand."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Callable
+from xml.etree import ElementTree
+
+import pytest
+from profiles import failing, profile, row, setting
+
+from gaverify.cli import main
+from gaverify.records.comparison import Outcome
+from gaverify.records.profile import Memory, Profile
+from gaverify.report import print_answer, render
+from gaverify.report.documents.schema import schema_text, validate_document
+from gaverify.report.plot import profile_svg
+from gaverify.report.text.layout import Layout, cells, plain
+from gaverify.report.text.profile import profile_lines
+
+CASES: list[Callable[[], Profile]] = [
+    profile,
+    failing,
+    lambda: profile(steps=(4,), memory_limit=None),
+    lambda: profile(rows=(), setting=None, interrupted=True),
+    lambda: profile(memory_limit=1000),
+    lambda: profile(setting=setting(device="cuda:0", device_name="NVIDIA H100", device_memory=80 * 10**9)),
+    lambda: profile(rows=(row("accumulate", 2, memory=None), row("accumulate", 4, memory=None))),
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("width", [80, 60])
+def test_lines_fit_the_width(case: Callable[[], Profile], width: int) -> None:
+    lines = plain(profile_lines(case(), Layout(width=width))).splitlines()
+    limit = max(width, 80)  # the table itself needs 80 columns
+    assert [line for line in lines if cells(line) > limit] == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ascii_where_nothing_else_can_be_shown(case: Callable[[], Profile]) -> None:
+    assert plain(profile_lines(case(), Layout(ascii_only=True))).isascii()
+
+
+TABLE = """\
+  strategy      K × n  activations    peak     time  outcome     rel. diff
+  full batch   1 × 32      32.0 kB  364 MB  2.00 ms  reference
+  summed loss  2 × 16      32.0 kB  364 MB  3.00 ms  equivalent    1.1e-07
+  summed loss   4 × 8      32.0 kB  364 MB  5.00 ms  equivalent    1.1e-07
+  summed loss   8 × 4      32.0 kB  364 MB  9.00 ms  equivalent    1.1e-07
+  accumulate   2 × 16      16.0 kB  332 MB  3.00 ms  equivalent    1.1e-07
+  accumulate    4 × 8      8.00 kB  316 MB  5.00 ms  equivalent    1.1e-07
+  accumulate    8 × 4      4.00 kB  308 MB  9.00 ms  equivalent    1.1e-07
+"""
+
+LAST = """\
+  activations  0 B + 1.00 kB × n; straight line through 4 rows, residual at most
+               0 B (0 %)
+  peak         300 MB + 2.00 MB × n; straight line through 3 rows, residual at
+               most 0 B (0 %)
+  predicted    largest micro-batch that fits into 1.00 GB: 349 samples (by the
+               line through the peaks; beyond the measured 16)
+  predicted    smallest K for a batch of 1,024: 3
+
+EQUIVALENT  6 of 6 compared rows equivalent to the full batch's gradient
+"""
+
+FAILING = """\
+  strategy     K × n  activations    peak     time  outcome        rel. diff
+  full batch  1 × 32            -       -        -  out of memory
+      out of memory on cpu while running the full batch
+  accumulate  2 × 16      16.0 kB  332 MB  3.00 ms  divergent        8.8e-01
+  accumulate   4 × 8      8.00 kB  316 MB  5.00 ms  inconclusive
+      not compared with the full batch: out of memory on cpu while running the
+      full batch
+  accumulate       8            -       -        -  failed
+      the model or loss raised on micro-batch 1 of 8: ValueError: no
+  accumulate      64            -       -        -  does not fit
+      steps = 64 micro-batches cannot be cut from a batch of 32 samples
+  accumulate     128            -       -        -  not run
+"""
+
+
+def test_the_table_and_the_prediction() -> None:
+    text = render([profile()], "text")
+    assert TABLE in text
+    assert text.endswith(LAST)
+
+
+def test_every_row_says_what_happened_to_it() -> None:
+    text = render([failing()], "text")
+    assert FAILING in text
+    assert "DIVERGENT  1 of 2 compared rows diverge; `gaverify run` names the cause; 1 row\n           failed" in text
+    assert "interrupted" in text.splitlines()[-1]
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("stream", "no_color", "coloured"),
+                         [(Terminal, "", True), (Terminal, "1", False), (io.StringIO, "", False)])  # fmt: skip
+def test_colours_on_a_terminal_only(
+    stream: type[io.StringIO], no_color: str, coloured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"NO_COLOR": no_color, "TERM": "xterm-256color", "COLUMNS": "80"}.items():
+        monkeypatch.setenv(name, value)
+    out = stream()
+    print_answer(profile(), file=out)
+    assert ("\x1b[" in out.getvalue()) is coloured
+    assert re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue()).split() == render([profile()], "text").split()
+
+
+def test_a_bound_is_no_promise() -> None:
+    same = tuple(row("accumulate", k, memory=Memory("resident", 290_000_000, 300_000_000)) for k in (2, 4, 8))
+    text = " ".join(render([profile(rows=same, memory_limit=300_010_000)], "text").split())
+    assert "fits into 300 MB: at most 14 samples (by the line through the activations alone" in text
+    assert "smallest K for a batch of 1,024: at least 74" in text
+    assert "300 MB + 0 B × n; straight line through 3 rows, residual at most 0 B (0 %): not a line" in text
+
+
+def test_bars_are_as_long_as_what_they_show() -> None:
+    lines = plain(profile_lines(profile(), Layout(ascii_only=True))).splitlines()
+    bars = [line.count("#") for line in lines if line.strip().endswith("kB") and "#" in line]
+    assert len(bars) == 7
+    assert bars[0] == bars[1] == bars[2] == bars[3] == max(bars)
+    assert bars[4:] == [pytest.approx(bars[0] / k, abs=1) for k in (2, 4, 8)]
+
+
+def test_the_baseline_is_shown() -> None:
+    assert "peak memory above the 290 MB that model, batch and libraries take" in render([profile()], "text")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_json_is_what_the_schema_says(case: Callable[[], Profile]) -> None:
+    made = case()
+    document = validate_document(render([made], "json"))
+    assert (document.version, document.exit_code) == (1, made.exit_code)
+    assert len(document.rows) == len(made.rows)
+    assert (document.prediction is None) == (document.no_prediction is not None)
+
+
+def test_the_schema_is_closed() -> None:
+    schema = json.loads(schema_text("profile"))
+    assert schema["additionalProperties"] is False and schema["$schema"].startswith("https://json-schema.org/")
+    document = json.loads(render([profile()], "json"))
+    document["rows"][0]["more"] = 1
+    with pytest.raises(ValueError, match="more"):
+        validate_document(json.dumps(document))
+
+
+def test_the_command_prints_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "--schema"]) == 0
+    assert capsys.readouterr().out == schema_text("profile") + "\n"
+
+
+def test_no_number_without_a_json_form() -> None:
+    case = profile(rows=(row("accumulate", 2, outcome=Outcome.DIVERGENT, relative_difference=float("inf")),))
+    assert json.loads(render([case], "json"))["rows"][0]["relative_difference"] is None
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_picture_is_whole_and_alone(case: Callable[[], Profile]) -> None:
+    text = profile_svg(case())
+    root = ElementTree.fromstring(text)
+    assert root.tag.endswith("svg")
+    assert "prefers-color-scheme: dark" in text
+    assert re.findall(r"(?:href|src|url)\b", text) == []  # nothing from elsewhere
+    assert "nan" not in text and "inf" not in text.replace("info", "")
+
+
+def test_the_picture_shows_both_plots_with_every_k() -> None:
+    text = profile_svg(profile())
+    assert "Saved activations" in text and "Time per update" in text
+    for k in (1, 2, 4, 8):
+        assert text.count(f">{k}</text>") == 2
+    assert text.count('class="mark accumulate"') == 2 * 3 + 1  # a mark per row and plot, one in the legend
+    assert text.count('class="mark full-batch"') == 2 * 1 + 1
+
+
+def test_peaks_are_drawn_where_they_follow_the_micro_batch() -> None:
+    assert "dashed: peak above the baseline" in profile_svg(profile())
+    flat = tuple(row("accumulate", k, memory=Memory("resident", 1, 10)) for k in (2, 4))
+    assert "dashed" not in profile_svg(profile(rows=flat)).partition("</style>")[2]
+
+
+def test_a_model_name_cannot_break_the_picture() -> None:
+    root = ElementTree.fromstring(profile_svg(profile(setting=setting(model='a<b>&"c'))))
+    assert any('a<b>&"c' in (element.text or "") for element in root.iter())

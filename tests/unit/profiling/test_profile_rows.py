@@ -1,0 +1,235 @@
+"""`gaverify profile` from the command line, with real rows: each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gaverify
+from gaverify.cli import main
+from gaverify.profiling.launching import profile_spec
+from gaverify.records.prediction import Prediction, activation_line, peak_line, predict
+from gaverify.records.profile import plans
+from gaverify.report.documents.schema import validate_document
+from gaverify.report.documents.schema.profile import ProfileDocument
+from gaverify.spec import Spec
+
+MODEL = """
+import os, signal, sys, time
+import torch
+from torch import nn
+
+print("printed while it was imported")
+
+def problem(loss, norm=nn.Identity):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), norm(8), nn.Linear(8, 1))
+    return model, loss, (torch.randn(16, 6), torch.randn(16, 1))
+
+def squared(model, batch):
+    return ((model(batch[0]) - batch[1]) ** 2).mean()
+
+def batch_norm():
+    return problem(squared, nn.BatchNorm1d)
+
+def troubled():
+    def loss(model, batch):
+        print("printed by the loss")
+        if len(batch[0]) > 8:
+            torch.empty(10**15)  # more than any machine has
+        if len(batch[0]) == 2:
+            raise ValueError("no pairs")
+        return squared(model, batch)
+    return problem(loss)
+
+def killed():
+    def loss(model, batch):
+        if len(batch[0]) == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if len(batch[0]) == 2:
+            sys.exit(0)
+        return squared(model, batch)
+    return problem(loss)
+
+def slow():
+    def loss(model, batch):
+        if len(batch[0]) == 8:
+            open("reached", "w").close()
+            time.sleep(300)
+        return squared(model, batch)
+    return problem(loss)
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "own.py"
+    path.write_text(MODEL)
+    return path
+
+
+def profiled(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, ProfileDocument]:
+    code = main(["profile", "--format", "json", "--repeats", "1", *words])
+    return code, validate_document(capsys.readouterr().out)  # nothing but the document: prints go to stderr
+
+
+def test_a_built_in_in_every_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["--model", "mnist-mlp", "--steps", "1,4", "--memory", "1GB", "--output", "p.svg", "--output", "p.txt"]
+    code, document = profiled(capsys, *words)
+    assert (code, document.exit_code, document.outcome) == (0, 0, "equivalent")
+    full, summed, accumulated = document.rows
+    assert [(row.strategy, row.steps) for row in document.rows] == [
+        ("full-batch", 1), ("summed-loss", 4), ("accumulate", 4)]  # fmt: skip
+    # input, three hidden layers and the log-softmax of 32 samples, their targets, and the number of targets per loss
+    counted = 32 * (4 * (784 + 512 + 256 + 128 + 10) + 8)
+    assert [row.activation_bytes for row in document.rows] == [counted + 4, counted + 16, counted // 4 + 4]
+    assert full.memory is not None and full.memory.peak > full.memory.baseline > 0
+    assert all(row.seconds is not None and row.seconds.median > 0 for row in document.rows)
+    assert all(row.relative_difference is not None and row.relative_difference < 1e-5 for row in (summed, accumulated))
+    assert document.prediction is not None and document.prediction.wanted_batch == 32
+    assert "prefers-color-scheme" in Path("p.svg").read_text()
+    assert "full batch   1 × 32       217 kB" in Path("p.txt").read_text()
+
+
+def test_rows_that_end_badly_do_not_stop_the_others(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--strategy", "full-batch,accumulate", "--steps", "2,8,64"]
+    code, document = profiled(capsys, "--model", f"{model}:troubled", *words)
+    full, half, pairs, unfit = document.rows
+    assert (full.status, half.status, pairs.status, unfit.status) == (
+        "out-of-memory", "measured", "failed", "does-not-fit")  # fmt: skip
+    assert "out of memory" in full.message
+    assert half.activation_bytes and half.outcome == "inconclusive"
+    assert half.message.startswith("not compared with the full batch: out of memory")
+    assert "ValueError: no pairs (own.py:" in pairs.message
+    assert "64 micro-batches cannot be cut from a batch of 16 samples" in unfit.message
+    assert code == document.exit_code == 2  # the user's code raised
+
+
+def test_a_process_that_dies_is_a_row(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, document = profiled(capsys, "--model", f"{model}:killed", "--strategy", "accumulate", "--steps", "4,8")
+    killed, left = document.rows
+    assert (killed.status, left.status, code) == ("out-of-memory", "failed", 2)
+    assert killed.message == "the system killed the process while its peak was measured, as it does when its memory " \
+                             "runs out"  # fmt: skip
+    assert "sys.exit(0)" in left.message
+
+
+def test_the_outcome_is_the_verdict_s_own(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, document = profiled(capsys, "--model", f"{model}:batch_norm", "--strategy", "accumulate", "--steps", "4")
+    namespace: dict[str, Any] = {}
+    exec(MODEL, namespace)
+    verdict = gaverify.verify(*namespace["batch_norm"](), steps=4, diagnose=False)
+    expected = max(row.relative_difference for row in verdict.parameters if row.reference_norm > row.allowed)
+    (row,) = document.rows
+    assert (code, row.outcome, verdict.outcome.value) == (1, "divergent", "divergent")
+    assert row.relative_difference == pytest.approx(expected, rel=1e-6)
+    assert document.no_prediction is not None and "one K only" in document.no_prediction
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--steps", "0,2"], "--steps: must be whole numbers of at least 1, got `0,2`; write `--steps 1,2,4,8`"),
+        (["--steps", "2;4"], "--steps: must be whole numbers"),
+        (["--memory", "24"], "--memory: has no unit, got `24`; write `24GB` or `24GiB`"),
+        (["--strategy", "both"], "--strategy: unknown strategy `both`; known are `full-batch`"),
+        (["--optimizer", "lion"], "--optimizer: unknown optimizer `lion`; write `sgd`, `adam` or `adamw`"),
+        (["--repeats", "2,3"], "--repeats: takes one number, got 2"),
+        (["--weighting", "0.5,0.5"], "--weighting: numbers fit one K only"),
+        (["--output", "plot.png"], "`plot.png` has no ending that says which report to write; known are .txt, .json"),
+        (["--output", "nowhere/plot.svg"], "there is no folder"),
+        (["--memory", "24", "--dtype", "int3"], "--dtype"),  # together with the other problem
+    ],
+)
+def test_bad_words_get_a_sentence(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "--model", "mlp", *words]) == 2
+    captured = capsys.readouterr()
+    assert sentence in captured.err and "Traceback" not in captured.err and captured.out == ""
+
+
+def test_what_no_row_could_run_is_an_error(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "--model", f"{model}:nope", "--steps", "1,2"]) == 2
+    captured = capsys.readouterr()
+    assert "has no attribute `nope`" in captured.err and captured.out == ""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
+def test_ctrl_c_keeps_the_rows_that_are_done(model: Path, tmp_path: Path) -> None:
+    words = ["profile", "--model", f"{model}:slow", "--steps", "1,2,4", "--repeats", "1", "--format", "json"]
+    found = subprocess.Popen(
+        [sys.executable, "-m", "gaverify", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "reached").exists() and found.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        found.send_signal(signal.SIGINT)
+        out, err = found.communicate(timeout=240)
+    finally:
+        found.kill()
+    assert found.returncode == 130
+    assert "gaverify: interrupted; the report holds the rows that were done" in err
+    document = json.loads(out)
+    assert document["interrupted"] is True
+    assert [row["status"] for row in document["rows"]] == ["measured"] + ["not-run"] * 4
+    assert document["rows"][0]["activation_bytes"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "batch_size"), [("mnist-mlp", 8192), ("causal-lm", 256)])
+def test_a_predicted_micro_batch_needs_the_memory_that_was_predicted(name: str, batch_size: int) -> None:
+    """K = 4, 8 and 16 predict; then K = 2, with micro-batches twice as large as any of them, is measured."""
+    spec = Spec(model=name, batch_size=batch_size)
+    small = profile_spec(spec, plans(["accumulate"], [4, 8, 16]), repeats=1, steps=(4, 8, 16))
+    (large,) = profile_spec(spec, plans(["accumulate"], [2]), repeats=1).rows
+    line, activations = peak_line(small.rows), activation_line(small.rows)
+    assert line is not None and line.usable and activations is not None and large.memory is not None
+    size = batch_size // 2
+    assert large.activation_bytes == pytest.approx(activations.at(size), rel=0.03)
+    above = large.memory.peak - line.intercept  # what grows: the share of libraries and weights is no prediction
+    assert above == pytest.approx(line.slope * size, rel=0.15)
+    # and the other way round: a limit of what was measured must give that micro-batch
+    prediction = predict(replace(small, memory_limit=large.memory.peak))
+    assert isinstance(prediction, Prediction) and prediction.basis == "peak" and prediction.extrapolated
+    assert prediction.largest_micro_batch == pytest.approx(size, rel=0.15)
+    assert prediction.smallest_steps == -(-batch_size // prediction.largest_micro_batch)
+    # beyond the batch of the rows: the micro-batch that is predicted for a limit is measured, and takes what it may
+    limit = round(line.intercept + 2.5 * line.slope * batch_size)
+    predicted = predict(replace(small, memory_limit=limit))
+    assert isinstance(predicted, Prediction) and predicted.largest_micro_batch > 1.5 * batch_size
+    wide = spec.model_copy(update={"batch_size": predicted.largest_micro_batch})
+    (measured,) = profile_spec(wide, plans(["full-batch"], [1]), repeats=1).rows
+    assert measured.memory is not None
+    assert measured.memory.peak - line.intercept == pytest.approx(limit - line.intercept, rel=0.15)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_counts_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "mnist-mlp", "--batch-size", "4096", "--device", "cuda", "--steps", "1,4,8,16"]
+    code, document = profiled(capsys, *words)
+    on_cpu = profiled(capsys, *words[:4], "--steps", "1,4,8,16")[1]
+    assert code == 0 and document.setting is not None and document.setting.device_memory
+    # exact and the same on every device
+    assert [row.activation_bytes for row in document.rows] == [row.activation_bytes for row in on_cpu.rows]
+    for row in document.rows:
+        assert row.memory is not None and row.memory.kind == "cuda-allocated" and row.activation_bytes
+        assert row.memory.increment >= row.activation_bytes
+        assert row.memory.reserved is not None and row.memory.reserved >= row.memory.peak
+    # without `--memory` the prediction is for the GPU's own
+    assert document.prediction is not None and document.prediction.limit == document.setting.device_memory

@@ -1,0 +1,117 @@
+"""Forked processes: what comes back, what is raised, and that none is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from gaverify.errors import InternalError, ProblemError
+from gaverify.ranks.forking import run_forked
+
+
+def _refuse() -> None:
+    raise ProblemError("the batch is too small")
+
+
+def _break() -> None:
+    raise ZeroDivisionError("ours")
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _sleep() -> int:
+    time.sleep(60)
+    return os.getpid()
+
+
+def test_results_come_in_order_whoever_is_first() -> None:
+    def slow() -> str:
+        time.sleep(0.2)
+        return "slow"
+
+    assert run_forked([("a", slow), ("b", lambda: "quick")]) == ["slow", "quick"]
+
+
+def test_each_task_has_a_process_of_its_own() -> None:
+    pids = run_forked([("a", os.getpid), ("b", os.getpid)])
+    assert len({*pids, os.getpid()}) == 3
+
+
+@pytest.mark.parametrize(
+    ("task", "error", "words"),
+    [
+        (_refuse, ProblemError, "the batch is too small"),
+        (_break, InternalError, "ZeroDivisionError: ours"),
+        (_die, ProblemError, "b was ended by signal SIGKILL"),
+        (lambda: os._exit(0), ProblemError, "b left with exit code 0"),
+    ],
+    ids=["foreseen", "ours", "signal", "exit"],
+)
+def test_a_failure_ends_the_others_at_once(task: object, error: type[Exception], words: str) -> None:
+    begun, before = time.monotonic(), _children()
+    with pytest.raises(error, match=words):
+        run_forked([("a", _sleep), ("b", task)])  # type: ignore[list-item]
+    assert time.monotonic() - begun < 30
+    assert _children() <= before  # those of other tests aside
+
+
+def test_the_earliest_failure_is_told() -> None:
+    """A rank that loses its connection because another one failed must not hide the other's sentence."""
+
+    def later() -> None:
+        time.sleep(0.1)
+        raise ProblemError("connection closed by peer")
+
+    with pytest.raises(ProblemError, match="the batch is too small"):
+        run_forked([("a", later), ("b", _refuse)])
+
+
+def test_a_task_that_does_not_end_is_ended() -> None:
+    with pytest.raises(ProblemError, match=r"a did not end within 0\.2 s"):
+        run_forked([("a", _sleep)], timeout=0.2)
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="reads /proc")
+def test_children_end_with_a_parent_that_is_killed() -> None:
+    """The middle process is killed as the system kills for memory; its own child must not go on."""
+    reading, writing = os.pipe()
+
+    def middle() -> None:
+        def leaf() -> None:
+            os.write(writing, str(os.getpid()).encode())
+            time.sleep(60)
+
+        run_forked([("leaf", leaf)], waiting=_kill_when_started)
+
+    def _kill_when_started() -> None:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(ProblemError, match="SIGKILL"):
+        run_forked([("middle", middle)])
+    leaf = int(os.read(reading, 32))
+    for _ in range(100):
+        if not _runs(leaf):
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("the leaf goes on")
+
+
+def _children() -> set[str]:
+    """The processes that this one has started and not waited for."""
+    lists = Path("/proc/self/task").glob("*/children")
+    return {pid for path in lists for pid in path.read_text(encoding="ascii").split()}
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").split()[2] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

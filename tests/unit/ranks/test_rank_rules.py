@@ -1,0 +1,43 @@
+"""The rules about ranks, on hand-made numbers: each fires on its own signature and stays quiet on its neighbours'."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from measured import record
+from ranked import GATHERED, fit, ranks
+
+from gaverify.rules import gather_without_gradient, mean_over_ranks, wrong_rank_scale
+
+RULES = (mean_over_ranks, wrong_rank_scale, gather_without_gradient)
+CASES = {
+    "unequal shares": (ranks(fit((0.534, 0.466))), {"GAV703"}),
+    "factor R": (ranks(fit((0.25, 0.25), factor=2.0, left=2e-7)), {"GAV704"}),
+    "factor 1/R": (ranks(fit((1.0, 1.0), factor=0.5, left=2e-7)), {"GAV704"}),
+    "gather": (ranks(fit(residual=0.15), own=GATHERED, gather_control=1.2e-7), {"GAV705"}),
+    "gather that is not the cause": (ranks(fit(residual=0.15), own=GATHERED, gather_control=0.4), set()),
+    "no weights fit and nothing is gathered": (ranks(fit(residual=0.15)), set()),
+    "a weight below zero is no share": (ranks(fit((1.4, -0.4))), set()),
+    "one process diverges alike": (ranks(fit((0.534, 0.466)), from_one_process=1e-7), set()),
+    "no difference": (ranks(fit((0.534, 0.466)), divergent=False), set()),
+    "nothing to fit": (ranks(None), set()),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_signature_has_its_rule(name: str) -> None:
+    measured, codes = CASES[name]
+    found = [finding for rule in RULES for finding in rule.judge(replace(record(), ranks=measured))]
+    assert {finding.code for finding in found} == codes
+    assert all(finding.proven for finding in found)
+
+
+def test_a_gather_that_explains_most_is_not_proven() -> None:
+    measured = ranks(fit(residual=0.15), own=GATHERED, gather_control=1e-3)
+    (finding,) = gather_without_gradient.judge(replace(record(), ranks=measured))
+    assert not finding.proven and "tested" not in finding.remedy
+
+
+def test_a_run_without_ranks_has_no_such_finding() -> None:
+    assert not [finding for rule in RULES for finding in rule.judge(record())]

@@ -1,0 +1,135 @@
+"""The JSON document: complete, valid under its schema, always JSON."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import pydantic
+import pytest
+import samples
+
+from gaverify.records.comparison import Outcome
+from gaverify.report import Report
+from gaverify.report.documents import answer_text, overall_outcome, report_text
+from gaverify.report.documents.schema import RunDocument, VerdictDocument, schema_text, validate_document
+from gaverify.report.text.wording import method, sentence
+
+
+@pytest.mark.parametrize("sample", samples.EVERY)
+def test_verdict_satisfies_the_schema(sample) -> None:
+    verdict = sample()
+    document = validate_document(answer_text(verdict))
+    assert isinstance(document, VerdictDocument)
+    assert document.outcome == verdict.outcome.value
+    assert document.exit_code == verdict.outcome.exit_code
+    assert [row.name for row in document.parameters] == [row.name for row in verdict.parameters]
+    assert verdict.to_json() == answer_text(verdict)
+
+
+def test_several_verdicts_satisfy_the_schema() -> None:
+    text = report_text(Report(tuple(sample() for sample in samples.EVERY), (("configs/broken.toml", "no `model`"),)))
+    document = validate_document(text)
+    assert isinstance(document, RunDocument)
+    assert document.outcome == "divergent"
+    assert document.errors[0].message == "no `model`"
+
+
+def test_one_verdict_is_its_own_document_unless_something_failed() -> None:
+    verdict = samples.equivalent()
+    assert report_text(Report((verdict,))) == answer_text(verdict) + "\n"
+    assert json.loads(report_text(Report((verdict,), (("a", "b"),))))["outcome"] == "inconclusive"
+    assert json.loads(report_text(Report(())))["outcome"] == "inconclusive"
+
+
+def test_overall_outcome_is_the_worst() -> None:
+    equivalent, divergent, inconclusive = samples.equivalent(), samples.divergent(), samples.inconclusive()
+    assert overall_outcome(Report((equivalent, equivalent))) is Outcome.EQUIVALENT
+    assert overall_outcome(Report((equivalent, inconclusive))) is Outcome.INCONCLUSIVE
+    assert overall_outcome(Report((inconclusive, divergent, equivalent))) is Outcome.DIVERGENT
+
+
+def test_numbers_are_kept_and_non_finite_ones_become_null() -> None:
+    finite = json.loads(answer_text(samples.divergent()))
+    assert finite["parameters"][0]["relative_difference"] == pytest.approx(0.88)
+    assert finite["parameters"][0]["worst"] == {"index": [3, 14], "reference": 0.0123457, "accumulated": -0.0456789}
+    assert finite["parameters"][3]["relative_difference"] is None
+    assert finite["findings"][0]["evidence"][0]["values"]["limit"] is None
+    assert finite["spec"] == {"model": "mlp-batchnorm", "steps": 4, "shape": [3, 32], "limit": None}
+    assert json.loads(answer_text(samples.inconclusive()))["parameters"][1]["difference_norm"] is None
+
+
+def test_odd_values_in_evidence_are_still_json() -> None:
+    values = {"set": {2, 1}, "outcome": Outcome.DIVERGENT, 3: object, "deep": [(math.nan, {"x": -math.inf})]}
+    finding = samples.batchnorm()
+    evidence = replace(finding.evidence[0], values=values)
+    verdict = samples.divergent(findings=(replace(finding, evidence=(evidence,)),))
+    document = validate_document(answer_text(verdict))
+    assert isinstance(document, VerdictDocument)
+    found = document.findings[0].evidence[0].values
+    assert found["set"] == [1, 2]
+    assert found["outcome"] == "divergent"
+    assert found["deep"] == [[None, {"x": None}]]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("outcome", "fine"), ("version", 2), ("exit_code", 2), ("unheard", 1), ("parameters", None)]
+)
+def test_the_schema_refuses_what_is_wrong(key: str, value: object) -> None:
+    document = json.loads(answer_text(samples.equivalent()))
+    document[key] = value
+    with pytest.raises(pydantic.ValidationError):
+        validate_document(json.dumps(document))
+
+
+def test_schema_is_json_and_names_both_forms() -> None:
+    schema = json.loads(schema_text("run"))
+    assert {"VerdictDocument", "RunDocument"} <= set(schema["$defs"])
+    assert "null" in json.dumps(schema["$defs"]["Parameter"]["properties"]["difference_norm"])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("jsonschema") is None, reason="jsonschema is not installed")
+@pytest.mark.parametrize("sample", samples.EVERY)
+def test_json_schema_accepts_the_documents(sample) -> None:
+    import jsonschema
+
+    jsonschema.validate(json.loads(answer_text(sample())), json.loads(schema_text("run")))
+
+
+def test_neither_pydantic_nor_torch_is_imported() -> None:
+    heavy = "bool({'torch', 'pydantic', 'rich'} & set(sys.modules))"
+    script = f"import sys, gaverify.report.documents; sys.exit({heavy})"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("missing", ["kind", "source", "name", "sentence"])
+def test_an_older_document_without_a_newer_key_is_still_read(missing: str) -> None:
+    document = json.loads(answer_text(samples.divergent()))
+    del document[missing]
+    assert isinstance(validate_document(json.dumps(document)), VerdictDocument)
+
+
+@pytest.mark.parametrize("command", ["run", "audit", "profile"])
+def test_every_command_has_a_schema(command: str) -> None:
+    assert json.loads(schema_text(command))["title"].endswith("document, version 1")
+
+
+def test_why_float64_was_impossible_is_told_in_text_and_json() -> None:
+    why = '"_grouped_mm" not implemented for Double'
+    verdict = samples.equivalent(method="noise-floor", control_failure=why)
+    assert json.loads(verdict.to_json())["control_failure"] == why
+    assert f"by the noise floor of the full batch; float64 was impossible: {why}" in method(verdict)
+    assert "impossible" not in method(samples.equivalent())
+    assert json.loads(samples.equivalent().to_json())["control_failure"] == ""
+
+
+def test_a_gradient_of_zero_is_not_told_by_how_many_times_it_differs() -> None:
+    zero = samples.row("bias", Outcome.DIVERGENT, reference_norm=0.0, accumulated_norm=1.0, difference_norm=1.0)
+    told = sentence(samples.divergent(parameters=(*samples.divergent().parameters, zero)))
+    assert "by up to 88 %" in told and "where the full-batch gradient is zero, by more than rounding" in told
+    alone = sentence(samples.divergent(parameters=(zero,)))
+    assert "by up to" not in alone and "zero" in alone

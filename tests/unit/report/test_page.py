@@ -1,0 +1,170 @@
+"""The HTML page: what it shows, that names are text in it, and that it needs nothing else."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import profiles
+import pytest
+import samples
+
+from gaverify.records.audit_report import Moment
+from gaverify.records.comparison import Outcome
+from gaverify.records.findings import Evidence, Excerpt, Location
+from gaverify.report import render
+from gaverify.report.documents import answer_text
+from gaverify.report.documents.reading import answer_of
+from gaverify.report.page.charts import scale_of
+from gaverify.report.page.rendering import _LIMIT
+
+VOID = {"meta", "input", "path", "circle", "rect", "tr", "td"}  # and those whose end may be left out
+
+
+class Reader(HTMLParser):
+    """Collects tags and text, and fails where a tag is closed that is not open."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.open: list[str] = []
+        self.texts: list[str] = []
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.tags.append(tag)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not self.open or self.open[-1] not in ("script", "style"):
+            self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.texts).split())
+
+
+def page(*answers: object, **options: object) -> str:
+    return render(answers, "html", **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sample", [*samples.EVERY, samples.audited, profiles.profile, profiles.failing])
+def test_it_is_whole_and_alone(sample) -> None:
+    made = page(sample())
+    Reader(made)
+    assert re.findall(r"(?:href|src)=\"(?!#)", made) == []
+    assert "https://" not in made and "http://" not in made.replace('xmlns="http://www.w3.org/2000/svg"', "")
+    assert (
+        "default-src 'none'" in html.unescape(made) and "prefers-color-scheme: dark" in made and "@media print" in made
+    )
+
+
+def test_verdict_and_cause_come_first_and_the_command_last() -> None:
+    text = Reader(page(samples.divergent(command="gaverify run x.toml"))).text
+    places = [text.index(words) for words in ("3 of 6 parameters differ", "GAV101", "0.weight", "made by",
+                                              "gaverify run x.toml")]  # fmt: skip
+    assert places == sorted(places)
+    assert "gaverify run x.toml" not in Reader(page(samples.divergent())).text
+
+
+@pytest.mark.parametrize(
+    "name", ["<script>alert(1)</script>", "</script><b>", '"onload="x', "<!--", "{{ 7 * 7 }}", "&lt;"]
+)
+def test_names_are_text(name: str) -> None:
+    rows = (samples.row(name, Outcome.DIVERGENT), samples.row(f"{name}.weight"))
+    finding = replace(
+        samples.batchnorm(), location=Location(name, name, name, 3, Excerpt(3, (name,))), summary=name, remedy=name,
+        evidence=(Evidence(name, name, name),), accepted=name,
+    )  # fmt: skip
+    verdict = samples.divergent(parameters=rows, findings=(finding,), source=name, command=name)
+    reader = Reader(page(verdict, errors=[(name, name)]))
+    assert name in "".join(reader.texts)
+    assert reader.tags.count("script") == 1 and "b" not in reader.tags and "49" not in reader.text.split()
+
+
+def test_the_culprit_line_stands_in_its_source() -> None:
+    place = Location("1", "Centre", "net.py", 6, Excerpt(5, ("def forward(self, x):", "    return x - x.mean(0)")))
+    made = page(samples.divergent(findings=(replace(samples.batchnorm(), location=place),)))
+    assert re.search(r'class="hit"><span class="number">6</span><mark>    return x - x.mean\(0\)</mark>', made)
+    assert "<mark>" not in page(samples.divergent())
+
+
+def test_control_before_and_after() -> None:
+    control = Evidence("control", "control", "frozen: proven", {"left": 8e-8})
+    measured = Evidence("operations", "measured", "88 %", {"difference": 0.88})
+    made = page(samples.divergent(findings=(replace(samples.batchnorm(), evidence=(measured, control)),)))
+    assert "as it is: 8.8e-01, in the control run: 8.0e-08" in made
+    assert "in the control run" not in page(samples.divergent())
+
+
+def test_weights_are_bars_where_they_were_fitted() -> None:
+    made = page(samples.audited())
+    assert "micro-batch 2: 0.75" in made and made.count('class="bar used"') == made.count('class="bar right"') == 2
+    fitted = Evidence("micro-batch-weights", "control", "fits", {"weights": [0.1, 0.2, 0.3, 0.4]})
+    verdict = samples.divergent(findings=(replace(samples.batchnorm(), evidence=(fitted,)),))
+    assert page(verdict).count('class="bar right"') == 4
+    assert 'class="bar right"' not in page(samples.divergent())
+
+
+def test_the_timeline_groups_calls_by_update_and_rank() -> None:
+    made = Reader(page(samples.audited())).text
+    assert "update 1 backward × 2 train.py:7 step train.py:9 zero_grad train.py:10" in made
+    ranks = tuple(Moment("step", 1, None, None, rank) for rank in (1, 0))
+    assert (
+        "update 1, rank 0 step update 1, rank 1 step" in Reader(page(replace(samples.audited(), timeline=ranks))).text
+    )
+    assert "Timeline" not in Reader(page(samples.divergent())).text
+
+
+def test_modules_stand_in_the_models_order_with_the_cause() -> None:
+    text = Reader(page(samples.divergent())).text
+    assert "the first that differs is 0" in text and "1 cause" in text
+    assert page(samples.large(2, 5000)).count('class="track"') <= 400
+
+
+def test_a_profile_has_its_plots_and_its_rows() -> None:
+    made = page(profiles.profile())
+    assert "Saved activations" in made and "accumulate" in Reader(made).text
+
+
+def test_a_large_model_fits() -> None:
+    made = page(samples.large(7, 5000))
+    assert len(made.encode()) < 3_000_000
+    assert made.count(" later") == 5000 - _LIMIT
+    assert f"const LIMIT = {_LIMIT};" in made
+
+
+@pytest.mark.parametrize("sample", [*samples.EVERY, samples.audited, profiles.profile])
+def test_a_page_of_a_saved_document_is_the_same(sample) -> None:
+    answer = sample()
+    assert page(answer_of(json.loads(answer_text(answer)))) == page(answer)
+
+
+def test_several_answers_have_an_overview() -> None:
+    text = Reader(page(samples.divergent(), samples.equivalent(), errors=[("b.toml", "no `model`")])).text
+    assert text.index("3 runs") < text.index("b.toml: no model") < text.index("GAV101")
+    assert "runs" not in Reader(page(samples.equivalent())).text
+
+
+def test_the_axis_holds_every_number() -> None:
+    scale = scale_of([1e-8, 0.5, float("inf"), 0.0], 100)
+    assert (scale.low, scale.high) == (-8, 0)
+    assert [scale.at(value) for value in (0.0, 1e-8, 1e-4, 1.0, float("inf"), float("nan"))] == pytest.approx(
+        [0, 0, 50, 100, 100, 0]
+    )
+    assert len(scale_of([1e-300, 1e300], 1).ticks) <= 12
+
+
+def test_the_template_is_shipped() -> None:
+    folder = Path(__import__("gaverify.report.page", fromlist=["x"]).__file__).parent
+    assert {"page.css", "page.js", "page.html.jinja"} <= {file.name for file in folder.iterdir()}

@@ -1,0 +1,65 @@
+"""Documents that are read back are the answers that wrote them; anything else gets a sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import profiles
+import pytest
+import samples
+
+from gaverify.errors import SpecError
+from gaverify.report import render
+from gaverify.report.documents import answer_text
+from gaverify.report.documents.reading import answer_of, read_report
+
+ANSWERS = [sample() for sample in samples.EVERY] + [samples.audited(), profiles.profile(), profiles.failing()]
+
+
+@pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: type(answer).__name__)
+def test_what_is_read_is_what_was_written(answer) -> None:
+    text = answer_text(answer)
+    again = answer_of(json.loads(text))
+    assert type(again) is type(answer)
+    assert answer_text(again) == text
+    assert render([again], "text", show_all=True) == render([answer], "text", show_all=True)
+
+
+def test_several_answers_and_errors(tmp_path: Path) -> None:
+    file = tmp_path / "all.json"
+    file.write_text(render(ANSWERS, "json", errors=[("broken.toml", "no `model`")]))
+    report = read_report(file)
+    assert len(report.answers) == len(ANSWERS)
+    assert report.errors == (("broken.toml", "no `model`"),)
+
+
+GOOD = json.loads(answer_text(samples.divergent()))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "is no JSON"),
+        ("[]", "is no document of gaverify's"),
+        ('{"version": 1}', "is no document of gaverify's"),
+        (json.dumps({**GOOD, "version": 2}), "has version 2; this gaverify reads version 1"),
+        (json.dumps({**GOOD, "outcome": "fine"}), r"\$.outcome: input should be"),
+        (json.dumps({**GOOD, "more": 1}), r"\$.more: extra inputs are not permitted"),
+        (json.dumps({**GOOD, "parameters": [{}]}), r"more problems\); it is not as gaverify wrote it"),
+        ("[" * 100_000, "is no JSON"),
+        ('{"version": 1, "rules": []}', "is no document"),
+    ],
+)
+def test_what_is_not_ours_gets_a_sentence(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "a.json"
+    file.write_text(text)
+    with pytest.raises(SpecError, match=words):
+        read_report(file)
+
+
+def test_what_cannot_be_read_gets_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "latin").write_bytes(b"\xff")
+    for name, words in {"latin": "is no JSON", "gone": "cannot be read: No such file", ".": "cannot be read"}.items():
+        with pytest.raises(SpecError, match=words):
+            read_report(tmp_path / name)

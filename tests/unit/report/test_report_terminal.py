@@ -1,0 +1,259 @@
+"""The report for people: whole outputs as snapshots, and what must hold for all of them."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import samples
+
+from gaverify.errors import SpecError
+from gaverify.records.comparison import Element, NotCompared, Outcome
+from gaverify.records.findings import Location
+from gaverify.records.verdict import Verdict
+from gaverify.report import FORMATS, print_answer, print_answers, print_summary, render
+from gaverify.report.text.layout import Layout, cells
+
+ODD_NAMES = (
+    "",
+    "[red]",
+    "[/]",
+    "[bold red]x[/]",
+    "x" * 500,
+    "Schicht.größe.层",
+    "a\nb\x1b[31m\ud800",
+    "e\u0301" * 90,
+    "🙂" * 70,
+)
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("COLUMNS", "NO_COLOR", "FORCE_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def printed(verdict: Verdict, show_all: bool = False) -> str:
+    stream = io.StringIO()
+    print_answer(verdict, show_all=show_all, file=stream)
+    return stream.getvalue()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("sample", samples.EVERY)
+def test_whole_output(sample, snapshot) -> None:
+    assert printed(sample()) == snapshot
+
+
+def test_whole_output_of_several_runs(snapshot) -> None:
+    stream = io.StringIO()
+    print_answers([samples.equivalent(), samples.divergent()], file=stream)
+    print_summary([samples.inconclusive()], [("configs/broken.toml", "$.steps: must be at least 1")], stream)
+    assert stream.getvalue() == snapshot
+
+
+def test_whole_output_on_a_wide_terminal(snapshot, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    assert printed(samples.divergent()) == snapshot
+
+
+@pytest.mark.parametrize("width", [60, 72, 80, 100, 140])
+@pytest.mark.parametrize("sample", samples.EVERY)
+def test_nothing_is_wider_than_the_terminal(sample, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    table = 82 if sample is samples.traced else 75  # what the numbers alone need
+    assert max(cells(line) for line in printed(sample(), show_all=True).splitlines()) <= max(
+        width, table * (width < 80)
+    )
+
+
+def test_a_fault_is_shown_and_its_absence_is_not() -> None:
+    faulty, sound = printed(samples.divergent()), printed(samples.equivalent())
+    for words in ("DIVERGENT  3 of 6 parameters differ, by up to 88 %", "GAV101", "divergent", "remedy"):
+        assert words in faulty
+        assert words not in sound
+    assert "EQUIVALENT  4 of 4 parameters agree to rounding" in sound
+    assert "EQUIVALENT" not in faulty
+
+
+def test_the_trace_shows_the_numbers_of_toy_linear() -> None:
+    text = printed(samples.traced())
+    for number in ("-16.0", "-20.0", "1.0", "1.2", "1 : 0 : 1", "2 : 0 : 1"):
+        assert number in text
+    assert "zero_grad" not in printed(samples.equivalent())
+
+
+def test_folding_hides_only_what_is_equivalent() -> None:
+    text = printed(samples.large(faults=2))
+    assert text.count("worst element") == 2
+    assert "… and 58 more parameters: equivalent (use --all)" in text
+    everything = printed(samples.large(faults=2), show_all=True)
+    assert len(re.findall(r" (?:equivalent|divergent)$", everything, re.MULTILINE)) == 60
+    assert everything.count("worst element") == 2
+    assert "--all" not in everything
+    many = printed(samples.large(faults=40))
+    assert "… and 30 more parameters: divergent" in many
+    assert "… and 20 more parameters: equivalent" in many
+    assert "--all" not in printed(samples.divergent())
+
+
+def test_long_names_that_differ_stay_different() -> None:
+    text = printed(samples.large(faults=3))
+    assert all(f"layers.{at}." in text for at in range(3))
+
+
+def test_worst_comes_first() -> None:
+    names = ("0.weight", "1.weight", "0.bias", "2.weight", "2.bias")
+    places = [printed(samples.divergent()).index(f"\n  {name}") for name in names]
+    assert all(before < after for before, after in pairwise(places))
+
+
+def test_an_unused_parameter_says_so() -> None:
+    assert "unused" in printed(samples.divergent())
+    assert "unused" not in printed(samples.equivalent())
+
+
+def test_parameters_that_were_not_compared_do_not_agree() -> None:
+    spare = samples.row("spare.bias", shape=(7,), method="not-compared", why=NotCompared.UNUSED)
+    text = printed(samples.equivalent(parameters=(samples.row(), spare)))
+    assert "EQUIVALENT  1 of 2 parameters agrees to rounding, 1 was not compared" in text
+    assert text.count("not compared") == 1
+    assert "not compared" not in printed(samples.equivalent())
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        ("working-precision", "decided in working precision; smallest relative difference it could"),
+        ("float64-control", "by the float64 control"),
+        ("noise-floor", "by the noise floor"),
+        ("tolerance", "by the tolerances that were asked for (rtol 0.01, atol 0.1)"),
+        ("not-compared", "nothing was compared"),
+        ("something-new", "by something-new"),
+    ],
+)
+def test_the_method_is_said_in_words(method: str, words: str) -> None:
+    verdict = samples.equivalent(method=method, spec={"rtol": 0.01, "atol": 0.1})
+    assert words in " ".join(printed(verdict).split())
+
+
+def test_nothing_compared_is_never_a_pass() -> None:
+    text = printed(samples.equivalent(outcome=Outcome.INCONCLUSIVE, parameters=(), method="not-compared"))
+    assert "INCONCLUSIVE  nothing was compared" in text
+    assert "EQUIVALENT" not in text
+
+
+def test_a_pipe_gets_no_escape_codes_and_a_terminal_gets_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "\x1b" not in printed(samples.divergent())
+    monkeypatch.setenv("TERM", "xterm-256color")
+    terminal = Terminal()
+    print_answer(samples.divergent(), file=terminal)
+    assert "\x1b[" in terminal.getvalue()
+    monkeypatch.setenv("NO_COLOR", "1")
+    plain = Terminal()
+    print_answer(samples.divergent(), file=plain)
+    assert "\x1b" not in plain.getvalue()
+    assert "DIVERGENT" in plain.getvalue()
+
+
+def test_a_stream_without_unicode_gets_ascii() -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
+    verdict = samples.divergent(parameters=(samples.row("größe", Outcome.DIVERGENT),))
+    print_answer(verdict, file=stream)
+    stream.flush()
+    assert b"gr\\xf6\\xdfe" in stream.buffer.getvalue()
+
+
+@pytest.mark.parametrize("sample", samples.EVERY)
+def test_ascii_tables_still_line_up(sample) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="latin-1", errors="strict")
+    print_answer(sample(), file=stream, show_all=True)
+    stream.flush()
+    assert max(map(len, stream.buffer.getvalue().splitlines())) <= 80
+
+
+@pytest.mark.parametrize("format", [form.name for form in FORMATS])
+@pytest.mark.parametrize("name", ODD_NAMES)
+@pytest.mark.parametrize("number", [math.nan, math.inf, 0.0, 1e300])
+def test_every_format_takes_odd_names_and_numbers(format: str, name: str, number: float) -> None:
+    rows = tuple(
+        samples.row(name, outcome, difference_norm=number, reference_norm=number, allowed=number)._replace(
+            worst=Element((), number, -number)
+        )
+        for outcome in Outcome
+    )
+    finding = replace(samples.batchnorm(), location=Location(name, name, name, 1), summary=name, name=name, remedy=name)
+    run = samples.run(model=name, weighting=name, loss_full=number, weights=(), micro_batches=(), batch_size=0)
+    for outcome in Outcome:
+        verdict = Verdict(outcome, rows, (finding,), run, name, number, {"total": number}, samples.traced().trace)
+        text = render([verdict], format)
+        text.encode("utf-8")
+        assert "\x1b" not in text
+        if name == "[red]":
+            assert "[red]" in text.replace("&#91;", "[").replace("&#93;", "]")
+
+
+def test_an_unknown_format_names_the_known() -> None:
+    with pytest.raises(SpecError, match="text, json, junit, svg, html"):
+        render([], "pdf")
+
+
+def test_words_are_never_cut() -> None:
+    words = ["every", "word", "of", "this", "sentence", "stays", "whole,", "88", "%", "too"]
+    lines = Layout(width=14).wrap(" ".join(words))
+    assert " ".join(line[1][0] for line in lines).split(" ") == words
+    assert not any(line[1][0].startswith("%") for line in lines)
+
+
+@pytest.mark.parametrize("width", range(1, 12))
+def test_shortened_names_keep_both_ends(width: int) -> None:
+    text = Layout().shorten("encoder.weight", width)
+    assert cells(text) <= width
+    assert "…" in text
+    assert "encoder.weight".endswith(text.split("…")[1])
+
+
+def test_importing_the_report_is_cheap() -> None:
+    script = """
+import sys, gaverify.report
+assert not {'torch', 'rich', 'pydantic', 'xml.etree.ElementTree'} & set(sys.modules)
+sys.path.insert(0, sys.argv[1])
+import samples
+for format in gaverify.report.FORMATS:
+    format = format.name
+    gaverify.report.render([samples.divergent()], format)
+assert 'rich' in sys.modules and 'torch' not in sys.modules
+"""
+    assert (
+        subprocess.run([sys.executable, "-c", script, str(Path(samples.__file__).parent)], check=False).returncode == 0
+    )
+
+
+def test_rounding_orders_no_rows_and_shows_no_element() -> None:
+    """Two machines round differently; their reports of an equivalent model differ in numbers only."""
+    verdict = samples.equivalent()
+    other = replace(
+        verdict,
+        parameters=tuple(
+            row._replace(difference_norm=row.allowed * at / 9, worst=None if at % 2 else row.worst)
+            for at, row in enumerate(verdict.parameters)
+        ),
+    )
+    assert names_of(printed(other)) == names_of(printed(verdict)) == [row.name for row in verdict.parameters]
+    assert "worst" not in printed(verdict) + printed(other)
+
+
+def names_of(text: str) -> list[str]:
+    """The parameters of a table, in its order."""
+    return re.findall(r"^  ([\w.]+) .* equivalent$", text, re.MULTILINE)

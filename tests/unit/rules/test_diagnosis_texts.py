@@ -1,0 +1,351 @@
+"""What the rules say: locations, evidence, remedies, and what counts as proven; on records written by hand."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+from measured import (
+    BROKEN,
+    HALVED,
+    HELPED,
+    LINE,
+    MISSING,
+    NAN,
+    QUARTERS,
+    cause,
+    changed,
+    coupled,
+    divergent,
+    evidence,
+    fitted,
+    judged,
+    norm,
+    only,
+    record,
+    row,
+)
+
+from gaverify.records.comparison import Method
+from gaverify.records.experiment import ControlKind, ControlRun
+from gaverify.records.facts import Facts, PrecisionLoss, Repeatability, SampleCoupling, State, StateChange
+from gaverify.records.findings import Location
+from gaverify.records.operations import Operation
+from gaverify.records.weights import WeightFit
+from gaverify.rules import findings_for
+from gaverify.rules.wording import exact
+
+
+def test_batch_statistics_prints_the_remedies_that_were_run() -> None:
+    group, failed = (
+        ControlRun("GroupNorm(2, 8)", 2e-16, True, kind=ControlKind.REPLACED),
+        ControlRun("LayerNorm", 0.3, False, kind=ControlKind.REPLACED),
+    )
+    finding = only(divergent(causes=(norm(remedies=(group, failed)),)))
+    assert finding.summary == "`1` (BatchNorm1d) normalises over the micro-batch"
+    assert finding.location == Location("1", "BatchNorm1d")
+    assert finding.remedy.startswith("GroupNorm(2, 8) in its place: tested, equivalent; or freeze its statistics")
+    assert "LayerNorm" not in finding.remedy
+    assert finding.proven
+    assert evidence(finding, "control") == "with `1` frozen in both runs the difference is 1e-16: proven"
+
+
+@pytest.mark.parametrize(("control", "cleared", "proven"), [(HELPED, False, True), (HALVED, True, True),
+                                                            (HALVED, False, False), (None, True, False)])  # fmt: skip
+def test_proven_only_where_a_control_run_shows_it(control: ControlRun | None, cleared: bool, proven: bool) -> None:
+    for found in (norm(control=control), cause(control=control), coupled(control=control)):
+        assert findings_for(divergent(causes=(found,), cleared=cleared))[0].proven is proven
+
+
+def test_one_of_several_causes_says_how_much_it_explains() -> None:
+    alone = findings_for(divergent(causes=(norm(control=HALVED),)))[0]
+    assert evidence(alone, "control").endswith("this explains 75%, another cause is left")
+    beside = findings_for(divergent(causes=(norm(control=HALVED),), cleared=True))[0]
+    assert evidence(beside, "control").endswith("the causes named beside it explain the rest")
+
+
+def test_a_coupled_loss_points_to_its_line() -> None:
+    finding = only(divergent(causes=(coupled(),)))
+    assert finding.summary == "the loss compares the samples of a batch with each other"
+    assert (finding.location.file, finding.location.line) == ("train.py", 12)
+    assert "`logits = a @ b.T`" in evidence(finding, "measured")
+    assert evidence(finding, "fit") == "the best micro-batch weights leave 4.0e-01 of the gradient over"
+    assert "gaverify.remedies.CachedGradients" in finding.remedy
+
+
+def test_the_cached_gradient_is_promised_only_where_it_was_run() -> None:
+    held = ControlRun("the result of `mm` held constant", 1e-16, True)
+    remedy = only(divergent(causes=(coupled(control=held),))).remedy
+    assert remedy.endswith("not tried here") and "tested" not in remedy and "hold" not in remedy
+    failed = ControlRun("cached gradients", 0.2, False, kind=ControlKind.CACHED_GRADIENTS)
+    assert "CachedGradients" not in only(divergent(causes=(coupled(control=failed),))).remedy
+
+
+@pytest.mark.parametrize(("left", "told"), [(1e-16, True), (0.17, False)])
+def test_held_statistics_are_a_repair_only_where_their_gradient_came_out(left: float, told: bool) -> None:
+    """Dice, VICReg: the control holds the statistics in both runs; as a repair they lose the gradient through them."""
+    held = ControlRun("what is reduced over the batch held constant", 1e-16, True)
+    tried = ControlRun("held", left, left < 1e-6, kind=ControlKind.HELD_IN_WINDOW)
+    for make in (coupled, cause):
+        finding = only(divergent(causes=(make(control=held, remedies=(tried,)),)))
+        assert ("hold it constant in every micro-batch: tested, equivalent" in finding.remedy) is told
+
+
+def test_partners_are_paired_before_the_window_is_cut() -> None:
+    """Operations that only move rows: a permutation, a flip. One that computes is no pairing."""
+    held = ControlRun("the result of `flip` held constant", 1e-16, True)
+    for name, told in (("flip", True), ("index", True), ("mm", False)):
+        finding = only(divergent(causes=(cause(Operation(name, "0"), control=held),)))
+        assert ("pair the samples before the window is cut" in finding.remedy) is told
+
+
+@pytest.mark.parametrize(
+    ("control", "text"),
+    [
+        (HALVED, "another cause is left"),
+        (ControlRun("held", 0.1, False), "the control is not exact, because it holds values"),
+        (
+            ControlRun("cached", 0.1, False, kind=ControlKind.CACHED_GRADIENTS),
+            "the control is not exact, because what the loss itself",
+        ),
+    ],
+)
+def test_another_cause_is_left_only_where_a_control_could_remove_it(control: ControlRun, text: str) -> None:
+    assert text in evidence(findings_for(divergent(causes=(coupled(control=control),)))[0], "control")
+    several = findings_for(divergent(causes=(norm(), coupled(control=control))))
+    assert "another cause is left" in "".join(evidence(finding, "control") for finding in several)
+
+
+def test_unexplained_says_each_reason_once_and_advises_by_what_is_known() -> None:
+    failed = {"state": "out of memory", "backward": "out of memory"}
+    finding = only(divergent(failures=failed, ruled_out=("`mm` at a.py:1", "`mm` at a.py:1")))
+    text = evidence(finding, "ruled out")
+    assert text.count("out of memory") == 1 and "state, backward could not run" in text
+    assert text.count("`mm` at a.py:1") == 1
+    assert "a smaller batch" in finding.remedy
+    apart, met = SampleCoupling(0, 0, 0.0), SampleCoupling(0, 5, 0.1)
+    assert "look at the loss" in only(divergent(coupling=apart)).remedy
+    assert "samples meet inside the model" in only(divergent(coupling=met)).remedy
+    assert only(divergent()).remedy.startswith("bisect")
+
+
+def test_the_reduction_is_the_culprit_of_what_reads_it() -> None:
+    mean = Operation("mean", "2", "Centred", file="model.py", line=7, source="x - x.mean(0)")
+    finding = only(divergent(causes=(cause(source=mean),)))
+    assert finding.location == mean.location
+    assert "`mean` at model.py:7 reduces over the batch, and `native_batch_norm` gives it back" in evidence(
+        finding, "measured"
+    )
+
+
+def test_backward_names_parameters_hooks_and_module() -> None:
+    finding = only(divergent(forwards_agree=True, loss_gap=1e-16, hooked=("0.weight",)))
+    assert finding.summary == ("the backward of `0.weight`, `0.bias` depends on the batch, although all forwards agree")
+    assert finding.location == Location("0") and not finding.proven
+    assert "hooks are registered on `0.weight`" in evidence(finding, "measured")
+    known = only(divergent(forwards_agree=True, loss_gap=1e-16, backward_culprit=LINE))
+    assert known.location == LINE.location
+
+
+@pytest.mark.parametrize(
+    ("factor", "meaning"),
+    [(4.0, "K: the loss was not divided by K"), (0.25, "1/K: the loss was divided by K"), (16.0, "B"), (1 / 16, "1/B"),
+     (0.8, None), (1.5, None)],
+)  # fmt: skip
+def test_wrong_loss_scale_says_which_factor(factor: float, meaning: str | None) -> None:
+    finding = only(divergent(weights=(0.25 * factor,) * 4, **fitted(*QUARTERS)))
+    assert finding.summary.startswith(f"the accumulated gradient is {factor:.6g} times the full-batch gradient")
+    assert (f" = {meaning}" in finding.summary) if meaning else finding.summary.endswith("gradient")
+    assert finding.evidence[0].values["factor"] == pytest.approx(factor)
+    assert finding.remedy.endswith("(weights 0.25, 0.25, 0.25, 0.25): tested, equivalent")
+    assert finding.proven
+
+
+def test_wrong_loss_scale_is_not_proven_by_a_control_that_leaves_something() -> None:
+    finding = findings_for(divergent(weights=(1.0,) * 4, **fitted(*QUARTERS, left=0.1)))[0]
+    assert (finding.code, finding.proven) == ("GAV201", False)
+    assert "a difference of 1e-01 is left" in evidence(finding, "control")
+
+
+def test_mean_of_means_says_what_the_weights_are() -> None:
+    lengths = (8.0, 4.0, 11.0, 6.0)
+    shares = tuple(length / 29 for length in lengths)
+    tokens = only(divergent(valid_targets=lengths, **fitted(*shares)))
+    assert evidence(tokens, "control").endswith("of valid targets: 8 of 29, 4 of 29, 11 of 29, 6 of 29")
+    assert "--weighting tokens" in tokens.remedy and tokens.remedy.endswith("tested, equivalent")
+    samples = only(divergent(sizes=(6, 6, 2, 2), **fitted(6 / 16, 6 / 16, 2 / 16, 2 / 16)))
+    assert "--weighting samples" in samples.remedy
+    unknown = only(divergent(**fitted(0.1, 0.2, 0.3, 0.5)))
+    assert unknown.remedy == "multiply the micro-batch losses by 0.1, 0.2, 0.3, 0.5: tested, equivalent"
+
+
+def test_mean_of_means_admits_what_it_cannot_tell() -> None:
+    finding = only(divergent(**fitted(0.1, 0.2, 0.3, 0.5, determined=False)))
+    assert "other weights fit as well" in evidence(finding, "control")
+    unproven = findings_for(divergent(**fitted(0.1, 0.2, 0.3, 0.5, left=0.1)))[0]
+    assert not unproven.proven and "tested" not in unproven.remedy
+
+
+def test_weights_whose_control_failed_are_no_repair() -> None:
+    """A loss that clears gradients: weights fit what was seen, and running with them leaves the difference."""
+    for weights, used in (((0.1, 0.2, 0.3, 0.5), QUARTERS), (QUARTERS, (1.0,) * 4)):
+        finding = findings_for(divergent(weights=used, **fitted(*weights, left=0.9)))[0]
+        assert not finding.proven and "multiply" not in finding.remedy and "do not repair it" in finding.remedy
+        beside = findings_for(divergent(weights=used, cleared=True, **fitted(*weights, left=0.9)))[0]
+        assert "multiply" in beside.remedy, "together with the causes named beside it they were run, and repair it"
+
+
+@pytest.mark.parametrize(
+    ("weights", "text"),
+    [
+        ((5 / 47, 12 / 47), "5/47, 12/47"),
+        ((0.25, 0.1), "0.25, 0.1"),
+        ((1 / 3 * (1 + 4e-16),), "1/3"),
+        ((0.12345678901234567,), "0.12345678901234566"),
+        ((2.0, 4.0), "2, 4"),
+    ],
+)
+def test_weights_to_copy_leave_nothing_over(weights: tuple[float, ...], text: str) -> None:
+    """Six digits of 5/47 leave 1e-6, which gaverify itself calls divergent."""
+    assert exact(weights) == text
+    for word, weight in zip(text.split(", "), weights, strict=True):
+        assert float(Fraction(word)) == pytest.approx(weight, rel=1e-12)
+
+
+def test_measured_digits_below_their_own_noise_are_not_printed() -> None:
+    assert exact([0.2500001], 1e-4) == "0.25" and exact([0.33333], 1e-4) == "0.3333"
+
+
+def test_empty_micro_batches_are_counted_from_one() -> None:
+    empty = {"valid_targets": (8.0, 0.0, 8.0, 8.0), **fitted(1 / 3, 0.0, 1 / 3, 1 / 3)}
+    finding = only(divergent(micro_losses=(1.0, NAN, 1.0, 1.0), rows=(BROKEN,), **empty | {"fit": None}))
+    assert finding.summary == "micro-batch 2 of 4 has no valid target: its mean loss is 0/0"
+    assert "valid targets per micro-batch: 8, 0, 8, 8" in evidence(finding, "measured")
+    assert only(divergent(**empty)).summary.endswith("it takes a share of the mean and adds nothing")
+
+
+def test_unalignable_randomness_lists_its_reasons() -> None:
+    finding = only(divergent(draws_unaligned={"randperm": "no rows"}, foreign_draws_differ=True))
+    assert evidence(finding, "measured") == (
+        "`randperm`: no rows; `Python or NumPy generator`: how much is drawn depends on the batch"
+    )
+    assert not finding.proven
+    constant = ControlRun("all draws constant", 1e-16, True)
+    assert only(divergent(draws_unaligned={"randperm": "no rows"}, draw_control=constant)).proven
+
+
+def test_state_names_what_changed_and_who_wrote_it() -> None:
+    writer = Operation("lerp_", "1", "Centred", file="model.py", line=9)
+    finding = only(divergent(state=changed("buffer", writer=writer, restored=True)))
+    assert finding.summary == "the forward changes buffer `1.buffer`, which the next micro-batch reads"
+    assert finding.location == writer.location
+    assert "`1.buffer` is written by `lerp_` at model.py:9" in evidence(finding, "measured")
+    assert finding.remedy.startswith("restore the state before each micro-batch: tested, equivalent")
+    assert finding.proven
+    held = only(divergent(state=changed("buffer")))
+    assert held.location is None and held.remedy.startswith("update the state once per window")
+
+
+def test_hidden_state_out_of_reach_is_suspected() -> None:
+    finding = only(divergent(repeatability=Repeatability(0.2, 0.3)))
+    assert not finding.proven and "the loss differs by 2.0e-01" in evidence(finding, "measured")
+
+
+def test_precision_says_how_many_bits_and_what_float32_would_give() -> None:
+    finding = only(record(precision=PrecisionLoss("bfloat16", 3e-3, 1.2e-2, in_float32=3.1e-3)))
+    assert finding.summary == "accumulating in bfloat16 loses 2.0 bits of the gradient"
+    assert finding.remedy.endswith("tested, the error is 3.1e-03 instead of 1.2e-02")
+    worse = only(record(precision=PrecisionLoss("bfloat16", 3e-3, 1.2e-2, in_float32=2e-2)))
+    assert worse.remedy == "accumulate the gradients in float32"
+
+
+def test_unexplained_prints_what_was_ruled_out() -> None:
+    measured = divergent(forwards_agree=True, loss_gap=1e-3, ruled_out=("`mm` at train.py:12",),
+                         failures={"state": "no float64 for `grouped_mm`"})  # fmt: skip
+    text = evidence(only(measured), "ruled out")
+    for part in ("the best ones leave 4.0e-01 over", "the full batch agrees with itself", "none is changed and read",
+                 "all forwards agree", "`mm` at train.py:12: neutralised", "state could not run: no"):  # fmt: skip
+        assert part in text
+    assert evidence(only(divergent(fit=None, repeatability=None, state=None)), "ruled out") == "nothing"
+
+
+@pytest.mark.parametrize(("noise", "word"), [(5.0, "negligible"), (0.8, "visible"), (0.1, "severe")])
+def test_harm_is_told_once_against_the_sampling_noise(noise: float, word: str) -> None:
+    measured = divergent(causes=(norm(), coupled()), fit=WeightFit(QUARTERS, 0.4, True, noise=noise))
+    first, second = findings_for(measured)
+    assert evidence(first, "harm").startswith(f"{word}: the difference is ")
+    assert first.evidence[-1].values["ratio"] == pytest.approx(measured.compared.total / noise)
+    assert evidence(second, "harm") == ""
+
+
+def test_harm_is_not_told_where_it_is_unknown() -> None:
+    unknown = divergent(causes=(norm(),), fit=WeightFit(QUARTERS, 0.4, True))
+    assert evidence(only(unknown), "harm") == ""
+    assert evidence(only(record(drift={"1.mean": 0.1})), "harm") == ""
+
+
+def test_harm_is_told_of_faults_and_of_what_is_unexplained_only() -> None:
+    assert evidence(only(divergent()), "harm") != ""
+    noted = divergent(diagnosed=False, drift={"1.mean": 0.1})
+    assert evidence(only(noted), "harm") == "", "a note explains no divergence"
+
+
+@pytest.mark.parametrize(("residual", "told"), [(0.4, True), (1e-12, False)])
+def test_a_coupled_loss_tells_what_weights_leave_over(residual: float, told: bool) -> None:
+    finding = only(divergent(causes=(coupled(),), fit=WeightFit(QUARTERS, residual, True)))
+    assert bool(evidence(finding, "fit")) is told
+    assert evidence(only(divergent(causes=(coupled(),), fit=None)), "fit") == ""
+
+
+def test_one_factor_by_the_norms_is_held_against_the_precision_that_decided() -> None:
+    nearly = (row(accumulated=8.0, difference=math.sqrt(36 + 1e-8)),)  # 1e-4 of the direction is another
+    assert judged(record(rows=nearly, method=Method.NOISE_FLOOR)) == [("GAV201", "fault")]
+    assert judged(record(rows=nearly, method=Method.FLOAT64_CONTROL)) == []
+    assert judged(record(rows=(row(accumulated=8.0, difference=6.0), BROKEN))) == [("GAV503", "fault")]
+
+
+@pytest.mark.parametrize("place", ["buffer", "attribute"])
+def test_state_is_proven_by_its_control_only(place: str) -> None:
+    assert only(divergent(state=changed(place))).proven
+    change = (StateChange(f"1.{place}", place),)  # type: ignore[arg-type]
+    for control in (None, HALVED):
+        finding = only(divergent(state=State(change, control, change)))
+        assert not finding.proven
+        assert bool(evidence(finding, "control")) is (control is not None)
+
+
+@pytest.mark.parametrize(
+    ("measured", "words"),
+    [
+        (divergent(causes=(cause(),)), "`1` (BatchNorm1d) mixes the samples of a batch"),
+        (divergent(causes=(cause(kind="control-flow"),)), "`1` (BatchNorm1d) takes another way for another batch"),
+        (divergent(**fitted(0.1, 0.2, 0.3, 0.5)), "micro-batches of unequal weight are averaged equally"),
+        (
+            divergent(weighting="samples", **fitted(0.1, 0.2, 0.3, 0.5)),
+            "micro-batches of unequal weight are averaged wrongly",
+        ),
+        (record(drift={"a": 0.1}), "`a` is updated 4 times per window and ends up different"),
+        (
+            record(drift=dict.fromkeys("abcd", 0.1)),
+            "`a`, `b`, `c` and 1 more are updated 4 times per window and end up different",
+        ),
+        (divergent(rows=(MISSING,), fit=None), "`0.bias` has no gradient (None) in the accumulated run only"),
+        (
+            divergent(rows=(MISSING,) * 3, fit=None),
+            "`0.bias` and 2 more have no gradient (None) in the accumulated run only",
+        ),
+        (divergent(rows=(BROKEN,), fit=None), "the gradient of `0.bias` is not finite in the accumulated run only"),
+        (
+            divergent(rows=(BROKEN,) * 3, fit=None),
+            "the gradient of `0.bias` and 2 more parameters is not finite in the accumulated run only",
+        ),
+    ],
+)
+def test_summaries(measured: Facts, words: str) -> None:
+    assert only(measured).summary == words
+
+
+def test_how_many_samples_differ_is_told_where_rows_were_compared() -> None:
+    assert "for 16 of 16 samples" in evidence(only(divergent(causes=(cause(),))), "measured")
+    assert "samples" not in evidence(only(divergent(causes=(coupled("non-additive"),))), "measured")

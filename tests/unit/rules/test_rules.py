@@ -1,0 +1,304 @@
+"""The rule pages: every code has one, with its headings; each example fires its code, and its repair does not."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import gaverify
+from gaverify import SpecError, rules
+from gaverify.cli import cli
+from gaverify.rulebook import A_LOOP, A_MODEL, HEADINGS, RulePage, find_page, rule_pages
+from gaverify.rules import unexplained
+
+PAGES = {page.code: page for page in rule_pages()}
+# section 7 of the design; the codes are stable once released
+CATALOGUE = {
+    "GAV101": "batch-statistics",
+    "GAV102": "cross-sample-operation",
+    "GAV103": "batch-coupled-loss",
+    "GAV104": "batch-dependent-backward",
+    "GAV201": "wrong-loss-scale",
+    "GAV202": "mean-of-means",
+    "GAV203": "empty-micro-batch",
+    "GAV301": "aligned-randomness",
+    "GAV302": "unalignable-randomness",
+    "GAV303": "unrepeatable-backward",
+    "GAV401": "state-changed-by-forward",
+    "GAV402": "buffer-drift",
+    "GAV403": "hidden-state",
+    "GAV501": "low-precision-accumulation",
+    "GAV502": "missing-gradient",
+    "GAV503": "non-finite-gradient",
+    "GAV601": "step-inside-window",
+    "GAV602": "gradients-not-cleared",
+    "GAV603": "gradients-cleared-inside-window",
+    "GAV604": "trailing-window-lost",
+    "GAV605": "trailing-window-misscaled",
+    "GAV606": "clip-per-micro-batch",
+    "GAV607": "scheduler-per-micro-batch",
+    "GAV608": "scaler-per-micro-batch",
+    "GAV609": "step-settings-differ",
+    "GAV701": "ranks-hold-different-gradients",
+    "GAV703": "mean-over-ranks",
+    "GAV704": "wrong-rank-scale",
+    "GAV705": "gather-without-gradient",
+    "GAV901": "uninformative-batch",
+}
+AUDITED = {rule.CODE for rule in rules.EVENTS} | {"GAV605", "GAV701"}
+VERIFIED = [rule.CODE for rule in rules.RULES if rule.CODE not in AUDITED]
+BOTH = [
+    "GAV000",
+    "GAV201",
+    "GAV202",
+    "GAV203",
+    "GAV301",
+    "GAV302",
+    "GAV303",
+    "GAV402",
+    "GAV502",
+    "GAV503",
+    "GAV703",
+    "GAV704",
+    "GAV901",
+]
+
+
+def test_every_code_of_the_catalogue_has_its_page() -> None:
+    assert {code: page.name for code, page in PAGES.items() if code != unexplained.CODE} == CATALOGUE
+    assert [page.code for page in rule_pages()] == sorted(PAGES)
+
+
+@pytest.mark.parametrize("rule", [*rules.RULES, unexplained])
+def test_a_module_and_its_page_agree(rule: Any) -> None:
+    page = PAGES[rule.CODE]
+    assert (page.code, page.name) == (rule.CODE, rule.NAME)
+    assert Path(rule.__file__).stem == rule.NAME.replace("-", "_")
+
+
+@pytest.mark.parametrize("page", PAGES.values(), ids=PAGES)
+def test_a_page_has_its_headings_in_order_and_text_below_each(page: RulePage) -> None:
+    assert tuple(page.sections) == HEADINGS
+    assert all(text.strip() for text in page.sections.values())
+    assert page.severity in ("fault", "note", "fault or note")
+
+
+@pytest.mark.parametrize("rule", rules.RULES)
+def test_severity_of_the_page_is_that_of_the_findings(rule: Any) -> None:
+    """Read from the calls of `Finding` in the rule, whose third argument is the severity."""
+    tree = ast.parse(inspect.getsource(rule))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    calls = [call for call in calls if getattr(call.func, "id", "") == "Finding"]
+    found = {
+        constant.value
+        for call in calls
+        for constant in ast.walk(call.args[2])
+        if isinstance(constant, ast.Constant) and constant.value in ("fault", "note")
+    }
+    assert found == set(PAGES[rule.CODE].severity.split(" or "))
+
+
+def executed(code: str, folder: Path) -> dict[str, Any]:
+    """Runs a code block as a user would, from a file, with weights and data that are the same in every test run."""
+    path = folder / "example.py"
+    path.write_text(code, encoding="utf-8")
+    torch.manual_seed(0)
+    return runpy.run_path(str(path))
+
+
+def verified(page: RulePage, heading: str, folder: Path) -> gaverify.Verdict:
+    names = executed(page.code_block(heading, A_MODEL if page.code in BOTH else None), folder)
+    steps, options = names.get("steps", 4), names.get("options", {})
+    return gaverify.verify(names["model"], names["loss"], names["batch"], steps=steps, **options)
+
+
+def codes(verdict: gaverify.Verdict, severity: str) -> set[str]:
+    return {finding.code for finding in verdict.findings if finding.severity == severity}
+
+
+@pytest.mark.parametrize("code", VERIFIED)
+def test_the_example_fires_its_code_and_no_other(code: str, tmp_path: Path) -> None:
+    verdict = verified(PAGES[code], "Example", tmp_path)
+    severities = {finding.severity for finding in verdict.findings if finding.code == code}
+    assert severities and severities <= set(PAGES[code].severity.split(" or "))
+    assert codes(verdict, "fault") <= {code}
+    if "fault" in severities:
+        assert verdict.outcome is gaverify.Outcome.DIVERGENT
+
+
+@pytest.mark.parametrize("code", VERIFIED)
+def test_the_repair_is_equivalent_without_the_code(code: str, tmp_path: Path) -> None:
+    verdict = verified(PAGES[code], "Use instead", tmp_path)
+    assert verdict.outcome is gaverify.Outcome.EQUIVALENT
+    assert codes(verdict, "fault") == set()
+    assert code not in codes(verdict, "note")
+
+
+@pytest.mark.parametrize("code", VERIFIED)
+def test_example_and_repair_differ(code: str) -> None:
+    for kind in (A_MODEL, A_LOOP) if code in BOTH else (None,):
+        example, repair = (PAGES[code].code_block(heading, kind) for heading in ("Example", "Use instead"))
+        assert example and repair and example != repair
+
+
+def test_a_code_that_arises_in_both_has_both_examples() -> None:
+    """Which codes do is read from the rules: those that look at the window of a training loop beside a run's facts."""
+    both = {rule.CODE for rule in (*rules.RULES, unexplained) if rule.CODE not in AUDITED and _reads_the_loop(rule)}
+    assert both <= set(BOTH)
+    for code in BOTH:
+        for heading in ("Example", "Use instead"):
+            text = PAGES[code].sections[heading]
+            assert A_LOOP in text and PAGES[code].code_block(heading, A_LOOP), (code, heading)
+            model = PAGES[code].code_block(heading, A_MODEL)
+            assert model or (code == "GAV000" and heading == "Example"), "what is known becomes a rule"
+
+
+def _reads_the_loop(rule: Any) -> bool:
+    return ".loop" in inspect.getsource(rule)
+
+
+@pytest.mark.parametrize("code", set(CATALOGUE) - set(VERIFIED))
+def test_audit_examples_are_python(code: str) -> None:
+    for heading in ("Example", "Use instead"):
+        assert ast.parse(PAGES[code].code_block(heading)).body
+
+
+@pytest.mark.parametrize("code", BOTH)
+def test_examples_of_loops_are_python(code: str) -> None:
+    for heading in ("Example", "Use instead"):
+        assert ast.parse(PAGES[code].code_block(heading, A_LOOP)).body
+
+
+def test_explain_after_an_audit_shows_the_training_loop() -> None:
+    """GAV202 of an audit: the page has the loop and how its line reads when repaired."""
+    printed = CliRunner().invoke(cli, ["explain", "GAV202"]).output
+    assert "A training loop:" in printed and "for window in windows(loader, K):" in printed
+
+
+def test_the_repair_of_a_coupled_loss_is_the_same_gradient(tmp_path: Path) -> None:
+    """The two-pass step of the page is not another loss that happens to be additive."""
+    norms = []
+    for heading in ("Example", "Use instead"):
+        names = executed(PAGES["GAV103"].code_block(heading), tmp_path)
+        names["loss"](names["model"], names["batch"]).backward()
+        norms.append([float(parameter.grad.norm()) for parameter in names["model"].parameters()])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("wanted", ["GAV101", "gav101", "101", "gav-101", "batch-statistics", "Batch_Statistics"])
+def test_a_page_is_found_by_code_and_by_name(wanted: str) -> None:
+    assert find_page(wanted).code == "GAV101"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "sentence"),
+    [
+        ("GAV105", "there is no rule `GAV105`; did you mean GAV104 batch-dependent-backward?"),
+        ("GAV999", "there is no rule `GAV999`; did you mean GAV901 uninformative-batch?"),
+        ("batch-statistic", "there is no rule `batch-statistic`; did you mean GAV101 batch-statistics?"),
+        ("GAVI01", "there is no rule `GAVI01`; did you mean GAV101 batch-statistics?"),
+        ("zzz", "there is no rule `zzz`; `gaverify rules` lists all"),
+        ("", "there is no rule ``; `gaverify rules` lists all"),
+    ],
+)
+def test_an_unknown_code_names_the_nearest(wanted: str, sentence: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        find_page(wanted)
+    assert caught.value.problems == (sentence,)
+
+
+def run(*words: str, flags: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess[str]:
+    import os
+
+    return subprocess.run(
+        [sys.executable, *flags, "-m", "gaverify", *words], capture_output=True, text=True, check=False,
+        env={**os.environ, **environment},
+    )  # fmt: skip
+
+
+def test_explain_on_a_pipe_is_plain_text_of_80_columns() -> None:
+    done = run("explain", "gav202")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("GAV202 mean-of-means: ")
+    assert [line for line in lines if line in HEADINGS] == list(HEADINGS)
+    assert "    full         Σ_k S_k / Σ_k n_k  =  Σ_k (n_k / N) (S_k / n_k),  N = Σ_k n_k" in lines, "as it stands"
+    assert "- Hugging Face, Fixing Gradient Accumulation, 2024," in lines
+
+
+@pytest.mark.parametrize("code", PAGES)
+def test_a_page_fits_into_80_columns(code: str) -> None:
+    output = CliRunner().invoke(cli, ["explain", code]).output
+    wide = [line for line in output.splitlines() if len(line) > 80 and "https://" not in line]
+    assert wide == []
+
+
+def test_the_code_of_a_page_runs_when_it_is_copied_from_a_terminal() -> None:
+    output = CliRunner().invoke(cli, ["explain", "GAV101"]).output
+    block = output.partition("\nExample\n")[2].partition("\nUse instead\n")[0]
+    assert "\n".join(line[4:] for line in block.splitlines()).strip() == PAGES["GAV101"].code_block("Example")
+
+
+def test_explain_on_a_terminal_is_styled_and_says_the_same() -> None:
+    plain = run("explain", "GAV101").stdout
+    styled = run("explain", "GAV101", FORCE_COLOR="1", TERM="xterm-256color").stdout
+    assert "\x1b[1" in styled
+    assert re.sub(r"\x1b\[[0-9;]*m", "", styled) == plain
+
+
+def test_pages_survive_python_without_docstrings() -> None:
+    assert run("explain", "GAV606", flags=("-OO",)).stdout == run("explain", "GAV606").stdout != ""
+
+
+@pytest.mark.parametrize("words", [("explain", "GAV101"), ("rules",), ("rules", "--format", "json")])
+def test_neither_command_imports_torch(words: tuple[str, ...]) -> None:
+    code = "import sys; from gaverify.cli import main; main(sys.argv[1:]); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1] == "False", done.stderr
+
+
+def test_explain_exits_with_2_for_what_it_does_not_know() -> None:
+    done = run("explain", "GAV105")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "gaverify: error: explain: there is no rule `GAV105`; did you mean GAV104 batch-dependent-backward?\n"
+    )
+    assert run("explain").returncode == 2
+
+
+def test_rules_prints_a_line_per_rule_on_a_pipe() -> None:
+    done = run("rules")
+    assert (done.returncode, done.stderr) == (0, "")
+    heading, *rows = done.stdout.splitlines()
+    assert heading.split() == ["code", "name", "severity", "finds"]
+    for row, page in zip(rows, rule_pages(), strict=False):
+        assert re.split(r"  +", row) == [page.code, page.name, page.severity, page.summary]
+    assert rows[len(PAGES) :] == ["", "Read one with `gaverify explain CODE`."]
+
+
+def test_rules_as_json() -> None:
+    document = json.loads(run("rules", "--format", "json").stdout)
+    assert document["version"] == 1
+    assert document["rules"][1] == {
+        "code": "GAV101",
+        "name": "batch-statistics",
+        "severity": "fault",
+        "summary": "a normalisation layer uses the statistics of the batch that it is given",
+    }
+    assert len(document["rules"]) == len(PAGES)
+
+
+def test_rules_takes_no_other_format() -> None:
+    assert run("rules", "--format", "yaml").returncode == 2

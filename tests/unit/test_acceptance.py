@@ -1,0 +1,169 @@
+"""Accepted divergences: what an entry fits, what becomes of the exit code, and what is stale."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import samples
+
+from gaverify.acceptance import entries_for, settled, unused
+from gaverify.errors import SpecError
+from gaverify.records.comparison import Outcome
+from gaverify.records.findings import Finding, Location
+from gaverify.report import render
+from gaverify.spec.accepting import Accept, Project, project_settings
+from gaverify.spec.loading import parse_spec
+
+
+def entry(location: str = "backbone.*", code: str = "GAV101", **more: bool) -> Accept:
+    return Accept(code=code, location=location, reason="on purpose", **more)
+
+
+def fault(module: str | None = "backbone.bn1", code: str = "GAV101", proven: bool = True, **place: object) -> Finding:
+    return Finding(code, "x", "fault", "y", Location(module, **place), proven=proven)  # type: ignore[arg-type]
+
+
+def verdict(*findings: Finding, outcome: Outcome = Outcome.DIVERGENT) -> samples.Verdict:
+    return samples.divergent(findings=findings, outcome=outcome)
+
+
+NOTE = Finding("GAV402", "buffer-drift", "note", "drift")
+
+
+@pytest.mark.parametrize(
+    ("findings", "entries", "code", "why"),
+    [
+        ([fault()], [entry()], 0, "explained and accepted"),
+        ([fault()], [], 1, "nobody accepts it"),
+        ([fault(), NOTE], [entry()], 0, "a note asks for nothing"),
+        ([fault("head")], [entry()], 1, "another module"),
+        ([fault(code="GAV102")], [entry()], 1, "another code"),
+        ([fault(), fault("head")], [entry()], 1, "everything else still fails"),
+        ([fault(), fault("head")], [entry(), entry("head")], 0, "both are accepted"),
+        ([fault(proven=False)], [entry()], 1, "only suspected: something else may differ, too"),
+        ([fault(proven=False)], [entry(suspected=True)], 0, "the entry says that this is known"),
+        ([fault(None, file="net.py", line=3)], [entry("net.py")], 0, "a file"),
+        ([fault(None, file="net.py", line=3)], [entry("net.py:3")], 0, "a line"),
+        ([fault(None, file="net.py", line=3)], [entry("net.py:4")], 1, "another line"),
+        ([fault("")], [entry("(root)")], 0, "the model itself"),
+        ([replace(fault(), location=None)], [entry("*")], 0, "no place, any place"),
+        ([replace(fault(), location=None)], [entry("?*")], 1, "no place is no name"),
+        ([], [entry()], 1, "no cause was found"),
+        ([NOTE], [entry()], 1, "a note explains nothing"),
+    ],
+)
+def test_the_exit_code(findings: list[Finding], entries: list[Accept], code: int, why: str) -> None:
+    for accept, project in ((entries, Project()), ([], Project(tuple(entries)))):
+        assert settled(verdict(*findings), accept, project).exit_code == code, why
+
+
+def test_inconclusive_is_never_accepted() -> None:
+    made = settled(verdict(fault(), outcome=Outcome.INCONCLUSIVE), [entry()], Project())
+    assert made.exit_code == 3 and not made.accepted
+
+
+def test_a_stale_entry_is_told_and_strict_makes_it_fail() -> None:
+    quiet = settled(verdict(fault()), [entry()], Project(), strict=True)
+    assert quiet.acceptance.stale == () and quiet.exit_code == 0
+    made = settled(verdict(fault()), [entry(), entry("gone.*")], Project())
+    assert made.acceptance.stale == ("GAV101 at `gone.*` matches nothing any more; remove it from `accept`",)
+    assert made.exit_code == 0
+    assert settled(verdict(fault()), [entry(), entry("gone.*")], Project(), strict=True).exit_code == 1
+    assert settled(samples.equivalent(), [entry()], Project((), True)).exit_code == 1
+    assert settled(samples.equivalent(), [entry()], Project()).exit_code == 0
+
+
+def test_entries_of_the_project_are_judged_over_all_answers() -> None:
+    project = Project((entry(), entry("gone.*")), False, "pyproject.toml")
+    made = [settled(verdict(fault()), [], project), settled(samples.equivalent(), [], project)]
+    assert made[1].acceptance.stale == ()
+    assert unused(made, project) == (
+        "pyproject.toml: GAV101 at `gone.*` matches nothing any more; remove it from `accept`",
+    )
+
+
+@pytest.mark.parametrize(
+    ("outcome", "expect", "code"),
+    [("divergent", "divergent", 0), ("equivalent", "divergent", 1), ("inconclusive", "divergent", 3),
+     ("inconclusive", "inconclusive", 0), ("divergent", "equivalent", 1), ("divergent", None, 1)],
+)  # fmt: skip
+def test_expect(outcome: str, expect: str | None, code: int) -> None:
+    made = settled(samples.equivalent(outcome=Outcome(outcome)), [], Project(), expect=expect)
+    assert made.exit_code == code
+
+
+def test_reports_name_what_is_accepted() -> None:
+    made = settled(verdict(fault()), [entry(), entry("gone.*")], Project())
+    text = " ".join(render([made], "text").split())
+    for words in ("GAV101 x (accepted)", "accepted on purpose", "stale: GAV101 at `gone.*`", "every cause"):
+        assert words in text
+        assert words not in render([verdict(fault())], "text")
+    (suite,) = ElementTree.fromstring(render([made], "junit"))
+    assert (suite.attrib["failures"], suite.attrib["errors"]) == ("0", "0")
+    assert "accepted" in (suite.findtext("testcase/system-out") or "")
+    assert ElementTree.fromstring(render([verdict(fault())], "junit")).attrib["failures"] != "0"
+    assert "::error" not in render([made], "github") and "::error" in render([verdict(fault())], "github")
+    assert "accepted" in render([made], "html")
+    strict = settled(verdict(fault()), [entry(), entry("gone.*")], Project(), strict=True)
+    assert ElementTree.fromstring(render([strict], "junit")).attrib["failures"] != "0"
+
+
+def test_why_an_entry_does_not_accept_is_told() -> None:
+    made = settled(verdict(fault(proven=False)), [entry()], Project())
+    assert "not accepted: GAV101 at `backbone.*` is only suspected" in " ".join(render([made], "text").split())
+
+
+@pytest.mark.parametrize(
+    ("accept", "words"),
+    [
+        ("GAV101", "$.accept: must be a list of tables"),
+        (["GAV101"], "$.accept[0]: must be a table; write `{ code ="),
+        ([{"code": "GAV101", "location": "a"}], "$.accept[0]: `reason` is missing"),
+        ([{"code": "GAV101", "location": "a", "reason": " "}], "$.accept[0].reason: must be text that is not empty"),
+        ([{"code": "GAV1", "location": "a", "reason": "b"}], "$.accept[0].code: must be a code such as GAV101"),
+        ([{"code": "GAV000", "location": "a", "reason": "b"}], "what nothing explains cannot be accepted"),
+        ([{"code": "GAV101", "location": "a", "reason": "b", "why": 1}], "$.accept[0].why: unknown key"),
+        ([{"code": "GAV101", "location": 3, "reason": "b"}], "$.accept[0].location: must be text"),
+        ([{"code": "GAV101", "location": "a", "reason": "b", "suspected": 1}], "suspected: must be true or false"),
+    ],
+)
+def test_wrong_entries_get_a_sentence(accept: object, words: str, tmp_path: Path) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_spec({"model": "mlp", "accept": accept}, "a.toml")
+    assert words in str(caught.value)
+    assert len(caught.value.problems) == 1
+
+
+def test_right_entries_are_read() -> None:
+    spec = parse_spec({"model": "m", "accept": [{"code": "GAV101", "location": "a", "reason": "b"}]}, "a.toml")
+    assert spec.accept == (Accept(code="GAV101", location="a", reason="b"),)
+    assert parse_spec(spec.to_dict(), "again") == spec
+
+
+def test_the_projects_settings(tmp_path: Path) -> None:
+    inner = tmp_path / "a" / "b"
+    inner.mkdir(parents=True)
+    assert project_settings(inner).accept == () or project_settings(inner).source
+    file = tmp_path / "pyproject.toml"
+    file.write_text('[tool.gaverify]\nstrict = true\naccept = [{ code = "GAV101", location = "x", reason = "y" }]\n')
+    assert project_settings(inner) == Project((Accept(code="GAV101", location="x", reason="y"),), True, str(file))
+    (inner / "pyproject.toml").write_text("[tool.other]\n")  # says nothing about gaverify: the outer one does
+    assert project_settings(inner).source == str(file)
+    file.write_text("[tool.gaverify]\nstrict = 1\nacept = []\n")
+    with pytest.raises(SpecError) as caught:
+        project_settings(inner)
+    assert len(caught.value.problems) == 2
+    file.write_text("[tool.gaverify\n")
+    with pytest.raises(SpecError, match="cannot be read"):
+        project_settings(inner)
+
+
+def test_a_baseline_accepts_exactly_what_was_found() -> None:
+    found = [fault("a[0].b"), fault("x", proven=False), NOTE, fault(code="GAV000"), replace(fault("z"), accepted="yes")]
+    entries, problems = entries_for(found, "why")
+    assert [(made.location, made.suspected) for made in entries] == [("a[[]0].b", False), ("x", True)]
+    assert len(problems) == 1 and "GAV000" in problems[0]
+    assert settled(verdict(*found[:2]), entries, Project()).exit_code == 0

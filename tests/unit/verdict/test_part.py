@@ -1,0 +1,128 @@
+"""What a part of the batch settles, and what goes to the float64 control of the whole batch all the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import problems_small
+import pytest
+import torch
+from torch import nn
+
+import gaverify
+from gaverify import Outcome, Problem
+from gaverify.records.comparison import Method
+from gaverify.verdict import judging
+
+
+def noisy(seed: int = 3) -> Problem:
+    """Convolutions whose rounding leaves a few parameters open, and which are equivalent."""
+    return problems_small.planted("convolutions", "weight", 0.0, seed)[0]
+
+
+def methods(verdict: gaverify.Verdict) -> set[Method]:
+    return {Method(row.method) for row in verdict.parameters}
+
+
+@pytest.fixture
+def open_rows() -> None:
+    """Skips where a processor rounds so that no parameter is left open: there is nothing to settle then."""
+    if methods(gaverify.verify(noisy(), steps=4, diagnose=False)) == {Method.WORKING_PRECISION}:
+        pytest.skip("working precision decides every parameter on this processor, with this number of threads")
+
+
+@pytest.mark.usefixtures("open_rows")
+def test_a_few_open_parameters_are_settled_by_a_part() -> None:
+    verdict = gaverify.verify(noisy(), steps=4)
+    assert verdict.outcome is Outcome.EQUIVALENT
+    assert verdict.method == Method.MICRO_BATCH_FLOOR
+    assert methods(verdict) == {Method.WORKING_PRECISION, Method.MICRO_BATCH_FLOOR}
+    assert verdict.resolution <= 1e-5
+    assert "control" in verdict.timings
+
+
+def test_exact_asks_float64_for_everything() -> None:
+    for problem in (noisy(), problems_small.planted("mlp", "weight", 0.0)[0]):
+        verdict = gaverify.verify(problem, steps=4, exact=True)
+        assert verdict.outcome is Outcome.EQUIVALENT
+        assert methods(verdict) == {Method.FLOAT64_CONTROL}
+
+
+def test_exact_in_a_float64_model_has_nothing_finer_to_ask() -> None:
+    problem = problems_small.planted("mlp", "weight", 0.0)[0]
+    verdict = gaverify.verify(problem, steps=4, dtype="float64", exact=True)
+    assert methods(verdict) == {Method.WORKING_PRECISION}
+
+
+def test_exact_and_tolerances_contradict_each_other() -> None:
+    with pytest.raises(gaverify.ProblemError, match="one or the other"):
+        gaverify.verify(noisy(), steps=4, exact=True, rtol=1e-3, atol=0.0)
+
+
+def refused(monkeypatch: pytest.MonkeyPatch, problem: Problem, **options: Any) -> gaverify.Verdict:
+    """Verifies, and checks that a part was asked and settled nothing."""
+    answers = []
+    real = judging.settled
+    monkeypatch.setattr(judging, "settled", lambda *given: answers.append(real(*given)) or answers[-1])
+    verdict = gaverify.verify(problem, steps=4, diagnose=False, **options)
+    assert answers == [None]
+    return verdict
+
+
+@pytest.mark.usefixtures("open_rows")
+def test_weights_that_are_a_little_wrong_are_settled_by_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    verdict = refused(monkeypatch, noisy(), weighting=[0.25, 0.25, 0.25, 0.25 + 2e-7])
+    assert methods(verdict) == {Method.FLOAT64_CONTROL}
+
+
+WITHIN = ("convolutions", "early-gain", 1.5e-6, 3)
+
+
+def test_a_fault_within_the_floor_is_seen_by_two_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, options, _ = problems_small.planted(*WITHIN)
+    verdict = refused(monkeypatch, problem, weighting=options["weighting"])
+    assert verdict.outcome is Outcome.DIVERGENT
+
+
+def test_without_the_two_samples_the_floor_alone_would_have_hidden_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gaverify.verdict.part.two_samples_agree", lambda *_: True)
+    verdict = gaverify.verify(problems_small.planted(*WITHIN)[0], steps=4, diagnose=False)
+    assert verdict.outcome is Outcome.EQUIVALENT
+
+
+@pytest.mark.usefixtures("open_rows")
+def test_a_model_that_takes_no_single_sample_goes_to_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = noisy()
+
+    class Pairs(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if len(x) < 2:
+                raise ValueError("two at least")
+            return self.inner(x)
+
+    verdict = refused(monkeypatch, Problem(Pairs(problem.model), problem.loss, problem.batch))
+    assert verdict.outcome is Outcome.EQUIVALENT and methods(verdict) == {Method.FLOAT64_CONTROL}
+
+
+@pytest.mark.usefixtures("open_rows")
+def test_a_fault_of_gaverifys_own_is_none_of_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> bool:
+        raise TypeError("planted")
+
+    monkeypatch.setattr("gaverify.verdict.part.two_samples_agree", broken)
+    with pytest.raises(TypeError, match="planted"):
+        gaverify.verify(noisy(), steps=4)
+
+
+def test_everything_is_put_back() -> None:
+    problem = noisy()
+    before = {name: value.clone() for name, value in problem.model.state_dict().items()}
+    state = torch.get_rng_state()
+    gaverify.verify(problem, steps=4)
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(value, before[name]) for name, value in problem.model.state_dict().items())
+    assert all(parameter.grad is None for parameter in problem.model.parameters())
