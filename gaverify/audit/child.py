@@ -17,6 +17,7 @@ from gaverify.audit.job import RECORDER_FAILED, SCRIPT_FAILED, Job
 from gaverify.audit.launch import launched
 from gaverify.children.output import cause_of
 from gaverify.errors import ProblemError
+from gaverify.records.events import Ending
 
 if TYPE_CHECKING:
     from gaverify.audit.recording.recorder import Recorder
@@ -35,7 +36,7 @@ def main(path: str) -> NoReturn:
         recorder = _installed(job, folder)
     except BaseException:
         _give_up(folder)
-    reason, status = "script", 0
+    reason, status, code = Ending.SCRIPT, 0, ""
     try:
         edits = _changed_values(job, folder)
         _seed(job)
@@ -44,16 +45,16 @@ def main(path: str) -> NoReturn:
         (folder / "error.txt").write_text(f"{error}\n", encoding="utf-8")
         os._exit(SCRIPT_FAILED)
     except SystemExit as error:
-        reason = f"exit {error.code!r}"
+        reason, code = Ending.EXIT, repr(error.code)
         if error.code not in (None, 0):
             status = SCRIPT_FAILED
             (folder / "error.txt").write_text(f"it left Python with sys.exit({error.code!r})", encoding="utf-8")
     except BaseException as error:
         if _is_ours(error):
             _give_up(folder)
-        reason, status = "error", SCRIPT_FAILED
+        reason, status = Ending.ERROR, SCRIPT_FAILED
         (folder / "error.txt").write_text(f"{cause_of(error)}\n{_trimmed(error)}", encoding="utf-8", errors="replace")
-    recorder.finish(reason, status)
+    recorder.finish(reason, status, code)
     raise AssertionError("the recorder ends the process")
 
 

@@ -4,7 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Literal
+
+
+class Ending(str, Enum):
+    """How a recorded run came to its end; the values are what the events and JSON hold."""
+
+    UPDATES = "updates"
+    """Every update that was asked for has been recorded."""
+
+    SCRIPT = "script"
+    """The script ran to its end."""
+
+    EXIT = "exit"
+    """The script left with `sys.exit`."""
+
+    ERROR = "error"
+    """The script raised."""
+
 
 Kind = Literal[
     "forward",
@@ -40,7 +58,7 @@ class Event:
     average      the averaged copy of the weights moved
     settings     numbers of `optimizers` were set by hand: a learning rate, a decay
     loaded       `path`: a file that `torch.load` read: a checkpoint, if the weights are other ones afterwards
-    end          `reason`: "updates" reached, "script" ended, "exit", "error"
+    end          `reason`: an `Ending`
 
     `update` is the number of the update that was being worked on, from 1. File and line are the script's.
     """

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gaverify.records.events import Event
+from gaverify.records.events import Ending, Event
 from gaverify.records.rounds import StepKey, keys_of
 
 
@@ -240,7 +240,7 @@ def _take(state: _State, event: Event) -> None:
         state.pending.clear()
     elif event.kind == "step":
         _step(state, event)
-    elif event.kind == "end" and event.values.get("reason") != "updates":
+    elif event.kind == "end" and event.values.get("reason") != Ending.UPDATES:
         _drop(state, state.pending.values(), None)
 
 

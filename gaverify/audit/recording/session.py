@@ -26,7 +26,7 @@ from gaverify.audit.recording.storage import Storage, leave
 from gaverify.audit.recording.update import Forward, Update
 from gaverify.audit.recording.values import out_of_sight, undisturbed
 from gaverify.audit.recording.watching import Watch
-from gaverify.records.events import Event, Kind
+from gaverify.records.events import Ending, Event, Kind
 
 
 class Session:
@@ -76,14 +76,20 @@ class Session:
             self.left_out[why] = self.left_out.get(why, 0) + 1
         return bool(why)
 
-    def finish(self, reason: str, status: int) -> None:
-        """Writes everything and ends the process."""
+    def finish(self, reason: Ending, status: int, code: str = "") -> None:
+        """Writes everything and ends the process.
+
+        Args:
+            reason: Why it ends.
+            status: Its exit status.
+            code: What the script gave `sys.exit`, as Python writes it.
+        """
         with self._work():
             self._changes.settle()
             self._close_update()
-            self._event("end", reason=reason)
+            self._event("end", reason=reason.value)
             self._busy = True
-            self.storage.finish(self._meta(reason))
+            self.storage.finish({**self._meta(reason), "status": code})
             if self.job.meeting is not None:
                 leave_together(self.job.meeting, self.job.rank, self.job.ranks)
         leave(status)
@@ -127,12 +133,12 @@ class Session:
         self.storage.event(Event(kind, self._update.number, file, line, values))
 
     def _stop(self) -> None:
-        self.finish("updates", 0)
+        self.finish(Ending.UPDATES, 0)
 
-    def _meta(self, reason: str) -> dict[str, Any]:
+    def _meta(self, reason: Ending) -> dict[str, Any]:
         return {
             **self._draws.summary(),
-            "reason": reason,
+            "reason": reason.value,
             "left_out": self.left_out,
             "ranks": self.ranks,
             "shards": [shards_of(self.watch.parameters(index)) for index in range(len(self.watch))],

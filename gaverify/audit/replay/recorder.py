@@ -16,6 +16,7 @@ from gaverify.audit.recording.storage import Storage
 from gaverify.audit.replay.draws import DealtLoopDraws, KeptLoopDraws, LoopDraws
 from gaverify.audit.replay.loaders import GivenSamples, KeptSamples, Loaders
 from gaverify.audit.replay.watching import WatchedDraws
+from gaverify.records.events import Ending
 
 
 class ReplayingRecorder(Recorder):
@@ -74,13 +75,13 @@ class ReplayingRecorder(Recorder):
         if not self.off:
             self._loop.after_step()
 
-    def finish(self, reason: str, status: int) -> None:
+    def finish(self, reason: Ending, status: int, code: str = "") -> None:
         """Writes everything and ends the process."""
         with self._work():
             self._loop.close()
-        super().finish(reason, status)
+        super().finish(reason, status, code)
 
-    def _meta(self, reason: str) -> dict[str, Any]:
+    def _meta(self, reason: Ending) -> dict[str, Any]:
         meta = super()._meta(reason)
         return {
             **meta,

@@ -1,0 +1,52 @@
+"""Controls of an audit: further runs that decide what the comparison alone leaves open."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from gaverify.audit.running import Runner
+from gaverify.errors import ProblemError
+from gaverify.records.audit import Record
+from gaverify.records.rounds import rounds_of
+from gaverify.records.weights import WeightFit
+
+if TYPE_CHECKING:
+    from gaverify.audit.reading import Run
+
+_MOST_HELD = 64  # micro-batches that the control with undone steps runs at most
+
+
+def on_its_own(runner: Runner, full: Run, perturbed: Run, record: Record, options: dict[str, Any]) -> Record:
+    """The control for a step that makes something else of the same gradient: with the script's own gradients."""
+    from gaverify.audit.judgement import settled_by_weights
+
+    try:
+        own = runner.together(runner.run([replace(job, lead=False) for job in runner.accumulated_jobs(**options)]))
+    except ProblemError:
+        return record
+    return replace(record, updates=settled_by_weights(record.updates, full, perturbed, own))
+
+
+def held(runner: Runner, full: Run, record: Record, options: dict[str, Any]) -> WeightFit | None:
+    """The control for a step inside the window: once more with every step undone, then fit all micro-batches."""
+    from torch import Tensor
+
+    from gaverify.audit.fitting import fit_gradients
+
+    first = record.first
+    steps = record.expected(first) if first is not None else None
+    if first is None or steps is None or not 1 < steps <= _MOST_HELD:
+        return None
+    try:
+        (held,) = runner.run([replace(runner.job("frozen", **options), updates=steps)])
+    except ProblemError:
+        return None
+    samples = [held.samples(round_) for round_ in rounds_of(held.events)[:steps]]
+    increments = [increment for sample in samples for increment in sample.increments][:steps]
+    whole = full.samples(rounds_of(full.events)[0])
+    used = {at: sum(step[at] for step in increments if at in step) for at in whole.summed}
+    totals = {at: total for at, total in used.items() if isinstance(total, Tensor)}
+    if len(totals) < len(used):
+        return None  # a step inside the backward left no gradient to be seen
+    return fit_gradients(whole.summed, whole.of("stretches"), totals, increments)

@@ -1,0 +1,169 @@
+"""Runs of the script for one audit: their jobs, the processes, and what they left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gaverify.audit.job import Files, Job, Role
+from gaverify.audit.launch import free_port
+from gaverify.audit.processes import Done, NoView, run_jobs
+from gaverify.audit.request import Request
+from gaverify.errors import ProblemError
+from gaverify.records.audit_report import TITLES, RunSummary
+from gaverify.records.events import Ending
+
+if TYPE_CHECKING:
+    from gaverify.audit.reading import Run
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass
+class Runner:
+    """Runs the script in the parts that an audit needs, and keeps account of it.
+
+    Args:
+        request: What the user asked for.
+        folder: Where the runs write.
+        progress: Told what runs now, how many runs are over, and how many there are as a rule.
+        again: The runs were made before: only read what they left.
+    """
+
+    request: Request
+    folder: Path
+    progress: Progress
+    again: bool = False
+
+    def __post_init__(self) -> None:
+        self.summaries: list[RunSummary] = []
+        self.timings: dict[str, float] = {}
+        self.updates = self.request.updates
+        self._done = 0
+        self._files: Files = "in-place" if self.request.in_place else "view"
+
+    def job(self, role: Role, *, rank: int = 0, **options: Any) -> Job:
+        """Returns the job of the next run, which plays `role`; `options` are fields of `Job`."""
+        request = self.request
+        own = {"accumulated": request.accumulated, "frozen": request.accumulated, "events": ()}.get(role, request.full)
+        folder = self.folder / (f"{len(self.summaries)}-{role}" + (f"-rank-{rank}" if rank else ""))
+        if request.ranks is not None:
+            options.setdefault("world", (0, 1, free_port()))
+        setting = request.setting(role)
+        return Job(
+            role,
+            setting.script or request.script,
+            request.module,
+            (*request.common, *own),
+            str(folder),
+            self.updates,
+            files=self._files,
+            environment=setting.environment,
+            values=setting.values,
+            seed=request.seed,
+            **options,
+        )  # type: ignore[arg-type]
+
+    def run(self, jobs: list[Job]) -> list[Run]:
+        """Runs the jobs and returns what they recorded.
+
+        Raises:
+            ProblemError: A run failed, or did not train.
+        """
+        from gaverify.audit.reading import Run
+
+        children = self._children(jobs)
+        self._done += len(jobs)
+        runs = [Run(child.job.role, child.folder, child.seconds) for child in children]
+        for child, run in zip(children, runs, strict=True):
+            self.timings[child.job.role] = child.seconds
+            self.summaries.append(_summary(child, run))
+            _check_updates(child, run)
+        return runs
+
+    def accumulated_jobs(self, **options: Any) -> list[Job]:
+        """Returns the jobs of the accumulated run, one for each rank."""
+        count = self.request.ranks
+        if count is None:
+            return [self.job("accumulated", **options)]
+        port = free_port()
+        return [self.job("accumulated", rank=rank, world=(rank, count, port), **options) for rank in range(count)]
+
+    def together(self, runs: list[Run]) -> Run:
+        """Returns the accumulated run, which its ranks make up where there are several."""
+        if self.request.ranks is None:
+            return runs[0]
+        from gaverify.audit.ranks import RankedRun
+
+        _check_ranks([run.meta["ranks"] for run in runs])
+        return RankedRun(runs[0].role, runs[0].folder, max(run.seconds for run in runs), tuple(runs))
+
+    def _children(self, jobs: list[Job]) -> list[Done]:
+        """Side by side, or one after the other where they would write into the same folder."""
+        if self.again:
+            return [_done_before(Path(job.folder)) for job in jobs]
+        pairs = [(job, self.request.command(job.arguments, self.request.setting(job.role))) for job in jobs]
+        roles = list(dict.fromkeys(job.role for job in jobs))  # the ranks of a run need each other
+        apart = [[pair for pair in pairs if pair[0].role == role] for role in roles]
+        groups = [pairs] if self._files == "view" else apart
+        try:
+            return [child for group in groups for child in run_jobs(group, self.request.timeout, self._running)]
+        except NoView:
+            self._files = "guard"
+            return self._children([replace(job, files="guard") for job in jobs])
+
+    def _running(self, what: str) -> None:
+        self.progress(what, self._done, 3)
+
+
+def _check_ranks(seen: list[int]) -> None:
+    """Raises unless the script trained in as many ranks as were started."""
+    if set(seen) != {len(seen)}:
+        counts = ", ".join(map(str, sorted(set(seen))))
+        raise ProblemError(
+            f"--ranks {len(seen)}: the script's process group had {counts} of {len(seen)} ranks at its first step; "
+            "it has to call torch.distributed.init_process_group with the RANK and WORLD_SIZE of its environment, as "
+            "under torchrun"
+        )
+
+
+def _done_before(folder: Path) -> Done:
+    try:
+        return Done.read(folder)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ProblemError(
+            f"--from {folder.parent}: the record of `{folder.name}` is missing or cannot be read ({error}); "
+            "another version of gaverify made them: run the audit again"
+        ) from error
+
+
+def _summary(child: Done, run: Run) -> RunSummary:
+    job = child.job
+    given = ["with the full-batch run's samples and draws"] if job.replay and job.source else []
+    ended = " ".join(filter(None, (run.meta["reason"], run.meta["status"])))
+    how = ", ".join(["without compilation"] * job.eager + ["attention unfused"] * job.math_kernels + given)
+    return RunSummary(job.role, child.command, run.updates, child.seconds, run.disk_bytes, ended, how)
+
+
+def _check_updates(child: Done, run: Run) -> None:
+    """Raises unless the script trained."""
+    title = TITLES[child.job.role]
+    backwards = any(event.kind == "backward" for event in run.events)
+    steps = any(event.kind == "step" for event in run.events)
+    left = Ending(run.meta["reason"]) is Ending.EXIT
+    how = f"it left with sys.exit({run.meta['status']})" if left else "it ran to its end"
+    if not steps:
+        seen = "neither a backward pass nor an optimizer step"
+        if backwards:
+            seen = "backward passes, but no optimizer step"
+        raise ProblemError(
+            f"the {title} reached no optimizer step ({how}): {child.command}\n"
+            f"it made {seen}; give arguments with which it trains for at least one update"
+        )
+    if not backwards:
+        raise ProblemError(
+            f"the {title} stepped without any backward pass ({how}): {child.command}\n"
+            "gradients that come from torch.autograd.grad or are set by hand cannot be followed"
+        )
