@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
+from typing import Any
 
 from gaverify.records.audit import UpdateComparison
 from gaverify.records.events import Event
@@ -88,7 +89,9 @@ def control(facts: Facts, cause: Cause) -> tuple[Evidence, ...]:
         text = f"with {run.what} in both runs {left}: {share}{rest}"
     if cause.alone > 0 and several(facts):
         text += f"; alone, with the other causes neutralised, it makes {cause.alone:.0e}: proven"
-    values = {"left": run.left, "explained": cause.explained, "alone": cause.alone}
+    values: dict[str, Any] = {"left": run.left, "explained": cause.explained, "alone": cause.alone}
+    if cause.remedies:
+        values["repairs"] = [{"what": r.what, "left": r.left, "rounding": r.rounding} for r in cause.remedies]
     return (Evidence("control", "control", text, values),)
 
 

@@ -96,21 +96,23 @@ def _marks(kind: str, places: Sequence[tuple[float, str, ParameterComparison]], 
 
 def bars_chart(bars: Sequence[tuple[str, float, str]], label: str) -> Markup:
     """Returns horizontal bars on a logarithmic axis; each is (text, value, class)."""
-    scale = scale_of((value for _, value, _ in bars), _WIDE - 420)
+    left = min(16 + 7 * max((len(text) for text, _, _ in bars), default=0), _WIDE // 2)  # the labels' widest
+    scale = scale_of((value for _, value, _ in bars), _WIDE - left - 120)
     parts = []
     for at, (text, value, kind) in enumerate(bars):
         y = 8 + 34 * at
         parts.append(
             Markup(
-                '<text x="0" y="{}">{}</text><rect class="bar {}" x="300" y="{}" width="{}" height="22" rx="3"/>'
+                '<text x="0" y="{}">{}</text><rect class="bar {}" x="{}" y="{}" width="{}" height="22" rx="3"/>'
                 '<text x="{}" y="{}">{}</text>'
             ).format(
                 y + 16,
                 text,
                 kind,
+                left,
                 y,
                 f"{max(scale.at(value), 2):.1f}",
-                f"{310 + max(scale.at(value), 2):.1f}",
+                f"{left + 10 + max(scale.at(value), 2):.1f}",
                 y + 16,
                 number(value),
             )

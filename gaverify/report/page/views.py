@@ -156,14 +156,17 @@ def _finding(finding: Finding, before: float) -> FindingView:
 
 
 def _before_and_after(finding: Finding, before: float) -> Markup:
-    """The difference as the user's code makes it, and what is left of it where the suspect is neutralised."""
+    """The difference as the user's code makes it, without the suspect in both runs, and with each repair that ran."""
     values = [evidence.values for evidence in finding.evidence]
     left = next((_number(v.get("left", v.get("residual"))) for v in values if "left" in v or "residual" in v), math.nan)
     own = next((_number(v["difference"]) for v in values if "difference" in v), before)
     if math.isnan(left) or not own > 0:
         return Markup("")
     bars = [("as it is", own, "divergent"), ("control run", left, "equivalent" if finding.proven else "inconclusive")]
-    return bars_chart(bars, f"Relative difference as it is: {number(own)}, in the control run: {number(left)}")
+    for repair in next((v["repairs"] for v in values if "repairs" in v), ()):
+        kind = "equivalent" if repair["rounding"] else "inconclusive"
+        bars.append((f"repair: {_clean(str(repair['what']))}", _number(repair["left"]), kind))
+    return bars_chart(bars, "Relative difference, " + ", ".join(f"{text}: {number(size)}" for text, size, _ in bars))
 
 
 def _number(value: object) -> float:

@@ -103,8 +103,22 @@ def test_control_before_and_after() -> None:
     control = Evidence("control", "control", "frozen: proven", {"left": 8e-8})
     measured = Evidence("operations", "measured", "88 %", {"difference": 0.88})
     made = page(samples.divergent(findings=(replace(samples.batchnorm(), evidence=(measured, control)),)))
-    assert "as it is: 8.8e-01, in the control run: 8.0e-08" in made
-    assert "in the control run" not in page(samples.divergent())
+    assert "as it is: 8.8e-01, control run: 8.0e-08" in made
+    assert "control run: " not in page(samples.divergent())
+
+
+def test_a_repair_that_ran_is_a_bar_of_its_own() -> None:
+    measured = Evidence("operations", "measured", "88 %", {"difference": 0.88})
+    repairs = [
+        {"what": "GroupNorm(8, 32)", "left": 2e-7, "rounding": True},
+        {"what": "its value as a constant", "left": 0.5, "rounding": False},
+    ]
+    control = Evidence("control", "control", "frozen: proven", {"left": 8e-8, "repairs": repairs})
+    made = page(samples.divergent(findings=(replace(samples.batchnorm(), evidence=(measured, control)),)))
+    assert "repair: GroupNorm(8, 32): 2.0e-07, repair: its value as a constant: 5.0e-01" in made
+    figure = made[made.index("each repair that was tried") :]
+    kinds = re.findall(r'class="bar (\w+)"', figure[: figure.index("</figure>")])
+    assert kinds == ["divergent", "equivalent", "equivalent", "inconclusive"]
 
 
 def test_weights_are_bars_where_they_were_fitted() -> None:
