@@ -202,6 +202,7 @@ def _verified(problem: Problem, settings: _Settings, ranks: Ranks | None, progre
         trace=steps_shown,
         control_failure=judgement.control_failure,
         ranks=facts.ranks,
+        modules=facts.forward.modules,
     )
 
 

@@ -41,7 +41,9 @@ def ask(bench: Bench, facts: Facts) -> Facts:
     forward = replace(facts.forward, causes=search.causes, ruled_out=tuple(dict.fromkeys(search.ruled_out)))
     if search.first is not None:
         first = search.first
-        forward = replace(forward, agree=first.forwards_agree, loss_gap=first.loss_gap, shares=first.shares)
+        forward = replace(
+            forward, agree=first.forwards_agree, loss_gap=first.loss_gap, shares=first.shares, modules=first.modules
+        )
     facts = replace(facts, forward=forward)
     if search.weights is not None and search.cleared:
         facts = replace(facts, weights=replace(facts.weights, fit=search.weights, remedy=search.remedy))

@@ -14,7 +14,7 @@ from typing import Literal
 from gaverify.records.audit import Record
 from gaverify.records.comparison import Method, Outcome, ParameterComparison
 from gaverify.records.experiment import Cause, ControlRun
-from gaverify.records.operations import Operation
+from gaverify.records.operations import ModuleDifference, Operation
 from gaverify.records.ranks import RankFacts
 from gaverify.records.totals import relative_total
 from gaverify.records.weights import WeightFit
@@ -196,7 +196,7 @@ class Forward:
     """What the traces of both forwards showed: the causes that were found in them, and what was ruled out.
 
     `agree`: no operation of the forward differs; `loss_gap`: how far the weighted losses are apart, relative, with
-    the weights that come nearest: `shares`.
+    the weights that come nearest: `shares`. `modules` are those whose outputs could be compared sample by sample.
     """
 
     causes: tuple[Cause, ...] = ()
@@ -205,6 +205,7 @@ class Forward:
     shares: tuple[float, ...] = ()
     coupling: SampleCoupling | None = None
     ruled_out: tuple[str, ...] = ()
+    modules: tuple[ModuleDifference, ...] = ()
 
 
 class BackwardPlace(Enum):

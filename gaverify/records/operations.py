@@ -42,6 +42,17 @@ class Operation:
 
 
 @dataclass(frozen=True)
+class ModuleDifference:
+    """How far a module's outputs for the same samples are apart between the full batch and the micro-batches.
+
+    `difference` is relative to the largest value of an output; 0 where they agree to rounding.
+    """
+
+    module: str
+    difference: float
+
+
+@dataclass(frozen=True)
 class Suspect:
     """The first operation whose result for the same samples depends on the batch that they came in.
 

@@ -11,6 +11,7 @@ from typing import Any
 from gaverify.records.acceptance import Acceptance, exit_code, is_accepted
 from gaverify.records.comparison import Outcome, ParameterComparison, badness
 from gaverify.records.findings import Finding
+from gaverify.records.operations import ModuleDifference
 from gaverify.records.ranks import RankFacts
 
 
@@ -101,6 +102,8 @@ class Verdict:
 
     control_failure: str = ""
     ranks: RankFacts | None = None
+    modules: tuple[ModuleDifference, ...] = ()
+    """How far forward values are apart, by module in the order of the calls; empty where no search ran."""
 
     @property
     def accepted(self) -> bool:

@@ -5,7 +5,7 @@ Shapes: B samples, K micro-batches with samples `start` to `stop - 1`; fingerpri
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from gaverify.causes.trace.operations import OperationTracer
 from gaverify.causes.trace.suspects import Reader
 from gaverify.causes.trace.traces import Result, Trace
 from gaverify.passes.gradients import forward_pass
-from gaverify.records.operations import Suspect
+from gaverify.records.operations import ModuleDifference, Suspect
 
 # In float64 rows agree to about 1e-12; a float32 fallback to about 1e-5. Faults lie far above.
 AGREE_FLOAT64, AGREE_FLOAT32 = 1e-9, 1e-3
@@ -31,6 +31,7 @@ class Divergences:
     suspects: list[Suspect]
     loss_gap: float
     shares: tuple[float, ...] = ()  # the micro-batch weights that come nearest to the full batch's loss
+    modules: tuple[ModuleDifference, ...] = ()
 
     @property
     def forwards_agree(self) -> bool:
@@ -85,7 +86,19 @@ def trace_divergences(
     matching = Matching(full, parts, agree)
     dependence = Dependence(matching, foreign=foreign, shares=shares, agree=agree)
     reader = Reader(matching, dependence, task.batch_size)
-    return Divergences(full, list(reader.suspects(shares, agree, gap <= agree)), gap, tuple(nearest.tolist()))
+    suspects = list(reader.suspects(shares, agree, gap <= agree))
+    return Divergences(full, suspects, gap, tuple(nearest.tolist()), tuple(_modules(matching)))
+
+
+def _modules(matching: Matching) -> Iterator[ModuleDifference]:
+    """Yields the modules that hand out rows of samples, in the order in which they are called first."""
+    worst: dict[str, float] = {}
+    for call in matching.full.calls:
+        compared = [(at, rows) for at in call.outputs if at is not None and (rows := matching.rows[at]) is not None]
+        if call.path and compared:
+            differences = [rows[0] if matching.differs(at) else 0.0 for at, rows in compared]
+            worst[call.path] = max(worst.get(call.path, 0.0), *differences)
+    return (ModuleDifference(path, difference) for path, difference in worst.items())
 
 
 def _on_host(numbers: Sequence[float]) -> torch.Tensor:

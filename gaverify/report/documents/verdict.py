@@ -29,6 +29,7 @@ def verdict_item(verdict: Verdict) -> dict[str, Any]:
         "spec": verdict.spec,
         "parameters": [parameter_item(row) for row in verdict.parameters],
         "findings": [finding_item(finding) for finding in verdict.findings],
+        "modules": [vars(module) for module in verdict.modules],
         "ranks": None if verdict.ranks is None else ranks_item(verdict.ranks),
         "timings": verdict.timings,
         "trace": None if verdict.trace is None else _trace(verdict.trace),

@@ -12,6 +12,7 @@ from markupsafe import Markup
 from gaverify.records.audit_report import AuditReport, Moment
 from gaverify.records.comparison import Outcome, ParameterComparison
 from gaverify.records.findings import Finding
+from gaverify.records.operations import ModuleDifference
 from gaverify.records.profile import LABELS, Profile
 from gaverify.records.verdict import Verdict
 from gaverify.report.junit import modules_of
@@ -85,6 +86,7 @@ class AnswerView:
     findings: Sequence[FindingView]
     tables: Sequence[TableView]
     command: str
+    forward: Sequence[ModuleView] = ()
     weights: Sequence[tuple[str, Markup]] = ()
     timeline: Sequence[tuple[str, Sequence[tuple[str, str, int, str]]]] = ()
     plot: Markup = field(default_factory=lambda: Markup(""))
@@ -108,6 +110,7 @@ def view_of(answer: Answer) -> AnswerView:
         findings=[_finding(finding, before) for finding in story.findings],
         tables=[_table(table, culprits) for table in story.tables],
         command=_clean(story.command),
+        forward=list(_forward(answer.modules, culprits)) if isinstance(answer, Verdict) else (),
         weights=list(_weights(answer, story)),
         timeline=list(_timeline(answer.timeline)) if isinstance(answer, AuditReport) else (),
         plot=Markup(profile_svg(answer)) if isinstance(answer, Profile) and answer.rows else Markup(""),
@@ -215,6 +218,25 @@ def _module(name: str, row: ParameterComparison, scale: Scale, culprit: bool) ->
     share = 0.0 if row.vanishing or math.isnan(row.relative_difference) else scale.at(row.relative_difference)
     difference = "rounding of a zero" if row.vanishing else number(row.relative_difference)
     return ModuleView(_clean(name or "(root)"), row.outcome.value, difference, round(share, 1), culprit)
+
+
+def _forward(modules: Sequence[ModuleDifference], culprits: set[str]) -> Iterator[ModuleView]:
+    """How the difference travels through the forward: each module's outputs; nothing where all of them agree."""
+    if all(module.difference == 0 for module in modules):
+        return
+    scale = scale_of((module.difference for module in modules), 100)
+    size = math.ceil(len(modules) / _MODULES)
+    for at in range(0, len(modules), size):
+        piece = modules[at : at + size]
+        most = max(piece, key=lambda module: module.difference)
+        outcome = Outcome.DIVERGENT if most.difference > 0 else Outcome.EQUIVALENT
+        yield ModuleView(
+            _clean(most.module),
+            outcome.value,
+            number(most.difference) if most.difference > 0 else "the same values",
+            round(scale.at(most.difference), 1),
+            any(module.module in culprits for module in piece),
+        )
 
 
 def _weights(answer: Answer, story: Story) -> Iterator[tuple[str, Markup]]:

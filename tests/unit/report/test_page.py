@@ -16,6 +16,7 @@ import samples
 from gaverify.records.audit_report import Moment
 from gaverify.records.comparison import Outcome
 from gaverify.records.findings import Evidence, Excerpt, Location
+from gaverify.records.operations import ModuleDifference
 from gaverify.report import render
 from gaverify.report.documents import answer_text
 from gaverify.report.documents.reading import answer_of
@@ -142,8 +143,19 @@ def test_the_timeline_groups_calls_by_update_and_rank() -> None:
 
 def test_modules_stand_in_the_models_order_with_the_cause() -> None:
     text = Reader(page(samples.divergent())).text
-    assert "the first that differs is 0" in text and "1 cause" in text
+    assert "the first that differs is that of 0" in text and "1 cause" in text
     assert page(samples.large(2, 5000)).count('class="track"') <= 400
+
+
+def test_the_forward_shows_where_values_part() -> None:
+    modules = (ModuleDifference("0", 0.0), ModuleDifference("1", 1.07), ModuleDifference("2", 0.67))
+    text = Reader(page(samples.divergent(modules=modules))).text
+    assert "the first that differ are those of 1" in text
+    assert "0 the same values 1 cause 1.1e+00 2 6.7e-01" in text
+    agreeing = tuple(ModuleDifference(name, 0.0) for name in "012")
+    assert "where values part" not in Reader(page(samples.divergent(modules=agreeing))).text
+    many = tuple(ModuleDifference(f"layers.{at}", 0.5) for at in range(5000))
+    assert page(samples.divergent(modules=many)).count('class="track"') <= 800
 
 
 def test_a_profile_has_its_plots_and_its_rows() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from pydantic import Field
+
 from gaverify.report.documents.schema.shared import (
     AcceptanceItem,
     Environment,
@@ -90,6 +92,13 @@ class RanksItem(Shape):
     buffers_apart: list[str]
 
 
+class ModuleItem(Shape):
+    """How far a module's outputs for the same samples are apart in the forward, relative to its largest value."""
+
+    module: str
+    difference: Number
+
+
 class VerdictDocument(Shape):
     """One verdict."""
 
@@ -109,6 +118,7 @@ class VerdictDocument(Shape):
     spec: dict[str, Any] | None
     parameters: list[Parameter]
     findings: list[FindingItem]
+    modules: list[ModuleItem] = Field(default_factory=list)
     timings: dict[str, Number]
     ranks: RanksItem | None = None
     trace: TraceItem | None
