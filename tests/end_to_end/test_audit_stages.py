@@ -56,9 +56,8 @@ class TestSeveralOptimizers:
         assert (result.code, result.faults) == (1, {"GAV201"}), str(result)
 
 
-GAP = pytest.mark.xfail(reason="rows of a functional_call are taken for the update's data: inconclusive, no false tick")
 HIDDEN = ["meta", "fake", "grad", "jvp", "trace", "flops", "forward_mode", "functional", "lazy_optimizer", "lr"]
-MARKS = {"meta": (), "functional": (slow, GAP)}
+MARKS = {"meta": ()}
 
 
 @pytest.mark.parametrize("odd", [pytest.param(odd, marks=MARKS.get(odd, slow)) for odd in HIDDEN])

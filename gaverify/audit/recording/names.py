@@ -47,15 +47,18 @@ class Names:
         if any(plain(parameter) is None for parameter in module.parameters()):
             raise OutOfSight
         trains = any(parameter.requires_grad for parameter in module.parameters())
+        if trains and not any(model is module for model in self.models):
+            self.models.append(module)
+        if not all(isinstance(parameter, nn.Parameter) for parameter in module.parameters()):
+            return trains  # called with other weights than its own, by `functional_call`: those have no names
         self._known[id(module)] = trains
         self._kept.append(module)
         if trains:
-            self.models.append(module)
             taken: set[str] = set()
             for name, parameter in module.named_parameters():
                 short = plain_name(name) if plain_name(name) not in taken else name
                 taken.add(short)
-                self._names.setdefault(id(parameter), (len(self.models) - 1, short))
+                self._names.setdefault(id(parameter), (self.index(module), short))
         return trains
 
     def key(self, parameter: torch.Tensor, optimizer: int, ordinal: int) -> str:

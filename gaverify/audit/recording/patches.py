@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
 from gaverify.audit.recording.recorder import Recorder
 from gaverify.audit.recording.settings import rates_of
 
-Around = Callable[[], AbstractContextManager[None]]
+Around = Callable[..., AbstractContextManager[None]]
 
 
 def install(recorder: Recorder) -> None:
@@ -35,7 +35,7 @@ def install(recorder: Recorder) -> None:
     for owner in (torch.Tensor, torch.autograd):
         _surround(owner, "backward", recorder.backward, recorder, backward)
     for owner in (Optimizer, nn.Module):
-        _surround(owner, "zero_grad", recorder.zero_grad, recorder, [False])
+        _surround(owner, "zero_grad", lambda *_, **__: recorder.zero_grad(), recorder, [False])
     _clipping(recorder)
     _schedulers(recorder)
     _scalers(recorder)
@@ -45,7 +45,10 @@ def install(recorder: Recorder) -> None:
 
 
 def _surround(owner: Any, name: str, around: Around, recorder: Recorder, running: list[bool]) -> None:
-    """Replaces a function by one that runs it inside `around`; a call while one is `running` runs as it is."""
+    """Replaces a function by one that runs it inside `around`, which is given the same arguments.
+
+    A call while one is `running` runs as it is.
+    """
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -54,7 +57,7 @@ def _surround(owner: Any, name: str, around: Around, recorder: Recorder, running
             return original(*args, **kwargs)
         running[0] = True
         try:
-            with around():
+            with around(*args, **kwargs):
                 return original(*args, **kwargs)
         finally:
             running[0] = False

@@ -1,4 +1,4 @@
-"""Which forwards a backward pass reaches: a forward whose result is only looked at feeds no window."""
+"""Which forwards and parameters a backward pass reaches: a forward whose result is only looked at feeds no window."""
 
 from __future__ import annotations
 
@@ -37,3 +37,29 @@ class Reach:
         self._reached.clear()
         self._unknown.clear()
         return found
+
+
+def ends_in_parameters(roots: Any) -> bool:
+    """Whether the graph behind what is differentiated has a parameter at one of its ends.
+
+    One that ends in inputs, or in weights that `functional_call` was given, trains nothing. A function written in
+    Python may differentiate parameters that its node does not name, as checkpointing does: it counts as one that does.
+
+    Args:
+        roots: A tensor, or several in any nesting.
+    """
+    tensors = [leaf for _, leaf in leaves(roots, "") if isinstance(leaf, torch.Tensor)]
+    if any(isinstance(tensor, torch.nn.Parameter) for tensor in tensors):
+        return True
+    waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return True
+        if isinstance(getattr(node, "variable", None), torch.nn.Parameter):
+            return True
+        following = {child for child, _ in node.next_functions if child is not None} - seen
+        seen |= following
+        waiting += following
+    return False

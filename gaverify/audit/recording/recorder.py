@@ -16,6 +16,7 @@ from torch import nn
 
 from gaverify.audit.recording.names import OutOfSight
 from gaverify.audit.recording.places import user_place
+from gaverify.audit.recording.reach import ends_in_parameters
 from gaverify.audit.recording.rows import input_rows, input_shapes
 from gaverify.audit.recording.session import Session
 from gaverify.audit.recording.update import Forward
@@ -70,8 +71,14 @@ class Recorder(Session):
         return self._in_forward or self._in_backward
 
     @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Surrounds a backward pass."""
+    def backward(self, tensors: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Surrounds a backward pass.
+
+        Args:
+            tensors: What is differentiated.
+            args: What else the call was given.
+            kwargs: The same, by name.
+        """
         with self._work():
             self._begin()
             self._changes.note(self.watch.look(), "between")
@@ -88,7 +95,7 @@ class Recorder(Session):
         finally:
             self._in_backward = False
         with self._work():
-            self._after_backward(place)
+            self._after_backward(place, tensors)
 
     @contextmanager
     def zero_grad(self) -> Iterator[None]:
@@ -217,11 +224,13 @@ class Recorder(Session):
         self._update.rows.append(prints)
         self._draws.begin((model, module.training, len(shapes)), shapes, prints)
 
-    def _after_backward(self, place: Place | None) -> None:
-        seen = self.watch.look()
-        self._numbers["backward"] += 1
-        number, reached = self._numbers["backward"], self._reach.end()
+    def _after_backward(self, place: Place | None, roots: Any) -> None:
+        seen, reached = self.watch.look(), self._reach.end()
         touched = [index for index, change in seen.changed.items() if bool(change.any())]
+        if not touched and not ends_in_parameters(roots):
+            return
+        self._numbers["backward"] += 1
+        number = self._numbers["backward"]
         # A pass that adds nothing, of a micro-batch without targets, may be any optimizer's.
         for entry in [self.watch.of(index) for index in touched] or self.watch.entries():
             change = seen.changed.get(entry.index)

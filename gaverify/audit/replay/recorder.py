@@ -56,10 +56,10 @@ class ReplayingRecorder(Recorder):
                 yield listen
 
     @contextmanager
-    def backward(self) -> Iterator[None]:
+    def backward(self, tensors: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         """Surrounds a backward pass."""
         with self._loop.paused():
-            with super().backward():
+            with super().backward(tensors, *args, **kwargs):
                 yield
             self._loop.after_backward()
 
