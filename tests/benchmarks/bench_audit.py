@@ -80,8 +80,10 @@ def main() -> None:
         for clock in ("wall", "processor"):
             own, recorded = (min(times[role, clock][at] for times in measured) for at in (0, 1))
             middle = median(times[role, clock][1] / times[role, clock][0] for times in measured)
-            print(f"recording, {role}, {clock} time: least {recorded:.2f} s / {own:.2f} s = {recorded / own:.3f}, "
-                  f"median of ratios {middle:.3f} (target 1.10)")  # fmt: skip
+            print(
+                f"recording, {role}, {clock} time: least {recorded:.2f} s / {own:.2f} s = {recorded / own:.3f}, "
+                f"median of ratios {middle:.3f} (target 1.10)"
+            )
 
 
 def _measure(script: Path, threads: str) -> dict[tuple[str, str], tuple[float, float]]:

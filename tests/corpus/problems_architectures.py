@@ -271,14 +271,18 @@ def masked_edges() -> Problem:
         first, last = int(ends[start]), int(ends[stop])
         own = (batch["edges"][0] >= first) & (batch["edges"][0] < last)
         return {
-            "nodes": batch["nodes"][first:last], "edges": batch["edges"][:, own] - first,
-            "graph": batch["graph"][first:last] - start, "classes": batch["classes"][start:stop],
-        }  # fmt: skip
+            "nodes": batch["nodes"][first:last],
+            "edges": batch["edges"][:, own] - first,
+            "graph": batch["graph"][first:last] - start,
+            "classes": batch["classes"][start:stop],
+        }
 
     batch = {
-        "nodes": torch.randn(int(sizes.sum()), 6), "edges": edges, "classes": torch.randint(4, (8,)),
+        "nodes": torch.randn(int(sizes.sum()), 6),
+        "edges": edges,
+        "classes": torch.randint(4, (8,)),
         "graph": torch.repeat_interleave(torch.arange(8), sizes),
-    }  # fmt: skip
+    }
     return Problem(Passing(), lambda model, part: F.cross_entropy(model(part), part["classes"]), batch, split)
 
 

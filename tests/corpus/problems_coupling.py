@@ -247,13 +247,30 @@ def squared_batch_norm() -> Problem:
 
 FAULTS = (
     fault("A01", batch_norm, "GAV101", "each micro-batch has its own mean and variance", module="1"),
-    fault("A01b-untracked", batch_norm_without_running_statistics, "GAV101 GAV102",
-          "without running statistics the batch's own are used all the same", module="1"),
+    fault(
+        "A01b-untracked",
+        batch_norm_without_running_statistics,
+        "GAV101 GAV102",
+        "without running statistics the batch's own are used all the same",
+        module="1",
+    ),
     fault("A01b-by-hand", hand_written_batch_norm, "GAV101 GAV102", "no class of torch.nn gives it away", module="1"),
-    fault("A01-eval-too", batch_norm_without_running_statistics, "GAV101 GAV102",
-          "without running statistics eval mode uses the batch's own as well", module="1", options={"mode": "eval"}),
-    fault("A01-one-each", image_batch_norm, "GAV101", "BatchNorm2d silently works on micro-batches of one", steps=8,
-          module="1"),
+    fault(
+        "A01-eval-too",
+        batch_norm_without_running_statistics,
+        "GAV101 GAV102",
+        "without running statistics eval mode uses the batch's own as well",
+        module="1",
+        options={"mode": "eval"},
+    ),
+    fault(
+        "A01-one-each",
+        image_batch_norm,
+        "GAV101",
+        "BatchNorm2d silently works on micro-batches of one",
+        steps=8,
+        module="1",
+    ),
     fault("A01-row-6", squared_batch_norm, "GAV101", "row 6 of the reference systems", module="1"),
     fault("A02", contrastive, "GAV103", "a sample has fewer negatives in a micro-batch", planted=True),
     fault("A05", balanced_experts, "GAV102 GAV103", "a product of two batch means is no mean", planted=True),
@@ -262,9 +279,15 @@ FAULTS = (
     fault("A09-flip", mix_up_flipped, "GAV102 GAV103", "partners outside the micro-batch are lost", planted=True),
     fault("A11", whitened_advantages, "GAV103", "mean and deviation are those of the micro-batch", planted=True),
     fault("A13", unfrozen_by_train, "GAV101", "`model.train()` reaches every child", module="1"),
-    fault("minibatch-deviation", minibatch_deviation, "GAV102", "the deviation runs over the micro-batch", module="2",
-          planted=True),
-)  # fmt: skip
+    fault(
+        "minibatch-deviation",
+        minibatch_deviation,
+        "GAV102",
+        "the deviation runs over the micro-batch",
+        module="2",
+        planted=True,
+    ),
+)
 
 TWINS = (
     quiet("A01", batch_norm, "frozen: the running statistics are constants", options={"mode": "eval"}),

@@ -83,8 +83,9 @@ def checkpointed_reentrant() -> Problem:
     return _checkpointed(True)
 
 
-@replayed("one backward over all micro-batches repeats the draws of each", notes="GAV301",
-          options={"strategy": "summed-loss"})  # fmt: skip
+@replayed(
+    "one backward over all micro-batches repeats the draws of each", notes="GAV301", options={"strategy": "summed-loss"}
+)
 def checkpointed_summed() -> Problem:
     return _checkpointed(False)
 

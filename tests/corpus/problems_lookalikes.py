@@ -36,8 +36,11 @@ def lookalike(why: str, **changes: Any) -> Any:
 @lookalike("the mask hides padding of each sample")
 def attention_with_padding_mask() -> Problem:
     mask = torch.arange(5)[None] >= torch.tensor([5, 3, 4, 1, 2, 5, 3, 4])[:, None]
-    return Problem(Pooled(), lambda m, b: F.cross_entropy(m(b[0], b[1]), b[2]),
-                   (torch.randn(8, 5, 8), mask, torch.randint(4, (8,))))  # fmt: skip
+    return Problem(
+        Pooled(),
+        lambda m, b: F.cross_entropy(m(b[0], b[1]), b[2]),
+        (torch.randn(8, 5, 8), mask, torch.randint(4, (8,))),
+    )
 
 
 @lookalike("the bias of the keys has a gradient of zero in exact arithmetic")
@@ -55,8 +58,15 @@ def key_bias() -> Problem:
 
 @lookalike("the bias before an InstanceNorm has a gradient of zero in exact arithmetic")
 def bias_before_instance_norm() -> Problem:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4, affine=True), nn.ReLU(), nn.Conv2d(4, 4, 3),
-                          nn.InstanceNorm2d(4), nn.Flatten(), nn.Linear(16, 4))  # fmt: skip
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        nn.InstanceNorm2d(4, affine=True),
+        nn.ReLU(),
+        nn.Conv2d(4, 4, 3),
+        nn.InstanceNorm2d(4),
+        nn.Flatten(),
+        nn.Linear(16, 4),
+    )
     return classified(model, 3, 6, 6, size=8)
 
 
@@ -109,8 +119,13 @@ def batch_second_lstm() -> Problem:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.head(self.lstm(x)[0][-1])
 
-    return Problem(Tagger(), cross_entropy, (torch.randn(7, 8, 6), torch.randint(4, (8,))), batch_size=8,
-                   split=lambda b, start, stop: (b[0][:, start:stop], b[1][start:stop]))  # fmt: skip
+    return Problem(
+        Tagger(),
+        cross_entropy,
+        (torch.randn(7, 8, 6), torch.randint(4, (8,))),
+        batch_size=8,
+        split=lambda b, start, stop: (b[0][:, start:stop], b[1][start:stop]),
+    )
 
 
 @lookalike("time comes first inside the model, with dropout; the batch itself leads with B")
@@ -155,8 +170,11 @@ def packed_lstm() -> Problem:
             packed = nn.utils.rnn.pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
             return self.head(self.lstm(packed)[1][0][-1])
 
-    return Problem(Packed(), lambda m, b: F.cross_entropy(m(b[0], b[1]), b[2]),
-                   (torch.randn(8, 6, 6), torch.tensor([6, 2, 4, 5, 1, 3, 6, 2]), torch.randint(4, (8,))))  # fmt: skip
+    return Problem(
+        Packed(),
+        lambda m, b: F.cross_entropy(m(b[0], b[1]), b[2]),
+        (torch.randn(8, 6, 6), torch.tensor([6, 2, 4, 5, 1, 3, 6, 2]), torch.randint(4, (8,))),
+    )
 
 
 @lookalike("gradients of the embedding are sparse and uncoalesced")

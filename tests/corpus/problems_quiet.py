@@ -195,8 +195,12 @@ ROWS = (
     quiet("N06-tokens", tokens_of_the_window, "sums over all valid tokens", options={"weighting": "none"}),
     quiet("N07", toy_linear, "a division after the loop is the same factor", options={"weighting": (0.25,) * 4}),
     quiet("N08", mean_loss, "losses summed, one backward", options={"strategy": "summed-loss"}),
-    quiet("N08-dropout", lambda: dropout(0.5, 0.3), "losses summed, one backward, masks replayed",
-          options={"strategy": "summed-loss"}),
+    quiet(
+        "N08-dropout",
+        lambda: dropout(0.5, 0.3),
+        "losses summed, one backward, masks replayed",
+        options={"strategy": "summed-loss"},
+    ),
     quiet("N10", tied_weights, "both uses add to one gradient"),
     quiet("N13", deep, "24 residual blocks in float32"),
     quiet("N13-plain", deep_plain, "24 layers in float32"),
@@ -210,10 +214,14 @@ ROWS = (
     quiet("N16-transformer", dropout_transformer, "attention draws as well", notes="GAV301"),
     quiet("N18", logged_four_times, "only the logged loss is off"),
     quiet("N19", mean_loss, "constant divisor K", options={"weighting": lambda micro_batch: 0.25}),
-    quiet("N20", tokens_of_the_window, "already divided by the window's tokens",
-          options={"weighting": (1.0, 1.0, 1.0, 1.0)}),
+    quiet(
+        "N20",
+        tokens_of_the_window,
+        "already divided by the window's tokens",
+        options={"weighting": (1.0, 1.0, 1.0, 1.0)},
+    ),
     quiet("N22", even_tokens, "equal counts: right on this batch only", notes="GAV901"),
     quiet("N27", in_another_order, "addition commutes but for rounding"),
     quiet("row-5", toy_linear, "squared error, B = 8, K = 4"),
     quiet("row-7-counted", causal_language_model, "every row has the same number of tokens"),
-)  # fmt: skip
+)

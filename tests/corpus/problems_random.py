@@ -128,15 +128,17 @@ def randomised_relu() -> Problem:
 
 @replayed("whole channels", notes="GAV301")
 def channel_dropout() -> Problem:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Dropout2d(0.4), nn.Conv2d(4, 4, 3), nn.Dropout2d(0.4), nn.Flatten(),
-                          nn.Linear(16, 4))  # fmt: skip
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.Dropout2d(0.4), nn.Conv2d(4, 4, 3), nn.Dropout2d(0.4), nn.Flatten(), nn.Linear(16, 4)
+    )
     return classified(model, 3, 6, 6, size=8)
 
 
 @replayed("dropout that keeps mean and variance", notes="GAV301")
 def alpha_dropout() -> Problem:
-    return classified(nn.Sequential(nn.Linear(8, 8), nn.AlphaDropout(0.3), nn.Linear(8, 8), nn.AlphaDropout(0.3),
-                                    nn.Linear(8, 4)), 8)  # fmt: skip
+    return classified(
+        nn.Sequential(nn.Linear(8, 8), nn.AlphaDropout(0.3), nn.Linear(8, 8), nn.AlphaDropout(0.3), nn.Linear(8, 4)), 8
+    )
 
 
 @replayed("exponential draws per logit", notes="GAV301")

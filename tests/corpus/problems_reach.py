@@ -323,9 +323,10 @@ def _generators() -> dict[str, Built]:
         "numpy Generator": _drawn(new, new.random, lambda: str(new.bit_generator.state)),
         "numpy RandomState": _drawn(old, old.rand, lambda: str(old.get_state()[1:])),
         "python Random": _drawn(python, python.random, python.getstate),
-        "torch Generator": _drawn(torches, lambda: float(torch.rand((), generator=torches)),
-                                  lambda: torches.get_state().tolist()),
-    }  # fmt: skip
+        "torch Generator": _drawn(
+            torches, lambda: float(torch.rand((), generator=torches)), lambda: torches.get_state().tolist()
+        ),
+    }
 
 
 GENERATORS = {name: lambda name=name: _generators()[name] for name in _generators()}

@@ -40,8 +40,11 @@ Sample = namedtuple("Sample", "x y")
 
 @lookalike("a named tuple in a dict")
 def nested_batch() -> Problem:
-    return Problem(mlp(), lambda m, b: F.cross_entropy(m(b["a"].x), b["a"].y) * b["scale"],
-                   {"a": Sample(torch.randn(16, 6), torch.randint(4, (16,))), "scale": 2.0})  # fmt: skip
+    return Problem(
+        mlp(),
+        lambda m, b: F.cross_entropy(m(b["a"].x), b["a"].y) * b["scale"],
+        {"a": Sample(torch.randn(16, 6), torch.randint(4, (16,))), "scale": 2.0},
+    )
 
 
 @lookalike("a list of samples of different length")
@@ -68,8 +71,10 @@ def sample_weights() -> Problem:
     return Problem(mlp(), loss, (torch.randn(16, 6), torch.randint(4, (16,)), torch.rand(16) + 0.1))
 
 
-@lookalike("divided by the sum of the sample weights, and weighted accordingly",
-           options={"weighting": lambda micro_batch, batch: micro_batch[2].sum() / batch[2].sum()})  # fmt: skip
+@lookalike(
+    "divided by the sum of the sample weights, and weighted accordingly",
+    options={"weighting": lambda micro_batch, batch: micro_batch[2].sum() / batch[2].sum()},
+)
 def normalised_sample_weights() -> Problem:
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         return (batch[2] * F.cross_entropy(model(batch[0]), batch[1], reduction="none")).sum() / batch[2].sum()

@@ -68,9 +68,15 @@ class Gain(nn.Module):
 def _mlp(normed: Wrap) -> tuple[nn.Module, Any]:
     wide = (1, 32)
     model = nn.Sequential(
-        nn.Linear(16, 32), Gain(wide), Counted(), nn.Tanh(), normed(nn.Linear(32, 32)), nn.Tanh(), Gain(wide),
+        nn.Linear(16, 32),
+        Gain(wide),
+        Counted(),
+        nn.Tanh(),
+        normed(nn.Linear(32, 32)),
+        nn.Tanh(),
+        Gain(wide),
         nn.Linear(32, 4),
-    )  # fmt: skip
+    )
     return model, (torch.randn(B, 16), torch.randint(4, (B,)))
 
 
@@ -88,10 +94,17 @@ def _convolutions(normed: Wrap) -> tuple[nn.Module, Any]:
     """Rounding grows through depth: some parameters differ by more than 16 u, and nothing is wrong."""
     shape = (1, 8, 1, 1)
     model = nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), Gain(shape), Counted(), *(_Residual(8) for _ in range(10)),
-        normed(nn.Conv2d(8, 8, 1)), nn.GroupNorm(2, 8), Gain(shape), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Conv2d(3, 8, 3, padding=1),
+        Gain(shape),
+        Counted(),
+        *(_Residual(8) for _ in range(10)),
+        normed(nn.Conv2d(8, 8, 1)),
+        nn.GroupNorm(2, 8),
+        Gain(shape),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
         nn.Linear(8, 4),
-    )  # fmt: skip
+    )
     return model, (torch.randn(B, 3, 16, 16), torch.randint(4, (B,)))
 
 

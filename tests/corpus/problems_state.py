@@ -221,8 +221,11 @@ def _warmed_up(counting: bool) -> float:
 
 def _warm_up(counting: bool) -> Problem:
     torch.manual_seed(0)
-    return Problem(mlp(), lambda model, batch: _warmed_up(counting) * cross_entropy(model, batch),
-                   (torch.randn(16, 6), torch.randint(4, (16,))))  # fmt: skip
+    return Problem(
+        mlp(),
+        lambda model, batch: _warmed_up(counting) * cross_entropy(model, batch),
+        (torch.randn(16, 6), torch.randint(4, (16,))),
+    )
 
 
 def global_step() -> Problem:
@@ -312,8 +315,9 @@ def counting_loss() -> Problem:
 
 def low_precision() -> Problem:
     torch.manual_seed(0)
-    return Problem(mlp(classes=1).bfloat16(), squared_error,
-                   (torch.randn(64, 6).bfloat16(), torch.randn(64, 1).bfloat16()))  # fmt: skip
+    return Problem(
+        mlp(classes=1).bfloat16(), squared_error, (torch.randn(64, 6).bfloat16(), torch.randn(64, 1).bfloat16())
+    )
 
 
 def tracked_language_model() -> Problem:
@@ -329,24 +333,39 @@ def tracked_language_model() -> Problem:
 FAULTS = (
     fault("C02", recomputed_with_another_mask, "GAV302 GAV303", "the gradient of one mask is used with another"),
     fault("D01", tracked_batch_norm, "GAV101", "running statistics move once per forward", notes="GAV402", module="1"),
-    fault("D03", tied_max_norm, "GAV401", "the head sees rows that a lookup scaled before",
-          module="embedding"),
-    fault("D05", moving_divisor, "GAV401", "the second micro-batch is divided by what the first one left",
-          options={"weighting": "none"}, planted=True),
-    fault("D08", moving_maximum, "GAV401", "the second micro-batch is rounded to what the first one left",
-          planted=True),
-    fault("hidden-counter", hidden_counter, "GAV403", "the factor is a Python number that each forward increments",
-          planted=True),
-    fault("hidden-array", hidden_array, "GAV403", "the divisor is a NumPy array that each forward adds to",
-          module=""),
-    fault("moving-teacher", moving_teacher, "GAV401 GAV403", "the next micro-batch meets a teacher that has moved on",
-          planted=True),
+    fault("D03", tied_max_norm, "GAV401", "the head sees rows that a lookup scaled before", module="embedding"),
+    fault(
+        "D05",
+        moving_divisor,
+        "GAV401",
+        "the second micro-batch is divided by what the first one left",
+        options={"weighting": "none"},
+        planted=True,
+    ),
+    fault(
+        "D08", moving_maximum, "GAV401", "the second micro-batch is rounded to what the first one left", planted=True
+    ),
+    fault(
+        "hidden-counter",
+        hidden_counter,
+        "GAV403",
+        "the factor is a Python number that each forward increments",
+        planted=True,
+    ),
+    fault("hidden-array", hidden_array, "GAV403", "the divisor is a NumPy array that each forward adds to", module=""),
+    fault(
+        "moving-teacher",
+        moving_teacher,
+        "GAV401 GAV403",
+        "the next micro-batch meets a teacher that has moved on",
+        planted=True,
+    ),
     fault("global-step", global_step, "GAV403", "the factor depends on a global of a helper function"),
     fault("codebook", moving_codebook, "GAV401", "the second micro-batch finds other codes", planted=True),
     fault("hidden-state", carried_hidden_state, "GAV403", "the second micro-batch starts where the first one ended"),
     fault("spectral-norm", spectral_norm, "GAV401", "the power iteration goes on with every forward"),
     fault("counting-loss", counting_loss, "GAV403", "the factor is kept on the loss function"),
-)  # fmt: skip
+)
 
 TWINS = (
     quiet("C02", computed_once, "one mask per sample, replayed"),

@@ -136,7 +136,7 @@ TWINS = (
     quiet("tied-max-norm", untied_twice_with_tie_between, "both modules scale the rows that they look up"),
     quiet("None-is-no-zero", head_for_large_batches, "no micro-batch and no full batch above 8", steps=1),
     quiet("class-weights", class_weights_averaged, "weighted by the classes' weights", options={"weighting": "tokens"}),
-)  # fmt: skip
+)
 
 
 class Experts(nn.Module):

@@ -376,19 +376,36 @@ def _hooked() -> Problem:
 
 _COUPLED = "GAV101 GAV102"
 FAULTS = (
-    fault("whitening", lambda: body(Whitening, False), _COUPLED, "centred, then decorrelated: two reductions",
-          planted=True),
+    fault(
+        "whitening",
+        lambda: body(Whitening, False),
+        _COUPLED,
+        "centred, then decorrelated: two reductions",
+        planted=True,
+    ),
     fault("attention", lambda: _attention(False), "GAV102", "a matrix of all pairs inside the model", planted=True),
     fault("batch-top-k", lambda: body(TopOfBatch, False), "GAV102", "one threshold for the whole batch", planted=True),
-    fault("packed-sums", lambda: body(Packed, False), _COUPLED, "the count of samples comes from outside torch",
-          planted=True),
-    fault("data-dependent-branch", lambda: body(Branching, False), "GAV102", "a branch on the batch's mean",
-          planted=True),
-    fault("loop-in-the-model", lambda: body(PerSampleLoop, False), _COUPLED, "a loop over samples reads their mean",
-          planted=True),
+    fault(
+        "packed-sums",
+        lambda: body(Packed, False),
+        _COUPLED,
+        "the count of samples comes from outside torch",
+        planted=True,
+    ),
+    fault(
+        "data-dependent-branch", lambda: body(Branching, False), "GAV102", "a branch on the batch's mean", planted=True
+    ),
+    fault(
+        "loop-in-the-model",
+        lambda: body(PerSampleLoop, False),
+        _COUPLED,
+        "a loop over samples reads their mean",
+        planted=True,
+    ),
     fault("batch-first", lambda: _recurrent(False), "GAV102", "samples taken for time steps", module="recurrent"),
-    fault("reversal-factor", lambda: body(Factor, False), "GAV104", "a number read out scales the backward",
-          planted=True),
+    fault(
+        "reversal-factor", lambda: body(Factor, False), "GAV104", "a number read out scales the backward", planted=True
+    ),
     fault("hook-inside", lambda: body(HookInside, False), "GAV104", "a hook that the forward registers", planted=True),
     fault("module-hook", lambda: hook_on_module(False), "GAV104", "a backward hook divides by a norm", module="2"),
     fault("warm-up", lambda: classified(Warming(mlp()), 6), "GAV403", "a counter scales the output", planted=True),
@@ -397,16 +414,21 @@ FAULTS = (
     fault("worst-group", lambda: under(worst_group), "GAV103", "weights fit, but they pick groups"),
     fault("largest-error", lambda: regression(largest_error), "GAV103", "one sample counts, the others do not"),
     fault("hardest-half", lambda: under(hardest_half), "GAV103", "the hardest of the batch", planted=True),
-    fault("branch-in-loss", lambda: regression(halved_when_large), "GAV103", "weights fit by coincidence",
-          planted=True),
-    fault("own-scale", lambda: under(own_scale), "GAV104 GAV103", "every loss is 1, its gradient is not",
-          planted=True),
+    fault(
+        "branch-in-loss", lambda: regression(halved_when_large), "GAV103", "weights fit by coincidence", planted=True
+    ),
+    fault("own-scale", lambda: under(own_scale), "GAV104 GAV103", "every loss is 1, its gradient is not", planted=True),
     fault("loop-over-pairs", lambda: under(loop_over_pairs), "GAV103", "traces of different length", planted=True),
-    fault("gradient-penalty", lambda: under(lambda m, b: gradient_penalty(m, b, True)), "GAV103",
-          "one norm over all samples of a gradient taken in the forward", planted=True),
+    fault(
+        "gradient-penalty",
+        lambda: under(lambda m, b: gradient_penalty(m, b, True)),
+        "GAV103",
+        "one norm over all samples of a gradient taken in the forward",
+        planted=True,
+    ),
     fault("idle-expert", sparse, "GAV202", "five micro-batches of 4 and 3 samples; some leave an expert out", steps=5),
     fault("pasted", lambda: under(pasted), "GAV103", "inputs and labels of another sample", planted=True),
-)  # fmt: skip
+)
 
 TWINS = (
     quiet("whitening", lambda: body(Whitening, True), "no whitening"),
@@ -429,17 +451,32 @@ TWINS = (
 
 # Several faults at once: each must be named, and nothing else.
 COMBINED = (
-    fault("norm-and-division", lambda: classified(_normed(), 6), "GAV101 GAV201", "no division by K either",
-          options={"weighting": "none"}),
+    fault(
+        "norm-and-division",
+        lambda: classified(_normed(), 6),
+        "GAV101 GAV201",
+        "no division by K either",
+        options={"weighting": "none"},
+    ),
     fault("norm-and-pairs", lambda: under(_in_batch, _normed()), "GAV101 GAV103", "and in-batch negatives"),
     fault("norm-and-counter", lambda: under(cross_entropy, Warming(_normed())), "GAV101 GAV403", "and a warm-up"),
     fault("norm-and-tokens", lambda: _tokens(TokenNorm()), "GAV101 GAV202", "and ragged rows averaged equally"),
     fault("counter-and-tokens", lambda: _tokens(Warming(language_model())), "GAV403 GAV202", "and a warm-up"),
-    fault("counter-and-division", lambda: under(cross_entropy, Warming(mlp())), "GAV403 GAV201", "no division by K",
-          options={"weighting": "none"}),
+    fault(
+        "counter-and-division",
+        lambda: under(cross_entropy, Warming(mlp())),
+        "GAV403 GAV201",
+        "no division by K",
+        options={"weighting": "none"},
+    ),
     fault("two-mixtures", lambda: under(cross_entropy, TwoMixtures()), "GAV102", "the same code twice"),
     fault("renorm", renorm, "GAV101 GAV401", "statistics of the batch, and running ones"),
-    fault("hook-and-division", _hooked, "GAV104 GAV201", "a gradient hook, and no division by K",
-          options={"weighting": "none"}),
+    fault(
+        "hook-and-division",
+        _hooked,
+        "GAV104 GAV201",
+        "a gradient hook, and no division by K",
+        options={"weighting": "none"},
+    ),
     fault("pasted-and-norm", lambda: under(pasted, _normed()), "GAV101 GAV103", "coupled inputs before a BatchNorm"),
-)  # fmt: skip
+)

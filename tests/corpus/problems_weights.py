@@ -132,19 +132,40 @@ def ragged_tail() -> Problem:
 FAULTS = (
     fault("B01", ragged_tokens, "GAV202", "the mean of means weighs 3 tokens like 11"),
     fault("B02", mean_loss, "GAV201", "four means are added", options={"weighting": "none"}),
-    fault("B04", two_micro_batches, "GAV201", "two micro-batches divided by the configured four", steps=2,
-          options={"weighting": (0.25, 0.25)}),
+    fault(
+        "B04",
+        two_micro_batches,
+        "GAV201",
+        "two micro-batches divided by the configured four",
+        steps=2,
+        options={"weighting": (0.25, 0.25)},
+    ),
     fault("B05", mean_loss, "GAV201", "divided by K twice", options={"weighting": (1 / 16,) * 4}),
-    fault("B06", ignored_count, "GAV201", "the trainer does not divide, because the model should have",
-          options={"weighting": "none"}),
-    fault("B09", count_of_another_window, "GAV201", "24 tokens divided by another window's 36",
-          options={"weighting": "none"}),
-    fault("B11", mean_over_matched, "GAV202", "micro-batches hold 17, 5, 9 and 12 matched targets",
-          options={"weighting": "none"}),
+    fault(
+        "B06",
+        ignored_count,
+        "GAV201",
+        "the trainer does not divide, because the model should have",
+        options={"weighting": "none"},
+    ),
+    fault(
+        "B09",
+        count_of_another_window,
+        "GAV201",
+        "24 tokens divided by another window's 36",
+        options={"weighting": "none"},
+    ),
+    fault(
+        "B11",
+        mean_over_matched,
+        "GAV202",
+        "micro-batches hold 17, 5, 9 and 12 matched targets",
+        options={"weighting": "none"},
+    ),
     fault("B13", ragged_tail, "GAV202", "6, 6 and 4 samples averaged equally", steps=3),
     fault("B14", sum_over_one_length, "GAV201", "a sum over the batch is already additive; / K is once too often"),
     fault("L19", mean_loss, "GAV201", "`backward()` ran on the undivided loss", options={"weighting": "none"}),
-)  # fmt: skip
+)
 
 TWINS = (
     quiet("B01", ragged_tokens, "weighted by valid tokens", options={"weighting": "tokens"}),

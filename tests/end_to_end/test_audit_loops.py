@@ -37,14 +37,28 @@ FAULTS = [
     Fault("B05 divided twice", SCALE, "divided_twice", "GAV201"),
     Fault("L19 scaled after backward", SCALE, "scaled_after_backward", "GAV201"),
     Fault("B04 short window over K", SCALE, "short_window", "GAV605", ("GAV201",), common="--samples 24"),
-    Fault("B13 micro-batches of 6, 6, 4", SCALE, "ragged_batches", "GAV202",
-          full="--micro 16", accumulated="--micro 6", quick=True),
+    Fault(
+        "B13 micro-batches of 6, 6, 4",
+        SCALE,
+        "ragged_batches",
+        "GAV202",
+        full="--micro 16",
+        accumulated="--micro 6",
+        quick=True,
+    ),
     Fault("B11 mean over matched × batch size", SCALE, "matched_targets", "GAV202"),
     Fault("a micro-batch without labels", SCALE, "empty_micro_batch", "GAV203", ("GAV202",)),
     Fault("B01 mean over valid tokens", WORDS, "mean_of_means", "GAV202", (), *LESS, "--dropout 0.1"),
     Fault("B06 the model ignores the count", WORDS, "count_ignored", "GAV201", (), *LESS, "--equal"),
-    Fault("B09 tokens of another window", WORDS, "tokens_of_another_window", "GAV201", (),
-          "--batch-size 8 --accum 1 --generated 1", "--batch-size 2 --accum 4 --generated 8"),
+    Fault(
+        "B09 tokens of another window",
+        WORDS,
+        "tokens_of_another_window",
+        "GAV201",
+        (),
+        "--batch-size 8 --accum 1 --generated 1",
+        "--batch-size 2 --accum 4 --generated 8",
+    ),
     Fault("B14 one row's length, then / K", WORDS, "length_of_a_row", "GAV201", (), *LESS, "--equal"),
     Fault("L01 zero_grad inside the window", STEPS, "cleared_inside", "GAV603", quick=True),
     Fault("L02 zero_grad at the start of an epoch", STEPS, "cleared_at_epoch", "GAV604", common="--samples 24"),
@@ -52,7 +66,7 @@ FAULTS = [
     Fault("L06 step outside the if", STEPS, "step_outside_the_if", "GAV601"),
     Fault("row 9 scheduler per micro-batch", EXTRAS, "schedule_per_micro_batch", "GAV607", quick=True),
     Fault("clipping per micro-batch, active", EXTRAS, "clip_per_micro_batch", "GAV606", common="--clip 0.05"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +162,10 @@ class TestNumbers:
 
 def weights(result: Audited) -> list[float]:
     """The weights that GAV202 calls right."""
-    found = [evidence["values"]["weights"] for evidence in result.finding("GAV202")["evidence"] if
-             "weights" in evidence["values"]]  # fmt: skip
+    found = [
+        evidence["values"]["weights"]
+        for evidence in result.finding("GAV202")["evidence"]
+        if "weights" in evidence["values"]
+    ]
     assert found, str(result)
     return list(found[0])

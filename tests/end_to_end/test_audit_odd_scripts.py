@@ -34,7 +34,7 @@ ODD = {
     "reads its input": "sys.stdin.read()\n" + TRAIN,
     "catches everything": f"try:\n{textwrap.indent(TRAIN, '    ')}except BaseException: pass\n",
     "deletes the optimizer": TRAIN + "del optimizer, model\nimport gc\ngc.collect()\n",
-}  # fmt: skip
+}
 
 
 @slow
@@ -94,9 +94,12 @@ def test_an_interrupt_leaves_nothing_behind(script: Path, tmp_path: Path) -> Non
     arguments = [str(script), "--full", "--accum 1", "--accumulated", "--accum 4"]
     root = str(SCRIPTS.parent.parent)
     process = subprocess.Popen(
-        [sys.executable, "-m", "gaverify", "audit", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, env={**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": root},
-    )  # fmt: skip
+        [sys.executable, "-m", "gaverify", "audit", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": root},
+    )
     child = _child(temporary)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)

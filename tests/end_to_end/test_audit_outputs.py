@@ -38,9 +38,20 @@ def no_view(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def audit(*options: str, common: str = "") -> Audited:
     return gaverify(
-        ["audit", str(SCRIPTS / "train_resuming.py"), "--full", FULL, "--accumulated", ACCUMULATED, "--format", "json",
-         *options, "--", *common.split()]
-    )  # fmt: skip
+        [
+            "audit",
+            str(SCRIPTS / "train_resuming.py"),
+            "--full",
+            FULL,
+            "--accumulated",
+            ACCUMULATED,
+            "--format",
+            "json",
+            *options,
+            "--",
+            *common.split(),
+        ]
+    )
 
 
 def saved(path: Path) -> bytes:

@@ -25,14 +25,35 @@ COMMANDS = {
     "forgotten-division": ["run", f"{ROOT}/configs/mlp.toml", "--weighting", "none"],
     "trace": ["run", f"{ROOT}/configs/toy-linear.toml"],
     "own-model": ["run", f"{ROOT}/configs/own-model.toml", "--model-arg", "norm=batch"],
-    "events": ["audit", STEPS, "--events-only", "--", "--loop", "cleared_at_epoch", "--batch-size", "4", "--accum", "4",
-               "--samples", "24"],
+    "events": [
+        "audit",
+        STEPS,
+        "--events-only",
+        "--",
+        "--loop",
+        "cleared_at_epoch",
+        "--batch-size",
+        "4",
+        "--accum",
+        "4",
+        "--samples",
+        "24",
+    ],
     "audit-scale": ["audit", SCALE, *BOTH, "--", "--loop", "division_forgotten"],
-    "audit-ragged": ["audit", SCALE, "--full", "--micro 16", "--accumulated", "--micro 6", "--", "--loop",
-                     "ragged_batches"],
+    "audit-ragged": [
+        "audit",
+        SCALE,
+        "--full",
+        "--micro 16",
+        "--accumulated",
+        "--micro 6",
+        "--",
+        "--loop",
+        "ragged_batches",
+    ],
     "audit-steps": ["audit", STEPS, *BOTH, "--", "--loop", "all_but_the_boundary"],
     "profile": ["profile", "--model", "mlp", "--steps", "1,2"],
-}  # fmt: skip
+}
 QUICK = ("equivalent", "batchnorm", "tokens", "forgotten-division", "events")
 _MACHINE = ("torch", "gaverify", "python", "platform", "device_name", "seconds", "timings", "threads", "memory")
 _ROW = re.compile(r"  (divergent|equivalent|inconclusive)$")

@@ -53,9 +53,13 @@ class Runner:
             assert "${{" not in step["run"]
             env = {key: self._filled(value) for key, value in step.get("env", {}).items()}
             done = subprocess.run(
-                ["bash", "--noprofile", "--norc", "-eo", "pipefail", str(script)], cwd=self.project, check=False,
-                capture_output=True, text=True, env={**os.environ, **self.github, **env},
-            )  # fmt: skip
+                ["bash", "--noprofile", "--norc", "-eo", "pipefail", str(script)],
+                cwd=self.project,
+                check=False,
+                capture_output=True,
+                text=True,
+                env={**os.environ, **self.github, **env},
+            )
             told += done.stdout + done.stderr
             if done.returncode:
                 return done.returncode, told
@@ -111,13 +115,20 @@ def test_the_action_is_whole() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("pre_commit") is None, reason="pre-commit is not installed")
 @pytest.mark.parametrize(
     ("hook", "files", "code"),
-    [("gaverify", ["configs/right.toml"], 0), ("gaverify", ["configs/wrong.toml"], 1), ("gaverify", ["a.py"], 0),
-     ("gaverify-all", ["a.py"], 1)],
-)  # fmt: skip
+    [
+        ("gaverify", ["configs/right.toml"], 0),
+        ("gaverify", ["configs/wrong.toml"], 1),
+        ("gaverify", ["a.py"], 0),
+        ("gaverify-all", ["a.py"], 1),
+    ],
+)
 def test_pre_commit_runs_the_hooks(project: Path, hook: str, files: list[str], code: int) -> None:
     (project / "a.py").write_text("")
-    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-           "PRE_COMMIT_HOME": str(project / "home")}  # fmt: skip
+    env = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PRE_COMMIT_HOME": str(project / "home"),
+    }
     env |= {f"GIT_{who}_{what}": "x@example.org" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
 
     def call(*words: str) -> Any:

@@ -201,9 +201,12 @@ def test_one_sample_at_a_time(size: int, features: int, data: st.DataObject, wei
     full = one_at_a_time(model, x, y, [1 / size] * size)
     accumulated = one_at_a_time(model, x, y, [w / n for w, n in zip(weights, sizes, strict=True) for _ in range(n)])
     verdict = gaverify.verify(
-        model, lambda m, b: F.cross_entropy(m(b[0]), b[1]), (x, y), steps=steps,
+        model,
+        lambda m, b: F.cross_entropy(m(b[0]), b[1]),
+        (x, y),
+        steps=steps,
         weighting=weights if weighting == "explicit" else weighting,
-    )  # fmt: skip
+    )
     assert [row.name for row in verdict.parameters] == list(full)
     for row in verdict.parameters:
         scale = float(full[row.name].norm())

@@ -66,8 +66,10 @@ def test_tables_sort_and_filter(page: browser.Page, tmp_path: Path) -> None:
     sizes = [float(size.rstrip("*")) for size in page.evaluate(f"{SHOWN}.map(row => row.cells[3].textContent)")]
     assert sizes == sorted(sizes)
     assert page.evaluate("document.querySelectorAll('#t1-1 th')[3].getAttribute('aria-sort')") == "ascending"
-    page.evaluate("(() => { const s = document.getElementById('t1-1-outcome'); s.value = 'divergent';"
-                  "s.dispatchEvent(new Event('input')) })()")  # fmt: skip
+    page.evaluate(
+        "(() => { const s = document.getElementById('t1-1-outcome'); s.value = 'divergent';"
+        "s.dispatchEvent(new Event('input')) })()"
+    )
     assert len(page.evaluate(NAMES)) == 3
     page.evaluate("document.getElementById('t1-1-filter').focus()")
     page.call("Input.insertText", text="BIAS")
@@ -112,8 +114,10 @@ def test_five_thousand_parameters(page: browser.Page, tmp_path: Path) -> None:
     page.evaluate("document.querySelector('[data-all]').click()")
     assert len(page.evaluate(NAMES)) == 5000
     page.evaluate("document.querySelector('[data-all]').click()")
-    page.evaluate("(() => { const f = document.getElementById('t1-1-filter'); f.value = 'layers.4999.';"
-                  "f.dispatchEvent(new Event('input')) })()")  # fmt: skip
+    page.evaluate(
+        "(() => { const f = document.getElementById('t1-1-filter'); f.value = 'layers.4999.';"
+        "f.dispatchEvent(new Event('input')) })()"
+    )
     assert len(page.evaluate(NAMES)) == 1  # it is found although it was not drawn
     page.call("Emulation.setEmulatedMedia", media="print")
     assert page.evaluate("document.querySelector('.tools').offsetHeight") == 0

@@ -40,17 +40,34 @@ def main():
     args = parser.parse_args()
     set_seed(0)
     config = GPT2Config(
-        vocab_size=len(WORDS) + 2, n_positions=32, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0,
-        resid_pdrop=args.dropout, embd_pdrop=args.dropout, attn_pdrop=args.dropout,
-    )  # fmt: skip
+        vocab_size=len(WORDS) + 2,
+        n_positions=32,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+        resid_pdrop=args.dropout,
+        embd_pdrop=args.dropout,
+        attn_pdrop=args.dropout,
+    )
     model = (GPT2LMHeadModel if args.model == "gpt2" else IgnoresTheCount)(config)
     with tempfile.TemporaryDirectory() as folder:
         training = TrainingArguments(
-            output_dir=folder, per_device_train_batch_size=args.batch_size, gradient_accumulation_steps=args.accum,
-            max_steps=args.max_steps, learning_rate=1e-3, use_cpu=True, report_to=[], save_strategy="no",
-            bf16=args.bf16, gradient_checkpointing=args.checkpoint,
-            max_grad_norm=args.max_grad_norm, remove_unused_columns=False, logging_steps=1,
-        )  # fmt: skip
+            output_dir=folder,
+            per_device_train_batch_size=args.batch_size,
+            gradient_accumulation_steps=args.accum,
+            max_steps=args.max_steps,
+            learning_rate=1e-3,
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+            bf16=args.bf16,
+            gradient_checkpointing=args.checkpoint,
+            max_grad_norm=args.max_grad_norm,
+            remove_unused_columns=False,
+            logging_steps=1,
+        )
         trainer = Trainer(model, training, train_dataset=Rows(equal=args.equal), data_collator=collate_rows)
         trainer.train()
 

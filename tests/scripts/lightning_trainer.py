@@ -28,9 +28,16 @@ def main():
     args = parser.parse_args()
     lightning.seed_everything(args.seed)
     trainer = lightning.Trainer(
-        accelerator="cpu", devices=1, max_epochs=args.epochs, accumulate_grad_batches=args.accum, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=1,
+        max_epochs=args.epochs,
+        accumulate_grad_batches=args.accum,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
     trainer.fit(Classifier(args.accum if args.divide else 1), loader_for(args))
 
 

@@ -45,9 +45,8 @@ def nothing(args, model, optimizer):
 
 
 CHANGES = {
-    change.__name__: change
-    for change in (by_norm, by_value, by_hand, divided_then_by_norm, centralised, nothing)
-}  # fmt: skip
+    change.__name__: change for change in (by_norm, by_value, by_hand, divided_then_by_norm, centralised, nothing)
+}
 
 
 class DividingSGD(torch.optim.SGD):

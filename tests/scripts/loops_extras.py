@@ -102,10 +102,16 @@ def scaler_per_update(args, model, optimizer, loader):
 LOOPS = {
     loop.__name__: loop
     for loop in (
-        clip_per_micro_batch, clip_per_update, schedule_per_micro_batch, schedule_per_update,
-        average_per_micro_batch, average_per_update, scaler_per_micro_batch, scaler_per_update,
+        clip_per_micro_batch,
+        clip_per_update,
+        schedule_per_micro_batch,
+        schedule_per_update,
+        average_per_micro_batch,
+        average_per_update,
+        scaler_per_micro_batch,
+        scaler_per_update,
     )
-}  # fmt: skip
+}
 
 
 def main():

@@ -175,10 +175,17 @@ def clamped(args, loader):
 LOOPS = {
     loop.__name__: loop
     for loop in (
-        sums_of_its_own, sharpness_aware, line_search, compiled, distributed, overflowing, gradient_penalty,
-        dropout_in_the_loss, clamped,
+        sums_of_its_own,
+        sharpness_aware,
+        line_search,
+        compiled,
+        distributed,
+        overflowing,
+        gradient_penalty,
+        dropout_in_the_loss,
+        clamped,
     )
-}  # fmt: skip
+}
 
 
 def main():

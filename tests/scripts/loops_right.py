@@ -132,10 +132,19 @@ def validates(args, model, optimizer, loader):
 LOOPS = {
     loop.__name__: loop
     for loop in (
-        usual, gradients_divided, losses_summed, cleared_at_start, cleared_by_hand, logged_loss_off, constant_divisor,
-        other_order, short_window_divided, weighted_by_samples, validates,
+        usual,
+        gradients_divided,
+        losses_summed,
+        cleared_at_start,
+        cleared_by_hand,
+        logged_loss_off,
+        constant_divisor,
+        other_order,
+        short_window_divided,
+        weighted_by_samples,
+        validates,
     )
-}  # fmt: skip
+}
 
 
 def main():

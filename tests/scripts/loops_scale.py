@@ -84,10 +84,15 @@ def empty_micro_batch(args, model, optimizer, loader):
 LOOPS = {
     loop.__name__: loop
     for loop in (
-        division_forgotten, divided_twice, scaled_after_backward, short_window, ragged_batches, matched_targets,
+        division_forgotten,
+        divided_twice,
+        scaled_after_backward,
+        short_window,
+        ragged_batches,
+        matched_targets,
         empty_micro_batch,
     )
-}  # fmt: skip
+}
 
 
 def main():

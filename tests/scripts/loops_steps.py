@@ -140,10 +140,19 @@ def head_never_steps(args, model, optimizer, loader):
 LOOPS = {
     loop.__name__: loop
     for loop in (
-        cleared_inside, cleared_at_epoch, leaks_into_next_epoch, never_cleared, all_but_the_boundary,
-        step_outside_the_if, too_early, decay_by_hand, step_in_a_hook, backward_at_the_boundary, head_never_steps,
+        cleared_inside,
+        cleared_at_epoch,
+        leaks_into_next_epoch,
+        never_cleared,
+        all_but_the_boundary,
+        step_outside_the_if,
+        too_early,
+        decay_by_hand,
+        step_in_a_hook,
+        backward_at_the_boundary,
+        head_never_steps,
     )
-}  # fmt: skip
+}
 
 
 def main():

@@ -92,9 +92,14 @@ def count_ignored(args, model, optimizer, loader):
 LOOPS = {
     loop.__name__: loop
     for loop in (
-        mean_of_means, padding_counted, tokens_of_the_window, tokens_of_another_window, length_of_a_row, count_ignored,
+        mean_of_means,
+        padding_counted,
+        tokens_of_the_window,
+        tokens_of_another_window,
+        length_of_a_row,
+        count_ignored,
     )
-}  # fmt: skip
+}
 
 
 def main():

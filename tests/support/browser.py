@@ -71,8 +71,14 @@ class Page:
     def press(self, key: str, code: int, text: str = "") -> None:
         """Presses a key as a keyboard does."""
         for kind in ("keyDown", "keyUp"):
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code,
-                      **({"text": text} if text and kind == "keyDown" else {}))  # fmt: skip
+            self.call(
+                "Input.dispatchKeyEvent",
+                type=kind,
+                key=key,
+                code=key,
+                windowsVirtualKeyCode=code,
+                **({"text": text} if text and kind == "keyDown" else {}),
+            )
 
     def photograph(self, file: Path) -> None:
         """Writes the whole page as a picture."""
@@ -88,8 +94,16 @@ def browsing() -> Iterator[Page]:
     program = found()
     assert program is not None
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        words = ["--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0", "--no-first-run",
-                 "--remote-allow-origins=*", f"--user-data-dir={profile}", "about:blank"]  # fmt: skip
+        words = [
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--remote-debugging-port=0",
+            "--no-first-run",
+            "--remote-allow-origins=*",
+            f"--user-data-dir={profile}",
+            "about:blank",
+        ]
         process = subprocess.Popen([program, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             socket = websocket.create_connection(_address(Path(profile), process), timeout=60)

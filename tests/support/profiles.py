@@ -14,10 +14,26 @@ B = 32
 def setting(**changes: Any) -> Setting:
     """A run of `mnist-mlp` on a CPU."""
     sample = Setting(
-        model="mnist-mlp", parameters=567434, trainable=567434, batch_size=B, batch_bytes=B * 100, device="cpu",
-        device_name="x86_64", device_memory=None, dtype="float32", autocast=None, mode="train", seed=0, threads=1,
-        optimizer=None, repeats=5, torch="2.13.0", gaverify="0.1.0", python="3.11.7", platform="Linux",
-    )  # fmt: skip
+        model="mnist-mlp",
+        parameters=567434,
+        trainable=567434,
+        batch_size=B,
+        batch_bytes=B * 100,
+        device="cpu",
+        device_name="x86_64",
+        device_memory=None,
+        dtype="float32",
+        autocast=None,
+        mode="train",
+        seed=0,
+        threads=1,
+        optimizer=None,
+        repeats=5,
+        torch="2.13.0",
+        gaverify="0.1.0",
+        python="3.11.7",
+        platform="Linux",
+    )
     return replace(sample, **changes)
 
 
@@ -26,10 +42,15 @@ def row(strategy: Strategy, steps: int, **changes: Any) -> Row:
     samples = B if strategy != "accumulate" else B // steps
     time = 0.001 * (1 + steps)
     sample = Row(
-        strategy, steps, "measured", "", (B // steps,) * steps, samples * 1000,
+        strategy,
+        steps,
+        "measured",
+        "",
+        (B // steps,) * steps,
+        samples * 1000,
         Memory("resident", 290_000_000, 300_000_000 + samples * 2_000_000),
         Seconds.of([time, time * 1.1, time * 0.9, time * 1.2, time]),
-    )  # fmt: skip
+    )
     if strategy != "full-batch":
         sample = replace(sample, outcome=Outcome.EQUIVALENT, relative_difference=1.1e-7, method="working-precision")
     return replace(sample, **changes)
@@ -46,13 +67,25 @@ def profile(**changes: Any) -> Profile:
 def failing(**changes: Any) -> Profile:
     """Everything that can happen to a row."""
     rows = (
-        row("full-batch", 1, status="out-of-memory", message="out of memory on cpu while running the full batch",
-            activation_bytes=None, memory=None, seconds=None),
+        row(
+            "full-batch",
+            1,
+            status="out-of-memory",
+            message="out of memory on cpu while running the full batch",
+            activation_bytes=None,
+            memory=None,
+            seconds=None,
+        ),
         row("accumulate", 2, outcome=Outcome.DIVERGENT, relative_difference=0.88),
-        row("accumulate", 4, outcome=Outcome.INCONCLUSIVE, relative_difference=None,
-            message="not compared with the full batch: out of memory on cpu while running the full batch"),
+        row(
+            "accumulate",
+            4,
+            outcome=Outcome.INCONCLUSIVE,
+            relative_difference=None,
+            message="not compared with the full batch: out of memory on cpu while running the full batch",
+        ),
         Row("accumulate", 8, "failed", "the model or loss raised on micro-batch 1 of 8: ValueError: no"),
         Row("accumulate", 64, "does-not-fit", "steps = 64 micro-batches cannot be cut from a batch of 32 samples"),
         Row("accumulate", 128, "not-run"),
-    )  # fmt: skip
+    )
     return profile(rows=rows, interrupted=True, **changes)

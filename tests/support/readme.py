@@ -44,9 +44,13 @@ def run(line: str) -> str:
     environment = {**os.environ, "COLUMNS": "80", "NO_COLOR": "1", "PYTHONPATH": str(ROOT)}
     environment.pop("FORCE_COLOR", None)
     done = subprocess.run(
-        [sys.executable, "-m", "gaverify", *words[1:]], capture_output=True, text=True, check=False, cwd=ROOT,
+        [sys.executable, "-m", "gaverify", *words[1:]],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
         env=environment,
-    )  # fmt: skip
+    )
     assert done.returncode in (0, 1, 3), done.stderr
     return "\n".join(line.rstrip() for line in done.stdout.rstrip().split("\n")) + "\n"
 

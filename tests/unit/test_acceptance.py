@@ -87,9 +87,15 @@ def test_entries_of_the_project_are_judged_over_all_answers() -> None:
 
 @pytest.mark.parametrize(
     ("outcome", "expect", "code"),
-    [("divergent", "divergent", 0), ("equivalent", "divergent", 1), ("inconclusive", "divergent", 3),
-     ("inconclusive", "inconclusive", 0), ("divergent", "equivalent", 1), ("divergent", None, 1)],
-)  # fmt: skip
+    [
+        ("divergent", "divergent", 0),
+        ("equivalent", "divergent", 1),
+        ("inconclusive", "divergent", 3),
+        ("inconclusive", "inconclusive", 0),
+        ("divergent", "equivalent", 1),
+        ("divergent", None, 1),
+    ],
+)
 def test_expect(outcome: str, expect: str | None, code: int) -> None:
     made = settled(samples.equivalent(outcome=Outcome(outcome)), [], Project(), expect=expect)
     assert made.exit_code == code

@@ -96,8 +96,11 @@ def test_junit(project: pytest.Pytester) -> None:
     run(project, "--gaverify", "configs", "--junitxml", "out.xml")
     (suite,) = ElementTree.parse(project.path / "out.xml").getroot()
     assert {key: suite.attrib[key] for key in ("tests", "failures", "errors", "skipped")} == {
-        "tests": "5", "failures": "1", "errors": "2", "skipped": "0",
-    }  # fmt: skip
+        "tests": "5",
+        "failures": "1",
+        "errors": "2",
+        "skipped": "0",
+    }
     failure = suite.find(".//failure")
     assert failure is not None and failure.attrib["message"].startswith("divergent: 3 of 6")
     assert "ghost batch norm" in {p.attrib["value"].rpartition(": ")[2] for p in suite.iter("property")}

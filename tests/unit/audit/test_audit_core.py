@@ -73,9 +73,19 @@ def faults(found: tuple[Finding, ...]) -> list[str]:
 
 def parameter(ratio: float = 1.0, outcome: Outcome | None = None, **fields: Any) -> ParameterComparison:
     outcome = outcome or (Outcome.EQUIVALENT if ratio == 1 else Outcome.DIVERGENT)
-    values = {"name": "weight", "shape": (4,), "outcome": outcome, "method": "noise-floor", "reference_norm": 1.0,
-              "accumulated_norm": ratio, "difference_norm": abs(ratio - 1), "allowed": 1e-5,
-              "working_difference_norm": abs(ratio - 1), "worst": None, **fields}  # fmt: skip
+    values = {
+        "name": "weight",
+        "shape": (4,),
+        "outcome": outcome,
+        "method": "noise-floor",
+        "reference_norm": 1.0,
+        "accumulated_norm": ratio,
+        "difference_norm": abs(ratio - 1),
+        "allowed": 1e-5,
+        "working_difference_norm": abs(ratio - 1),
+        "worst": None,
+        **fields,
+    }
     return ParameterComparison(**values)
 
 
@@ -86,9 +96,12 @@ def update(number: int = 1, ratio: float = 1.0, **fields: Any) -> UpdateComparis
 
 
 def fit(
-    factor: float = 1.0, left: float = 1e-7, right: tuple[float, ...] = (1.0,) * 4, residual: float = 1e-7,
+    factor: float = 1.0,
+    left: float = 1e-7,
+    right: tuple[float, ...] = (1.0,) * 4,
+    residual: float = 1e-7,
     used: tuple[float, ...] = (1.0,) * 4,
-) -> WeightFit:  # fmt: skip
+) -> WeightFit:
     return WeightFit(right, residual, True, used=used, used_residual=1e-7, factor=factor, factor_residual=left)
 
 
@@ -110,8 +123,11 @@ class TestWindows:
     def test_backward_passes_that_another_optimizer_uses_are_not_lost(self) -> None:
         """A GAN: the generator's backward also reaches the discriminator, which clears that."""
         both = Event("backward", 1, None, None, {"touched": [0, 1]})
-        events = [both, Event("step", 1, None, None, {"optimizer": 1}),
-                  Event("zero_grad", 2, None, None, {"cleared": [0]})]  # fmt: skip
+        events = [
+            both,
+            Event("step", 1, None, None, {"optimizer": 1}),
+            Event("zero_grad", 2, None, None, {"cleared": [0]}),
+        ]
         assert ledger_of(events).losses == ()
 
     def test_a_skipped_step_of_a_scaler_loses_nothing(self) -> None:
@@ -134,11 +150,14 @@ EVENT_FAULTS = [
     ("clips inside", "BCBCBCBCSZ", "", {}, "GAV606", "C"),
     ("schedules inside", "BLBLBLBSZL", "", {}, "GAV607", "L"),
     ("unscales inside", "BUBUBUBUSZ", "", {}, "GAV608", "U"),
-]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize(("text", "full", "fields", "code", "letter"), [case[1:] for case in EVENT_FAULTS],
-                         ids=[case[0] for case in EVENT_FAULTS])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "full", "fields", "code", "letter"),
+    [case[1:] for case in EVENT_FAULTS],
+    ids=[case[0] for case in EVENT_FAULTS],
+)
 def test_a_faulty_order_of_calls_is_named_with_its_line(
     text: str, full: str, fields: dict[str, Any], code: str, letter: str
 ) -> None:
@@ -309,8 +328,13 @@ class TestNotes:
         assert ("GAV503", severity) in [(f.code, f.severity) for f in found]
 
 
-META = {"working": {"device": "cpu", "dtype": "float32", "autocast": None}, "torch": "2", "modules": ["Linear"],
-        "optimizers": ["SGD"], "parameters": [[("0:weight", [4])]]}  # fmt: skip
+META = {
+    "working": {"device": "cpu", "dtype": "float32", "autocast": None},
+    "torch": "2",
+    "modules": ["Linear"],
+    "optimizers": ["SGD"],
+    "parameters": [[("0:weight", [4])]],
+}
 
 
 class TestOutcome:

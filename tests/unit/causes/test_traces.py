@@ -49,24 +49,35 @@ def dependence(matched: Matching) -> Dependence:
 def doubled(values: list[float]) -> list[Described]:
     """Every sample on its own: twice its value, and the mean of that."""
     twice = [2 * value for value in values]
-    return [("input", (), values, "rows"), ("mul", (0,), twice, "rows"),
-            ("mean", (1,), [sum(twice) / len(twice)], "global")]  # fmt: skip
+    return [
+        ("input", (), values, "rows"),
+        ("mul", (0,), twice, "rows"),
+        ("mean", (1,), [sum(twice) / len(twice)], "global"),
+    ]
 
 
 def centred(values: list[float]) -> list[Described]:
     """Every sample less the mean of the batch."""
     mean = sum(values) / len(values)
     away = [value - mean for value in values]
-    return [("input", (), values, "rows"), ("mean", (0,), [mean], "global"), ("sub", (0, 1), away, "rows"),
-            ("sum", (2,), [sum(value**2 for value in away)], "global")]  # fmt: skip
+    return [
+        ("input", (), values, "rows"),
+        ("mean", (0,), [mean], "global"),
+        ("sub", (0, 1), away, "rows"),
+        ("sum", (2,), [sum(value**2 for value in away)], "global"),
+    ]
 
 
 def turned(values: list[float], *, combine: bool) -> list[Described]:
     """The samples in reverse order; added to themselves, or alone."""
     back = values[::-1]
     summed = [a + b**2 for a, b in zip(values, back, strict=True)] if combine else back
-    return [("input", (), values, "rows"), ("flip", (0,), back, "rows"), ("add", (0, 1), summed, "rows"),
-            ("mean", (2,), [sum(summed) / len(summed)], "global")]  # fmt: skip
+    return [
+        ("input", (), values, "rows"),
+        ("flip", (0,), back, "rows"),
+        ("add", (0, 1), summed, "rows"),
+        ("mean", (2,), [sum(summed) / len(summed)], "global"),
+    ]
 
 
 VALUES = [1.0, 2.0, 4.0, 8.0]

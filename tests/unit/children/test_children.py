@@ -70,9 +70,13 @@ class TestTheEndOfTheParent:
     def test_everything_ends_with_it(self, number: signal.Signals, tmp_path: Path) -> None:
         path = tmp_path / "numbers"
         parent = subprocess.Popen(
-            [sys.executable, "-c", PARENT, CHILD, str(path)], stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "TMPDIR": str(tmp_path)}, stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, "-c", PARENT, CHILD, str(path)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TMPDIR": str(tmp_path)},
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         assert parent.stdout is not None
         folder = Path(parent.stdout.readline().strip())
         numbers = _numbers(path)
@@ -103,10 +107,14 @@ class TestTheEndOfTheParent:
 class TestTheChild:
     @pytest.mark.parametrize(
         ("code", "status"),
-        [("", 0), ("import os; os._exit(5)", 5), ("import os; os.kill(os.getpid(), 9)", -9),
-         ("import os; os.kill(os.getpid(), 15)", -15)],
+        [
+            ("", 0),
+            ("import os; os._exit(5)", 5),
+            ("import os; os.kill(os.getpid(), 9)", -9),
+            ("import os; os.kill(os.getpid(), 15)", -15),
+        ],
         ids=["ends", "leaves", "is killed", "is terminated"],
-    )  # fmt: skip
+    )
     def test_its_end_is_the_keepers(self, code: str, status: int) -> None:
         kept = started([sys.executable, "-c", code])
         assert kept.process.wait(20) == status
@@ -114,8 +122,13 @@ class TestTheChild:
 
     def test_its_streams_are_its_own(self) -> None:
         code = "import sys; print(sys.stdin.read() + ' back'); sys.stderr.write('aside')"
-        kept = started([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                       stderr=subprocess.PIPE, text=True)  # fmt: skip
+        kept = started(
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         assert kept.process.communicate("there and", timeout=20) == ("there and back\n", "aside")
         kept.end()
 

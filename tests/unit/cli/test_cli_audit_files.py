@@ -41,8 +41,11 @@ def read(folder: Path, text: str) -> dict[str, Any]:
 
 def test_keys_are_the_commands_options(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
-    given = read(tmp_path, f'script = "train.py"\narguments = "--a \'b c\'"\nin-place = true\nseed = 3\n{PAIR}'
-                 "[set]\nBATCH = 8\nFLAG = true\n")  # fmt: skip
+    given = read(
+        tmp_path,
+        f'script = "train.py"\narguments = "--a \'b c\'"\nin-place = true\nseed = 3\n{PAIR}'
+        "[set]\nBATCH = 8\nFLAG = true\n",
+    )
     assert given["script"] == str(tmp_path / "train.py")
     assert given["full"] == "--batch-size 8 --accum 1" and given["accumulated"] == "--batch-size 2 --accum 4"
     assert (given["arguments"], given["in_place"], given["seed"]) == (("--a", "b c"), True, "3")

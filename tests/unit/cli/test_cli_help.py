@@ -96,7 +96,11 @@ def test_a_full_disk_is_no_divergence() -> None:
 def test_completion(words: str, offered: list[str]) -> None:
     variables = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
     done = subprocess.run(
-        [sys.executable, "-m", "gaverify"], capture_output=True, text=True, check=False, cwd=ROOT,
+        [sys.executable, "-m", "gaverify"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
         env={**os.environ, **variables, "_GAVERIFY_COMPLETE": "bash_complete", "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    )
     assert (done.returncode, done.stdout.split()) == (0, [f"plain,{word}" for word in offered])

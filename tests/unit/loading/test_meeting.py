@@ -161,10 +161,17 @@ def refused(model: str, **options: object) -> str:
 @pytest.mark.parametrize(
     "factory",
     [
-        "module_loss", "functional_loss", "loader", "workers", "loader_and_criterion", "step", "whole", "Whole",
+        "module_loss",
+        "functional_loss",
+        "loader",
+        "workers",
+        "loader_and_criterion",
+        "step",
+        "whole",
+        "Whole",
         "dictionary",
     ],
-)  # fmt: skip
+)
 def test_what_works(folder: Path, factory: str) -> None:
     assert main(["run", "--model", f"net_of_people.py:{factory}"]) == 0
 

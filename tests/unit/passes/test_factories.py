@@ -11,10 +11,31 @@ import pytest
 import gaverify
 
 FACTORIES = {
-    "tensor", "as_tensor", "asarray", "zeros", "ones", "empty", "full", "eye", "arange", "linspace", "logspace",
-    "rand", "randn", "randint", "randperm", "normal", "empty_strided", "tril_indices", "triu_indices", "complex",
-    "sparse_coo_tensor", "hann_window", "scalar_tensor", "from_file",
-}  # fmt: skip
+    "tensor",
+    "as_tensor",
+    "asarray",
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "eye",
+    "arange",
+    "linspace",
+    "logspace",
+    "rand",
+    "randn",
+    "randint",
+    "randperm",
+    "normal",
+    "empty_strided",
+    "tril_indices",
+    "triu_indices",
+    "complex",
+    "sparse_coo_tensor",
+    "hann_window",
+    "scalar_tensor",
+    "from_file",
+}
 
 
 def unplaced(source: str) -> list[str]:

@@ -395,9 +395,19 @@ def test_the_picture_would_have_moved(prepared: Any) -> None:
     loss(model, batch).backward()
     moved = set(differences(before, picture_of_model(model)))
     assert moved >= {
-        "parameter embedding.weight", "parameter head.weight", "grad embedding.weight", "grad norm.bias",
-        "buffer queue", "buffer replaced", "buffer scratch", "buffer norm.running_mean",
-        "buffer norm.num_batches_tracked", "attributes ", "attributes dropout", "training ", "training frozen",
-    }  # fmt: skip
+        "parameter embedding.weight",
+        "parameter head.weight",
+        "grad embedding.weight",
+        "grad norm.bias",
+        "buffer queue",
+        "buffer replaced",
+        "buffer scratch",
+        "buffer norm.running_mean",
+        "buffer norm.num_batches_tracked",
+        "attributes ",
+        "attributes dropout",
+        "training ",
+        "training frozen",
+    }
     assert set(differences(world, picture_of_world())) == {"python generator", "numpy generator", "torch generator"}
     assert counters() != counted

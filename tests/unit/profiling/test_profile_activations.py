@@ -153,8 +153,9 @@ def test_recomputed_activations_count(reentrant: bool) -> None:
 
 
 def test_the_model_is_left_as_it_was() -> None:
-    problem = Problem(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), mean_squared,
-                      (torch.randn(B, 3), torch.randn(B, 4)))  # fmt: skip
+    problem = Problem(
+        nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), mean_squared, (torch.randn(B, 3), torch.randn(B, 4))
+    )
     before = {name: value.clone() for name, value in problem.model.state_dict().items()}
     state = torch.get_rng_state()
     with workload(problem, Spec(model="m", mode="train"), Plan("accumulate", 2), "adam") as work:

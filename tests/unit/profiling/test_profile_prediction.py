@@ -17,9 +17,16 @@ from gaverify.records.profile import Memory, Plan, Profile, Row, Seconds, plans
 
 @pytest.mark.parametrize(
     ("word", "amount"),
-    [("24GB", 24 * 10**9), ("24GiB", 24 * 2**30), (" 1.5 gb ", 1_500_000_000), ("500 MB", 500 * 10**6),
-     ("80kib", 80 * 1024), ("12B", 12), (".5TB", 5 * 10**11)],
-)  # fmt: skip
+    [
+        ("24GB", 24 * 10**9),
+        ("24GiB", 24 * 2**30),
+        (" 1.5 gb ", 1_500_000_000),
+        ("500 MB", 500 * 10**6),
+        ("80kib", 80 * 1024),
+        ("12B", 12),
+        (".5TB", 5 * 10**11),
+    ],
+)
 def test_memory_with_a_unit(word: str, amount: int) -> None:
     assert parse_bytes(word) == amount
 
@@ -44,9 +51,17 @@ def test_memory_without_a_unit_says_what_to_write(word: str, sentence: str) -> N
 
 @pytest.mark.parametrize(
     ("amount", "text"),
-    [(0, "0 B"), (516, "516 B"), (1234, "1.23 kB"), (999_999, "1.00 MB"), (12_345_678, "12.3 MB"), (-2000, "-2.00 kB"),
-     (3.2e9, "3.20 GB"), (7e12, "7.00 TB")],
-)  # fmt: skip
+    [
+        (0, "0 B"),
+        (516, "516 B"),
+        (1234, "1.23 kB"),
+        (999_999, "1.00 MB"),
+        (12_345_678, "12.3 MB"),
+        (-2000, "-2.00 kB"),
+        (3.2e9, "3.20 GB"),
+        (7e12, "7.00 TB"),
+    ],
+)
 def test_bytes_in_words(amount: float, text: str) -> None:
     assert bytes_text(amount) == text
 
@@ -68,8 +83,13 @@ def test_the_spread_is_the_quartiles_or_all_there_is() -> None:
 
 def test_one_micro_batch_is_the_full_batch() -> None:
     everything = plans(("full-batch", "summed-loss", "accumulate"), [4, 1, 2, 4])
-    assert everything == (Plan("full-batch", 1), Plan("summed-loss", 2), Plan("summed-loss", 4),
-                          Plan("accumulate", 2), Plan("accumulate", 4))  # fmt: skip
+    assert everything == (
+        Plan("full-batch", 1),
+        Plan("summed-loss", 2),
+        Plan("summed-loss", 4),
+        Plan("accumulate", 2),
+        Plan("accumulate", 4),
+    )
     assert plans(("accumulate",), [1, 2]) == (Plan("accumulate", 1), Plan("accumulate", 2))
 
 
@@ -167,9 +187,13 @@ def test_the_summed_loss_has_no_part_in_the_line() -> None:
 
 @pytest.mark.parametrize(
     ("outcomes", "code"),
-    [((Outcome.EQUIVALENT, Outcome.EQUIVALENT), 0), ((Outcome.EQUIVALENT, Outcome.DIVERGENT), 1),
-     ((Outcome.EQUIVALENT, Outcome.INCONCLUSIVE), 3), ((None, None), 3)],
-)  # fmt: skip
+    [
+        ((Outcome.EQUIVALENT, Outcome.EQUIVALENT), 0),
+        ((Outcome.EQUIVALENT, Outcome.DIVERGENT), 1),
+        ((Outcome.EQUIVALENT, Outcome.INCONCLUSIVE), 3),
+        ((None, None), 3),
+    ],
+)
 def test_exit_codes(outcomes: tuple[Outcome | None, ...], code: int) -> None:
     rows = tuple(row("accumulate", 2, outcome=outcome) for outcome in outcomes)
     assert profile(rows=rows).exit_code == code

@@ -103,8 +103,9 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(("stream", "no_color", "coloured"),
-                         [(Terminal, "", True), (Terminal, "1", False), (io.StringIO, "", False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stream", "no_color", "coloured"), [(Terminal, "", True), (Terminal, "1", False), (io.StringIO, "", False)]
+)
 def test_colours_on_a_terminal_only(
     stream: type[io.StringIO], no_color: str, coloured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,7 +93,10 @@ def test_a_built_in_in_every_format(
     assert (code, document.exit_code, document.outcome) == (0, 0, "equivalent")
     full, summed, accumulated = document.rows
     assert [(row.strategy, row.steps) for row in document.rows] == [
-        ("full-batch", 1), ("summed-loss", 4), ("accumulate", 4)]  # fmt: skip
+        ("full-batch", 1),
+        ("summed-loss", 4),
+        ("accumulate", 4),
+    ]
     # input, three hidden layers and the log-softmax of 32 samples, their targets, and the number of targets per loss
     counted = 32 * (4 * (784 + 512 + 256 + 128 + 10) + 8)
     assert [row.activation_bytes for row in document.rows] == [counted + 4, counted + 16, counted // 4 + 4]
@@ -110,7 +113,11 @@ def test_rows_that_end_badly_do_not_stop_the_others(model: Path, capsys: pytest.
     code, document = profiled(capsys, "--model", f"{model}:troubled", *words)
     full, half, pairs, unfit = document.rows
     assert (full.status, half.status, pairs.status, unfit.status) == (
-        "out-of-memory", "measured", "failed", "does-not-fit")  # fmt: skip
+        "out-of-memory",
+        "measured",
+        "failed",
+        "does-not-fit",
+    )
     assert "out of memory" in full.message
     assert half.activation_bytes and half.outcome == "inconclusive"
     assert half.message.startswith("not compared with the full batch: out of memory")
@@ -123,8 +130,10 @@ def test_a_process_that_dies_is_a_row(model: Path, capsys: pytest.CaptureFixture
     code, document = profiled(capsys, "--model", f"{model}:killed", "--strategy", "accumulate", "--steps", "4,8")
     killed, left = document.rows
     assert (killed.status, left.status, code) == ("out-of-memory", "failed", 2)
-    assert killed.message == "the system killed the process while its peak was measured, as it does when its memory " \
-                             "runs out"  # fmt: skip
+    assert (
+        killed.message == "the system killed the process while its peak was measured, as it does when its memory "
+        "runs out"
+    )
     assert "sys.exit(0)" in left.message
 
 
@@ -171,9 +180,13 @@ def test_what_no_row_could_run_is_an_error(model: Path, capsys: pytest.CaptureFi
 def test_ctrl_c_keeps_the_rows_that_are_done(model: Path, tmp_path: Path) -> None:
     words = ["profile", "--model", f"{model}:slow", "--steps", "1,2,4", "--repeats", "1", "--format", "json"]
     found = subprocess.Popen(
-        [sys.executable, "-m", "gaverify", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )  # fmt: skip
+        [sys.executable, "-m", "gaverify", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
     try:
         deadline = time.monotonic() + 120
         while not (tmp_path / "reached").exists() and found.poll() is None and time.monotonic() < deadline:

@@ -72,8 +72,10 @@ def test_it_is_whole_and_alone(sample) -> None:
 
 def test_verdict_and_cause_come_first_and_the_command_last() -> None:
     text = Reader(page(samples.divergent(command="gaverify run x.toml"))).text
-    places = [text.index(words) for words in ("3 of 6 parameters differ", "GAV101", "0.weight", "made by",
-                                              "gaverify run x.toml")]  # fmt: skip
+    places = [
+        text.index(words)
+        for words in ("3 of 6 parameters differ", "GAV101", "0.weight", "made by", "gaverify run x.toml")
+    ]
     assert places == sorted(places)
     assert "gaverify run x.toml" not in Reader(page(samples.divergent())).text
 
@@ -84,9 +86,13 @@ def test_verdict_and_cause_come_first_and_the_command_last() -> None:
 def test_names_are_text(name: str) -> None:
     rows = (samples.row(name, Outcome.DIVERGENT), samples.row(f"{name}.weight"))
     finding = replace(
-        samples.batchnorm(), location=Location(name, name, name, 3, Excerpt(3, (name,))), summary=name, remedy=name,
-        evidence=(Evidence(name, name, name),), accepted=name,
-    )  # fmt: skip
+        samples.batchnorm(),
+        location=Location(name, name, name, 3, Excerpt(3, (name,))),
+        summary=name,
+        remedy=name,
+        evidence=(Evidence(name, name, name),),
+        accepted=name,
+    )
     verdict = samples.divergent(parameters=rows, findings=(finding,), source=name, command=name)
     reader = Reader(page(verdict, errors=[(name, name)]))
     assert name in "".join(reader.texts)

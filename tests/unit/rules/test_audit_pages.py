@@ -50,8 +50,21 @@ def windows(batches, size):
 
 """
 TEXT, TAIL = {"GAV202", "GAV203"}, {"GAV604", "GAV605"}
-CODES = ("GAV201", "GAV202", "GAV203", "GAV402", "GAV601", "GAV602", "GAV603", "GAV604", "GAV605", "GAV606", "GAV607",
-         "GAV608", "GAV609")  # fmt: skip
+CODES = (
+    "GAV201",
+    "GAV202",
+    "GAV203",
+    "GAV402",
+    "GAV601",
+    "GAV602",
+    "GAV603",
+    "GAV604",
+    "GAV605",
+    "GAV606",
+    "GAV607",
+    "GAV608",
+    "GAV609",
+)
 
 
 @pytest.mark.parametrize("heading", ["Example", "Use instead"])

@@ -134,7 +134,7 @@ JUDGED: dict[str, tuple[Facts, list[tuple[str, str]]]] = {
         divergent(causes=(norm(control=HALVED),), weights=(1.0,) * 4, cleared=True, **fitted(*QUARTERS)),
         [("GAV101", "fault"), ("GAV201", "fault")],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", JUDGED)

@@ -51,8 +51,10 @@ def test_batch_statistics_prints_the_remedies_that_were_run() -> None:
     assert evidence(finding, "control") == "with `1` frozen in both runs the difference is 1e-16: proven"
 
 
-@pytest.mark.parametrize(("control", "cleared", "proven"), [(HELPED, False, True), (HALVED, True, True),
-                                                            (HALVED, False, False), (None, True, False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("control", "cleared", "proven"),
+    [(HELPED, False, True), (HALVED, True, True), (HALVED, False, False), (None, True, False)],
+)
 def test_proven_only_where_a_control_run_shows_it(control: ControlRun | None, cleared: bool, proven: bool) -> None:
     for found in (norm(control=control), cause(control=control), coupled(control=control)):
         assert findings_for(divergent(causes=(found,), cleared=cleared))[0].proven is proven
@@ -150,9 +152,15 @@ def test_backward_names_parameters_hooks_and_module() -> None:
 
 @pytest.mark.parametrize(
     ("factor", "meaning"),
-    [(4.0, "K: the loss was not divided by K"), (0.25, "1/K: the loss was divided by K"), (16.0, "B"), (1 / 16, "1/B"),
-     (0.8, None), (1.5, None)],
-)  # fmt: skip
+    [
+        (4.0, "K: the loss was not divided by K"),
+        (0.25, "1/K: the loss was divided by K"),
+        (16.0, "B"),
+        (1 / 16, "1/B"),
+        (0.8, None),
+        (1.5, None),
+    ],
+)
 def test_wrong_loss_scale_says_which_factor(factor: float, meaning: str | None) -> None:
     finding = only(divergent(weights=(0.25 * factor,) * 4, **fitted(*QUARTERS)))
     assert finding.summary.startswith(f"the accumulated gradient is {factor:.6g} times the full-batch gradient")
@@ -261,11 +269,21 @@ def test_precision_says_how_many_bits_and_what_float32_would_give() -> None:
 
 
 def test_unexplained_prints_what_was_ruled_out() -> None:
-    measured = divergent(forwards_agree=True, loss_gap=1e-3, ruled_out=("`mm` at train.py:12",),
-                         failures={"state": "no float64 for `grouped_mm`"})  # fmt: skip
+    measured = divergent(
+        forwards_agree=True,
+        loss_gap=1e-3,
+        ruled_out=("`mm` at train.py:12",),
+        failures={"state": "no float64 for `grouped_mm`"},
+    )
     text = evidence(only(measured), "ruled out")
-    for part in ("the best ones leave 4.0e-01 over", "the full batch agrees with itself", "none is changed and read",
-                 "all forwards agree", "`mm` at train.py:12: neutralised", "state could not run: no"):  # fmt: skip
+    for part in (
+        "the best ones leave 4.0e-01 over",
+        "the full batch agrees with itself",
+        "none is changed and read",
+        "all forwards agree",
+        "`mm` at train.py:12: neutralised",
+        "state could not run: no",
+    ):
         assert part in text
     assert evidence(only(divergent(fit=None, repeatability=None, state=None)), "ruled out") == "nothing"
 

@@ -222,9 +222,12 @@ def run(*words: str, flags: tuple[str, ...] = (), **environment: str) -> subproc
     import os
 
     return subprocess.run(
-        [sys.executable, *flags, "-m", "gaverify", *words], capture_output=True, text=True, check=False,
+        [sys.executable, *flags, "-m", "gaverify", *words],
+        capture_output=True,
+        text=True,
+        check=False,
         env={**os.environ, **environment},
-    )  # fmt: skip
+    )
 
 
 def test_explain_on_a_pipe_is_plain_text_of_80_columns() -> None:

@@ -148,8 +148,10 @@ def test_causal_lm_is_tied_and_causal() -> None:
 def test_causal_lm_pads_ragged_rows() -> None:
     batch = build("causal-lm").batch
     assert (batch["labels"] != -100).sum(1).tolist() == [4, 8, 12, 16, 20, 24, 28, 32]
-    assert torch.equal(batch["input_ids"][:, 1:][batch["labels"][:, 1:] != -100], batch["labels"][:, :-1][
-        (batch["labels"] != -100)[:, 1:]]), "a label is the next token"  # fmt: skip
+    assert torch.equal(
+        batch["input_ids"][:, 1:][batch["labels"][:, 1:] != -100],
+        batch["labels"][:, :-1][(batch["labels"] != -100)[:, 1:]],
+    ), "a label is the next token"
     counted = build("causal-lm", model_args={"padding": "counted"}).batch
     assert torch.equal(counted["labels"] == 0, batch["labels"] == -100)
 
