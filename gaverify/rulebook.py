@@ -72,7 +72,7 @@ def rule_pages() -> tuple[RulePage, ...]:
     """Returns a page for every code, in the order of the codes."""
     from gaverify.rules import RULES, unexplained
 
-    return tuple(_page(rule) for rule in sorted((*RULES, unexplained), key=lambda rule: str(rule.CODE)))
+    return tuple(_page(rule) for rule in sorted((*RULES, unexplained), key=lambda rule: str(rule.RULE.code)))
 
 
 def find_page(wanted: str) -> RulePage:

@@ -95,20 +95,20 @@ def findings_for(facts: Facts) -> tuple[Finding, ...]:
 def _gradients_changed(facts: Facts, found: list[Finding]) -> bool:
     """Whether the gradients of the first differing update are no weighted sum of its micro-batches' any more."""
     faults = {finding.code for finding in found if finding.severity == "fault"}
-    changed = {clip_per_micro_batch.CODE, scaler_per_micro_batch.CODE}
+    changed = {clip_per_micro_batch.RULE.code, scaler_per_micro_batch.RULE.code}
     if facts.loop is not None:  # weights of micro-batches say nothing where it is the ranks' that are wrong
-        changed |= {rule.CODE for rule in RANKS}
+        changed |= {rule.RULE.code for rule in RANKS}
     if (facts.compared.update or 1) > 1:  # the first window has nothing of an earlier one
-        changed.add(gradients_not_cleared.CODE)
+        changed.add(gradients_not_cleared.RULE.code)
     return bool(faults & changed)
 
 
 def _with_harm(facts: Facts, found: list[Finding]) -> Iterator[Finding]:
     """Adds to the first finding how much the divergence matters: it is one number for all causes together."""
     for position, finding in enumerate(found):
-        told = finding.severity == "fault" or finding.code == unexplained.CODE
+        told = finding.severity == "fault" or finding.code == unexplained.RULE.code
         matters = facts.loop is None and position == 0 and bool(facts.compared.divergent) and told
         extra = harm(facts) if matters else ()
-        if matters and finding.code in {rule.CODE for rule in COUPLING[:3]}:
+        if matters and finding.code in {rule.RULE.code for rule in COUPLING[:3]}:
             extra = (*coupling(facts, finding.code), *extra)
         yield replace(finding, evidence=(*finding.evidence, *extra)) if extra else finding

@@ -97,10 +97,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gaverify.records.facts import Draws, Facts
-from gaverify.records.findings import Evidence, Finding, Location
+from gaverify.records.findings import Finding, Location
+from gaverify.rules.rule import Rule, measured
 from gaverify.rules.wording import count, listed
 
-CODE, NAME = "GAV301", "aligned-randomness"
+RULE = Rule("GAV301", "aligned-randomness")
 
 
 def judge(facts: Facts) -> Iterator[Finding]:
@@ -113,19 +114,15 @@ def judge(facts: Facts) -> Iterator[Finding]:
 
 def _dealt(draws: Draws) -> Finding:
     were = "was" if draws.count == 1 else "were"
-    return Finding(
-        CODE,
-        NAME,
-        "note",
+    return RULE.finding(
         f"{count(draws.count, 'random draw')} of the full batch {were} replayed sample by sample",
-        evidence=(
-            Evidence(
-                "random-draws",
-                "measured",
-                f"{count(draws.dealt, 'draw')} dealt out to micro-batches",
-                {"draws": draws.count, "dealt": draws.dealt},
-            ),
+        measured(
+            "random-draws",
+            f"{count(draws.dealt, 'draw')} dealt out to micro-batches",
+            draws=draws.count,
+            dealt=draws.dealt,
         ),
+        severity="note",
         remedy="nothing to do: in training the draws differ and the gradients agree in expectation",
         proven=True,
     )
@@ -137,21 +134,16 @@ def _shared(facts: Facts) -> Finding:
     places = {name: f"`{name}`" + (f" at {place[0]}:{place[1]}" if place else "") for name, place in draws.items()}
     first = next((place for place in draws.values() if place is not None), None)
     draw = "draws" if len(draws) == 1 else "draw"
-    return Finding(
-        CODE,
-        NAME,
-        "note",
+    return RULE.finding(
         f"{listed(list(places.values()))} {draw} one value for the whole batch, not one per sample",
-        location=Location(file=first[0], line=first[1]) if first is not None else None,
-        evidence=(
-            Evidence(
-                "random-draws",
-                "measured",
-                f"all {facts.steps} micro-batches were given the full batch's value; in training a window draws "
-                f"{facts.steps} of them, which has the same mean and another variance",
-                {"shared": list(draws)},
-            ),
+        measured(
+            "random-draws",
+            f"all {facts.steps} micro-batches were given the full batch's value; in training a window draws "
+            f"{facts.steps} of them, which has the same mean and another variance",
+            shared=list(draws),
         ),
+        severity="note",
+        location=Location(file=first[0], line=first[1]) if first is not None else None,
         remedy="draw a value per sample, or once per window where one value is meant",
         proven=True,
     )

@@ -103,9 +103,10 @@ from collections.abc import Iterator
 from gaverify.records.experiment import Cause, ControlKind
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
-from gaverify.rules.wording import control, first_operation, held_remedy, paired_remedy, proven
+from gaverify.rules.controls import control, first_operation, held_remedy, paired_remedy, proven
+from gaverify.rules.rule import Rule
 
-CODE, NAME = "GAV103", "batch-coupled-loss"
+RULE = Rule("GAV103", "batch-coupled-loss")
 _WHAT = {
     "matrix": "the loss compares the samples of a batch with each other",
     "rows": "the loss gives each sample a value that depends on the other samples",
@@ -125,13 +126,11 @@ def judge(facts: Facts) -> Iterator[Finding]:
         if fit is not None and fit.residual > 1e-6:
             text = f"the best micro-batch weights leave {fit.residual:.1e} of the gradient over"
             evidence.append(Evidence("micro-batch-weights", "fit", text, {"residual": fit.residual}))
-        yield Finding(
-            CODE,
-            NAME,
-            "fault",
+        yield RULE.finding(
             _WHAT[suspect.kind],
+            *evidence,
+            control(facts, cause),
             location=suspect.culprit.location,
-            evidence=(*evidence, *control(facts, cause)),
             remedy=_remedy(cause),
             proven=proven(facts, cause),
         )

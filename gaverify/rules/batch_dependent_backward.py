@@ -73,14 +73,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gaverify.records.facts import BackwardPlace, Facts
-from gaverify.records.findings import Evidence, Finding, Location
+from gaverify.records.findings import Finding, Location
 from gaverify.records.operations import Operation
+from gaverify.rules.controls import left_by
+from gaverify.rules.rule import Rule, controlled, measured
+from gaverify.rules.wording import listed
 
-CODE, NAME = "GAV104", "batch-dependent-backward"
+RULE = Rule("GAV104", "batch-dependent-backward")
 _GAP = 1e-6
 _LOOK = "look at custom `backward` functions and hooks: they see the micro-batch's gradient, not the window's"
 _HOOKS = "do in one place, after the window's last backward, what the hooks do per micro-batch"
-_REMEDIES = {
+_REMEDIES: dict[BackwardPlace | None, str] = {
     BackwardPlace.PARAMETER_HOOK: _HOOKS,
     BackwardPlace.MODULE_HOOK: _HOOKS,
     BackwardPlace.TENSOR_HOOK: "let the hook treat each sample on its own; it sees the micro-batch's gradient",
@@ -97,37 +100,23 @@ def judge(facts: Facts) -> Iterator[Finding]:
     if facts.left <= _GAP and facts.backward.control is None:
         return
     rows = [row for row in facts.compared.divergent if row.relative_difference > row.relative_allowed]
-    names = ", ".join(f"`{row.name}`" for row in rows[:3]) + (f" and {len(rows) - 3} more" if len(rows) > 3 else "")
-    hooks = (
-        f"; hooks are registered on {', '.join(f'`{name}`' for name in facts.backward.hooked)}"
-        if facts.backward.hooked
-        else ""
-    )
+    names = listed([f"`{row.name}`" for row in rows])
+    hooked = ", ".join(f"`{name}`" for name in facts.backward.hooked)
+    hooks = f"; hooks are registered on {hooked}" if hooked else ""
     place, culprit, gap = facts.backward.place, facts.backward.culprit, facts.forward.loss_gap
-    location = culprit.location if culprit is not None else Location(parameter_module(rows[0].name) if rows else None)
+    location = culprit.location if culprit is not None else Location(rows[0].name.rpartition(".")[0] if rows else None)
     run = facts.backward.control
     where = f"; gradients part in {_where(place, culprit)}" if culprit is not None else ""
-    shown: tuple[Evidence, ...] = ()
-    if run is not None:
-        text = f"with {run.what} in both runs the difference is {run.left:.0e}" + (": proven" if run.rounding else "")
-        shown = (Evidence("backward", "control", text, {"left": run.left}),)
-    yield Finding(
-        CODE,
-        NAME,
-        "fault",
+    yield RULE.finding(
         f"the backward of {names} depends on the batch, although all forwards agree",
-        location=location,
-        evidence=(
-            Evidence(
-                "operations",
-                "measured",
-                f"{facts.compared.largest}; every operation of the forward agrees, the losses to {gap:.0e}"
-                f"{where}{hooks}",
-                {"loss_gap": gap},
-            ),
-            *shown,
+        measured(
+            "operations",
+            f"{facts.compared.largest}; every operation of the forward agrees, the losses to {gap:.0e}{where}{hooks}",
+            loss_gap=gap,
         ),
-        remedy=_REMEDIES.get(place, _LOOK) if place is not None else _LOOK,
+        *([] if run is None else [controlled("backward", left_by(run), left=run.left)]),
+        location=location,
+        remedy=_REMEDIES.get(place, _LOOK),
         proven=run is not None and run.rounding,
     )
 
@@ -144,8 +133,3 @@ def _where(place: BackwardPlace | None, culprit: Operation) -> str:
     if place in fixed:
         return fixed[place] + (f": `{culprit.source}`" if culprit.source else "")
     return f"the backward of {module}" + (f" ({culprit.kind})" if culprit.kind else "")
-
-
-def parameter_module(name: str) -> str:
-    """Returns the path of the module that owns a parameter."""
-    return name.rpartition(".")[0]

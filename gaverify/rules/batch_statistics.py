@@ -82,9 +82,11 @@ from collections.abc import Iterator
 from gaverify.records.experiment import ControlKind
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Finding
-from gaverify.rules.wording import control, first_operation, module_name, proven, tested
+from gaverify.rules.controls import control, first_operation, proven
+from gaverify.rules.rule import Rule
+from gaverify.rules.wording import module_name, tested
 
-CODE, NAME = "GAV101", "batch-statistics"
+RULE = Rule("GAV101", "batch-statistics")
 
 
 def judge(facts: Facts) -> Iterator[Finding]:
@@ -101,13 +103,11 @@ def judge(facts: Facts) -> Iterator[Finding]:
         ]
         if cause.control is not None and cause.control.kind is ControlKind.FROZEN:
             remedies.append("freeze its statistics (`.eval()` on the layer, after every `model.train()`)")
-        yield Finding(
-            CODE,
-            NAME,
-            "fault",
+        yield RULE.finding(
             f"{module_name(operation.module, operation.kind)} normalises over the micro-batch",
+            first_operation(facts, cause),
+            control(facts, cause),
             location=operation.location,
-            evidence=(first_operation(facts, cause), *control(facts, cause)),
             remedy="; or ".join(remedies) or "use statistics of the sample itself, or stored ones",
             proven=proven(facts, cause),
         )

@@ -123,10 +123,11 @@ from collections.abc import Iterator
 
 from gaverify.records.audit import Record
 from gaverify.records.facts import Facts
-from gaverify.records.findings import Evidence, Finding
+from gaverify.records.findings import Finding
+from gaverify.rules.rule import Rule, measured
 from gaverify.rules.wording import count, listed, located, times
 
-CODE, NAME = "GAV402", "buffer-drift"
+RULE = Rule("GAV402", "buffer-drift")
 
 
 def judge(facts: Facts) -> Iterator[Finding]:
@@ -135,17 +136,15 @@ def judge(facts: Facts) -> Iterator[Finding]:
     if drift:
         are, end = ("are", "end") if len(drift) > 1 else ("is", "ends")
         worst = max(drift, key=lambda name: drift[name])
-        measured = f"`{worst}` differs by {drift[worst]:.1e}"
+        differs = f"`{worst}` differs by {drift[worst]:.1e}"
         if math.isnan(drift[worst]):
-            measured = f"{count(len(drift), 'buffer')} differ{'' if len(drift) > 1 else 's'} by more than rounding"
+            differs = f"{count(len(drift), 'buffer')} differ{'' if len(drift) > 1 else 's'} by more than rounding"
         after = f" after update {facts.buffers.update}" if facts.buffers.update is not None else ""
-        yield Finding(
-            CODE,
-            NAME,
-            "note",
+        yield RULE.finding(
             f"{listed([f'`{name}`' for name in drift])} {are} updated {times(facts.steps)} per window and {end} up "
             f"different{after}",
-            evidence=(Evidence("state", "measured", measured, dict(drift)),),
+            measured("state", differs, **dict(drift)),
+            severity="note",
             remedy="scale the update rate (BatchNorm: momentum / K), if evaluation depends on these buffers",
             proven=True,
         )
@@ -159,20 +158,11 @@ def _average(loop: Record) -> Iterator[Finding]:
         return
     window = loop.window_of(inside[0].update)
     total = len(window.of("average")) if window is not None else len(inside)
-    yield Finding(
-        CODE,
-        NAME,
-        "note",
+    yield RULE.finding(
         f"the moving average of the weights is updated {times(total)} in the window of update {inside[0].update}",
+        measured("events", f"{len(inside)} updates before the last backward pass of their windows", inside=len(inside)),
+        severity="note",
         location=located(inside),
-        evidence=(
-            Evidence(
-                "events",
-                "measured",
-                f"{len(inside)} updates before the last backward pass of their windows",
-                {"inside": len(inside)},
-            ),
-        ),
         remedy="update the average once per optimizer step",
         proven=True,
     )

@@ -46,10 +46,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gaverify.records.facts import Facts
-from gaverify.records.findings import Evidence, Finding
+from gaverify.records.findings import Finding
+from gaverify.rules.rule import Rule, measured
 from gaverify.rules.wording import located, times
 
-CODE, NAME = "GAV606", "clip-per-micro-batch"
+RULE = Rule("GAV606", "clip-per-micro-batch")
 
 
 def judge(facts: Facts) -> Iterator[Finding]:
@@ -64,20 +65,16 @@ def judge(facts: Facts) -> Iterator[Finding]:
     window = loop.window_of(inside[0].update)
     total = len(window.of("clip")) if window is not None else len(inside)
     did = f"{len(active)} of them changed it" if active else "none of them was active"
-    yield Finding(
-        CODE,
-        NAME,
-        "fault" if active else "note",
+    yield RULE.finding(
         f"gradients are clipped {times(total)} in the window of update {inside[0].update}",
-        location=located([*active, *inside]),
-        evidence=(
-            Evidence(
-                "events",
-                "measured",
-                f"{len(inside)} clippings of a half-summed gradient before the last backward pass; {did}",
-                {"inside": len(inside), "active": len(active)},
-            ),
+        measured(
+            "events",
+            f"{len(inside)} clippings of a half-summed gradient before the last backward pass; {did}",
+            inside=len(inside),
+            active=len(active),
         ),
+        severity="fault" if active else "note",
+        location=located([*active, *inside]),
         remedy="clip once per update, between the last backward pass and the step",
         proven=True,
     )

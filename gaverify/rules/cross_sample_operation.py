@@ -95,9 +95,11 @@ from collections.abc import Iterator
 
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Finding
-from gaverify.rules.wording import control, first_operation, held_remedy, module_name, paired_remedy, proven
+from gaverify.rules.controls import control, first_operation, held_remedy, paired_remedy, proven
+from gaverify.rules.rule import Rule
+from gaverify.rules.wording import module_name
 
-CODE, NAME = "GAV102", "cross-sample-operation"
+RULE = Rule("GAV102", "cross-sample-operation")
 
 
 def judge(facts: Facts) -> Iterator[Finding]:
@@ -109,13 +111,11 @@ def judge(facts: Facts) -> Iterator[Finding]:
         operation = suspect.culprit
         branches = suspect.kind == "control-flow"
         what = "takes another way for another batch" if branches else "mixes the samples of a batch"
-        yield Finding(
-            CODE,
-            NAME,
-            "fault",
+        yield RULE.finding(
             f"{module_name(operation.module, operation.kind)} {what}",
+            first_operation(facts, cause),
+            control(facts, cause),
             location=operation.location,
-            evidence=(first_operation(facts, cause), *control(facts, cause)),
             remedy=held_remedy(cause)
             or paired_remedy(suspect)
             or "let the operation see one sample at a time, or statistics that do not depend on the micro-batch",

@@ -114,12 +114,13 @@ import math
 from collections.abc import Iterator
 
 from gaverify.records.facts import Facts
-from gaverify.records.findings import Evidence, Finding
+from gaverify.records.findings import Finding
 from gaverify.records.weights import is_constant
+from gaverify.rules.rule import Rule, measured
 from gaverify.rules.scale import constant
 from gaverify.rules.wording import backward_place, largest
 
-CODE, NAME = "GAV203", "empty-micro-batch"
+RULE = Rule("GAV203", "empty-micro-batch")
 
 
 def judge(facts: Facts) -> Iterator[Finding]:
@@ -134,20 +135,14 @@ def judge(facts: Facts) -> Iterator[Finding]:
     effect = "its mean loss is 0/0" if lost else "it takes a share of the mean and adds nothing"
     rows = [row for row in facts.compared.rows if row.why is not None and row.why.not_finite]
     shown = f"gradients {rows[0].reason}: `{rows[0].name}`" if rows else largest(facts)
-    yield Finding(
-        CODE,
-        NAME,
-        "fault",
+    yield RULE.finding(
         f"micro-batch {which} {window} has no valid target: {effect}",
-        location=backward_place(facts),
-        evidence=(
-            Evidence(
-                "micro-batch-weights",
-                "measured",
-                f"{shown}; valid targets per micro-batch: {', '.join(f'{n:g}' for n in counts)}",
-                {"valid_targets": list(counts)},
-            ),
+        measured(
+            "micro-batch-weights",
+            f"{shown}; valid targets per micro-batch: {', '.join(f'{n:g}' for n in counts)}",
+            valid_targets=list(counts),
         ),
+        location=backward_place(facts),
         remedy="divide the summed loss by the valid targets of the whole window, which is never zero",
         proven=True,
     )

@@ -75,10 +75,11 @@ import math
 from collections.abc import Iterator
 
 from gaverify.records.facts import Facts
-from gaverify.records.findings import Evidence, Finding
-from gaverify.rules.wording import measured
+from gaverify.records.findings import Finding
+from gaverify.rules.rule import Rule, controlled, measured
+from gaverify.rules.wording import beside_one_process
 
-CODE, NAME = "GAV705", "gather-without-gradient"
+RULE = Rule("GAV705", "gather-without-gradient")
 _FALLEN = 1e-2  # of the difference that the control may leave: the gather then is not all of the cause
 
 
@@ -93,24 +94,15 @@ def judge(facts: Facts) -> Iterator[Finding]:
     proven = left <= ranks.rounding
     told = "proven" if proven else "another cause is left"
     residual = ranks.weights.residual if ranks.weights is not None else math.nan
-    yield Finding(
-        CODE,
-        NAME,
-        "fault",
+    yield RULE.finding(
         f"the loss gathers tensors of {ranks.ranks} ranks, and their gradients stay behind",
-        evidence=(
-            Evidence(
-                "rank-weights",
-                "measured",
-                f"{measured(ranks)}; the best weights of the ranks' gradients leave {residual:.1e} over",
-                {"residual": residual},
-            ),
-            Evidence(
-                "gather",
-                "control",
-                f"with a differentiable gather in its place the difference is {left:.0e}: {told}",
-                {"left": left},
-            ),
+        measured(
+            "rank-weights",
+            f"{beside_one_process(ranks)}; the best weights of the ranks' gradients leave {residual:.1e} over",
+            residual=residual,
+        ),
+        controlled(
+            "gather", f"with a differentiable gather in its place the difference is {left:.0e}: {told}", left=left
         ),
         remedy="a gather that hands gradients back (torch.distributed.nn.functional.all_gather) in place of "
         "torch.distributed.all_gather" + (": tested, equivalent" if proven else ""),

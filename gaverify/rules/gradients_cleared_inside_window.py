@@ -45,10 +45,12 @@ from collections.abc import Iterator
 
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
+from gaverify.rules.controls import left_by
 from gaverify.rules.losses import cleared_inside
+from gaverify.rules.rule import Rule, controlled, measured
 from gaverify.rules.wording import counted, passes, place, updates
 
-CODE, NAME = "GAV603", "gradients-cleared-inside-window"
+RULE = Rule("GAV603", "gradients-cleared-inside-window")
 
 
 def judge(facts: Facts) -> Iterator[Finding]:
@@ -62,21 +64,16 @@ def judge(facts: Facts) -> Iterator[Finding]:
         return
     first = losses[0]
     total = len(first.backwards) + first.survivors
-    yield Finding(
-        CODE,
-        NAME,
-        "fault",
+    yield RULE.finding(
         f"update {first.window} uses {first.survivors} of {passes(total)}: the others' gradients were cleared",
-        location=place(first.by),
-        evidence=(
-            counted(loop.windows[:8]),
-            Evidence(
-                "events",
-                "cleared",
-                f"thrown away in {updates(loss.window for loss in losses)}",
-                {"updates": [loss.window for loss in losses]},
-            ),
+        counted(loop.windows[:8]),
+        Evidence(
+            "events",
+            "cleared",
+            f"thrown away in {updates(loss.window for loss in losses)}",
+            {"updates": [loss.window for loss in losses]},
         ),
+        location=place(first.by),
         remedy="clear the gradients once per update, after the step",
         proven=True,
     )
@@ -87,16 +84,10 @@ def _by_the_forward(facts: Facts) -> Iterator[Finding]:
     run = facts.backward.kept
     if run is None:
         return
-    text = f"with {run.what} in both runs the difference is {run.left:.0e}" + (": proven" if run.rounding else "")
-    yield Finding(
-        CODE,
-        NAME,
-        "fault",
+    yield RULE.finding(
         "the forward clears the gradients of the micro-batches before it",
-        evidence=(
-            Evidence("gradients", "measured", facts.compared.largest, {}),
-            Evidence("gradients", "control", text, {"left": run.left}),
-        ),
+        measured("gradients", facts.compared.largest),
+        controlled("gradients", left_by(run), left=run.left),
         remedy="clear the gradients once per update, after the step; look for `zero_grad` in the loss and in hooks",
         proven=run.rounding,
     )

@@ -47,9 +47,10 @@ from gaverify.records.audit import Record
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
 from gaverify.records.windows import Window
+from gaverify.rules.rule import Rule
 from gaverify.rules.wording import counted, passes, place, times, updates
 
-CODE, NAME = "GAV602", "gradients-not-cleared"
+RULE = Rule("GAV602", "gradients-not-cleared")
 
 
 def judge(facts: Facts) -> Iterator[Finding]:
@@ -61,34 +62,26 @@ def judge(facts: Facts) -> Iterator[Finding]:
     if stale:
         first = stale[0]
         numbers = updates(entry.step.update for entry in stale)
-        yield Finding(
-            CODE,
-            NAME,
-            "fault",
+        yield RULE.finding(
             f"the step of update {first.step.update} uses {passes(first.backwards)} of earlier windows again",
-            location=place(first.step),
-            evidence=(
-                counted(loop.complete[:8]),
-                Evidence(
-                    "events",
-                    "used again",
-                    f"{times(len(stale))}, in {numbers}",
-                    {"updates": [entry.step.update for entry in stale]},
-                ),
+            counted(loop.complete[:8]),
+            Evidence(
+                "events",
+                "used again",
+                f"{times(len(stale))}, in {numbers}",
+                {"updates": [entry.step.update for entry in stale]},
             ),
+            location=place(first.step),
             remedy="call `optimizer.zero_grad()` once per update, after the step or before the window's first backward",
             proven=True,
         )
         return
     for window, wanted in _overfull(loop):
-        yield Finding(
-            CODE,
-            NAME,
-            "fault",
+        yield RULE.finding(
             f"update {window.number} uses {passes(window.backwards)} where {wanted} are meant: "
             "those that the window before it left over are still in `.grad`",
+            counted(loop.complete[:8]),
             location=place(window.steps[0]),
-            evidence=(counted(loop.complete[:8]),),
             remedy="step or clear at the end of an epoch: `if (i + 1) % K == 0 or i + 1 == len(loader):`",
             proven=True,
         )

@@ -84,11 +84,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gaverify.records.facts import Facts
-from gaverify.records.findings import Evidence, Finding
+from gaverify.records.findings import Finding
+from gaverify.rules.rule import Rule, measured
 from gaverify.rules.state_changed_by_forward import evidence_for, is_proven, location_of, primed, remedy_for
 from gaverify.rules.wording import listed
 
-CODE, NAME = "GAV403", "hidden-state"
+RULE = Rule("GAV403", "hidden-state")
 
 
 def judge(facts: Facts) -> Iterator[Finding]:
@@ -101,29 +102,22 @@ def judge(facts: Facts) -> Iterator[Finding]:
         summary = f"the forward changes {names}, outside of parameters and buffers, and reads it again"
         if primed(state):
             summary = f"the first forward sets {names}, outside of parameters and buffers, and later ones read it"
-        yield Finding(
-            CODE,
-            NAME,
-            "fault",
+        yield RULE.finding(
             summary,
+            *evidence_for(facts, state, blamed),
             location=location_of(blamed[0]),
-            evidence=evidence_for(facts, state, blamed),
             remedy=remedy_for(state),
             proven=is_proven(facts, state),
         )
     elif twice is not None and twice.forward > facts.repeats:
-        yield Finding(
-            CODE,
-            NAME,
-            "fault",
+        yield RULE.finding(
             "the same batch gives another loss when it is run again with all known state restored",
-            evidence=(
-                Evidence(
-                    "repeatability",
-                    "measured",
-                    f"the loss differs by {twice.forward:.1e}",
-                    {"forward": twice.forward, "backward": twice.backward},
-                ),
+            measured(
+                "repeatability",
+                f"the loss differs by {twice.forward:.1e}",
+                forward=twice.forward,
+                backward=twice.backward,
             ),
             remedy="look for state that lives outside the model (files, global objects, generators of its own, clocks)",
+            proven=False,
         )

@@ -70,9 +70,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gaverify.records.facts import BITS_WORTH_A_NOTE, Facts
-from gaverify.records.findings import Evidence, Finding
+from gaverify.records.findings import Finding
+from gaverify.rules.rule import Rule, measured
 
-CODE, NAME = "GAV501", "low-precision-accumulation"
+RULE = Rule("GAV501", "low-precision-accumulation")
 
 
 def judge(facts: Facts) -> Iterator[Finding]:
@@ -83,19 +84,16 @@ def judge(facts: Facts) -> Iterator[Finding]:
     better = ""
     if loss.in_float32 is not None and loss.in_float32 < loss.accumulated:
         better = f": tested, the error is {loss.in_float32:.1e} instead of {loss.accumulated:.1e}"
-    yield Finding(
-        CODE,
-        NAME,
-        "note",
+    yield RULE.finding(
         f"accumulating in {loss.dtype} loses {loss.bits_lost:.1f} bits of the gradient",
-        evidence=(
-            Evidence(
-                "precision",
-                "measured",
-                f"error against float64: accumulated {loss.accumulated:.1e}, full batch {loss.full:.1e}",
-                {"full": loss.full, "accumulated": loss.accumulated, "bits_lost": loss.bits_lost},
-            ),
+        measured(
+            "precision",
+            f"error against float64: accumulated {loss.accumulated:.1e}, full batch {loss.full:.1e}",
+            full=loss.full,
+            accumulated=loss.accumulated,
+            bits_lost=loss.bits_lost,
         ),
+        severity="note",
         remedy=f"accumulate the gradients in float32{better}",
         proven=True,
     )

@@ -119,6 +119,7 @@ from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
 from gaverify.records.weights import WeightFit, are_shares
 from gaverify.rules.empty_micro_batch import explains_weights
+from gaverify.rules.rule import Rule, controlled, measured
 from gaverify.rules.scale import factor_in_loop, shares, weights_of
 from gaverify.rules.wording import (
     NOT_ENOUGH,
@@ -132,7 +133,7 @@ from gaverify.rules.wording import (
 )
 from gaverify.rules.wrong_loss_scale import factor_of
 
-CODE, NAME = "GAV202", "mean-of-means"
+RULE = Rule("GAV202", "mean-of-means")
 _EQUALLY = "micro-batches of unequal weight are averaged equally"
 
 
@@ -152,26 +153,21 @@ def judge(facts: Facts) -> Iterator[Finding]:
     left = f"a fit leaves {fit.residual:.0e} of the gradient over"
     if run is not None:
         left = f"the difference is {run.left:.0e}{': proven' if run.rounding else ''}"
-    yield Finding(
-        CODE,
-        NAME,
-        "fault",
+    yield RULE.finding(
         _EQUALLY if facts.weights.weighting == "uniform" else "micro-batches of unequal weight are averaged wrongly",
-        evidence=(
-            Evidence(
-                "micro-batch-weights",
-                "measured",
-                f"{facts.compared.largest} with weights {weights_text(facts.weights.used, each=False)}",
-                {"used": list(facts.weights.used)},
-            ),
-            Evidence(
-                "micro-batch-weights",
-                "control",
-                f"with weights {weights_text(fit.weights, each=False)} {left}{meaning}{_unsure(fit)}",
-                {"weights": list(fit.weights), "residual": fit.residual, "determined": fit.determined},
-            ),
-            *(not_run(facts) if run is None else ()),
+        measured(
+            "micro-batch-weights",
+            f"{facts.compared.largest} with weights {weights_text(facts.weights.used, each=False)}",
+            used=list(facts.weights.used),
         ),
+        controlled(
+            "micro-batch-weights",
+            f"with weights {weights_text(fit.weights, each=False)} {left}{meaning}{_unsure(fit)}",
+            weights=list(fit.weights),
+            residual=fit.residual,
+            determined=fit.determined,
+        ),
+        *not_run(facts) if run is None else (),
         remedy=remedy + (f": {tested(run)}" if run is not None and run.rounding else ""),
         proven=run is not None and run.rounding,
     )
@@ -209,26 +205,21 @@ def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
     weights = tuple(multiplier / total for multiplier in fit.multipliers) if total else fit.multipliers
     weights = tuple(0.0 if abs(weight) < loop.tolerance else weight for weight in weights)
     summary, meaning, remedy = _in_update(update, weights, loop.tolerance)
-    yield Finding(
-        CODE,
-        NAME,
-        "fault",
+    yield RULE.finding(
         f"{summary} in update {update.number}",
-        location=backward_place(facts, update.number),
-        evidence=(
-            Evidence("micro-batch-weights", "measured", difference(update), {"update": update.number}),
-            Evidence(
-                "micro-batch-weights",
-                "weights",
-                f"{weights_text(weights)} give the full-batch gradient to {fit.residual:.0e}{meaning}{_unsure(fit)}",
-                {
-                    "weights": list(weights),
-                    "multipliers": list(fit.multipliers),
-                    "residual": fit.residual,
-                    "determined": fit.determined,
-                },
-            ),
+        measured("micro-batch-weights", difference(update), update=update.number),
+        Evidence(
+            "micro-batch-weights",
+            "weights",
+            f"{weights_text(weights)} give the full-batch gradient to {fit.residual:.0e}{meaning}{_unsure(fit)}",
+            {
+                "weights": list(weights),
+                "multipliers": list(fit.multipliers),
+                "residual": fit.residual,
+                "determined": fit.determined,
+            },
         ),
+        location=backward_place(facts, update.number),
         remedy=remedy + (_multiply(loop, update, fit) if all(weights) else ""),
         proven=True,
     )

@@ -106,11 +106,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gaverify.records.facts import Facts
-from gaverify.records.findings import Evidence, Finding
+from gaverify.records.findings import Finding
 from gaverify.records.weights import is_constant
-from gaverify.rules.wording import measured, shares
+from gaverify.rules.rule import Rule, controlled, measured
+from gaverify.rules.wording import beside_one_process, shares
 
-CODE, NAME = "GAV703", "mean-over-ranks"
+RULE = Rule("GAV703", "mean-over-ranks")
 
 
 def judge(facts: Facts) -> Iterator[Finding]:
@@ -128,25 +129,18 @@ def judge(facts: Facts) -> Iterator[Finding]:
     if fit.used_residual > ranks.rounding or not is_constant(fit.used, ranks.rounding):
         return
     right, used = shares(fit.weights), shares(fit.used)
-    yield Finding(
-        CODE,
-        NAME,
-        "fault",
+    yield RULE.finding(
         f"the gradients of the {ranks.ranks} ranks are averaged equally; right would be {right}",
-        evidence=(
-            Evidence(
-                "rank-weights",
-                "measured",
-                f"{measured(ranks)}; used were {used}",
-                {"right": list(fit.weights), "used": list(fit.used)},
-            ),
-            Evidence(
-                "rank-weights",
-                "control",
-                f"with the weights {right} the ranks' own gradients give the full batch's to {fit.residual:.0e}: "
-                "proven",
-                {"residual": fit.residual},
-            ),
+        measured(
+            "rank-weights",
+            f"{beside_one_process(ranks)}; used were {used}",
+            right=list(fit.weights),
+            used=list(fit.used),
+        ),
+        controlled(
+            "rank-weights",
+            f"with the weights {right} the ranks' own gradients give the full batch's to {fit.residual:.0e}: proven",
+            residual=fit.residual,
         ),
         remedy="divide each rank's summed loss by the count over all ranks (one all-reduce) and multiply it by the "
         "number of ranks, because the engine averages",

@@ -109,10 +109,11 @@ from collections.abc import Iterator
 
 from gaverify.records.audit import Record
 from gaverify.records.facts import Facts
-from gaverify.records.findings import Evidence, Finding, Location
+from gaverify.records.findings import Finding, Location
+from gaverify.rules.rule import Rule, measured
 from gaverify.rules.wording import count
 
-CODE, NAME = "GAV502", "missing-gradient"
+RULE = Rule("GAV502", "missing-gradient")
 
 
 def judge(facts: Facts) -> Iterator[Finding]:
@@ -124,24 +125,18 @@ def judge(facts: Facts) -> Iterator[Finding]:
     have = "has" if len(rows) == 1 else "have"
     names += f" and {len(rows) - 1} more" if len(rows) > 1 else ""
     if facts.loop is not None and _other_optimizers(facts.loop, facts.compared.update):
-        yield Finding(
-            CODE,
-            NAME,
-            "fault",
+        yield RULE.finding(
             f"not the same optimizers step in update {facts.compared.update} of both runs",
-            evidence=(Evidence("events", "measured", f"{names} is stepped in one run only", values),),
+            measured("events", f"{names} is stepped in one run only", **values),
             remedy="step all optimizers at the same place, at the end of the window",
             proven=True,
         )
         return
     update = "" if facts.loop is None else f" (update {facts.compared.update})"
-    yield Finding(
-        CODE,
-        NAME,
-        "fault",
+    yield RULE.finding(
         f"{names} {have} {rows[0].reason}{update}",
+        measured("comparison", f"{count(len(rows), 'parameter')} on one side only", **values),
         location=Location(rows[0].name.rpartition(".")[0]),
-        evidence=(Evidence("comparison", "measured", f"{count(len(rows), 'parameter')} on one side only", values),),
         remedy="look for a branch that depends on the batch: the parameter is reached on one side only",
         proven=True,
     )

@@ -102,11 +102,12 @@ from collections.abc import Iterator
 
 from gaverify.records.comparison import NotCompared, ParameterComparison
 from gaverify.records.facts import Facts
-from gaverify.records.findings import Evidence, Finding, Location
+from gaverify.records.findings import Finding, Location
 from gaverify.rules.empty_micro_batch import empty_micro_batches
+from gaverify.rules.rule import Rule, measured
 from gaverify.rules.wording import count
 
-CODE, NAME = "GAV503", "non-finite-gradient"
+RULE = Rule("GAV503", "non-finite-gradient")
 
 
 def judge(facts: Facts) -> Iterator[Finding]:
@@ -127,20 +128,11 @@ def _finding(rows: list[ParameterComparison], update: int | None) -> Finding:
     one_sided = [row for row in rows if row.why is not NotCompared.NOT_FINITE_IN_BOTH]
     shown = one_sided or rows
     where = f"`{shown[0].name}`" + (f" and {count(len(shown) - 1, 'more parameter')}" if len(shown) > 1 else "")
-    return Finding(
-        CODE,
-        NAME,
-        "fault" if one_sided else "note",
+    return RULE.finding(
         f"the gradient of {where} is {shown[0].reason}" + (f" (update {update})" if update is not None else ""),
+        measured("comparison", f"{count(len(rows), 'gradient')} not finite", parameters=[row.name for row in rows]),
+        severity="fault" if one_sided else "note",
         location=Location(shown[0].name.rpartition(".")[0]),
-        evidence=(
-            Evidence(
-                "comparison",
-                "measured",
-                f"{count(len(rows), 'gradient')} not finite",
-                {"parameters": [row.name for row in rows]},
-            ),
-        ),
         remedy="look for divisions by zero, logarithms of zero, means over nothing, and overflow in low precision",
         proven=True,
     )

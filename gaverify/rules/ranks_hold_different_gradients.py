@@ -56,10 +56,11 @@ import math
 from collections.abc import Iterator
 
 from gaverify.records.facts import Facts
-from gaverify.records.findings import Evidence, Finding
+from gaverify.records.findings import Finding
+from gaverify.rules.rule import Rule, controlled, measured
 from gaverify.rules.wording import backward_place, shares
 
-CODE, NAME = "GAV701", "ranks-hold-different-gradients"
+RULE = Rule("GAV701", "ranks-hold-different-gradients")
 
 
 def judge(facts: Facts) -> Iterator[Finding]:
@@ -68,11 +69,10 @@ def judge(facts: Facts) -> Iterator[Finding]:
     if ranks is None or math.isnan(ranks.apart) or ranks.apart <= ranks.rounding:
         return
     evidence = [
-        Evidence(
+        measured(
             "ranks",
-            "measured",
             f"the gradients of the ranks are {ranks.apart:.2g} apart (relative) at the same step",
-            {"apart": ranks.apart},
+            apart=ranks.apart,
         )
     ]
     fit = ranks.weights
@@ -82,16 +82,11 @@ def judge(facts: Facts) -> Iterator[Finding]:
             f"the ranks' own gradients with the weights {shares(fit.weights)} give the full batch's to "
             f"{fit.residual:.0e}; rank 0 used {shares(fit.used)}: proven"
         )
-        evidence.append(
-            Evidence("rank-weights", "control", statement, {"right": list(fit.weights), "used": list(fit.used)})
-        )
-    yield Finding(
-        CODE,
-        NAME,
-        "fault",
+        evidence.append(controlled("rank-weights", statement, right=list(fit.weights), used=list(fit.used)))
+    yield RULE.finding(
         f"the {ranks.ranks} ranks step with different gradients: they were not reduced",
+        *evidence,
         location=backward_place(facts),
-        evidence=tuple(evidence),
         remedy="call the wrapper's forward, and run the window's last backward pass outside `no_sync`",
         proven=proven,
     )

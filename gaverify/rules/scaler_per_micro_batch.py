@@ -52,10 +52,11 @@ from collections import Counter
 from collections.abc import Iterator
 
 from gaverify.records.facts import Facts
-from gaverify.records.findings import Evidence, Finding
+from gaverify.records.findings import Finding
+from gaverify.rules.rule import Rule, measured
 from gaverify.rules.wording import located, times
 
-CODE, NAME = "GAV608", "scaler-per-micro-batch"
+RULE = Rule("GAV608", "scaler-per-micro-batch")
 
 
 def judge(facts: Facts) -> Iterator[Finding]:
@@ -70,20 +71,15 @@ def judge(facts: Facts) -> Iterator[Finding]:
     number = inside[0].update
     calls = Counter(f"`{event.values['call']}`" for event in inside if event.update == number)
     text = " and ".join(f"{call} {times(count)}" for call, count in calls.items())
-    yield Finding(
-        CODE,
-        NAME,
-        "fault",
+    yield RULE.finding(
         f"the gradient scaler works inside the window of update {number}: {text} before its last backward pass",
-        location=located(inside),
-        evidence=(
-            Evidence(
-                "events",
-                "measured",
-                f"{len(inside)} calls on a half-summed gradient in all recorded windows",
-                {"inside": len(inside), "update": number},
-            ),
+        measured(
+            "events",
+            f"{len(inside)} calls on a half-summed gradient in all recorded windows",
+            inside=len(inside),
+            update=number,
         ),
+        location=located(inside),
         remedy="call `unscale_`, `step` and `update` once per update, after the last backward pass",
         proven=True,
     )

@@ -46,10 +46,11 @@ from collections.abc import Iterator
 
 from gaverify.records.audit import Record
 from gaverify.records.facts import Facts
-from gaverify.records.findings import Evidence, Finding
+from gaverify.records.findings import Finding
+from gaverify.rules.rule import Rule, measured
 from gaverify.rules.wording import located, times
 
-CODE, NAME = "GAV607", "scheduler-per-micro-batch"
+RULE = Rule("GAV607", "scheduler-per-micro-batch")
 
 
 def judge(facts: Facts) -> Iterator[Finding]:
@@ -67,17 +68,10 @@ def judge(facts: Facts) -> Iterator[Finding]:
         for event in (window.of("scheduler") if window else ())
         if event.values.get("scheduler") == inside[0].values.get("scheduler")
     ]
-    yield Finding(
-        CODE,
-        NAME,
-        "fault",
+    yield RULE.finding(
         f"the learning-rate schedule steps {times(len(same))} in the window of update {number}",
+        measured("events", _rates(loop, number, len(inside)), inside=len(inside), update=number),
         location=located(inside),
-        evidence=(
-            Evidence(
-                "events", "measured", _rates(loop, number, len(inside)), {"inside": len(inside), "update": number}
-            ),
-        ),
         remedy="step the scheduler once per update, after the optimizer's step",
         proven=True,
     )

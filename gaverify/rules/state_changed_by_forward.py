@@ -101,9 +101,10 @@ from collections.abc import Iterator
 from gaverify.records.experiment import ControlKind
 from gaverify.records.facts import Facts, State, StateChange
 from gaverify.records.findings import Evidence, Finding, Location
+from gaverify.rules.rule import Rule, controlled, measured
 from gaverify.rules.wording import listed
 
-CODE, NAME = "GAV401", "state-changed-by-forward"
+RULE = Rule("GAV401", "state-changed-by-forward")
 _SHOWN = 3  # changed values that are written out
 
 
@@ -117,13 +118,10 @@ def judge(facts: Facts) -> Iterator[Finding]:
     summary = f"the forward changes {names}, which the next micro-batch reads"
     if primed(state):
         summary = f"the first forward sets {names} by the batch that it is given"
-    yield Finding(
-        CODE,
-        NAME,
-        "fault",
+    yield RULE.finding(
         summary,
+        *evidence_for(facts, state, blamed),
         location=location_of(blamed[0]),
-        evidence=evidence_for(facts, state, blamed),
         remedy=remedy_for(state),
         proven=is_proven(facts, state),
     )
@@ -151,11 +149,10 @@ def evidence_for(facts: Facts, state: State, blamed: list[StateChange]) -> tuple
     if len(blamed) > _SHOWN:
         writers += f"; and {len(blamed) - _SHOWN} more"
     found = [
-        Evidence(
+        measured(
             "state",
-            "measured",
             f"{facts.compared.largest}" + (f"; {writers}" if writers else ""),
-            {"changed": [change.name for change in state.changes]},
+            changed=[change.name for change in state.changes],
         )
     ]
     if state.control is not None:
@@ -165,7 +162,7 @@ def evidence_for(facts: Facts, state: State, blamed: list[StateChange]) -> tuple
             text += ": proven"
         if state.alone > 0:
             text += f"; alone, with the other causes neutralised, it makes {state.alone:.0e}: proven"
-        found.append(Evidence("state", "control", text, {"left": state.control.left}))
+        found.append(controlled("state", text, left=state.control.left))
     return tuple(found)
 
 

@@ -51,9 +51,10 @@ from gaverify.records.events import Event
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
 from gaverify.records.windows import Window
+from gaverify.rules.rule import Rule, controlled
 from gaverify.rules.wording import counted, located, passes, place, times, updates
 
-CODE, NAME = "GAV601", "step-inside-window"
+RULE = Rule("GAV601", "step-inside-window")
 
 
 def judge(facts: Facts) -> Iterator[Finding]:
@@ -122,18 +123,15 @@ def _step(loop: Record, early: list[tuple[Window, int]]) -> Finding:
         text = f"{what} to {max(held.residual, held.factor_residual if left else 0.0):.0e}"
         text += "" if left else f", times {held.factor:.4g}"
         text = f"{text}: proven" if proven else f"with every step undone {held.residual:.1e} is left over as well"
-        evidence.append(Evidence("control", "control", text, {"residual": held.residual, "factor": held.factor}))
+        evidence.append(controlled("control", text, residual=held.residual, factor=held.factor))
     others = f" (and {updates(late.number for late, _ in early[1:])})" if len(early) > 1 else ""
     remedy = "step only after the last backward pass of the window: `if (i + 1) % K == 0:` with i from 0"
     if inside:
         remedy = "move the step out of the backward hook; a step in a hook cannot accumulate"
-    return Finding(
-        CODE,
-        NAME,
-        "fault",
+    return RULE.finding(
         f"update {window.number} steps after {window.backwards} of {passes(wanted)}{where}{others}",
+        *evidence,
         location=place(step),
-        evidence=tuple(evidence),
         remedy=remedy,
         proven=proven,
     )
@@ -156,21 +154,16 @@ def _by_hand(event: Event) -> bool:
 def _movement(loop: Record, moved: list[tuple[Window, Event]]) -> Finding:
     window = moved[0][0]
     count = sum(other is window for other, _ in moved)
-    return Finding(
-        CODE,
-        NAME,
-        "fault",
+    return RULE.finding(
         f"the parameters change {times(count)} inside the window of update {window.number}, without a step",
-        location=located(event for _, event in moved),
-        evidence=(
-            counted(loop.complete[:8]),
-            Evidence(
-                "events",
-                "weights",
-                f"moved between two backward passes {times(len(moved))} in all",
-                {"updates": sorted({other.number for other, _ in moved})},
-            ),
+        counted(loop.complete[:8]),
+        Evidence(
+            "events",
+            "weights",
+            f"moved between two backward passes {times(len(moved))} in all",
+            {"updates": sorted({other.number for other, _ in moved})},
         ),
+        location=located(event for _, event in moved),
         remedy="change parameters (weight decay, clipping, averaging) once per update, next to the step",
         proven=True,
     )

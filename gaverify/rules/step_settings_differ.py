@@ -52,11 +52,12 @@ from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.comparison import Outcome
 from gaverify.records.events import Event
 from gaverify.records.facts import Facts
-from gaverify.records.findings import Evidence, Finding
+from gaverify.records.findings import Finding
 from gaverify.records.stages import SettingDifference, Stage
+from gaverify.rules.rule import Rule, measured
 from gaverify.rules.wording import located
 
-CODE, NAME = "GAV609", "step-settings-differ"
+RULE = Rule("GAV609", "step-settings-differ")
 _SHOWN = 4  # settings that are listed
 
 
@@ -93,13 +94,10 @@ def _finding(loop: Record, update: UpdateComparison, settings: list[SettingDiffe
         if stage.outcome is Outcome.DIVERGENT
     ]
     values = {"update": update.number, "settings": [vars(setting) for setting in settings]}
-    return Finding(
-        CODE,
-        NAME,
-        "fault",
+    return RULE.finding(
         f"update {update.number} {what}",
+        measured("comparison", "; ".join(shown), **values),
         location=located(_writers(loop, update)),
-        evidence=(Evidence("comparison", "measured", "; ".join(shown), values),),
         remedy="count updates, not micro-batches: advance what the setting is computed from once per optimizer step",
         proven=True,
     )

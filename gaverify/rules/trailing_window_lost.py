@@ -51,9 +51,10 @@ from collections.abc import Iterator
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Finding
 from gaverify.rules.losses import cut_off
+from gaverify.rules.rule import Rule
 from gaverify.rules.wording import counted, passes, place
 
-CODE, NAME = "GAV604", "trailing-window-lost"
+RULE = Rule("GAV604", "trailing-window-lost")
 
 
 def judge(facts: Facts) -> Iterator[Finding]:
@@ -68,13 +69,10 @@ def judge(facts: Facts) -> Iterator[Finding]:
     after = f"after update {first.window - 1}" if first.window > 1 else "before the first update"
     how = "are cleared before a step uses them" if first.by is not None else "are never used: the script ends"
     place_of = first.by if first.by is not None and first.by.file is not None else first.backwards[-1]
-    yield Finding(
-        CODE,
-        NAME,
-        "fault",
+    yield RULE.finding(
         f"{passes(len(first.backwards))} {after} {how}",
+        counted(loop.windows[:8]),
         location=place(place_of),
-        evidence=(counted(loop.windows[:8]),),
         remedy="step after the last micro-batch of an epoch too, and divide by the micro-batches that its window has",
         proven=True,
     )

@@ -46,11 +46,12 @@ from collections.abc import Iterator
 
 from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.facts import Facts
-from gaverify.records.findings import Evidence, Finding
+from gaverify.records.findings import Finding
+from gaverify.rules.rule import Rule, measured
 from gaverify.rules.scale import factor_in_loop
 from gaverify.rules.wording import backward_place, counted, difference, passes
 
-CODE, NAME = "GAV605", "trailing-window-misscaled"
+RULE = Rule("GAV605", "trailing-window-misscaled")
 
 
 def judge(facts: Facts) -> Iterator[Finding]:
@@ -64,23 +65,18 @@ def judge(facts: Facts) -> Iterator[Finding]:
             continue
         short, whole = found
         factor = short / whole
-        yield Finding(
-            CODE,
-            NAME,
-            "fault",
+        yield RULE.finding(
             f"update {update.number} sums {passes(short)} but divides by K = {whole}: "
             f"its gradient is {factor:.4g} of the full batch's",
-            location=backward_place(facts, update.number),
-            evidence=(
-                Evidence(
-                    "micro-batch-weights",
-                    "measured",
-                    f"{difference(update)}; one factor r/K = {short}/{whole} leaves "
-                    f"{update.fit.factor_residual if update.fit else math.nan:.0e} of the gradient over",
-                    {"factor": factor, "update": update.number},
-                ),
-                counted(loop.complete[:8], "counts"),
+            measured(
+                "micro-batch-weights",
+                f"{difference(update)}; one factor r/K = {short}/{whole} leaves "
+                f"{update.fit.factor_residual if update.fit else math.nan:.0e} of the gradient over",
+                factor=factor,
+                update=update.number,
             ),
+            counted(loop.complete[:8], "counts"),
+            location=backward_place(facts, update.number),
             remedy=f"divide the losses of this window by {short}, the micro-batches that it has "
             f"(weights {1 / short:.4g} each)",
             proven=True,

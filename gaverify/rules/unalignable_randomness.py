@@ -102,10 +102,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gaverify.records.facts import Facts
-from gaverify.records.findings import Evidence, Finding, Location
-from gaverify.rules.wording import control, first_operation, proven, rest_of
+from gaverify.records.findings import Finding, Location
+from gaverify.rules.controls import control, first_operation, left_by, proven, rest_of
+from gaverify.rules.rule import Rule, controlled, measured
 
-CODE, NAME = "GAV302", "unalignable-randomness"
+RULE = Rule("GAV302", "unalignable-randomness")
 
 
 def judge(facts: Facts) -> Iterator[Finding]:
@@ -117,27 +118,23 @@ def judge(facts: Facts) -> Iterator[Finding]:
     if not reasons and decisive is None:
         return
     text = "; ".join(f"`{name}`: {why}" for name, why in reasons.items())
-    evidence = [Evidence("random-draws", "measured", text, dict(reasons))] if reasons else []
+    evidence = [measured("random-draws", text, **dict(reasons))] if reasons else []
     if decisive is not None:
-        evidence += [first_operation(facts, decisive), *control(facts, decisive)]
+        evidence += [first_operation(facts, decisive), control(facts, decisive)]
     still = facts.draws.control
     if still is not None:
-        text = f"with {still.what} in both runs the difference is {still.left:.0e}: " + (
-            "proven" if still.rounding else rest_of(facts, still)
-        )
+        text = left_by(still) + ("" if still.rounding else f": {rest_of(facts, still)}")
         if facts.draws.alone > 0:
             text += f"; with the other causes neutralised the draws alone make {facts.draws.alone:.0e}: proven"
-        evidence.append(Evidence("random-draws", "control", text, {"left": still.left}))
+        evidence.append(controlled("random-draws", text, left=still.left))
     decides = decisive is not None or (still is not None and still.rounding) or facts.draws.alone > 0
     # An audit cannot hold a script's draws constant, so that it proves nothing by them: it leaves the question open.
     fault = facts.loop is None and bool(facts.compared.divergent) and (decides or not explained(facts))
-    yield Finding(
-        CODE,
-        NAME,
-        "fault" if fault else "note",
+    yield RULE.finding(
         "random draws could not be dealt out per sample",
+        *evidence,
+        severity="fault" if fault else "note",
         location=decisive.suspect.operation.location if decisive is not None else _place(facts),
-        evidence=tuple(evidence),
         remedy="draw per sample (one value for each row of the batch), or once per forward"
         + (", or switch it off here" if facts.loop is not None else ""),
         proven=(decisive is not None and proven(facts, decisive))

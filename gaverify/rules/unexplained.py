@@ -78,9 +78,10 @@ from collections.abc import Iterator
 from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
+from gaverify.rules.rule import Rule, measured
 from gaverify.rules.wording import difference, listed
 
-CODE, NAME = "GAV000", "unexplained"
+RULE = Rule("GAV000", "unexplained")
 
 
 def judge(facts: Facts, found: tuple[Finding, ...]) -> Iterator[Finding]:
@@ -107,13 +108,12 @@ def _in_run(facts: Facts) -> Finding:
         ruled_out.append("operations: all forwards agree")
     ruled_out += [f"{suspect}: neutralised, the difference stays" for suspect in dict.fromkeys(facts.forward.ruled_out)]
     ruled_out += _not_asked(facts)
-    return Finding(
-        CODE,
-        NAME,
-        "note",
+    return RULE.finding(
         "the divergence is real; no rule explains it",
-        evidence=(Evidence("all", "ruled out", "; ".join(ruled_out) or "nothing", {}),),
+        Evidence("all", "ruled out", "; ".join(ruled_out) or "nothing", {}),
+        severity="note",
         remedy=f"{_advice(facts)}; please report a small example",
+        proven=False,
     )
 
 
@@ -154,16 +154,13 @@ def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
     if alone:
         ruled_out.append(f"{alone} of {len(update.sizes)} forwards have no backward pass of their own")
         remedy = "call `backward()` for every micro-batch, or sum their losses before the one call"
-    yield Finding(
-        CODE,
-        NAME,
-        "note",
+    yield RULE.finding(
         f"the difference in update {update.number} is real; no rule of the audit explains it",
-        evidence=(
-            Evidence("comparison", "measured", difference(update), {"update": update.number}),
-            Evidence("all", "ruled out", "; ".join(ruled_out), {}),
-        ),
+        measured("comparison", difference(update), update=update.number),
+        Evidence("all", "ruled out", "; ".join(ruled_out), {}),
+        severity="note",
         remedy=remedy,
+        proven=False,
     )
 
 

@@ -103,9 +103,10 @@ from collections.abc import Iterator, Sequence
 
 from gaverify.records.comparison import Outcome, ParameterComparison
 from gaverify.records.facts import Facts
-from gaverify.records.findings import Evidence, Finding
+from gaverify.records.findings import Finding
+from gaverify.rules.rule import Rule, measured
 
-CODE, NAME = "GAV901", "uninformative-batch"
+RULE = Rule("GAV901", "uninformative-batch")
 
 
 def judge(facts: Facts) -> Iterator[Finding]:
@@ -120,12 +121,10 @@ def judge(facts: Facts) -> Iterator[Finding]:
         )
     if not reasons:
         return
-    yield Finding(
-        CODE,
-        NAME,
-        "note",
+    yield RULE.finding(
         "; ".join(reasons),
-        evidence=(Evidence("batch-quality", "measured", "; ".join(reasons), {"valid_targets": list(counts)}),),
+        measured("batch-quality", "; ".join(reasons), valid_targets=list(counts)),
+        severity="note",
         remedy="verify on a batch of different samples with different numbers of valid targets",
         proven=True,
     )

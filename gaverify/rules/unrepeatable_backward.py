@@ -130,9 +130,10 @@ from collections.abc import Iterator
 
 from gaverify.records.audit import Record
 from gaverify.records.facts import Facts
-from gaverify.records.findings import Evidence, Finding
+from gaverify.records.findings import Finding
+from gaverify.rules.rule import Rule, measured
 
-CODE, NAME = "GAV303", "unrepeatable-backward"
+RULE = Rule("GAV303", "unrepeatable-backward")
 
 
 def judge(facts: Facts) -> Iterator[Finding]:
@@ -142,18 +143,13 @@ def judge(facts: Facts) -> Iterator[Finding]:
     twice = facts.repeatability
     if twice is None or not twice.backward > facts.repeats or twice.forward > facts.repeats:
         return
-    yield Finding(
-        CODE,
-        NAME,
-        "fault",
+    yield RULE.finding(
         "the full batch's gradient differs from itself when it is computed again",
-        evidence=(
-            Evidence(
-                "repeatability",
-                "measured",
-                f"same weights, same samples, same draws: loss agrees, gradient differs by {twice.backward:.1e}",
-                {"forward": twice.forward, "backward": twice.backward},
-            ),
+        measured(
+            "repeatability",
+            f"same weights, same samples, same draws: loss agrees, gradient differs by {twice.backward:.1e}",
+            forward=twice.forward,
+            backward=twice.backward,
         ),
         remedy="look for a backward that draws anew or keeps state between calls",
         proven=True,
@@ -165,19 +161,10 @@ def _script(loop: Record) -> Iterator[Finding]:
     update = next((update for update in loop.updates if update.unrepeatable), None)
     if update is None:
         return
-    yield Finding(
-        CODE,
-        NAME,
-        "note",
+    yield RULE.finding(
         f"the full-batch run does not repeat itself: {update.unrepeatable}",
-        evidence=(
-            Evidence(
-                "noise-floor",
-                "measured",
-                f"in update {update.number}: {update.unrepeatable}",
-                {"update": update.number},
-            ),
-        ),
+        measured("noise-floor", f"in update {update.number}: {update.unrepeatable}", update=update.number),
+        severity="note",
         remedy="seed every generator at the start of the script (torch, NumPy, random, workers), or pass it a seed",
         proven=True,
     )

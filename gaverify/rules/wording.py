@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
-from typing import Any
 
 from gaverify.records.audit import UpdateComparison
 from gaverify.records.events import Event
-from gaverify.records.experiment import Cause, ControlKind, ControlRun
+from gaverify.records.experiment import ControlRun
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Location
-from gaverify.records.operations import Operation, Suspect
 from gaverify.records.ranks import RankFacts
 from gaverify.records.windows import Window
 from gaverify.tracebacks import shown
@@ -21,18 +19,8 @@ NOT_ENOUGH = (
     "(cleared gradients, state, a step)"
 )
 """The remedy of weights that fit and whose control run came out otherwise."""
-_INEXACT = {
-    ControlKind.HELD: "it holds values, and gradients pass beside them",
-    ControlKind.CACHED_GRADIENTS: "what the loss itself calls and trains is computed per micro-batch still",
-    ControlKind.DECISIONS: "it holds decisions, and not what they were taken from",
-    ControlKind.DRAWS_HELD: "it gives typical values, which other code may treat otherwise",
-}
-"""Why a control may leave something although nothing else is at fault."""
-_MOVES_ROWS = frozenset({"index", "index_select", "flip", "roll", "gather", "take"})
-"""Operations of the dispatcher that compute nothing: where they couple samples, a row met another one's."""
 _SHOWN = 6  # windows whose counts are listed
 _DENOMINATOR = 10_000  # of fractions that people recognise: shares of samples and of tokens
-_NOTHING = 0.01  # share of a divergence: what explains less is not proven by causes that are named beside it
 
 
 def module_name(path: str | None, kind: str = "") -> str:
@@ -40,101 +28,10 @@ def module_name(path: str | None, kind: str = "") -> str:
     return f"`{path or '(root)'}`" + (f" ({kind})" if kind else "")
 
 
-def first_operation(facts: Facts, cause: Cause) -> Evidence:
-    """What the trace saw: the difference, the operation, how many samples."""
-    suspect = cause.suspect
-    where = f"first diverging operation {suspect.operation}"
-    if suspect.source is not None:
-        where = f"`{suspect.source.name}`{_at(suspect.source)} reduces over the batch, and `{suspect.operation.name}`"
-        where += f"{_at(suspect.operation)} gives it back to the samples"
-    samples = (
-        f", for {suspect.samples} of {facts.batch_size} samples"
-        if suspect.kind in ("rows", "random") and suspect.samples
-        else ""
-    )
-    culprit = suspect.culprit
-    line = f": `{culprit.source}`" if culprit.source else ""
-    line += (
-        f" (in {culprit.caller})"
-        if culprit.caller.startswith("`")
-        else f" ({culprit.caller})"
-        if culprit.caller
-        else ""
-    )
-    values = {
-        "operation": suspect.operation.name,
-        "difference": suspect.difference,
-        "samples": suspect.samples,
-        "source": culprit.source,
-    }
-    return Evidence("operations", "measured", f"{facts.compared.largest}; {where}{samples}{line}", values)
-
-
-def _at(operation: Operation) -> str:
-    return f" at {operation.file}:{operation.line}" if operation.file is not None else ""
-
-
-def control(facts: Facts, cause: Cause) -> tuple[Evidence, ...]:
-    """What the control run showed."""
-    run = cause.control
-    if run is None:
-        why = cause.failure or "nothing of it can be held or replaced from outside"
-        return (Evidence("control", "control", f"no control run was possible ({why}): suspected, not proven", {}),)
-    left = f"the difference is {run.left:.0e}"
-    if run.rounding:
-        text = f"with {run.what} in both runs {left}: proven"
-    else:
-        rest = "the causes named beside it explain the rest" if facts.cleared else rest_of(facts, run)
-        share = f"this explains {cause.explained:.0%}, " if cause.explained > 0 else ""
-        text = f"with {run.what} in both runs {left}: {share}{rest}"
-    if cause.alone > 0 and several(facts):
-        text += f"; alone, with the other causes neutralised, it makes {cause.alone:.0e}: proven"
-    values: dict[str, Any] = {"left": run.left, "explained": cause.explained, "alone": cause.alone}
-    if cause.remedies:
-        values["repairs"] = [{"what": r.what, "left": r.left, "rounding": r.rounding} for r in cause.remedies]
-    return (Evidence("control", "control", text, values),)
-
-
-def rest_of(facts: Facts, run: ControlRun) -> str:
-    """Says what a control leaves: another cause where one was seen that a control could remove, else why it may not."""
-    if several(facts) or facts.forward.ruled_out or run.kind not in _INEXACT:
-        return "another cause is left"
-    return f"the control is not exact, because {_INEXACT[run.kind]}"
-
-
-def held_remedy(cause: Cause) -> str:
-    """The repair "hold it constant", where it was run and gave the full batch's gradient; empty where not."""
-    run = next((run for run in cause.remedies if run.kind is ControlKind.HELD_IN_WINDOW), None)
-    if run is None or not run.rounding:
-        return ""
-    return "compute it once over the window and hold it constant in every micro-batch: tested, equivalent"
-
-
-def paired_remedy(suspect: Suspect) -> str:
-    """The repair of partners (mixup): operations that only move rows; empty for others."""
-    if suspect.culprit.name.partition(".")[0] not in _MOVES_ROWS:
-        return ""
-    return "pair the samples before the window is cut, so that partners travel in one micro-batch with their targets"
-
-
 def not_run(facts: Facts) -> tuple[Evidence, ...]:
     """Why the accumulation could not be run with the fitted weights."""
     text = f"no control run was possible ({facts.weights.failure}): suspected, not proven"
     return (Evidence("micro-batch-weights", "control", text, {}),)
-
-
-def several(facts: Facts) -> bool:
-    """Whether more than one cause was found."""
-    state = facts.state is not None and bool(facts.state.blamed)
-    weights = facts.weights.blamed
-    return len(facts.forward.causes) + state + weights + (facts.draws.alone > 0) > 1
-
-
-def proven(facts: Facts, cause: Cause) -> bool:
-    """Whether the difference falls to rounding without the suspect, or without it and the causes named beside it."""
-    if cause.control is None or cause.control.rounding:
-        return cause.control is not None
-    return facts.cleared and (cause.alone > 0 or cause.explained > _NOTHING)
 
 
 def count(number: int, noun: str) -> str:
@@ -216,7 +113,7 @@ def counts(windows: Sequence[Window]) -> str:
             parts[-1] = (text, parts[-1][1], window.number)
         else:
             parts.append((text, window.number, window.number))
-    named = [f"{text} in {_updates(first, last)}" for text, first, last in parts[:_SHOWN]]
+    named = [f"{text} in {updates(range(first, last + 1))}" for text, first, last in parts[:_SHOWN]]
     return f"backward : step : zero_grad = {', '.join(named)}" + (", …" if len(parts) > _SHOWN else "")
 
 
@@ -294,16 +191,12 @@ def difference(update: UpdateComparison) -> str:
     return f"{text}; all parameters together {update.relative_difference:.1e}, norm ratio {update.norm_ratio:.3g}"
 
 
-def _updates(first: int, last: int) -> str:
-    return f"update {first}" if first == last else f"updates {first} to {last}"
-
-
 def shares(weights: Sequence[float]) -> str:
     """Returns weights as words: `0.534, 0.466`."""
     return ", ".join(f"{weight:.3g}" for weight in weights)
 
 
-def measured(ranks: RankFacts) -> str:
+def beside_one_process(ranks: RankFacts) -> str:
     """Says how far the gradient of the ranks is from that of one process with the same micro-batches."""
     far = f"{ranks.from_one_process:.1e}"
     return f"relative difference {far} between {ranks.ranks} ranks and one process that runs the same micro-batches"

@@ -105,11 +105,12 @@ from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
 from gaverify.records.weights import WeightFit, is_constant
 from gaverify.rules.empty_micro_batch import explains_weights
+from gaverify.rules.rule import Rule, controlled, measured
 from gaverify.rules.scale import constant_factor, factor_in_loop
 from gaverify.rules.trailing_window_misscaled import short_by
 from gaverify.rules.wording import NOT_ENOUGH, backward_place, difference, exact, not_run, tested
 
-CODE, NAME = "GAV201", "wrong-loss-scale"
+RULE = Rule("GAV201", "wrong-loss-scale")
 _RESIDUAL = {True: 1e-6, False: 1e-3}  # of a fit in float64, and where no float64 control was possible
 
 
@@ -122,12 +123,10 @@ def judge(facts: Facts) -> Iterator[Finding]:
     if factor is None or abs(factor - 1) < max(1e-7, left):
         return
     right = exact([weight / factor for weight in facts.weights.used])
-    yield Finding(
-        CODE,
-        NAME,
-        "fault",
+    yield RULE.finding(
         f"the accumulated gradient is {factor:.6g} times the full-batch gradient{_meaning(facts, factor)}",
-        evidence=(_measured(f"{facts.compared.largest}; ", factor, left), *_control(facts, right)),
+        _measured(f"{facts.compared.largest}; ", factor, left),
+        *_control(facts, right),
         remedy=_remedy(facts, factor, right),
         proven=_proven(facts),
     )
@@ -148,7 +147,7 @@ def _meaning(facts: Facts, factor: float) -> str:
 
 def _measured(before: str, factor: float, left: float, **values: int) -> Evidence:
     text = f"{before}one factor for all parameters leaves {left:.0e} of the gradient over"
-    return Evidence("micro-batch-weights", "measured", text, {"factor": factor, "residual": left, **values})
+    return measured("micro-batch-weights", text, factor=factor, residual=left, **values)
 
 
 def _control(facts: Facts, right: str) -> tuple[Evidence, ...]:
@@ -158,7 +157,7 @@ def _control(facts: Facts, right: str) -> tuple[Evidence, ...]:
     text = f"with weights {right} the difference is {run.left:.0e}: proven"
     if not run.rounding:
         text = f"with weights {right} a difference of {run.left:.0e} is left"
-    return (Evidence("micro-batch-weights", "control", text, {"left": run.left}),)
+    return (controlled("micro-batch-weights", text, left=run.left),)
 
 
 def _remedy(facts: Facts, factor: float, right: str) -> str:
@@ -217,13 +216,10 @@ def _of_update(
     left = fit.factor_residual if fit.factor_residual < loop.tolerance else fit.residual
     before = f"{difference(update)}; " if update is not None else "with every step undone, "
     right = "" if count < 2 else f" (weights {exact([1 / factor], loop.tolerance)} each)"
-    return Finding(
-        CODE,
-        NAME,
-        "fault",
+    return RULE.finding(
         f"{what} is {factor:.6g} times the full batch's{meaning}",
+        _measured(before, factor, left, update=number),
         location=backward_place(facts, number),
-        evidence=(_measured(before, factor, left, update=number),),
         remedy=f"multiply each micro-batch's loss by {exact([1 / factor], loop.tolerance)}{right}",
         proven=True,
     )

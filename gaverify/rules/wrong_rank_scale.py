@@ -92,10 +92,11 @@ import math
 from collections.abc import Iterator
 
 from gaverify.records.facts import Facts
-from gaverify.records.findings import Evidence, Finding
-from gaverify.rules.wording import measured
+from gaverify.records.findings import Finding
+from gaverify.rules.rule import Rule, controlled, measured
+from gaverify.rules.wording import beside_one_process
 
-CODE, NAME = "GAV704", "wrong-rank-scale"
+RULE = Rule("GAV704", "wrong-rank-scale")
 
 
 def judge(facts: Facts) -> Iterator[Finding]:
@@ -115,19 +116,13 @@ def judge(facts: Facts) -> Iterator[Finding]:
         (1.0 / ranks.ranks, "1/R: the engine's mean divides once more"),
     )
     meaning = next((f" = {text}" for value, text in known if math.isclose(factor, value, rel_tol=1e-4)), "")
-    yield Finding(
-        CODE,
-        NAME,
-        "fault",
+    yield RULE.finding(
         f"the gradient that {ranks.ranks} ranks end up with is {factor:.6g} times the full batch's{meaning}",
-        evidence=(
-            Evidence("rank-weights", "measured", measured(ranks), {"factor": factor}),
-            Evidence(
-                "rank-weights",
-                "control",
-                f"divided by {factor:.6g} it agrees with the full batch's to {left:.0e}: proven",
-                {"residual": left},
-            ),
+        measured("rank-weights", beside_one_process(ranks), factor=factor),
+        controlled(
+            "rank-weights",
+            f"divided by {factor:.6g} it agrees with the full batch's to {left:.0e}: proven",
+            residual=left,
         ),
         remedy=f"multiply each rank's loss by {1 / factor:.6g}",
         proven=True,

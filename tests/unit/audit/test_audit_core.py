@@ -395,12 +395,12 @@ class TestRequest:
             words("--name 'a", "--full")
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.CODE)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.RULE.code)
 def test_every_rule_has_its_page(rule: Any) -> None:
     lines = rule.__doc__.splitlines()
-    assert lines[0].startswith(f"{rule.CODE} {rule.NAME}")
+    assert lines[0].startswith(f"{rule.RULE.code} {rule.RULE.name}")
     assert [line for line in lines if line in HEADINGS] == list(HEADINGS)
 
 
 def test_the_rulebook_holds_every_code_of_the_audit() -> None:
-    assert {rule.CODE for rule in RULES} <= {page.code for page in rule_pages()}
+    assert {rule.RULE.code for rule in RULES} <= {page.code for page in rule_pages()}

@@ -147,8 +147,8 @@ def test_every_rule_is_judged_in_both_directions() -> None:
     from gaverify.rules import EVENTS, RULES, unexplained
 
     named = {code for _, expected in JUDGED.values() for code, _ in expected}
-    loops = {rule.CODE for rule in EVENTS} | {"GAV605"}  # judged on hand-made windows in `tests/unit/audit`
-    assert named == {rule.CODE for rule in RULES} - loops | {unexplained.CODE}
+    loops = {rule.RULE.code for rule in EVENTS} | {"GAV605"}  # judged on hand-made windows in `tests/unit/audit`
+    assert named == {rule.RULE.code for rule in RULES} - loops | {unexplained.RULE.code}
     assert judged(record()) == [], "all of them are quiet on an equivalent run"
     assert judged(divergent()) == UNEXPLAINED, "and on a divergence that shows nothing of theirs"
 

@@ -56,8 +56,8 @@ CATALOGUE = {
     "GAV705": "gather-without-gradient",
     "GAV901": "uninformative-batch",
 }
-AUDITED = {rule.CODE for rule in rules.EVENTS} | {"GAV605", "GAV701"}
-VERIFIED = [rule.CODE for rule in rules.RULES if rule.CODE not in AUDITED]
+AUDITED = {rule.RULE.code for rule in rules.EVENTS} | {"GAV605", "GAV701"}
+VERIFIED = [rule.RULE.code for rule in rules.RULES if rule.RULE.code not in AUDITED]
 BOTH = [
     "GAV000",
     "GAV201",
@@ -76,15 +76,15 @@ BOTH = [
 
 
 def test_every_code_of_the_catalogue_has_its_page() -> None:
-    assert {code: page.name for code, page in PAGES.items() if code != unexplained.CODE} == CATALOGUE
+    assert {code: page.name for code, page in PAGES.items() if code != unexplained.RULE.code} == CATALOGUE
     assert [page.code for page in rule_pages()] == sorted(PAGES)
 
 
 @pytest.mark.parametrize("rule", [*rules.RULES, unexplained])
 def test_a_module_and_its_page_agree(rule: Any) -> None:
-    page = PAGES[rule.CODE]
-    assert (page.code, page.name) == (rule.CODE, rule.NAME)
-    assert Path(rule.__file__).stem == rule.NAME.replace("-", "_")
+    page = PAGES[rule.RULE.code]
+    assert (page.code, page.name) == (rule.RULE.code, rule.RULE.name)
+    assert Path(rule.__file__).stem == rule.RULE.name.replace("-", "_")
 
 
 @pytest.mark.parametrize("page", PAGES.values(), ids=PAGES)
@@ -96,17 +96,15 @@ def test_a_page_has_its_headings_in_order_and_text_below_each(page: RulePage) ->
 
 @pytest.mark.parametrize("rule", rules.RULES)
 def test_severity_of_the_page_is_that_of_the_findings(rule: Any) -> None:
-    """Read from the calls of `Finding` in the rule, whose third argument is the severity."""
-    tree = ast.parse(inspect.getsource(rule))
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    calls = [call for call in calls if getattr(call.func, "id", "") == "Finding"]
-    found = {
-        constant.value
-        for call in calls
-        for constant in ast.walk(call.args[2])
-        if isinstance(constant, ast.Constant) and constant.value in ("fault", "note")
-    }
-    assert found == set(PAGES[rule.CODE].severity.split(" or "))
+    """Read from the rule's calls of `RULE.finding`: without the keyword `severity` it is a fault."""
+    calls = [node for node in ast.walk(ast.parse(inspect.getsource(rule))) if isinstance(node, ast.Call)]
+    found = set()
+    for call in calls:
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "finding":
+            given = [keyword.value for keyword in call.keywords if keyword.arg == "severity"]
+            words = {node.value for value in given for node in ast.walk(value) if isinstance(node, ast.Constant)}
+            found |= words & {"fault", "note"} if given else {"fault"}
+    assert found == set(PAGES[rule.RULE.code].severity.split(" or "))
 
 
 def executed(code: str, folder: Path) -> dict[str, Any]:
@@ -154,7 +152,11 @@ def test_example_and_repair_differ(code: str) -> None:
 
 def test_a_code_that_arises_in_both_has_both_examples() -> None:
     """Which codes do is read from the rules: those that look at the window of a training loop beside a run's facts."""
-    both = {rule.CODE for rule in (*rules.RULES, unexplained) if rule.CODE not in AUDITED and _reads_the_loop(rule)}
+    both = {
+        rule.RULE.code
+        for rule in (*rules.RULES, unexplained)
+        if rule.RULE.code not in AUDITED and _reads_the_loop(rule)
+    }
     assert both <= set(BOTH)
     for code in BOTH:
         for heading in ("Example", "Use instead"):

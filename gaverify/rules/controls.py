@@ -1,0 +1,109 @@
+"""Suspected operations and the control runs that cleared or proved them, in words."""
+
+from __future__ import annotations
+
+from gaverify.records.experiment import Cause, ControlKind, ControlRun
+from gaverify.records.facts import Facts
+from gaverify.records.findings import Evidence
+from gaverify.records.operations import Operation, Suspect
+from gaverify.rules.rule import controlled, measured
+
+_INEXACT = {
+    ControlKind.HELD: "it holds values, and gradients pass beside them",
+    ControlKind.CACHED_GRADIENTS: "what the loss itself calls and trains is computed per micro-batch still",
+    ControlKind.DECISIONS: "it holds decisions, and not what they were taken from",
+    ControlKind.DRAWS_HELD: "it gives typical values, which other code may treat otherwise",
+}
+"""Why a control may leave something although nothing else is at fault."""
+
+_MOVES_ROWS = frozenset({"index", "index_select", "flip", "roll", "gather", "take"})
+"""Operations of the dispatcher that compute nothing: where they couple samples, a row met another one's."""
+
+_NOTHING = 0.01  # share of a divergence: what explains less is not proven by causes that are named beside it
+
+
+def first_operation(facts: Facts, cause: Cause) -> Evidence:
+    """What the trace saw: the difference, the operation, how many samples."""
+    suspect = cause.suspect
+    where = f"first diverging operation {suspect.operation}"
+    if suspect.source is not None:
+        where = f"`{suspect.source.name}`{_at(suspect.source)} reduces over the batch, and `{suspect.operation.name}`"
+        where += f"{_at(suspect.operation)} gives it back to the samples"
+    if suspect.kind in ("rows", "random") and suspect.samples:
+        where += f", for {suspect.samples} of {facts.batch_size} samples"
+    culprit = suspect.culprit
+    line = f": `{culprit.source}`" if culprit.source else ""
+    if culprit.caller:
+        line += f" ({'in ' if culprit.caller.startswith('`') else ''}{culprit.caller})"
+    return measured(
+        "operations",
+        f"{facts.compared.largest}; {where}{line}",
+        operation=suspect.operation.name,
+        difference=suspect.difference,
+        samples=suspect.samples,
+        source=culprit.source,
+    )
+
+
+def _at(operation: Operation) -> str:
+    return f" at {operation.file}:{operation.line}" if operation.file is not None else ""
+
+
+def control(facts: Facts, cause: Cause) -> Evidence:
+    """What the control run showed."""
+    run = cause.control
+    if run is None:
+        why = cause.failure or "nothing of it can be held or replaced from outside"
+        return controlled("control", f"no control run was possible ({why}): suspected, not proven")
+    text = left_by(run)
+    if not run.rounding:
+        rest = "the causes named beside it explain the rest" if facts.cleared else rest_of(facts, run)
+        share = f"this explains {cause.explained:.0%}, " if cause.explained > 0 else ""
+        text += f": {share}{rest}"
+    if cause.alone > 0 and several(facts):
+        text += f"; alone, with the other causes neutralised, it makes {cause.alone:.0e}: proven"
+    repairs = [{"what": tried.what, "left": tried.left, "rounding": tried.rounding} for tried in cause.remedies]
+    more = {"repairs": repairs} if repairs else {}
+    return controlled("control", text, left=run.left, explained=cause.explained, alone=cause.alone, **more)
+
+
+def left_by(run: ControlRun) -> str:
+    """Says what was neutralised and what difference that left; `proven` where none is left."""
+    text = f"with {run.what} in both runs the difference is {run.left:.0e}"
+    return f"{text}: proven" if run.rounding else text
+
+
+def rest_of(facts: Facts, run: ControlRun) -> str:
+    """Says what a control leaves: another cause where one was seen that a control could remove, else why it may not."""
+    if several(facts) or facts.forward.ruled_out or run.kind not in _INEXACT:
+        return "another cause is left"
+    return f"the control is not exact, because {_INEXACT[run.kind]}"
+
+
+def held_remedy(cause: Cause) -> str:
+    """The repair "hold it constant", where it was run and gave the full batch's gradient; empty where not."""
+    run = next((run for run in cause.remedies if run.kind is ControlKind.HELD_IN_WINDOW), None)
+    if run is None or not run.rounding:
+        return ""
+    return "compute it once over the window and hold it constant in every micro-batch: tested, equivalent"
+
+
+def paired_remedy(suspect: Suspect) -> str:
+    """The repair of partners (mixup): operations that only move rows; empty for others."""
+    if suspect.culprit.name.partition(".")[0] not in _MOVES_ROWS:
+        return ""
+    return "pair the samples before the window is cut, so that partners travel in one micro-batch with their targets"
+
+
+def several(facts: Facts) -> bool:
+    """Whether more than one cause was found."""
+    state = facts.state is not None and bool(facts.state.blamed)
+    weights = facts.weights.blamed
+    return len(facts.forward.causes) + state + weights + (facts.draws.alone > 0) > 1
+
+
+def proven(facts: Facts, cause: Cause) -> bool:
+    """Whether the difference falls to rounding without the suspect, or without it and the causes named beside it."""
+    if cause.control is None or cause.control.rounding:
+        return cause.control is not None
+    return facts.cleared and (cause.alone > 0 or cause.explained > _NOTHING)
