@@ -14,6 +14,7 @@ from gaverify.records.weights import WeightFit
 if TYPE_CHECKING:
     from gaverify.audit.reading import Run
 
+_SMALL = 2.0**-24  # no gradient of a loss this much smaller meets a limit; a power of two rounds nothing
 _MOST_HELD = 64  # micro-batches that the control with undone steps runs at most
 
 
@@ -26,6 +27,24 @@ def on_its_own(runner: Runner, full: Run, perturbed: Run, record: Record, option
     except ProblemError:
         return record
     return replace(record, updates=settled_by_weights(record.updates, full, perturbed, own))
+
+
+def unclipped(runner: Runner, record: Record, options: dict[str, Any]) -> Record:
+    """The control for gradients that a script changes by hand: all runs again, with losses too small to be clipped.
+
+    Dividing, centralising or summing elsewhere treats a gradient alike whatever its size; clipping lets a small one
+    pass. So what the optimizers see of small gradients is what the script makes of them before it clips.
+    """
+    from gaverify.audit.judgement import compare_updates, decided_without_clips
+
+    options = {**options, "shrink": _SMALL}
+    try:
+        (full,) = runner.run([runner.job("full", **options)])
+        perturbed, accumulated = runner.beside(full, options)
+        control = compare_updates(full, perturbed, accumulated, runner.updates, unclipped=True)
+    except ProblemError:
+        return record
+    return replace(record, updates=decided_without_clips(record.updates, control))
 
 
 def held(runner: Runner, full: Run, record: Record, options: dict[str, Any]) -> WeightFit | None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gaverify.audit.controls import held, on_its_own
+from gaverify.audit.controls import held, on_its_own, unclipped
 from gaverify.audit.job import COMPILED
 from gaverify.audit.outcome import report_of, same_arguments
 from gaverify.audit.replay.deciding import parts_of, replay_helps
@@ -150,19 +150,11 @@ class _Audit:
 
     def _against(self, full: Run, visible: dict[str, Any], parts: dict[str, Any]) -> Record:
         """Makes the runs that are held against a full-batch run, and compares."""
-        unit, early = float(full.meta["unit"]), not full.meta["modules"]
-        options: dict[str, Any] = {"source": str(full.folder), **visible}
-        repeated = {**options, **parts, "parts": 1} if parts else options
-        *ranks, perturbed = self._runner.run(
-            [
-                *self._runner.accumulated_jobs(**options, **parts),
-                self._runner.job("perturbed", unit=unit, perturb_early=early, **repeated),
-            ]
-        )
-        accumulated = self._runner.together(ranks)
+        options = {**visible, **parts}
+        perturbed, accumulated = self._runner.beside(full, options)
         self.main = accumulated
         self._runner.progress("comparing", 3, 3)
-        return self._record(full, perturbed, accumulated, {**options, **parts})
+        return self._record(full, perturbed, accumulated, options)
 
     def _record(self, full: Run, perturbed: Run, accumulated: Run, options: dict[str, Any]) -> Record:
         from gaverify.audit.judgement import compare_updates, working_unit  # the first to need torch
@@ -190,6 +182,9 @@ class _Audit:
             facts = rank_facts(full, accumulated, first_update.outcome, first_update.relative_difference, record.unit)
             record = replace(record, together=facts)
         self._runner.timings["comparison"] = time.monotonic() - begun
+        if any(update.unclear for update in record.updates):
+            record = unclipped(self._runner, record, options)
+        options = {**options, "source": str(full.folder)}
         if any(update.other_step for update in record.updates):
             record = on_its_own(self._runner, full, perturbed, record, options)
         first = record.first

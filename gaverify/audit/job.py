@@ -51,6 +51,7 @@ class Job:
         replay: Keep the loaders' samples and the loop's draws ("full"), or take those of the run in `source`.
         tail: Micro-batches of a short last window that every pass over a loader ends with; 0 leaves passes alone.
         parts: Micro-batches per batch of the full-batch run, for a replay; 0 where that is not known.
+        shrink: What every backward pass multiplies its losses' gradients by; a power of two.
         world: Rank, number of ranks and port of the rendezvous, where the script is started as a launcher would.
     """
 
@@ -73,6 +74,7 @@ class Job:
     replay: bool = False
     parts: int = 0
     tail: int = 0
+    shrink: float = 1.0
     world: tuple[int, int, int] | None = None
 
     @property

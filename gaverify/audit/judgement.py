@@ -36,8 +36,18 @@ _FACTOR = 1e-3  # one factor for all parameters leaves less than this over
 _VISIBLE = 0.5  # K = 2 forgotten or divided twice is the smallest constant factor; a floor above it hides all
 
 
-def compare_updates(full: Run, perturbed: Run, accumulated: Run, updates: int) -> tuple[UpdateComparison, ...]:
-    """Returns a comparison for each update that both runs made, at most `updates` of them."""
+def compare_updates(
+    full: Run, perturbed: Run, accumulated: Run, updates: int, *, unclipped: bool = False
+) -> tuple[UpdateComparison, ...]:
+    """Returns a comparison for each update that both runs made, at most `updates` of them.
+
+    Args:
+        full: The full-batch run.
+        perturbed: The same with moved weights.
+        accumulated: The accumulated run.
+        updates: How many are wanted.
+        unclipped: Nothing can have been clipped, so that what the optimizers saw decides.
+    """
     _check_parameters(full, accumulated)
     rounds = common_rounds(full.events, accumulated.events)
     runs = Runs(full, perturbed, accumulated, labels(full, accumulated))
@@ -51,7 +61,8 @@ def compare_updates(full: Run, perturbed: Run, accumulated: Run, updates: int) -
         seen += len(round_)
         if not _recorded(runs, round_) or (seen > most and number > updates):
             break
-        compared.append(_compared(runs, round_, number, *(found.get(number) for found in windows)))
+        both = [found.get(number) for found in windows]
+        compared.append(_compared(runs, round_, number, *both, unclipped=unclipped))
     return tuple(compared)
 
 
@@ -59,7 +70,9 @@ def _recorded(runs: Runs, round_: Round) -> bool:
     return bool(runs.full.samples(round_).steps) and bool(runs.accumulated.samples(round_).steps)
 
 
-def _compared(runs: Runs, round_: Round, number: int, whole: Window | None, window: Window | None) -> UpdateComparison:
+def _compared(
+    runs: Runs, round_: Round, number: int, whole: Window | None, window: Window | None, *, unclipped: bool
+) -> UpdateComparison:
     unit = working_unit(runs.full)
     full, accumulated = runs.full.samples(round_), runs.accumulated.samples(round_)
     data = _data(runs.full, full, runs.accumulated, accumulated)
@@ -71,7 +84,7 @@ def _compared(runs: Runs, round_: Round, number: int, whole: Window | None, wind
         summed = compare_gradients(runs, round_, unit, terms, summed=True)
     clips, clips_full = clips_of(window), clips_of(whole)
     change = compare_changes(full, accumulated, unit) if led(accumulated) else None
-    decided, unclear = _deciding(full, used, summed, clips + clips_full)
+    decided, unclear = (Stage.USED, False) if unclipped else _deciding(full, used, summed, clips + clips_full)
     rows = summed if decided is Stage.SUMMED else used
     unrepeatable = _unrepeatable(runs, round_, number, unit, rows.noise)
     apart = _distance(full, accumulated, "before")
@@ -100,17 +113,17 @@ def _deciding(full: Samples, used: Rows, summed: Rows, clips: tuple[Clip, ...]) 
     """At which stage an update is decided, and whether neither can decide it.
 
     Clipping hides a wrong scale, so where one was active the sum before it counts; it was kept just before the clip,
-    after what the script did to it by hand. Without one, a gradient that only the accumulated run changed is meant to
-    be compared as it was used: the script divides it, or puts together a sum of its own. Where both runs changed it
-    without a known call, sums that differ and end alike are either divided or clipped by hand.
+    after what the script did to it by hand. Without one, a gradient that only the accumulated run changed and that ends
+    like the full batch's was divided, or put together elsewhere. Any other that was changed without a known call may
+    have been divided or clipped by hand: a control tells.
     """
     if summed is used:
         return Stage.USED, False
     if any(clip.active for clip in clips):
         return (Stage.USED if summed.outcome is Outcome.EQUIVALENT else Stage.SUMMED), False
-    if not full.of("summed") or summed.outcome is Outcome.EQUIVALENT:
+    if summed.outcome is Outcome.EQUIVALENT or (used.outcome is Outcome.EQUIVALENT and not full.of("summed")):
         return Stage.USED, False
-    return Stage.SUMMED, used.outcome is Outcome.EQUIVALENT
+    return Stage.SUMMED, True
 
 
 def _data(whole: Run, full: Samples, part: Run, accumulated: Samples) -> RowCheck:
@@ -121,6 +134,38 @@ def _data(whole: Run, full: Samples, part: Run, accumulated: Samples) -> RowChec
     ]
     return next(
         (check for check in checks if check.checked and check.same), checks[0] if checks[0].checked else checks[1]
+    )
+
+
+def decided_without_clips(
+    updates: tuple[UpdateComparison, ...], control: tuple[UpdateComparison, ...]
+) -> tuple[UpdateComparison, ...]:
+    """Returns the updates; those that gradients changed by hand left unclear are decided as in the control.
+
+    Args:
+        updates: The comparisons of the runs as they are.
+        control: Of the same runs with losses so small that nothing is clipped.
+    """
+    small = {update.number: update for update in control if update.judged}
+    return tuple(
+        _without_clips(update, small[update.number]) if update.unclear and update.number in small else update
+        for update in updates
+    )
+
+
+def _without_clips(update: UpdateComparison, small: UpdateComparison) -> UpdateComparison:
+    used = next((stage for stage in small.stages if stage.stage is Stage.USED), None)
+    if used is None or used.outcome is Outcome.INCONCLUSIVE or small.unrepeatable:
+        return update
+    return replace(
+        update,
+        outcome=used.outcome,
+        parameters=small.parameters,
+        fit=small.fit,
+        noise=small.noise,
+        decided=Stage.UNCLIPPED,
+        unclear=False,
+        stages=(*update.stages, replace(used, stage=Stage.UNCLIPPED)),
     )
 
 

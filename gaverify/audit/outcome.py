@@ -156,9 +156,9 @@ def _undecided(record: Record, update: UpdateComparison) -> str:
         )
     if update.unclear:
         return (
-            f"{earlier}update {update.number}: both runs change their summed gradients by hand before the step; "
-            "the sums differ, what the optimizer used agrees. Clipping by hand would hide a wrong scale: "
-            "use `torch.nn.utils.clip_grad_norm_`, or switch it off for the audit"
+            f"{earlier}update {update.number}: the script changes its summed gradients by hand before the step, and "
+            "the sums differ. Clipping by hand would hide a wrong scale, and a control with losses too small to be "
+            "clipped decided nothing: use `torch.nn.utils.clip_grad_norm_`, or switch it off for the audit"
         )
     if update.outcome is Outcome.INCONCLUSIVE:
         reason = next((row.reason for row in update.parameters if row.reason), "")

@@ -78,7 +78,7 @@ class Runner:
         self._done += len(jobs)
         runs = [Run(child.job.role, child.folder, child.seconds) for child in children]
         for child, run in zip(children, runs, strict=True):
-            self.timings[child.job.role] = child.seconds
+            self.timings[_part(child.job)] = child.seconds
             self.summaries.append(_summary(child, run))
             _check_updates(child, run)
         return runs
@@ -90,6 +90,24 @@ class Runner:
             return [self.job("accumulated", **options)]
         port = free_port()
         return [self.job("accumulated", rank=rank, world=(rank, count, port), **options) for rank in range(count)]
+
+    def beside(self, full: Run, options: dict[str, Any]) -> tuple[Run, Run]:
+        """Makes the two runs that are held against a full-batch run: the same with moved weights, and the accumulated.
+
+        Args:
+            full: The full-batch run.
+            options: Fields of `Job` that all three share; `parts` is the accumulated run's.
+        """
+        unit, early = float(full.meta["unit"]), not full.meta["modules"]
+        options = {**options, "source": str(full.folder)}
+        repeated = {**options, "parts": 1} if "parts" in options else options
+        *ranks, perturbed = self.run(
+            [
+                *self.accumulated_jobs(**options),
+                self.job("perturbed", unit=unit, perturb_early=early, **repeated),
+            ]
+        )
+        return perturbed, self.together(ranks)
 
     def together(self, runs: list[Run]) -> Run:
         """Returns the accumulated run, which its ranks make up where there are several."""
@@ -139,12 +157,17 @@ def _done_before(folder: Path) -> Done:
         ) from error
 
 
+def _part(job: Job) -> str:
+    """The part that a run plays, for the report; a control whose losses are shrunk is none of the runs it repeats."""
+    return job.role if job.shrink == 1.0 else "unclipped"
+
+
 def _summary(child: Done, run: Run) -> RunSummary:
     job = child.job
     given = ["with the full-batch run's samples and draws"] if job.replay and job.source else []
     ended = " ".join(filter(None, (run.meta["reason"], run.meta["status"])))
     how = ", ".join(["without compilation"] * job.eager + ["attention unfused"] * job.math_kernels + given)
-    return RunSummary(job.role, child.command, run.updates, child.seconds, run.disk_bytes, ended, how)
+    return RunSummary(_part(job), child.command, run.updates, child.seconds, run.disk_bytes, ended, how)
 
 
 def _check_updates(child: Done, run: Run) -> None:

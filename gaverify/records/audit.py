@@ -148,6 +148,13 @@ class Record:
         return max(1e-4, 4 * noise)
 
     @property
+    def agrees(self) -> bool:
+        """Whether every compared update saw the same samples and has the full batch's gradient."""
+        return bool(self.updates) and all(
+            update.judged and update.data.same and update.outcome is Outcome.EQUIVALENT for update in self.updates
+        )
+
+    @property
     def complete(self) -> tuple[Window, ...]:
         """The windows that ended with a step."""
         return tuple(window for window in self.windows if window.complete)

@@ -18,6 +18,7 @@ TITLES = {
     "perturbed": "full-batch run with moved weights",
     "accumulated": "accumulated run",
     "frozen": "accumulated run with its steps undone",
+    "unclipped": "all runs with losses too small to be clipped",
     "events": "run",
 }
 """How sentences call the runs of an audit."""

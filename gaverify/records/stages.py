@@ -18,6 +18,9 @@ class Stage(str, Enum):
     USED = "used"
     """The gradient that the optimizer saw."""
 
+    UNCLIPPED = "unclipped"
+    """The same in a control whose losses are so small that nothing is clipped."""
+
     CHANGE = "change"
     """What the step made of it: the change of the weights."""
 

@@ -46,7 +46,7 @@ from collections.abc import Iterator
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
 from gaverify.rules.controls import left_by
-from gaverify.rules.losses import cleared_inside
+from gaverify.rules.losses import cleared_before_step, cleared_inside
 from gaverify.rules.rule import Rule, controlled, measured
 from gaverify.rules.wording import counted, passes, place, updates
 
@@ -64,8 +64,11 @@ def judge(facts: Facts) -> Iterator[Finding]:
         return
     first = losses[0]
     total = len(first.backwards) + first.survivors
+    what, remedy = f"uses {first.survivors} of {passes(total)}: the others' gradients were cleared", ""
+    if cleared_before_step(loop, first):
+        what, remedy = "steps without a gradient: it was cleared just before the step", ", never before it"
     yield RULE.finding(
-        f"update {first.window} uses {first.survivors} of {passes(total)}: the others' gradients were cleared",
+        f"update {first.window} {what}",
         counted(loop.windows[:8]),
         Evidence(
             "events",
@@ -74,7 +77,7 @@ def judge(facts: Facts) -> Iterator[Finding]:
             {"updates": [loss.window for loss in losses]},
         ),
         location=place(first.by),
-        remedy="clear the gradients once per update, after the step",
+        remedy=f"clear the gradients once per update, after the step{remedy}",
         proven=True,
     )
 

@@ -48,6 +48,7 @@ from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
 from gaverify.records.windows import Window
 from gaverify.rules.rule import Rule
+from gaverify.rules.step_inside_window import steps_before_clearing
 from gaverify.rules.wording import counted, passes, place, times, updates
 
 RULE = Rule("GAV602", "gradients-not-cleared")
@@ -58,7 +59,8 @@ def judge(facts: Facts) -> Iterator[Finding]:
     loop = facts.loop
     if loop is None:
         return
-    stale = loop.ledger.stale
+    inside = {number for window, _ in steps_before_clearing(loop) for number in (window.number, window.number + 1)}
+    stale = [entry for entry in loop.ledger.stale if entry.step.update not in inside]
     if stale:
         first = stale[0]
         numbers = updates(entry.step.update for entry in stale)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from gaverify.records.audit import Record
 from gaverify.records.comparison import Outcome
-from gaverify.records.windows import Loss
+from gaverify.records.windows import Loss, Window
 
 _NOTHING = 1e-3  # a micro-batch with less than this share of the largest weight did not reach the step
 
@@ -16,6 +17,38 @@ def cleared_inside(loop: Record) -> list[Loss]:
     ordinary = {window.number for window in loop.full_windows if window.zero_grads > 1}
     inside = [loss for loss in loop.ledger.losses if loss.by is not None and not _is_tail(loop, loss)]
     return [loss for loss in inside if loss.window not in ordinary and not _summed_elsewhere(loop, loss)]
+
+
+def clearing_groups(windows: Sequence[Window]) -> list[list[Window]]:
+    """Returns the complete windows between one clearing of an optimizer's gradients and the next.
+
+    What no clearing ends is left out: nothing tells where it would be.
+    """
+    groups: list[list[Window]] = []
+    for optimizers in dict.fromkeys(window.optimizers for window in windows if window.complete):
+        group: list[Window] = []
+        for window in windows:
+            if window.complete and window.optimizers != optimizers:
+                continue
+            before, after = _clearings(window, set(optimizers))
+            if before and group:
+                groups.append(group)
+                group = []
+            if window.complete:
+                group.append(window)
+            if after and group:
+                groups.append(group)
+                group = []
+    return groups
+
+
+def _clearings(window: Window, optimizers: set[int]) -> tuple[bool, bool]:
+    """Whether gradients of some optimizers are cleared before a window's first backward pass, and after its last."""
+    places = [at for at, event in enumerate(window.events) if event.kind == "backward"]
+    cleared = [at for at, event in enumerate(window.events) if optimizers & {*event.cleared}]
+    if not places:
+        return bool(cleared), False
+    return any(at < places[0] for at in cleared), any(at > places[-1] for at in cleared)
 
 
 def cut_off(loop: Record) -> list[Loss]:
@@ -30,7 +63,7 @@ def cut_off(loop: Record) -> list[Loss]:
 
 def _is_tail(loop: Record, loss: Loss) -> bool:
     """Whether what was lost is a whole group of micro-batches that a full window, or nothing, followed."""
-    if loss.by is None or loss.survivors == 0:
+    if loss.by is None or (loss.survivors == 0 and not cleared_before_step(loop, loss)):
         return True
     lost = {other.window for other in loop.ledger.losses}
     whole = Counter(window.backwards for window in loop.complete if window.number not in lost)
@@ -38,6 +71,16 @@ def _is_tail(loop: Record, loss: Loss) -> bool:
         whole[loop.steps] += len(loop.windows) + 1
     wanted = whole.most_common(1)[0][0] if whole else loop.expected_of(loss.window)
     return wanted is not None and loss.survivors >= wanted
+
+
+def cleared_before_step(loop: Record, loss: Loss) -> bool:
+    """Whether a step follows the clearing with no backward pass between them: it is given no gradient at all."""
+    window = loop.window_of(loss.window)
+    if window is None or loss.by is None or loss.survivors:
+        return False
+    last = max((at for at, event in enumerate(window.events) if event.kind == "backward"), default=-1)
+    after = [event for event in window.events[last + 1 :] if event.kind == "step" or event is loss.by]
+    return loss.by in after and any(event.kind == "step" for event in after[after.index(loss.by) :])
 
 
 def _summed_elsewhere(loop: Record, loss: Loss) -> bool:

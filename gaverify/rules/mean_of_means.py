@@ -241,14 +241,15 @@ def _in_update(update: UpdateComparison, weights: tuple[float, ...], tolerance: 
             "; the last one alone holds the whole window",
             "call `backward()` on each micro-batch's own loss, not on the running sum",
         )
-    if len(set(update.sizes)) == 1 and len(set(update.valid_targets)) < 2 and all(weights):
+    if len(set(update.sizes)) == 1 and len(set(update.valid_targets)) == 1 and all(weights):
         usual = [f"{min(weights) / weight:.3g}" for weight in weights[:12]]
         return (
             "micro-batches of equal size are weighted unequally",
             f"; the script counts them {', '.join(usual)} to one another",
             "give each micro-batch the same weight, 1/K",
         )
-    return _EQUALLY, "", "weight each micro-batch by its share of what the full batch's mean counts"
+    unseen = "" if update.valid_targets else "; no loss was seen whose targets could be counted"
+    return _EQUALLY, unseen, "weight each micro-batch by its share of what the full batch's mean counts"
 
 
 def _multiply(loop: Record, update: UpdateComparison, fit: WeightFit) -> str:

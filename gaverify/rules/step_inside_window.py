@@ -51,6 +51,7 @@ from gaverify.records.events import Event
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
 from gaverify.records.windows import Window
+from gaverify.rules.losses import clearing_groups
 from gaverify.rules.rule import Rule, controlled
 from gaverify.rules.wording import counted, located, passes, place, times, updates
 
@@ -72,6 +73,9 @@ def judge(facts: Facts) -> Iterator[Finding]:
 
 def early_windows(loop: Record) -> list[tuple[Window, int]]:
     """Returns the windows that were stepped too early, each with the backward passes that it should have had."""
+    shared = steps_before_clearing(loop)
+    if shared:
+        return shared
     known = [(window, loop.expected(window)) for window in loop.complete]
     early = [(window, wanted) for window, wanted in known if wanted is not None and window.backwards < wanted]
     if early and _is_meant(loop, early):
@@ -80,6 +84,24 @@ def early_windows(loop: Record) -> list[tuple[Window, int]]:
     if not _knows_k(loop) and first is not None and first.backwards == 1 < usual:
         return [(first, usual)]
     return []
+
+
+def steps_before_clearing(loop: Record) -> list[tuple[Window, int]]:
+    """Returns the windows whose step is followed by more backward passes and steps before the gradients are cleared.
+
+    Each comes with the backward passes up to the clearing: the script clears where its window ends and steps inside it.
+    A clearing that is forgotten looks alike where nothing tells how long a window is meant to be: then there are none.
+    """
+    if any(len(group) > 1 for group in clearing_groups(loop.full_windows)):
+        return []
+    found = []
+    wanted = next(filter(None, map(loop.expected, loop.complete)), None)
+    for group in clearing_groups(loop.complete):
+        total = sum(window.backwards for window in group)
+        ones = wanted is None and all(window.backwards == 1 for window in group)
+        if len(group) > 1 and (wanted == total or ones):
+            found += [(window, total) for window in group[:-1]]
+    return found
 
 
 def _knows_k(loop: Record) -> bool:

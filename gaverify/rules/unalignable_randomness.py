@@ -112,6 +112,8 @@ RULE = Rule("GAV302", "unalignable-randomness")
 def judge(facts: Facts) -> Iterator[Finding]:
     """Yields a fault where a draw that cannot be dealt out decides the result, a note where something else does."""
     decisive = next((cause for cause in facts.forward.causes if cause.suspect.kind == "random"), None)
+    if facts.loop is not None and facts.loop.agrees:
+        return  # what was drawn made no difference that could be seen
     reasons = dict(facts.draws.unaligned)
     if facts.draws.foreign_differ:
         reasons["Python or NumPy generator"] = "how much is drawn depends on the batch"

@@ -11,6 +11,7 @@ from gaverify.records.experiment import ControlRun
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Location
 from gaverify.records.ranks import RankFacts
+from gaverify.records.stages import Stage
 from gaverify.records.windows import Window
 from gaverify.tracebacks import shown
 
@@ -188,6 +189,7 @@ def difference(update: UpdateComparison) -> str:
     if row is None:
         return "no finite difference"
     text = f"relative difference {row.relative_difference:.1e} in `{row.name}`"
+    text = f"with losses too small to be clipped, {text}" if update.decided is Stage.UNCLIPPED else text
     return f"{text}; all parameters together {update.relative_difference:.1e}, norm ratio {update.norm_ratio:.3g}"
 
 

@@ -45,6 +45,20 @@ class TestClipping:
         result = audit(SCRIPT, common="--change divided_then_by_norm --undivided --clip 0.1")
         assert (result.code, result.outcome, result.faults) == (0, "equivalent", set()), str(result)
 
+    @pytest.mark.parametrize("clip", ["0.1", pytest.param("1", marks=slow)], ids=["in both", "in one"])
+    def test_clipping_by_hand_hides_no_factor(self, clip: str) -> None:
+        """A control with losses too small to be clipped tells dividing from clipping."""
+        result = audit(SCRIPT, common=f"--change by_hand --clip {clip} --undivided")
+        assert (result.code, result.faults) == (1, {"GAV201"}), str(result)
+        assert result.finding("GAV201")["summary"].startswith("the gradient of update 1 is 4 times"), str(result)
+        assert result.update(1)["decided"] == "unclipped"
+
+    @slow
+    @pytest.mark.parametrize("change", ["by_hand --clip 0.1", "divided_then_by_hand --clip 0.1 --undivided"])
+    def test_right_loops_that_clip_by_hand_stay_quiet(self, change: str) -> None:
+        result = audit(SCRIPT, common=f"--change {change}")
+        assert (result.code, result.outcome, result.faults) == (0, "equivalent", set()), str(result)
+
     @slow
     def test_centralised_gradients(self) -> None:
         assert audit(SCRIPT, common="--change centralised").outcome == "equivalent"

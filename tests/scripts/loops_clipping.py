@@ -26,6 +26,13 @@ def by_hand(args, model, optimizer):
         parameter.grad.mul_(factor)
 
 
+def divided_then_by_hand(args, model, optimizer):
+    """The losses are summed undivided; the gradients are divided before they are clipped, both by hand."""
+    for parameter in model.parameters():
+        parameter.grad /= args.accum
+    by_hand(args, model, optimizer)
+
+
 def divided_then_by_norm(args, model, optimizer):
     """The losses are summed undivided; the gradients are divided before they are clipped."""
     for parameter in model.parameters():
@@ -45,8 +52,9 @@ def nothing(args, model, optimizer):
 
 
 CHANGES = {
-    change.__name__: change for change in (by_norm, by_value, by_hand, divided_then_by_norm, centralised, nothing)
-}
+    change.__name__: change
+    for change in (by_norm, by_value, by_hand, divided_then_by_norm, divided_then_by_hand, centralised, nothing)
+}  # fmt: skip
 
 
 class DividingSGD(torch.optim.SGD):

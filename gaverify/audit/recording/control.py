@@ -1,8 +1,9 @@
-"""The two runs that change something on purpose: weights moved by their roundoff, and steps undone."""
+"""The runs that change something on purpose: weights moved by their roundoff, steps undone, losses made small."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -28,6 +29,18 @@ class Perturbation:
                 continue
             self._moved[id(parameter)] = parameter
             move(parameter, rounding_share(parameter, self._unit), self._coins)
+
+
+@contextmanager
+def shrunk(losses: torch.Tensor | Sequence[torch.Tensor], factor: float) -> Iterator[None]:
+    """Multiplies what a backward pass starts from, so that every gradient is smaller by the same factor, exactly."""
+    roots = [losses] if isinstance(losses, torch.Tensor) else list(losses)
+    hooks = [root.register_hook(lambda gradient: gradient * factor) for root in roots if root.requires_grad]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class Held:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from gaverify.audit.recording.control import shrunk
 from gaverify.audit.recording.names import OutOfSight
 from gaverify.audit.recording.places import user_place
 from gaverify.audit.recording.reach import ends_in_parameters
@@ -90,7 +91,7 @@ class Recorder(Session):
                     self._own.listen(entry.index, entry.sample)
             place, self._in_backward = user_place(), True
         try:
-            with self._draws.in_backward():
+            with self._draws.in_backward(), self._shrunk(tensors):
                 yield
         finally:
             self._in_backward = False
@@ -202,6 +203,9 @@ class Recorder(Session):
                 timer = threading.Timer(GRACE, self._stop)
                 timer.daemon = True
                 timer.start()
+
+    def _shrunk(self, tensors: Any) -> AbstractContextManager[None]:
+        return nullcontext() if self.job.shrink == 1.0 else shrunk(tensors, self.job.shrink)
 
     # -- what lies behind them ---------------------------------------------------------------------------------------
 

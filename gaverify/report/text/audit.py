@@ -19,8 +19,10 @@ _MORE = 3
 _STAGES = {
     Stage.SUMMED: "as the last backward pass left it",
     Stage.USED: "as the optimizer saw it",
+    Stage.UNCLIPPED: "with losses too small to be clipped",
     Stage.CHANGE: "change of the weights",
 }
+_CONTROLS = ("perturbed", "frozen", "unclipped")
 _ROLES = {"full": "full batch", "accumulated": "accumulated", "events": "run"}
 
 
@@ -47,9 +49,12 @@ def audit_facts(report: AuditReport) -> list[tuple[str, str]]:
             made = f"{run.updates} update{'' if run.updates == 1 else 's'} in {run.seconds:.1f} s"
             how = f", {run.how}, so that its random draws can be seen" if run.how else ""
             rows.append((_ROLES[role], f"{run.command} ({made}{how})"))
-    controls = [run for run in report.runs if run.role in ("perturbed", "frozen")]
-    if controls:
-        rows.append(("controls", "; ".join(f"{TITLES[run.role]} ({run.seconds:.1f} s)" for run in controls)))
+    seconds: dict[str, float] = {}
+    for run in report.runs:
+        if run.role in _CONTROLS:
+            seconds[run.role] = seconds.get(run.role, 0.0) + run.seconds
+    if seconds:
+        rows.append(("controls", "; ".join(f"{TITLES[role]} ({spent:.1f} s)" for role, spent in seconds.items())))
     if report.runs:
         models = ", ".join(report.modules) or "no module"
         rows.append(("model", f"{models}: {report.trainable:,} trained parameters; {', '.join(report.optimizers)}"))

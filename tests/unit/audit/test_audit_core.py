@@ -144,6 +144,12 @@ EVENT_FAULTS = [
     ("never cleared", "BBBBS BBBBS", "", {}, "GAV602", "S"),
     ("an epoch's tail leaks", "BBBBSZ BBBBBBSZ", "", {"steps": 4}, "GAV602", "S"),
     ("cleared inside", "ZBZBZBZBS ZBZBZBZBS", "", {}, "GAV603", "Z"),
+    ("cleared just before the step", "BBBBZS BBBBZS", "BSZ BSZ", {}, "GAV603", "Z"),
+    ("cleared just before the step, calls alone", "BBBBZS BBBBZS", "", {}, "GAV603", "Z"),
+    ("steps inside, clears at the end", "BSBSBSBSZ BSBSBSBSZ", "BSZ BSZ", {}, "GAV601", "S"),
+    ("steps inside, calls alone", "BSBSBSBSZ BSBSBSBSZ", "", {}, "GAV601", "S"),
+    ("steps twice per window", "BBSBBSZ BBSBBSZ", "BSZ BSZ", {}, "GAV601", "S"),
+    ("clears every second window", "BBBBSBBBBSZ BBBBSBBBBSZ", "BSZ BSZ", {}, "GAV602", "S"),
     ("cleared in the middle", "BBZBBSZ BBZBBSZ", "", {"steps": 4}, "GAV603", "Z"),
     ("an epoch's tail is cleared", "BBBBSZ BBZBBBBSZ", "", {}, "GAV604", "Z"),
     ("the script ends", "BBBBSZ BB E", "", {}, "GAV604", "B"),
@@ -231,9 +237,17 @@ class TestWeights:
 
     def test_weights_of_the_script_itself_are_not_called_averages(self) -> None:
         """`loss / (i % K + 1)`: equal micro-batches that the script counts unequally."""
-        counted = update(ratio=1.8, fit=fit(1.5, 0.4, right=(0.25, 0.5, 0.75, 1.0)))
+        right = fit(1.5, 0.4, right=(0.25, 0.5, 0.75, 1.0))
+        counted = update(ratio=1.8, fit=right, valid_targets=(2, 2, 2, 2))
         (found,) = findings_for(record(RIGHT, "BSZ BSZ", updates=(counted,)))
         assert found.code == "GAV202" and "equal size" in found.summary
+
+    def test_what_was_not_counted_is_not_called_equal(self) -> None:
+        """Targets that nobody saw may well be unequal: to weigh the micro-batches alike would be the fault itself."""
+        unseen = update(ratio=1.2, fit=fit(0.97, 0.3, right=(0.4, 0.8, 1.2, 1.6)))
+        (found,) = findings_for(record(RIGHT, "BSZ BSZ", updates=(unseen,)))
+        assert found.code == "GAV202" and "could be counted" in found.evidence[1].statement
+        assert "same weight" not in found.remedy and "0.4, 0.8, 1.2, 1.6" in found.remedy
 
     def test_a_running_sum_repeats_micro_batches(self) -> None:
         repeated = update(ratio=2.1, fit=fit(1.5, 0.4, right=(1e-8, -2e-8, 3e-8, 1.0)))
@@ -297,11 +311,16 @@ class TestNotes:
         alike = update(valid_targets=(5, 5, 5, 5))
         assert findings_for(record(RIGHT, "BSZ BSZ", updates=(alike,))) == ()
 
-    @pytest.mark.parametrize(("ratio", "outcome"), [(1.0, Outcome.EQUIVALENT), (1.5, Outcome.INCONCLUSIVE)])
-    def test_unaligned_draws_leave_a_difference_open(self, ratio: float, outcome: Outcome) -> None:
+    @pytest.mark.parametrize(
+        ("ratio", "outcome", "notes"),
+        [(1.0, Outcome.EQUIVALENT, []), (1.5, Outcome.INCONCLUSIVE, [("GAV302", "note")])],
+    )
+    def test_unaligned_draws_leave_a_difference_open(
+        self, ratio: float, outcome: Outcome, notes: list[tuple[str, str]]
+    ) -> None:
         differs = update(ratio=ratio, fit=fit(0.9, 0.4, residual=0.3))
         found = record(RIGHT, "BSZ BSZ", updates=(differs,), unaligned={"randperm": "of the batch"})
-        assert [(f.code, f.severity) for f in findings_for(found)] == [("GAV302", "note")]
+        assert [(f.code, f.severity) for f in findings_for(found)] == notes
         request = Request("train.py", ("--a",), ("--b",))
         assert report_of(request, found, findings_for(found), (), META, {}).outcome is outcome
 

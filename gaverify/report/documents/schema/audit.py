@@ -36,7 +36,7 @@ class WhereItem(Shape):
 class RunItem(Shape):
     """One process of the audit."""
 
-    role: Literal["full", "perturbed", "accumulated", "frozen", "events"]
+    role: Literal["full", "perturbed", "accumulated", "frozen", "unclipped", "events"]
     command: str
     updates: int
     seconds: Number
@@ -93,7 +93,7 @@ class WeightsItem(Shape):
 class StageItem(Shape):
     """How far both runs are apart at one stage of an update, relative to the full batch."""
 
-    stage: Literal["summed", "used", "change"]
+    stage: Literal["summed", "used", "unclipped", "change"]
     outcome: OutcomeName
     relative_difference: Number
     norm_ratio: Number
@@ -140,7 +140,7 @@ class UpdateItem(Shape):
     started_apart: Number
     drifted_buffers: list[str]
     unrepeatable: str
-    decided: Literal["summed", "used", "change"] = "used"
+    decided: Literal["summed", "used", "unclipped", "change"] = "used"
     unclear: bool = False
     stages: list[StageItem] = Field(default_factory=list)
     clips: list[ClipItem] = Field(default_factory=list)
