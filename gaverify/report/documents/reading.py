@@ -93,7 +93,24 @@ def _check(document: Mapping[str, Any], path: Path) -> None:
 
 def _flat_verdict(document: Mapping[str, Any]) -> dict[str, Any]:
     run = document["run"]
-    return {**document, "run": {**run, **run["environment"]}, "acceptance": document.get("acceptance") or {}}
+    ranks = document.get("ranks")
+    return {
+        **document,
+        "run": {**run, **run["environment"]},
+        "acceptance": document.get("acceptance") or {},
+        "ranks": None if ranks is None else _flat_ranks(ranks),
+    }
+
+
+def _flat_ranks(ranks: Mapping[str, Any]) -> dict[str, Any]:
+    traffic = {
+        name: {"counts": ranks[name]["collectives"], "bytes_moved": ranks[name]["bytes"]} for name in ("window", "own")
+    }
+    fit = None
+    if ranks["right_weights"] is not None:
+        weights = {"weights": ranks["right_weights"], "used": ranks["used_weights"]}
+        fit = {**weights, "residual": ranks["residual"], "determined": True}  # fits of ranks always are
+    return {**ranks, **traffic, "apart": ranks["replicas_apart"], "weights": fit}
 
 
 def _flat_audit(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,7 +138,7 @@ def _built(kind: Any, value: Any) -> Any:
         parts = inner[:1] * len(value) if inner[-1:] == (...,) else inner
         return tuple(_built(part, item) for part, item in zip(parts, value, strict=True))
     if origin is not None and isinstance(value, Mapping):
-        return {key: _built(inner[-1], item) for key, item in value.items()}
+        return {_built(inner[0], key): _built(inner[-1], item) for key, item in value.items()}
     if kind is float:
         return math.nan if value is None else float(value)
     if isinstance(kind, type) and issubclass(kind, Enum):
