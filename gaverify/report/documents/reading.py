@@ -93,13 +93,12 @@ def _check(document: Mapping[str, Any], path: Path) -> None:
 
 def _flat_verdict(document: Mapping[str, Any]) -> dict[str, Any]:
     run = document["run"]
+    return {**document, "run": {**run, **run["environment"]}, **_flat_shared(document)}
+
+
+def _flat_shared(document: Mapping[str, Any]) -> dict[str, Any]:
     ranks = document.get("ranks")
-    return {
-        **document,
-        "run": {**run, **run["environment"]},
-        "acceptance": document.get("acceptance") or {},
-        "ranks": None if ranks is None else _flat_ranks(ranks),
-    }
+    return {"acceptance": document.get("acceptance") or {}, "ranks": None if ranks is None else _flat_ranks(ranks)}
 
 
 def _flat_ranks(ranks: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,7 +123,7 @@ def _flat_audit(document: Mapping[str, Any]) -> dict[str, Any]:
         for update in document["updates"]
     ]
     groups = {**document["model"], **document["where"], **document["environment"]}
-    return {**document, **groups, "updates": updates, "acceptance": document.get("acceptance") or {}}
+    return {**document, **groups, "updates": updates, **_flat_shared(document)}
 
 
 def _built(kind: Any, value: Any) -> Any:

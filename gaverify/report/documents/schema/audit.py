@@ -13,6 +13,7 @@ from gaverify.report.documents.schema.shared import (
     Number,
     OutcomeName,
     Parameter,
+    RanksItem,
     Shape,
 )
 
@@ -172,4 +173,5 @@ class AuditDocument(Shape):
     timeline: list[MomentItem] = Field(default_factory=list)
     findings: list[FindingItem]
     left_out: dict[str, int] = Field(default_factory=dict)
+    ranks: RanksItem | None = None
     timings: dict[str, Number]
