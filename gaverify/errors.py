@@ -72,6 +72,10 @@ class ProblemError(GaverifyError):
     """The user's model, loss, batch or factory does not do what a verification needs; the message says what, where."""
 
 
+class NoMemory(ProblemError):
+    """Memory ran out during a pass; one over the full batch may be run in a way that needs less."""
+
+
 class InternalError(GaverifyError):
     """A fault in gaverify itself."""
 

@@ -17,6 +17,7 @@ from gaverify.passes.devices import resolve_device
 from gaverify.passes.gradients import Task
 from gaverify.passes.precision import DTYPES, converted
 from gaverify.passes.problem import Loss, Problem, Split
+from gaverify.records.reference import Reference
 
 Progress = Callable[[str, int, int], None]
 
@@ -111,6 +112,15 @@ def dtype_of(dtype: str | torch.dtype | None) -> torch.dtype | None:
     if dtype not in DTYPES:
         raise ProblemError(f"unknown dtype `{dtype}`; write one of {', '.join(DTYPES)}")
     return DTYPES[dtype]
+
+
+def reference_of(word: str | Reference) -> Reference:
+    """Returns the way to run the full batch that a word names."""
+    try:
+        return Reference(word)
+    except ValueError:
+        ways = ", ".join(f'"{way}"' for way in Reference)
+        raise ProblemError(f"unknown reference {word!r}; write one of {ways}") from None
 
 
 def reporter(progress: Progress | None, steps: int) -> Callable[[str], None]:

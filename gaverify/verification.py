@@ -26,11 +26,13 @@ from gaverify.passes.isolation import (
 )
 from gaverify.passes.precision import short_name
 from gaverify.passes.problem import Loss, Problem, Split
+from gaverify.passes.reference import Fitting
 from gaverify.passes.weighting import check_weighting
-from gaverify.preparation import Progress, check_choices, dtype_of, problem_of, reporter, task_of
+from gaverify.preparation import Progress, check_choices, dtype_of, problem_of, reference_of, reporter, task_of
 from gaverify.records.comparison import NotCompared, Outcome, ParameterComparison
 from gaverify.records.facts import Facts
 from gaverify.records.ranks import Engine
+from gaverify.records.reference import Reference
 from gaverify.records.verdict import RunInfo, Verdict
 from gaverify.rules import findings_for
 from gaverify.sources import with_excerpts
@@ -67,6 +69,8 @@ def verify(
     lr: float | None = None,
     diagnose: bool = True,
     exact: bool = False,
+    reference: str | Reference = Reference.FULL,
+    spill: bool = False,
     name: str | None = None,
     ranks: int | None = None,
     engine: str | Engine = Engine.DDP,
@@ -99,6 +103,9 @@ def verify(
         lr: Learning rate for `trace`; None: 0.01 for SGD, 0.001 otherwise.
         diagnose: Look for the cause of a divergence.
         exact: Ask float64 for every parameter, also where the working precision could tell.
+        reference: How the full batch is run: "full"; "offload", its activations on the host; "recompute", activations
+            made again in the backward, block by block; "auto", the first of these that fits into memory.
+        spill: Put the full batch's gradients on disk, so that one set of gradients at a time is in memory.
         name: How reports call the model.
         ranks: R, 2 or more: K micro-batches on each of R ranks, processes on this machine, against one full batch.
         engine: "ddp" or "fsdp2", for `ranks`.
@@ -132,6 +139,8 @@ def verify(
         lr,
         diagnose,
         exact,
+        reference_of(reference),
+        spill,
     )
     if ranks is None:
         return _verified(problem, settings, None, progress)
@@ -161,6 +170,8 @@ class _Settings:
     lr: float | None
     diagnose: bool
     exact: bool
+    reference: Reference
+    spill: bool
 
 
 def _verified(problem: Problem, settings: _Settings, ranks: Ranks | None, progress: Progress | None) -> Verdict:
@@ -183,6 +194,7 @@ def _verified(problem: Problem, settings: _Settings, ranks: Ranks | None, progre
             ignore_index=settings.ignore_index,
             strategy=settings.strategy,
             progress=reporter(progress, settings.steps),
+            fitting=Fitting(settings.reference, settings.spill),
         )
         seed_everything(settings.seed)
         judgement, facts = _judged(task, settings, ranks)
@@ -241,6 +253,8 @@ def verify_spec(spec: Any, progress: Progress | None = None) -> Verdict:
         lr=spec.lr,
         diagnose=spec.diagnose,
         exact=spec.exact,
+        reference=spec.reference,
+        spill=spec.spill,
         ranks=spec.ranks,
         engine=spec.engine,
         timeout=spec.timeout,
@@ -312,6 +326,9 @@ def _run_info(task: Task, judgement: Judgement, settings: _Settings) -> RunInfo:
         torch=torch.__version__,
         gaverify=__version__,
         autocast=short_name(task.autocast) if task.autocast else None,
+        reference=task.fitting.way,
+        reference_failed=tuple(task.fitting.failed),
+        spill=task.fitting.spill,
         rounded=tuple(f"{kind} {to}" for kind, to in judgement.rounded.items()),
         loss_full=judgement.full.loss,
         loss_accumulated=judgement.accumulated.loss,

@@ -35,6 +35,11 @@ _OPTIONS: tuple[tuple[str, str, str], ...] = (
     ("--seed", "N", "Seed of weights, data and random draws.  [0]"),
     ("--mode", "train|eval", "Mode of the model.  [train]"),
     ("--strategy", "accumulate|summed-loss", "K backwards, or one over the summed losses.  [accumulate]"),
+    (
+        "--reference",
+        "full|offload|recompute|auto",
+        "Activations of the full batch: on the device, on the host, made again, or what fits.  [full]",
+    ),
     ("--ranks", "R", "Run K micro-batches on each of R processes, as torchrun would."),
     ("--engine", "ddp|fsdp2", "How the ranks share the model, with --ranks.  [ddp]"),
     ("--timeout", "SECONDS", "How long the ranks may take for a window."),
@@ -60,6 +65,9 @@ def spec_options(command: Command) -> Command:
     """Adds one option per field of `Spec`; one that is left out is None and overrides nothing."""
     command = click.option("--diagnose/--no-diagnose", default=None, help="Look for the cause.  [on]")(command)
     command = click.option("--exact/--no-exact", default=None, help="Ask float64 for every parameter.  [off]")(command)
+    command = click.option("--spill/--no-spill", default=None, help="Full-batch gradients on disk, in TMPDIR.  [off]")(
+        command
+    )
     command = click.option("--trace/--no-trace", default=None, help="Show every micro-batch and the step.")(command)
     for flag, metavar, text in reversed(_OPTIONS[1:]):
         command = click.option(flag, metavar=metavar, help=text, shell_complete=complete_words)(command)

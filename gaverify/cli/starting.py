@@ -40,6 +40,11 @@ weighting = "uniform"
 # diagnose = true               # look for the cause of a difference
 # exact = false                 # true: ask float64 for every parameter, at 3 to 6 times the price
 
+# Where the full batch does not fit: its activations on the host ("offload"), made again in the backward ("recompute"),
+# or the first of both that fits ("auto"); its gradients on disk.
+# reference = "full"
+# spill = false
+
 # The same on several ranks, K micro-batches each, as torchrun would start them.
 # ranks = 2
 # engine = "ddp"                # or "fsdp2"

@@ -15,6 +15,7 @@ from gaverify.passes.isolation import ModelState, written_tensors
 from gaverify.passes.modes import OperationMode
 from gaverify.passes.precision import PRODUCTS
 from gaverify.passes.randomness import Dealer, Recomputing, Recorder
+from gaverify.passes.reference import Fitting
 from gaverify.passes.terms import SUMMING, TermSums
 
 aten = torch.ops.aten
@@ -72,6 +73,7 @@ class PassMode:
         random: Runs random operations (`Recorder` or `Dealer`).
         lift: Raise casts and mixed inputs to float64 (the control run).
         observe_terms: Measure Σ|terms| of the sums that the backward forms.
+        fitting: Told as `state` is, where parts of the forward are run again.
     """
 
     def __init__(
@@ -81,9 +83,11 @@ class PassMode:
         *,
         lift: bool = False,
         observe_terms: bool = False,
+        fitting: Fitting | None = None,
     ) -> None:
         self.observed = Observed()
         self._state, self._random, self._lift, self._observe_terms = state, random, lift, observe_terms
+        self._fitting = fitting
         self._likened: tuple[Any, Any] = (None, None)
         self._open = ExitStack()
 
@@ -109,7 +113,7 @@ class PassMode:
             return func(*args, **kwargs)
         if plan.writes:
             for tensor in written_tensors(func, args, kwargs):
-                self._state.before_write(tensor)
+                self._before_write(tensor)
         if plan.random:
             return self._random(func, args, kwargs, like if made is not None and args[0] is made else None)
         if plan.groups and args[0].dtype is torch.float64:
@@ -124,9 +128,15 @@ class PassMode:
             self.observed.terms.note(func, args, result)
         return result
 
+    def _before_write(self, tensor: torch.Tensor) -> None:
+        self._state.before_write(tensor)
+        if self._fitting is not None:
+            self._fitting.before_write(tensor)
+
     def _count(self, args: Any, result: Any) -> None:
         """`total_weight` of a negative log-likelihood divides its mean: valid targets, or their class weights."""
-        if args[3] == _MEAN:
+        again = torch._C._current_autograd_node() is not None  # a checkpointed loss that its backward runs once more
+        if args[3] == _MEAN and not again:
             self.observed.target_counts.append((result[1], args[1].numel(), args[4]))
 
 

@@ -10,6 +10,7 @@ Both start from the same state (`ModelState`) and use the same random draws, dea
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -17,19 +18,23 @@ from typing import Any
 
 import torch
 
+from gaverify.amounts import bytes_text
+from gaverify.errors import GaverifyError, NoMemory
 from gaverify.passes.batching import fresh
 from gaverify.passes.devices import seed_torch
 from gaverify.passes.dispatch import Observed, PassMode
 from gaverify.passes.isolation import ModelState, foreign_generator_states, generator_states
 from gaverify.passes.randomness import Dealer, DrawRecord, Recomputing, Recorder
+from gaverify.passes.reference import estimated_needs, fitted, spilled
 from gaverify.passes.task import Task as Task
 from gaverify.passes.task import blamed, loss_of, micro_batch_of
 from gaverify.passes.terms import Terms
 from gaverify.passes.weighting import micro_batch_weight
+from gaverify.records.reference import Reference
 from gaverify.tracebacks import hands_over
 
 _STATISTIC = 1 << 16  # elements of a buffer that is compared after a pass; larger ones are masks and tables
-Gradients = dict[str, torch.Tensor | None]
+Gradients = Mapping[str, torch.Tensor | None]
 AfterBackward = Callable[[int], None]
 
 
@@ -80,17 +85,60 @@ def full_batch_gradients(
 
     Raises:
         ProblemError: The model or loss raised, or the loss cannot be differentiated.
+        NoMemory: It does not fit; where `task.fitting` was asked to, the ways that need less have been tried.
     """
+    while True:
+        try:
+            return _full_batch(task, state, record, lift, probe or PassProbe())
+        except NoMemory as error:
+            # a probe has seen a part of the pass already
+            if probe is not None or not task.fitting.falls_through(task.device):
+                raise NoMemory(f"{error}{_ways_that_need_less(task, state)}") from error
+        gc.collect()  # here the exception is gone, and with it the frames that held what the pass had made
+        task.progress(f"the full batch with {task.fitting.way}")
+
+
+def _ways_that_need_less(task: Task, state: ModelState) -> str:
+    """Names the other ways to run the full batch, and what each would take for activations if that can be told."""
+    ways = (Reference.OFFLOAD, Reference.RECOMPUTE)
+    left = ways[ways.index(task.fitting.way) + 1 :] if task.fitting.way in ways else ways
+    if not left:
+        return ""
+    start, stop = next(task.bounds())
+    where = f"samples {start} to {stop - 1}"
+    try:
+        with _pass(task, state), PassMode(state, Recorder(stop - start)), blamed(where, task):
+            part = fresh(micro_batch_of(task, start, stop, where))
+            times = task.batch_size / (stop - start)
+            needs = estimated_needs(task.modules, lambda: loss_of(task, part, where), times)
+    except GaverifyError:
+        return "; " + " or ".join(f"`--reference {way}`" for way in left) + " needs less"
+    full = needs[Reference.FULL]
+    words = {
+        Reference.OFFLOAD: f"about {bytes_text(needs[Reference.OFFLOAD])} there and {bytes_text(full)} on the host",
+        Reference.RECOMPUTE: f"about {bytes_text(needs[Reference.RECOMPUTE])}",
+    }
+    named = " or ".join(f"`--reference {way}` ({words[way]})" for way in left)
+    return f"; activations take about {bytes_text(full)}, less with {named}"
+
+
+def _full_batch(
+    task: Task, state: ModelState, record: DrawRecord | None, lift: bool, probe: PassProbe
+) -> tuple[PassResult, DrawRecord]:
     random_draws = Recorder(task.batch_size) if record is None else Dealer(record, 0, task.batch_size, task.batch_size)
-    mode = PassMode(state, random_draws, lift=lift, observe_terms=not lift)
-    probe = probe or PassProbe()
+    mode = PassMode(state, random_draws, lift=lift, observe_terms=not lift, fitting=task.fitting)
     with _pass(task, state):
-        batch = fresh(task.problem.batch)
-        with mode, blamed("the full batch", task), probe.around(None):
+        with blamed("the full batch", task):
+            batch = fresh(task.problem.batch)
+        fit = fitted(task.fitting, task.modules, task.device)
+        with mode, blamed("the full batch", task), probe.around(None), fit:
             loss = loss_of(task, batch, "the full batch")
             probe.backward(None, loss, 1.0)
         gradients = _collect(task)
         terms = _terms(mode.observed, gradients)
+        if task.fitting.spill:
+            del gradients
+            gradients = spilled(task.parameters)
         buffers = _buffers(task)
         value, foreign = float(loss.detach()), foreign_generator_states()
     result = PassResult(gradients, value, observed=(mode.observed,), terms=terms, foreign=foreign, buffers=buffers)

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from gaverify.errors import GaverifyError, ProblemError, is_out_of_memory, text_of
+from gaverify.errors import GaverifyError, NoMemory, ProblemError, is_out_of_memory, text_of
 from gaverify.passes.batching import other_reading, take
 from gaverify.passes.isolation import variables
 from gaverify.passes.problem import Problem
+from gaverify.passes.reference import Fitting
 from gaverify.passes.weighting import Weighing
+from gaverify.records.reference import Reference
 from gaverify.tracebacks import hands_over, is_own_fault, user_frame
 
 _OUTPUTS = ("input", "output", "out", "pred", "prediction", "logit", "y_pred", "y_hat", "yhat", "score", "y")
@@ -35,6 +37,7 @@ class Task(Weighing):
     autocast: torch.dtype | None = None
     strategy: str = "accumulate"
     math_kernels: bool = False
+    fitting: Fitting = field(default_factory=Fitting)
     progress: Callable[[str], None] = field(default=lambda _: None)
 
     def bounds(self) -> Iterator[tuple[int, int]]:
@@ -62,7 +65,7 @@ def blamed(where: str, task: Task) -> Iterator[None]:
             raise
         text = text_of(error)
         frame = user_frame(error)
-        hint = ""
+        hint = _not_again(task, text)
         if "more than 1 value per channel" in text:
             hint = "; a BatchNorm needs at least two samples per micro-batch: lower steps or raise the batch size"
         raise ProblemError(
@@ -70,6 +73,13 @@ def blamed(where: str, task: Task) -> Iterator[None]:
             + (f" ({frame})" if frame else "")
             + (hint or _left_behind(task, text) or _criterion(task.problem) or _other_reading(task))
         ) from error
+
+
+def _not_again(task: Task, text: str) -> str:
+    """A hint where torch refuses to run a block again: what it would start from is gone."""
+    if task.fitting.way is not Reference.RECOMPUTE or "inplace operation" not in text:
+        return ""
+    return "; a block that changes its input in place cannot be run again: try --reference offload"
 
 
 def _left_behind(task: Task, text: str) -> str:
@@ -111,10 +121,10 @@ def _other_reading(task: Task) -> str:
     return "" if settled else other_reading(problem.batch, task.batch_size)
 
 
-def _out_of_memory(where: str, task: Task) -> ProblemError:
+def _out_of_memory(where: str, task: Task) -> NoMemory:
     advice = "a smaller --batch-size" if where == "the full batch" else "more steps or a smaller --batch-size"
     elsewhere = "" if task.device.type == "cpu" else ", or --device cpu"
-    return ProblemError(f"out of memory on {task.device} while running {where}; try {advice}" + elsewhere)
+    return NoMemory(f"out of memory on {task.device} while running {where}; try {advice}" + elsewhere)
 
 
 def micro_batch_of(task: Task, start: int, stop: int, where: str) -> Any:

@@ -179,7 +179,7 @@ def _digest(shards: dict[str, Shard]) -> str:
 
 def merged(reports: list[RankReport], names: list[str]) -> Gradients:
     """Returns the whole gradients: rank 0's replica, or every shard in its place."""
-    gradients: Gradients = dict.fromkeys(names)
+    gradients: dict[str, torch.Tensor | None] = dict.fromkeys(names)
     for report in reports:
         if report.file is None:
             continue

@@ -13,6 +13,7 @@ from gaverify.records.comparison import Outcome, ParameterComparison, badness
 from gaverify.records.findings import Finding
 from gaverify.records.operations import ModuleDifference
 from gaverify.records.ranks import RankFacts
+from gaverify.records.reference import Reference
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,12 @@ class RunInfo:
     autocast: str | None = None
     loss_full: float = math.nan
     loss_accumulated: float = math.nan
+    reference: Reference = Reference.FULL
+    """How the full batch was run."""
+    reference_failed: tuple[Reference, ...] = ()
+    """The ways that did not fit into memory before."""
+    spill: bool = False
+    """Whether the full batch's gradients were put on disk."""
     rounded: tuple[str, ...] = ()
     """Products whose float32 inputs were rounded before they were multiplied: "matmul tf32"."""
     python: str = field(default_factory=platform.python_version)

@@ -18,6 +18,7 @@ StrategyWord = Literal["accumulate", "summed-loss"]
 ExpectWord = Literal["equivalent", "divergent", "inconclusive"]
 OptimizerWord = Literal["sgd", "adam", "adamw"]
 EngineWord = Literal["ddp", "fsdp2"]
+ReferenceWord = Literal["full", "offload", "recompute", "auto"]
 
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 _Positive = Annotated[int, Field(ge=1)]
@@ -89,6 +90,8 @@ class Spec(BaseModel):
     )
     diagnose: bool = Field(default=True, description="true or false", examples=[True])
     exact: bool = Field(default=False, description="true or false", examples=[True])
+    reference: ReferenceWord = Field(default="full", description=_words(ReferenceWord), examples=["auto"])
+    spill: bool = Field(default=False, description="true or false", examples=[True])
 
     accept: tuple[Accept, ...] = Field(
         default=(),

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from gaverify.passes.precision import unit_roundoff
+from gaverify.passes.reference import Spilled
 from gaverify.records.comparison import NotCompared
 from gaverify.verdict.criteria import WORKING_UNITS, Difference
 from gaverify.verdict.norms import Alike, norms_of
 from gaverify.verdict.worst import worst_elements
 
+Gradients = Mapping[str, torch.Tensor | None]
 
-def measure(
-    accumulated: Mapping[str, torch.Tensor | None],
-    reference: Mapping[str, torch.Tensor | None],
-    *,
-    located: bool = False,
-) -> list[Difference]:
+
+def measure(accumulated: Gradients, reference: Gradients, *, located: bool = False) -> list[Difference]:
     """Returns the norms of both gradients and of their difference for every parameter, in the order of `reference`.
 
     Args:
@@ -29,8 +27,20 @@ def measure(
         located: Look for the worst element wherever there is a difference; else only where it is not surely rounding.
 
     A gradient of None is not a zero: a parameter that has one on one side only gets a NaN difference and a reason.
-    Sparse gradients are coalesced; complex ones are measured by modulus.
+    Those on disk are read a portion at a time. Sparse gradients are coalesced; complex ones are measured by modulus.
     """
+    on_disk = next((side for side in (reference, accumulated) if isinstance(side, Spilled)), None)
+    if on_disk is not None:
+        return [row for names in on_disk.portions() for row in _portion(accumulated, reference, names, located)]
+    return _measured(accumulated, reference, located)
+
+
+def _portion(accumulated: Gradients, reference: Gradients, names: Sequence[str], located: bool) -> list[Difference]:
+    """Measures some of the parameters, whose gradients are in memory for that long."""
+    return _measured({name: accumulated[name] for name in names}, {name: reference[name] for name in names}, located)
+
+
+def _measured(accumulated: Gradients, reference: Gradients, located: bool) -> list[Difference]:
     rows: dict[str, Difference] = {}
     alike: dict[tuple[Any, ...], Alike] = {}
     for name, expected in reference.items():

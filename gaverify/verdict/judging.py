@@ -104,7 +104,7 @@ def judge(
         *_on_host(full.terms),
     )
     low = unit_roundoff(judgement.dtype) > unit_roundoff(torch.float32) and rtol is None
-    kept = (dict(full.gradients), dict(accumulated.gradients)) if low else None
+    kept = (full.gradients, accumulated.gradients) if low else None
     if not keep_gradients:
         _drop(full)
         _drop(accumulated)
@@ -188,7 +188,7 @@ def _error(gradients: Gradients, exact: Gradients) -> float:
 
 def _summed_in_float32(task: Task, judgement: Judgement) -> Gradients:
     """Accumulates once more, each micro-batch's gradient added to a float32 sum: the remedy for lost bits."""
-    sums: Gradients = dict.fromkeys(task.parameters)
+    sums: dict[str, torch.Tensor | None] = dict.fromkeys(task.parameters)
 
     def add(_: int) -> None:
         for name, parameter in task.parameters.items():

@@ -15,7 +15,7 @@ from torch import nn
 
 from gaverify.causes.bench import Bench, relative_difference
 from gaverify.causes.rows import ControlFailed, rows_for
-from gaverify.passes.gradients import Gradients, PassProbe, Task, accumulated_gradients, full_batch_gradients
+from gaverify.passes.gradients import PassProbe, Task, accumulated_gradients, full_batch_gradients
 from gaverify.records.experiment import ControlKind, ControlRun
 from gaverify.tracebacks import hands_over
 
@@ -131,7 +131,7 @@ def cached_gradients(bench: Bench, inside: frozenset[int]) -> ControlRun:
     if not cut.leaves:
         raise ControlFailed("no module output takes part in the loss")
     parts = accumulated_gradients(task, bench.state, bench.record, full, lift=bench.lift, probe=probe)
-    total: Gradients = {}
+    total: dict[str, torch.Tensor | None] = {}
     for name, gradient in parts.gradients.items():
         own = direct.gradients[name]
         total[name] = own if gradient is None else gradient if own is None else gradient + own

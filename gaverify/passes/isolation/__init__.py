@@ -17,7 +17,7 @@ from gaverify.passes.isolation.generators import (
 from gaverify.passes.isolation.modules import OWN_ATTRIBUTES, scripted_attributes
 from gaverify.passes.isolation.objects import UNSET, attributes_of, slots_of
 from gaverify.passes.isolation.state import ModelState
-from gaverify.passes.isolation.tensors import written_arguments, written_tensors
+from gaverify.passes.isolation.tensors import storage, written_arguments, written_tensors
 
 __all__ = [
     "BYTES",
@@ -38,6 +38,7 @@ __all__ = [
     "scripted_attributes",
     "seed_everything",
     "slots_of",
+    "storage",
     "variables",
     "written_arguments",
     "written_tensors",

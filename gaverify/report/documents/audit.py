@@ -8,7 +8,6 @@ from gaverify.records.audit import UpdateComparison
 from gaverify.records.audit_report import AuditReport
 from gaverify.records.weights import WeightFit
 from gaverify.report.documents.encoding import VERSION, acceptance_item, finding_item, parameter_item
-from gaverify.report.documents.ranks import ranks_item
 
 
 def audit_item(report: AuditReport) -> dict[str, Any]:
@@ -39,7 +38,6 @@ def audit_item(report: AuditReport) -> dict[str, Any]:
         "updates": [_update(update) for update in report.updates],
         "findings": [finding_item(finding) for finding in report.findings],
         "left_out": report.left_out,
-        "ranks": None if report.ranks is None else ranks_item(report.ranks),
         "timings": report.timings,
     }
 

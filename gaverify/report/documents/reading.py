@@ -93,23 +93,7 @@ def _check(document: Mapping[str, Any], path: Path) -> None:
 
 def _flat_verdict(document: Mapping[str, Any]) -> dict[str, Any]:
     run = document["run"]
-    return {**document, "run": {**run, **run["environment"]}, **_flat_shared(document)}
-
-
-def _flat_shared(document: Mapping[str, Any]) -> dict[str, Any]:
-    ranks = document.get("ranks")
-    return {"acceptance": document.get("acceptance") or {}, "ranks": None if ranks is None else _flat_ranks(ranks)}
-
-
-def _flat_ranks(ranks: Mapping[str, Any]) -> dict[str, Any]:
-    traffic = {
-        name: {"counts": ranks[name]["collectives"], "bytes_moved": ranks[name]["bytes"]} for name in ("window", "own")
-    }
-    fit = None
-    if ranks["right_weights"] is not None:
-        weights = {"weights": ranks["right_weights"], "used": ranks["used_weights"]}
-        fit = {**weights, "residual": ranks["residual"], "determined": True}  # fits of ranks always are
-    return {**ranks, **traffic, "apart": ranks["replicas_apart"], "weights": fit}
+    return {**document, "run": {**run, **run["environment"]}, "acceptance": document.get("acceptance") or {}}
 
 
 def _flat_audit(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,7 +107,7 @@ def _flat_audit(document: Mapping[str, Any]) -> dict[str, Any]:
         for update in document["updates"]
     ]
     groups = {**document["model"], **document["where"], **document["environment"]}
-    return {**document, **groups, "updates": updates, **_flat_shared(document)}
+    return {**document, **groups, "updates": updates, "acceptance": document.get("acceptance") or {}}
 
 
 def _built(kind: Any, value: Any) -> Any:
@@ -137,7 +121,7 @@ def _built(kind: Any, value: Any) -> Any:
         parts = inner[:1] * len(value) if inner[-1:] == (...,) else inner
         return tuple(_built(part, item) for part, item in zip(parts, value, strict=True))
     if origin is not None and isinstance(value, Mapping):
-        return {_built(inner[0], key): _built(inner[-1], item) for key, item in value.items()}
+        return {key: _built(inner[-1], item) for key, item in value.items()}
     if kind is float:
         return math.nan if value is None else float(value)
     if isinstance(kind, type) and issubclass(kind, Enum):

@@ -54,6 +54,9 @@ def _run(run: RunInfo) -> dict[str, Any]:
         "mode": run.mode,
         "loss_full": run.loss_full,
         "loss_accumulated": run.loss_accumulated,
+        "reference": run.reference.value,
+        "reference_failed": [way.value for way in run.reference_failed],
+        "spill": run.spill,
         "environment": {
             "torch": run.torch,
             "gaverify": run.gaverify,

@@ -10,7 +10,6 @@ from gaverify.records.audit_report import TITLES, AuditReport, WindowCount
 from gaverify.records.stages import Clip, Stage
 from gaverify.report.text.findings import acceptance_sentences, finding_lines, outcome_lines
 from gaverify.report.text.layout import Layout, Line, columns, fact_lines, joined
-from gaverify.report.text.ranks import ranks_line
 from gaverify.report.text.table import table_lines
 from gaverify.report.text.wording import number, percent
 
@@ -21,7 +20,7 @@ _STAGES = {
     Stage.SUMMED: "as the last backward pass left it",
     Stage.USED: "as the optimizer saw it",
     Stage.UNCLIPPED: "with losses too small to be clipped",
-    Stage.CHANGE: "what the optimizer makes of the same gradient",
+    Stage.CHANGE: "change of the weights",
 }
 _CONTROLS = ("perturbed", "frozen", "unclipped")
 _ROLES = {"full": "full batch", "accumulated": "accumulated", "events": "run"}
@@ -61,8 +60,6 @@ def audit_facts(report: AuditReport) -> list[tuple[str, str]]:
         rows.append(("model", f"{models}: {report.trainable:,} trained parameters; {', '.join(report.optimizers)}"))
         autocast = f"autocast {report.autocast or 'off'}"
         rows.append(("where", f"{report.device}, {report.dtype}, {autocast}, torch {report.torch}"))
-    if report.ranks is not None:
-        rows.append(("ranks", ranks_line(report.ranks, 0)))
     if report.left_out:
         parts = [f"{count} × {why}" for why, count in sorted(report.left_out.items())]
         rows.append(("left out", "calls that have no values to record: " + ", ".join(parts)))
@@ -150,9 +147,7 @@ def _clip(clip: Clip) -> str:
 
 def _after(update: UpdateComparison) -> str:
     facts = []
-    # A step of the accumulated run that was given the full batch's gradient hides how far the weights would come apart.
-    led = any(stage.stage is Stage.CHANGE for stage in update.stages)
-    if math.isfinite(update.weights_difference) and not led:
+    if math.isfinite(update.weights_difference):
         facts.append(f"weights differ by {percent(update.weights_difference)}")
     rates, full = (
         ", ".join(f"{rate:.4g}" for rate in dict.fromkeys(side))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gaverify.records.reference import Reference
 from gaverify.records.verdict import RunInfo, Trace, TraceStep, Verdict
 from gaverify.report.text.findings import acceptance_sentences, finding_lines, outcome_lines
 from gaverify.report.text.layout import Layout, Line, columns, fact_lines, joined
@@ -37,6 +38,7 @@ def verdict_facts(verdict: Verdict) -> list[tuple[str, str]]:
         ("batch", _batch(run)),
         ("weights", _weights(run)),
         ("strategy", f"{run.strategy}, {run.mode} mode, seed {run.seed}"),
+        ("reference", _reference(run)),
         ("ranks", "" if verdict.ranks is None else ranks_line(verdict.ranks, run.steps)),
         ("where", f"{run.device}, {run.dtype}{_rounded(run)}, autocast {run.autocast or 'off'}, torch {run.torch}"),
         ("loss", f"full batch {value(run.loss_full)}, accumulated {value(run.loss_accumulated)}"),
@@ -52,6 +54,22 @@ def _batch(run: RunInfo) -> str:
     if len(parts) > 12:  # the first and the last ones show where it is ragged
         parts = [*parts[:4], "…", *parts[-4:]]
     return f"B = {run.batch_size} = {'+'.join(parts) or '?'} ({run.steps} micro-batches)"
+
+
+_WAYS = {
+    Reference.FULL: "full: activations on the device",
+    Reference.OFFLOAD: "offload: activations on the host",
+    Reference.RECOMPUTE: "recompute: activations made again in the backward",
+}
+
+
+def _reference(run: RunInfo) -> str:
+    """How the full batch was made to fit; nothing where it fitted."""
+    if run.reference is Reference.FULL and not run.spill:
+        return ""
+    failed = " and ".join(run.reference_failed)
+    why = f" ({failed} did not fit)" if failed else ""
+    return _WAYS[run.reference] + why + (", gradients on disk" if run.spill else "")
 
 
 def _weights(run: RunInfo) -> str:

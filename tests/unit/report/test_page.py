@@ -11,7 +11,6 @@ from pathlib import Path
 
 import profiles
 import pytest
-import ranked
 import samples
 
 from gaverify.records.audit_report import Moment
@@ -163,11 +162,6 @@ def test_the_forward_shows_where_values_part() -> None:
     assert "where values part" not in Reader(page(samples.divergent(modules=agreeing))).text
     many = tuple(ModuleDifference(f"layers.{at}", 0.5) for at in range(5000))
     assert page(samples.divergent(modules=many)).count('class="track"') <= 800
-
-
-def test_a_run_on_ranks_says_what_they_sent() -> None:
-    made = Reader(page(samples.equivalent(ranks=ranked.ranks(ranked.fit())))).text
-    assert "2 × ddp, K = 2 each: 1 all-reduce per window" in made
 
 
 def test_a_profile_has_its_plots_and_its_rows() -> None:

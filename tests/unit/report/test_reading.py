@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
-from dataclasses import replace
 from pathlib import Path
 
 import profiles
 import pytest
-import ranked
 import samples
 
 from gaverify.errors import SpecError
@@ -17,10 +14,7 @@ from gaverify.report import render
 from gaverify.report.documents import answer_text
 from gaverify.report.documents.reading import answer_of, read_report
 
-RANKS = [ranked.ranks(ranked.fit()), ranked.ranks(None, engine=None, apart=math.nan, own=ranked.GATHERED)]
 ANSWERS = [sample() for sample in samples.EVERY] + [samples.audited(), profiles.profile(), profiles.failing()]
-ANSWERS += [samples.equivalent(ranks=facts) for facts in RANKS]
-ANSWERS += [replace(samples.audited(), ranks=facts) for facts in RANKS]
 
 
 @pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: type(answer).__name__)

@@ -13,7 +13,6 @@ from gaverify.report.documents.schema.shared import (
     Number,
     OutcomeName,
     Parameter,
-    RanksItem,
     Shape,
 )
 
@@ -173,5 +172,4 @@ class AuditDocument(Shape):
     timeline: list[MomentItem] = Field(default_factory=list)
     findings: list[FindingItem]
     left_out: dict[str, int] = Field(default_factory=dict)
-    ranks: RanksItem | None = None
     timings: dict[str, Number]

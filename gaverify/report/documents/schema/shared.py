@@ -99,26 +99,3 @@ class FindingItem(Shape):
     remedy: str
     proven: bool
     accepted: str = ""
-
-
-class TrafficItem(Shape):
-    """Collectives of one rank in one window, by kind, and the bytes of their tensors."""
-
-    collectives: dict[str, int]
-    bytes: int
-
-
-class RanksItem(Shape):
-    """What was measured on R ranks; `own` are the collectives of the model and the loss, without the engine's."""
-
-    ranks: int
-    engine: str | None
-    replicas_apart: Number
-    window: TrafficItem
-    own: TrafficItem
-    difference: Number
-    from_one_process: Number
-    right_weights: list[Number] | None
-    used_weights: list[Number] | None
-    residual: Number
-    buffers_apart: list[str]

@@ -13,7 +13,6 @@ from gaverify.report.documents.schema.shared import (
     Number,
     OutcomeName,
     Parameter,
-    RanksItem,
     Shape,
 )
 
@@ -38,6 +37,9 @@ class Run(Shape):
     loss_full: Number
     loss_accumulated: Number
     environment: Environment
+    reference: Literal["full", "offload", "recompute"] = "full"
+    reference_failed: list[Literal["full", "offload"]] = Field(default_factory=list)
+    spill: bool = False
 
 
 class TraceRowItem(Shape):
@@ -68,6 +70,29 @@ class TraceItem(Shape):
 
     rows: list[TraceRowItem]
     step: TraceStepItem
+
+
+class TrafficItem(Shape):
+    """Collectives of one rank in one window, by kind, and the bytes of their tensors."""
+
+    collectives: dict[str, int]
+    bytes: int
+
+
+class RanksItem(Shape):
+    """What was measured on R ranks; `own` are the collectives of the model and the loss, without the engine's."""
+
+    ranks: int
+    engine: str | None
+    replicas_apart: Number
+    window: TrafficItem
+    own: TrafficItem
+    difference: Number
+    from_one_process: Number
+    right_weights: list[Number] | None
+    used_weights: list[Number] | None
+    residual: Number
+    buffers_apart: list[str]
 
 
 class ModuleItem(Shape):

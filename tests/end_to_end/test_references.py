@@ -1,0 +1,161 @@
+"""`reference` and `spill` through the front door: the same verdicts, less memory, and words where nothing fits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gaverify
+from gaverify import Outcome
+from gaverify.cli import main
+from gaverify.report import render
+
+STEPS, SIZE = 4, 8
+
+
+class Block(nn.Module):
+    """A residual block; it cannot allocate the full batch's activations unless it is run again in the backward."""
+
+    def __init__(self, inner: nn.Module, hungry: bool = False) -> None:
+        super().__init__()
+        self.inner, self.hungry = nn.Sequential(nn.Linear(8, 8), inner, nn.Tanh()), hungry
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.hungry and len(x) == SIZE and "forward" not in vars(self):
+            raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
+        return x + self.inner(x)
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator("cpu").manual_seed(3)
+    targets = torch.tensor([1, 0, 2, -100, 2, -100, 0, 1], device="cpu")
+    return torch.randn(SIZE, 8, generator=generator, device="cpu"), targets
+
+
+def build(inner: type[nn.Module] = nn.Identity, hungry: bool = False, padded: bool = False) -> gaverify.Problem:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block(inner(8) if inner is not nn.Identity else inner(), hungry) for _ in range(3)])
+    inputs, targets = batch()
+
+    def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    return gaverify.Problem(model, loss, (inputs, targets if padded else targets.clamp(min=0)))
+
+
+def starved() -> gaverify.Problem:
+    return build(hungry=True)
+
+
+@pytest.mark.parametrize("way", ["offload", "recompute"])
+@pytest.mark.parametrize("spill", [False, True])
+@pytest.mark.parametrize(
+    ("inner", "padded", "codes"),
+    [(nn.Identity, False, set()), (nn.BatchNorm1d, False, {"GAV101"}), (nn.Identity, True, {"GAV202"})],
+)
+def test_the_same_verdict_and_cause(
+    way: str, spill: bool, inner: type[nn.Module], padded: bool, codes: set[str]
+) -> None:
+    full = gaverify.verify(build(inner, padded=padded), steps=STEPS)
+    other = gaverify.verify(build(inner, padded=padded), steps=STEPS, reference=way, spill=spill)
+    assert {f.code for f in other.findings if f.severity == "fault"} == codes
+    assert [(f.code, f.location, f.proven) for f in other.findings] == [
+        (f.code, f.location, f.proven) for f in full.findings
+    ]
+    assert other.outcome is full.outcome
+    assert [row.reference_norm for row in other.parameters] == [row.reference_norm for row in full.parameters]
+    assert (other.run.reference, other.run.spill) == (way, spill)
+
+
+def test_auto_falls_through_and_says_so() -> None:
+    verdict = gaverify.verify(starved(), steps=STEPS, reference="auto")
+    assert verdict.outcome is Outcome.EQUIVALENT
+    run = json.loads(verdict.to_json())["run"]
+    assert (run["reference"], run["reference_failed"]) == ("recompute", ["full", "offload"])
+    text = render([verdict], "text")
+    assert "recompute: activations made again in the backward (full and offload did not fit)" in " ".join(text.split())
+
+
+def test_auto_stays_with_the_full_batch_where_it_fits() -> None:
+    verdict = gaverify.verify(build(), steps=STEPS, reference="auto")
+    run = json.loads(verdict.to_json())["run"]
+    assert (run["reference"], run["reference_failed"], run["spill"]) == ("full", [], False)
+    assert "activations" not in render([verdict], "text")
+
+
+def test_no_memory_names_the_ways_with_what_they_need() -> None:
+    words = "activations take about .*B, less with `--reference offload` .*on the host.* or `--reference recompute` .*B"
+    with pytest.raises(gaverify.ProblemError, match=words):
+        gaverify.verify(starved(), steps=STEPS)
+    with pytest.raises(gaverify.ProblemError, match="less with `--reference recompute` ") as found:
+        gaverify.verify(starved(), steps=STEPS, reference="offload")
+    assert "`--reference offload`" not in str(found.value)
+
+
+def test_an_unknown_word() -> None:
+    with pytest.raises(gaverify.ProblemError, match='unknown reference \'disk\'; write one of "full", "offload"'):
+        gaverify.verify(build(), steps=STEPS, reference="disk")
+
+
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["run", "--model", "mlp", "--reference", "recompute", "--spill", "--format", "json"]
+    assert main(words) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["run"]["reference"] == document["spec"]["reference"] == "recompute"
+    assert document["run"]["spill"] and document["spec"]["spill"]
+    assert main(["run", "--model", "mlp", "--reference", "disk"]) == 2
+    assert '"full", "offload", "recompute" or "auto"' in capsys.readouterr().err
+
+
+LIMITED = """
+import resource, sys
+import torch, torch.utils.checkpoint, torch._dynamo
+from torch import nn
+import gaverify
+torch.set_num_threads(1)
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(64, 2048), nn.Linear(2048, 64)
+    def forward(self, x):
+        return x + self.narrow(torch.tanh(self.wide(x)))
+
+torch.manual_seed(0)
+model = nn.Sequential(*[Block() for _ in range(24)])
+x = torch.randn(4096, 64)
+loss = lambda model, batch: model(batch).square().mean()
+loss(model, x[:256]).backward()  # what torch allocates for itself
+model.zero_grad()
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 500_000_000, resource.RLIM_INFINITY))
+try:
+    verdict = gaverify.verify(model, loss, x, steps=4, reference=sys.argv[1])
+except gaverify.ProblemError as error:
+    print(error)
+else:
+    print(verdict.outcome.value, verdict.run.reference.value)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit on memory is Linux's")
+def test_in_a_process_whose_memory_is_short() -> None:
+    """The full batch keeps 0.8 GB of activations, its blocks' inputs are 25 MB, and there are 0.5 GB."""
+
+    def answer(way: str) -> str:
+        # what is freed goes back to the system at once, however large it was
+        environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+        command = [sys.executable, "-c", LIMITED, way]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=300, env=environment).stdout
+
+    assert answer("full").startswith("out of memory on cpu while running the full batch")
+    assert answer("recompute") == answer("auto") == "equivalent recompute\n"
