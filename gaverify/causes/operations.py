@@ -70,10 +70,19 @@ def _others_released(live: Bench, bench: Bench, facts: Facts, search: _Search) -
             facts = replace(facts, state=replace(facts.state, blamed=found or read, alone=left))
     if facts.draws.control is not None:
         there = live if held is None else live.without(held)
-        alone = bench.attempt("draws released", lambda: search.final(bench=there))
+        alone = bench.attempt("draws released", lambda: _with_draws(search, there))
         made = alone.left if alone is not None and not alone.rounding else 0.0
         facts = replace(facts, draws=replace(facts.draws, alone=made))
     return facts
+
+
+def _with_draws(search: _Search, there: Bench) -> ControlRun:
+    """Runs the last control with the draws dealt out; by contents where the causes moved their rows."""
+    alone = search.final(bench=there)
+    if alone.rounding or there.record.inner:
+        return alone
+    by_contents = search.final(bench=replace(there, record=replace(there.record, inner=True)))
+    return by_contents if by_contents.rounding else alone
 
 
 @dataclass(eq=False)
@@ -152,7 +161,7 @@ class _Search:
         last, bench = self._found[-1], self._with(self._found[:-1], self._bench)
         suspect, bounds = last.cause.suspect, list(bench.task.bounds())
         for functions in (suspect.source_functions, suspect.functions):
-            probe = Held(functions, bounds, bench.task.batch_size)
+            probe = Held(functions, bounds, bench.task.batch_size, suspect.order)
             try:
                 held = functions and bench.run("what couples the samples held constant", probe)
             except FORESEEN:

@@ -13,7 +13,7 @@ from gaverify.causes.neutral.cached import cached_gradients
 from gaverify.causes.neutral.holding import DecisionsHeld, Evaluated, Held, OutputHeld
 from gaverify.passes.gradients import PassProbe, accumulated_gradients, full_batch_gradients
 from gaverify.records.experiment import Cause, ControlKind, ControlRun
-from gaverify.records.operations import Suspect
+from gaverify.records.operations import FunctionKey, Suspect
 from gaverify.remedies.batch_norm import group_norm_for, only_normalises
 from gaverify.verdict.control import failure_sentence
 
@@ -80,18 +80,31 @@ def _controls(bench: Bench, suspect: Suspect) -> Iterator[Callable[[], tuple[Con
         yield run(
             "the full batch's decisions taken by every micro-batch", DecisionsHeld(suspect.frame), ControlKind.DECISIONS
         )
+    reduced = (suspect.source_functions, "what is reduced over the batch held constant")
     held = (
-        (suspect.source_functions, "what is reduced over the batch held constant"),
+        *((reduced,) if suspect.source is not None else ()),
         (suspect.functions, f"the result of `{suspect.operation.name}` held constant"),
+        (_everywhere(suspect), f"{_lines(_everywhere(suspect))} held constant in every layer"),
         (suspect.exits, f"what the samples get from `{suspect.operation.name}` held constant"),
     )
     bounds, size = list(bench.task.bounds()), bench.task.batch_size
     for functions, what in held:
         if functions and not (functions is suspect.functions and suspect.kind == "matrix" and suspect.in_model):
-            yield run(what, Held(functions, bounds, size))
+            yield run(what, Held(functions, bounds, size, suspect.order))
     module = _module(bench, path)
     if suspect.in_model and path and module is not None:
         yield run(f"the output of `{path}` held constant", OutputHeld(module, bounds, size, suspect.outputs))
+
+
+def _everywhere(suspect: Suspect) -> tuple[FunctionKey, ...]:
+    """The suspect's calls and those like it in modules of the same class; none without such."""
+    return (*suspect.functions, *suspect.again) if suspect.again else ()
+
+
+def _lines(functions: Sequence[FunctionKey]) -> str:
+    """Names torch calls by their lines: "`lt` at line 83, `lt` at line 84"."""
+    places = sorted({(name, frame[1] if frame is not None else 0) for name, frame, _ in functions}, key=lambda p: p[1])
+    return ", ".join(f"`{name}` at line {line}" for name, line in places)
 
 
 def _module(bench: Bench, path: str | None) -> nn.Module | None:

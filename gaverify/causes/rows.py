@@ -20,8 +20,8 @@ class ControlFailed(GaverifyError):
     """A control run that could not be made; the message says why."""
 
 
-def rows_of_all(value: Any, result: Any, start: int, stop: int, size: int) -> Any:
-    """Returns the rows of a micro-batch for every tensor of a result.
+def rows_of_all(value: Any, result: Any, start: int, stop: int, size: int, order: int | None = None) -> Any:
+    """Returns the rows of a micro-batch for every tensor of a result; `order` as in `rows_for`.
 
     Raises:
         ControlFailed: The micro-batch's result has another form.
@@ -30,19 +30,26 @@ def rows_of_all(value: Any, result: Any, start: int, stop: int, size: int) -> An
     if len(whole) != len(parts):
         raise ControlFailed("the micro-batches' results have another form than the full batch's")
     rows = [
-        rows_for(old, new, start, stop, size) if isinstance(new, torch.Tensor) else new
+        rows_for(old, new, start, stop, size, order=order) if isinstance(new, torch.Tensor) else new
         for old, new in zip(whole, parts, strict=True)
     ]
     return tree_unflatten(rows, form)
 
 
 def rows_for(
-    value: torch.Tensor, part: torch.Tensor, start: int, stop: int, size: int, cotangent: torch.Tensor | None = None
+    value: torch.Tensor,
+    part: torch.Tensor,
+    start: int,
+    stop: int,
+    size: int,
+    cotangent: torch.Tensor | None = None,
+    order: int | None = None,
 ) -> torch.Tensor:
     """Returns the rows of samples `start` to `stop - 1` of a full-batch tensor, in the shape of the micro-batch's.
 
     A dimension with several rows per sample may hold the samples as its outer or as its inner index (two views of a
-    batch, one after the other): the reading that comes closer to the micro-batch's own values is taken.
+    batch, one after the other): where the order is not known, the reading that comes closer to the micro-batch's own
+    values is taken.
 
     Args:
         value: The full batch's tensor.
@@ -51,6 +58,7 @@ def rows_for(
         stop: One past the last sample.
         size: B.
         cotangent: Takes its rows in place of those of `value`, which has its shape.
+        order: 0: the samples are the outer index; 1: the inner one; None: not known.
 
     Raises:
         ControlFailed: The shapes do not correspond.
@@ -61,7 +69,9 @@ def rows_for(
     if value.dim() != part.dim():
         raise ControlFailed(f"shapes {list(value.shape)} and {list(part.shape)} do not correspond")
     readings = list(_readings(value, part.shape, start, stop, size))
-    if len(readings) > 1:
+    if len(readings) > 1 and order is not None:
+        readings = [readings[order]]
+    elif len(readings) > 1:
         there, here = (real_numbers(tensor).to(widest(tensor.device)) for tensor in (value, part))
         readings.sort(key=lambda take: float((take(there) - here).abs().sum()))
     return readings[0](wanted).clone()

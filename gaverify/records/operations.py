@@ -59,9 +59,11 @@ class Suspect:
     `source` is the reduction over the batch that it reads, where there is one; `in_model`: outputs of a module of the
     model differ by it, sample by sample; `statistics`: the module around it scales channels by batch statistics.
     `functions` are the torch calls whose results a control run holds constant, `source_functions` those of the
-    reductions, `exits` those whose samples differ next; `frame` is the line where the code decides, of a suspect of
-    kind "control-flow"; `calls` are the module calls that a cached gradient opens; `outputs` the
-    positions of those outputs of its module that differ (none: all of them do).
+    reductions, `again` those of its line and of others like it that differ as well, in modules of the same class;
+    `exits` those whose samples differ next; `frame` is the line where the code decides, of a suspect of kind "control-
+    flow"; `calls` are the module calls that a cached gradient opens; `outputs` the positions of those outputs of its
+    module that differ (none: all of them do). `order` tells how the samples lie in a dimension with several rows of
+    each: 0 as its outer, 1 as its inner index; None: not known.
     """
 
     kind: SuspectKind
@@ -73,10 +75,12 @@ class Suspect:
     statistics: bool
     functions: tuple[FunctionKey, ...] = ()
     source_functions: tuple[FunctionKey, ...] = ()
+    again: tuple[FunctionKey, ...] = ()
     exits: tuple[FunctionKey, ...] = ()
     frame: tuple[str, int] | None = None
     calls: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
+    order: int | None = None
 
     @property
     def culprit(self) -> Operation:

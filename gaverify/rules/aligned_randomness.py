@@ -94,7 +94,7 @@ References
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from gaverify.records.facts import Draws, Facts
 from gaverify.records.findings import Finding, Location
@@ -108,8 +108,10 @@ def judge(facts: Facts) -> Iterator[Finding]:
     """Yields a note where random draws were dealt out per sample, and one where a draw has no row per sample."""
     if facts.draws.dealt > 0:
         yield _dealt(facts.draws)
-    if facts.draws.shared and facts.steps > 1:
-        yield _shared(facts)
+    # rows that are not the full batch's may be as many as those by chance: what could not be dealt out is no value
+    shared = {name: place for name, place in facts.draws.shared.items() if name not in facts.draws.unaligned}
+    if shared and facts.steps > 1:
+        yield _shared(facts, shared)
 
 
 def _dealt(draws: Draws) -> Finding:
@@ -128,9 +130,8 @@ def _dealt(draws: Draws) -> Finding:
     )
 
 
-def _shared(facts: Facts) -> Finding:
+def _shared(facts: Facts, draws: Mapping[str, tuple[str, int] | None]) -> Finding:
     """A value for the whole batch: K micro-batches draw K of them in training, and are given one and the same here."""
-    draws = facts.draws.shared
     places = {name: f"`{name}`" + (f" at {place[0]}:{place[1]}" if place else "") for name, place in draws.items()}
     first = next((place for place in draws.values() if place is not None), None)
     draw = "draws" if len(draws) == 1 else "draw"

@@ -125,7 +125,9 @@ def judge(facts: Facts) -> Iterator[Finding]:
         evidence += [first_operation(facts, decisive), control(facts, decisive)]
     still = facts.draws.control
     if still is not None:
-        text = left_by(still) + ("" if still.rounding else f": {rest_of(facts, still)}")
+        without = facts.draws.alone == 0  # measured, with the causes that are named neutralised
+        rest = "the causes named beside it are left, and without them the draws make none" if without else ""
+        text = left_by(still) + ("" if still.rounding else f": {rest or rest_of(facts, still)}")
         if facts.draws.alone > 0:
             text += f"; with the other causes neutralised the draws alone make {facts.draws.alone:.0e}: proven"
         evidence.append(controlled("random-draws", text, left=still.left))

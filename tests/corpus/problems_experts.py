@@ -64,6 +64,50 @@ class Experts(nn.Module):
         return torch.einsum("td,tde->te", tokens, gathered) * share[:, :1] * kept[:, None]
 
 
+class Queued(nn.Module):
+    """A block of experts that take a token's first and second choice while there is room: the router of NLLB-MoE."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.room = room
+        self.gate = nn.Linear(WIDTH, EXPERTS)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = x.flatten(0, 1)
+        logits = self.gate(tokens)
+        first = F.one_hot(logits.argmax(-1), EXPERTS)
+        second = F.one_hot(logits.masked_fill(first.bool(), float("-inf")).argmax(-1), EXPERTS)
+        place = second.cumsum(0) - 1 + first.sum(0)
+        first = first * torch.lt(first.cumsum(0) - 1, self.room)  # planted queue
+        second = second * torch.lt(place, self.room)
+        share = logits.softmax(-1) * (first + second)
+        mixed = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            token = share[:, number].nonzero().squeeze(1)
+            mixed = mixed.index_add(0, token, self.dropout(expert(tokens[token])) * share[token, number, None])
+        return x + mixed.view_as(x), logits
+
+
+class Queues(nn.Module):
+    """Two blocks with queues; the balancing loss is a small part of the loss."""
+
+    def __init__(self, room: int, balance: float) -> None:
+        super().__init__()
+        self.balance = balance
+        self.embed, self.head = nn.Embedding(11, WIDTH), nn.Linear(WIDTH, 11)
+        self.blocks = nn.ModuleList([Queued(room), Queued(room)])
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x, balance = self.embed(ids), 0.0
+        for block in self.blocks:
+            x, logits = block(x)
+            used = F.one_hot(logits.argmax(-1), EXPERTS).to(logits.dtype).mean(0)
+            balance = balance + EXPERTS * (used * logits.softmax(-1).mean(0)).sum()  # planted queue-balance
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()) + self.balance * balance
+
+
 class Balanced(nn.Module):
     """A language model with experts; `balance` is the weight of the loss that wants all experts used alike."""
 
@@ -120,8 +164,28 @@ def capacity_balanced() -> Problem:
     return _sentences("capacity", 0.1)
 
 
+def _queues(room: int, balance: float) -> Problem:
+    torch.manual_seed(0)
+    batch = torch.randint(11, (16, 5)), torch.randint(11, (16, 5))
+    return Problem(Queues(room, balance), lambda model, b: model(*b), batch)
+
+
+def queues() -> Problem:
+    return _queues(15, 0.0)
+
+
+def queues_balanced() -> Problem:
+    return _queues(15, 1e-3)
+
+
+def queues_with_room() -> Problem:
+    return _queues(80, 0.0)
+
+
 _ONLY = "experts without a capacity mix nothing; the balancing loss multiplies two means over the batch"
+_QUEUE = "whether a token finds room hangs on the tokens before it, in both blocks; dropout masks follow the tokens"
 FAULTS = (
+    fault("queue", queues, "GAV102", _QUEUE, planted=True),
     fault("balance", sorted_balanced, "GAV103", _ONLY, planted=True),
     fault("balance", grouped_balanced, "GAV103", _ONLY, planted=True),
     fault("balance", loop_balanced, "GAV103", _ONLY, planted=True),
@@ -134,10 +198,12 @@ FAULTS = (
     ),
 )
 TWINS = (
+    quiet("queues", queues_with_room, "every token finds room, and the experts' dropout masks follow their tokens"),
     quiet("sorted-experts", sorted_alone, "sorting tokens by their expert changes their order alone"),
     quiet("grouped-experts", grouped_alone, "a fused product by groups changes nothing"),
     quiet("looped-experts", loop_alone, "each expert sees its own tokens"),
 )
 COMBINED = (
+    fault("queue-balance", queues_balanced, "GAV102 GAV103", _QUEUE),
     fault("capacity-and-balance", capacity_balanced, "GAV102 GAV103", "both: the queue, and the balancing loss"),
 )

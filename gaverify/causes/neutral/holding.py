@@ -30,10 +30,18 @@ class Held(PassProbe):
         functions: The outermost torch calls of the forward, by name, line and occurrence.
         bounds: `start, stop` of each micro-batch; a result with a row per sample is handed out by these.
         batch_size: B.
+        order: How samples lie in results with several rows of each, as in `rows_for`.
     """
 
-    def __init__(self, functions: Sequence[FunctionKey], bounds: Sequence[tuple[int, int]], batch_size: int) -> None:
+    def __init__(
+        self,
+        functions: Sequence[FunctionKey],
+        bounds: Sequence[tuple[int, int]],
+        batch_size: int,
+        order: int | None = None,
+    ) -> None:
         self._functions, self._bounds, self._size = frozenset(functions), bounds, batch_size
+        self._order = order
         self._values: dict[FunctionKey, Any] = {}
 
     @contextmanager
@@ -62,7 +70,7 @@ class Held(PassProbe):
                 return tree_map_only(torch.Tensor, torch.clone, self._values[key])
             if key not in self._values:
                 raise ControlFailed("the micro-batches call other torch functions than the full batch")
-            return rows_of_all(self._values[key], result, *self._bounds[k], self._size)
+            return rows_of_all(self._values[key], result, *self._bounds[k], self._size, self._order)
 
 
 class OutputHeld(PassProbe):

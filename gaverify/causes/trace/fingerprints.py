@@ -13,6 +13,9 @@ import torch
 from gaverify.passes.devices import widest
 from gaverify.passes.fingerprints import real_numbers, summaries
 
+_LARGE = 1e3  # from which on values count by their order of magnitude
+_HUGE = 1e30  # stands for infinity
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -52,7 +55,7 @@ def fingerprint(tensor: torch.Tensor, layout: Layout, *, integers: bool = False)
     values = real_numbers(tensor).to(widest(tensor.device))
     if layout.kind == "global":
         return summaries(values.reshape(1, -1)).unsqueeze(0)
-    rows = values.movedim(layout.dim, 0)
+    rows = _squashed(values).movedim(layout.dim, 0)
     if layout.kind == "selected" or layout.fold == 1:
         return summaries(rows.reshape(rows.shape[0], -1)).unsqueeze(0)
     folded = rows.reshape(rows.shape[0] // layout.fold, -1)
@@ -71,12 +74,18 @@ def moments(tensor: torch.Tensor, layout: Layout) -> torch.Tensor | None:
         return None
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return None
-    rows = real_numbers(tensor).to(widest(tensor.device)).movedim(layout.dim, 0)
+    rows = _squashed(real_numbers(tensor).to(widest(tensor.device))).movedim(layout.dim, 0)
     a, b, n = summaries(rows.reshape(rows.shape[0], -1)).unbind(-1)
     twice = [a * a, a * b, b * b, a * n, n * n]
     thrice = [a * a * a, a * a * b, b * b * n]
     scales = [a.square() + b.square() + n.square(), a.abs() ** 3 + b.abs() ** 3 + n**3]
     return torch.stack([*twice, *thrice, *scales]).sum(1)
+
+
+def _squashed(values: torch.Tensor) -> torch.Tensor:
+    """Returns v / (1 + |v| / 1000), NaN as it is: a mask of −∞ or of a type's least number hides nothing beside it."""
+    values = values.clamp(-_HUGE, _HUGE)
+    return values / (values.abs().div_(_LARGE).add_(1.0))
 
 
 def _has_layout(tensor: torch.Tensor, layout: Layout) -> bool:

@@ -37,6 +37,8 @@ class Matching:
         ]
         # (difference, samples) of every step's rows; None where its samples cannot be told apart. How many samples a
         # selection of rows comes from is not known: 0.
+        self.order: dict[int, int] = {}  # of a step with several rows per sample: 0 samples outermost, 1 innermost
+        self._known: dict[int, int] = {}  # the same by rows per sample, of the last step whose rows agreed in one order
         self.rows = [self._rows_of(index) for index in range(len(full.steps))]
         # whether a step's rows are the same ones in another order: tokens sorted by expert, a batch turned round
         self.permuted = [self._moved(index) and self._same_rows(index) for index in range(len(full.steps))]
@@ -130,12 +132,14 @@ class Matching:
             if result.layout is None or result.prints is None or result.layout.kind not in ("rows", "selected"):
                 continue
             others = self.prints(index, position)
-            seen = self._compared(result.prints, others, result.layout) if others is not None else None
+            seen = self._compared(index, result.prints, others, result.layout) if others is not None else None
             if seen is not None and (worst is None or seen[0] > worst[0]):
                 worst = seen
         return worst
 
-    def _compared(self, full: torch.Tensor, parts: list[torch.Tensor], layout: Layout) -> tuple[float, int] | None:
+    def _compared(
+        self, index: int, full: torch.Tensor, parts: list[torch.Tensor], layout: Layout
+    ) -> tuple[float, int] | None:
         if any(part.shape[0] != full.shape[0] for part in parts):
             return None
         joined = torch.cat(parts, dim=1)
@@ -144,9 +148,25 @@ class Matching:
         full, joined = full.nan_to_num(), joined.nan_to_num()
         scale = full[:, :, 2].amax(1).clamp_min(1e-300)
         difference = (joined - full).abs().amax(2) / scale[:, None]
-        variant = difference.amax(1).argmin()
+        variant = self._ordered(index, difference.amax(1), layout.fold)
         samples = int((difference[variant] > self._agree).sum()) if layout.kind == "rows" else 0
         return float(difference[variant].max()), samples
+
+    def _ordered(self, index: int, worst: torch.Tensor, fold: int) -> int:
+        """Which order of the rows is the samples': the one that agrees; else that of the steps before; else the nearer.
+
+        Of what differs, the nearer one proves nothing: tokens that a queue drops late look alike in the wrong order.
+        """
+        variant = int(worst.argmin())
+        if len(worst) > 1:
+            agrees = worst <= self._agree
+            if int(agrees.sum()) == 1:
+                self._known[fold] = variant
+            elif not bool(agrees.any()):
+                variant = self._known.get(fold, variant)
+            if fold in self._known:
+                self.order[index] = self._known[fold]
+        return variant
 
     def _is_tainted(self, index: int) -> bool:
         """Whether a result without rows differs between the runs: something was reduced over the batch."""

@@ -94,10 +94,19 @@ class Reader:
             statistics="batch_norm" in step.name,
             functions=_in_order(functions),
             source_functions=_in_order({f for i in held if (f := self._held_function(i)) is not None}),
+            again=_in_order(self._again(same) - functions),
             exits=self._exits(index),
             calls=self._opened(step),
             outputs=self._outputs(index),
+            order=self._m.order.get(index),
         )
+
+    def _again(self, same: Sequence[int]) -> set[FunctionKey]:
+        """The torch calls of the lines of one scope where differences begin, in the layers behind them as well."""
+        scope, steps = self._scope(same[0]), self._full.steps
+        lines = {(steps[i].name, steps[i].frame) for i in same}
+        found = (i for i, s in enumerate(steps) if (s.name, s.frame) in lines and self._m.differs(i))
+        return {function for i in found if self._scope(i) == scope for function in _some(steps[i])}
 
     def _outputs(self, index: int) -> tuple[int, ...]:
         """The positions of those outputs of the module around a step that are not the same for every batch."""

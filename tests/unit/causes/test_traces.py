@@ -166,3 +166,35 @@ def test_moments_add_up_whatever_the_order() -> None:
     torch.testing.assert_close(sum(parts), whole)
     rows[3, 2] += 1e-3
     assert not torch.allclose(moments(rows, layout), whole, rtol=1e-9)
+
+
+@pytest.mark.parametrize("mask", [-torch.inf, -1e9, torch.finfo(torch.float64).min])
+def test_a_mask_hides_no_difference_beside_it(mask: float) -> None:
+    layout = Layout("rows", 0)
+    rows = torch.tensor([[0.5, mask], [0.25, mask]], dtype=torch.float64)
+    other = torch.tensor([[0.5, mask], [0.25 + 1e-4, mask]], dtype=torch.float64)
+    one, two = fingerprint(rows, layout), fingerprint(other, layout)
+    assert one is not None and two is not None and torch.isfinite(one).all()
+    assert float((one - two).abs().max() / one.abs().max()) > AGREE
+
+
+def _tokens(first: torch.Tensor, kept: torch.Tensor) -> Trace:
+    """Two tokens per sample, the samples outermost: what comes in, and which of them a queue keeps."""
+    made = Trace()
+    for name, tensor in (("input", first), ("lt", kept)):
+        layout = Layout("rows", 0, 2)
+        result = Result(tuple(tensor.shape), True, layout, fingerprint(tensor, layout), None)
+        inputs = (0,) if name == "lt" else ()
+        made.add(Step(name, None, (name, ("moe.py", 7), 0), ("moe.py", 7), inputs, True, False, 1, (name, None, None)))
+        made.steps[-1].results.append(result)
+    return made
+
+
+def test_what_differs_is_read_in_the_order_in_which_the_steps_before_it_agreed() -> None:
+    tokens = torch.arange(8.0, dtype=torch.float64)[:, None]
+    kept = torch.tensor([1.0, 1, 1, 1, 1, 0, 0, 0], dtype=torch.float64)[:, None]
+    everything = torch.ones(4, 1, dtype=torch.float64)
+    full, parts = _tokens(tokens, kept), [_tokens(tokens[:4], everything), _tokens(tokens[4:], everything)]
+    found = Matching(full, parts, AGREE)
+    assert found.order == {0: 0, 1: 0}
+    assert found.rows[1] is not None and found.rows[1][1] == 2, "samples 2 and 3 lose tokens"
