@@ -1,4 +1,4 @@
-"""The JSON documents: one encoder for all answers; their schema is in `schema/`, which needs pydantic."""
+"""The JSON documents of all answers: `schema/` says what they hold and fills them, `reading` reads them back."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from typing import Any
 
 from gaverify.records.audit_report import AuditReport
 from gaverify.records.comparison import Outcome
+from gaverify.records.profile import Profile
 from gaverify.records.totals import together
 from gaverify.records.verdict import Verdict
-from gaverify.report.documents.audit import audit_item
 from gaverify.report.documents.encoding import VERSION, dumped
-from gaverify.report.documents.profile import profile_item
-from gaverify.report.documents.verdict import verdict_item
 from gaverify.report.stories import Answer, Report
 
 
 def answer_item(answer: Answer) -> dict[str, Any]:
     """Returns the document of any answer as plain containers, not yet fit for JSON."""
-    if isinstance(answer, Verdict):
-        return verdict_item(answer)
-    return audit_item(answer) if isinstance(answer, AuditReport) else profile_item(answer)
+    from gaverify.report.documents.schema import shape_of  # pydantic, which only documents need
+    from gaverify.report.documents.schema.filling import encoded
+
+    kinds = {Verdict: "verdict", AuditReport: "audit", Profile: "profile"}
+    return encoded(shape_of({"kind": kinds[type(answer)]}), answer)
 
 
 def answer_text(answer: Answer) -> str:

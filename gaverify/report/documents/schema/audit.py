@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -11,6 +11,7 @@ from gaverify.report.documents.schema.shared import (
     Environment,
     FindingItem,
     Number,
+    Of,
     OutcomeName,
     Parameter,
     Shape,
@@ -84,7 +85,7 @@ class WeightsItem(Shape):
     factor_residual: Number
     used: list[Number]
     used_residual: Number
-    right: list[Number]
+    right: Annotated[list[Number], Of("weights")]
     residual: Number
     determined: bool
     multipliers: list[Number]
@@ -128,17 +129,17 @@ class UpdateItem(Shape):
     norm_ratio: Number
     resolution: Number
     backwards: int
-    rows_per_forward: list[int]
+    rows_per_forward: Annotated[list[int], Of("sizes")]
     valid_targets: list[int]
-    ignored_targets: bool = False
     data: DataItem
-    weights: WeightsItem | None
+    weights: Annotated[WeightsItem | None, Of("fit")]
+    ignored_targets: bool = False
     learning_rates: list[Number]
     learning_rates_full: list[Number]
     weights_difference: Number
     noise: Number
     started_apart: Number
-    drifted_buffers: list[str]
+    drifted_buffers: Annotated[list[str], Of("drifted")]
     unrepeatable: str
     decided: Literal["summed", "used", "unclipped", "change"] = "used"
     unclear: bool = False
@@ -158,18 +159,18 @@ class AuditDocument(Shape):
     outcome: OutcomeName
     exit_code: Literal[0, 1, 3]
     command: str = ""
-    acceptance: AcceptanceItem | None = None
+    acceptance: Annotated[AcceptanceItem | None, Of("")] = None
     reason: str
     method: Literal["noise-floor", "events", "not-compared"]
     script: str
     events_only: bool
-    model: ModelItem
-    where: WhereItem
-    environment: Environment
+    model: Annotated[ModelItem, Of("")]
+    where: Annotated[WhereItem, Of("")]
+    environment: Annotated[Environment, Of("")]
     runs: list[RunItem]
+    timeline: list[MomentItem] = Field(default_factory=list)
     counts: list[CountItem]
     updates: list[UpdateItem]
-    timeline: list[MomentItem] = Field(default_factory=list)
     findings: list[FindingItem]
     left_out: dict[str, int] = Field(default_factory=dict)
     timings: dict[str, Number]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from gaverify.report.documents.schema.shared import Number, OutcomeName, Shape
+from gaverify.records.prediction import Prediction, activation_line, peak_line, predict
+from gaverify.records.profile import Profile
+from gaverify.report.documents.schema.shared import Number, Of, OutcomeName, Shape
 
 
 class SettingItem(Shape):
@@ -82,8 +84,8 @@ class LineItem(Shape):
 class LinesItem(Shape):
     """The lines through accumulation and the full batch; null where fewer than two sizes were measured."""
 
-    activations: LineItem | None
-    peak: LineItem | None
+    activations: Annotated[LineItem | None, Of(lambda profile: activation_line(profile.rows))]
+    peak: Annotated[LineItem | None, Of(lambda profile: peak_line(profile.rows))]
 
 
 class PredictionItem(Shape):
@@ -97,6 +99,16 @@ class PredictionItem(Shape):
     wanted_batch: int
     smallest_steps: int | None
     extrapolated: bool
+
+
+def _predicted(profile: Profile) -> Prediction | None:
+    found = predict(profile)
+    return found if isinstance(found, Prediction) else None
+
+
+def _not_predicted(profile: Profile) -> str | None:
+    found = predict(profile)
+    return found if isinstance(found, str) else None
 
 
 class ProfileDocument(Shape):
@@ -116,6 +128,6 @@ class ProfileDocument(Shape):
     spec: dict[str, Any]
     steps: list[int]
     rows: list[RowItem]
-    lines: LinesItem
-    prediction: PredictionItem | None
-    no_prediction: str | None
+    lines: Annotated[LinesItem, Of("")]
+    prediction: Annotated[PredictionItem | None, Of(_predicted)]
+    no_prediction: Annotated[str | None, Of(_not_predicted)]

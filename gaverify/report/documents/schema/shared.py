@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 Number = Annotated[float | None, Field(description="A finite number; null stands for NaN or an infinity.")]
 OutcomeName = Literal["equivalent", "divergent", "inconclusive"]
+
+
+@dataclass(frozen=True)
+class Of:
+    """Where a record holds the value of a key, if not in the attribute of that name.
+
+    Args:
+        source: A path of attributes, "" for the record itself, whose fields a document groups, or a function of it.
+    """
+
+    source: str | Callable[[Any], Any]
 
 
 class Shape(BaseModel):
@@ -62,10 +75,10 @@ class AcceptanceItem(Shape):
     """What the user accepts or expects, and which of the entries match nothing any more."""
 
     accepted: bool
-    expected: OutcomeName | None
-    stale: list[str]
-    strict: bool
-    refused: list[str] = Field(default_factory=list)
+    expected: Annotated[OutcomeName | None, Of("acceptance.expected")]
+    stale: Annotated[list[str], Of("acceptance.stale")]
+    strict: Annotated[bool, Of("acceptance.strict")]
+    refused: Annotated[list[str], Of("acceptance.refused")] = Field(default_factory=list)
 
 
 class Place(Shape):

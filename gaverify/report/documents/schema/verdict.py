@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -11,10 +11,12 @@ from gaverify.report.documents.schema.shared import (
     Environment,
     FindingItem,
     Number,
+    Of,
     OutcomeName,
     Parameter,
     Shape,
 )
+from gaverify.report.text.wording import sentence
 
 
 class Run(Shape):
@@ -36,10 +38,10 @@ class Run(Shape):
     mode: str
     loss_full: Number
     loss_accumulated: Number
-    environment: Environment
     reference: Literal["full", "offload", "recompute"] = "full"
     reference_failed: list[Literal["full", "offload"]] = Field(default_factory=list)
     spill: bool = False
+    environment: Annotated[Environment, Of("")]
 
 
 class TraceRowItem(Shape):
@@ -75,8 +77,8 @@ class TraceItem(Shape):
 class TrafficItem(Shape):
     """Collectives of one rank in one window, by kind, and the bytes of their tensors."""
 
-    collectives: dict[str, int]
-    bytes: int
+    collectives: Annotated[dict[str, int], Of("counts")]
+    bytes: Annotated[int, Of("bytes_moved")]
 
 
 class RanksItem(Shape):
@@ -84,14 +86,14 @@ class RanksItem(Shape):
 
     ranks: int
     engine: str | None
-    replicas_apart: Number
+    replicas_apart: Annotated[Number, Of("apart")]
     window: TrafficItem
     own: TrafficItem
     difference: Number
     from_one_process: Number
-    right_weights: list[Number] | None
-    used_weights: list[Number] | None
-    residual: Number
+    right_weights: Annotated[list[Number] | None, Of("weights.weights")]
+    used_weights: Annotated[list[Number] | None, Of("weights.used")]
+    residual: Annotated[Number, Of("weights.residual")]
     buffers_apart: list[str]
 
 
@@ -112,8 +114,8 @@ class VerdictDocument(Shape):
     outcome: OutcomeName
     exit_code: Literal[0, 1, 3]
     command: str = ""
-    acceptance: AcceptanceItem | None = None
-    sentence: str = ""
+    acceptance: Annotated[AcceptanceItem | None, Of("")] = None
+    sentence: Annotated[str, Of(sentence)] = ""
     method: str
     control_failure: str = ""
     resolution: Number
@@ -122,6 +124,6 @@ class VerdictDocument(Shape):
     parameters: list[Parameter]
     findings: list[FindingItem]
     modules: list[ModuleItem] = Field(default_factory=list)
-    timings: dict[str, Number]
     ranks: RanksItem | None = None
+    timings: dict[str, Number]
     trace: TraceItem | None
