@@ -20,7 +20,7 @@ class WeightFit:
 
     weights: tuple[float, ...]
     residual: float
-    determined: bool
+    determined: bool = True
     noise: float = math.nan
     vacuous: bool = False
     used: tuple[float, ...] = ()

@@ -1,7 +1,7 @@
 """JSON documents back into answers: what `gaverify report` reads.
 
-A document is checked against the schema first. Then each record is built from the keys that bear its fields' names;
-where a document groups fields under another name, `_flat_…` puts them back. A number that is null is NaN again.
+A document is checked against the schema first, which also says where each key's value came from. Then the records are
+built from what bears their fields' names. A number that is null is NaN again.
 """
 
 from __future__ import annotations
@@ -46,15 +46,12 @@ def read_report(path: Path) -> Report:
 
 def answer_of(document: Mapping[str, Any]) -> Answer:
     """Returns the answer that a valid document of one verdict, audit or profile describes."""
-    kind = document.get("kind", "verdict")
-    if kind == "profile":
-        profile: Profile = _built(Profile, document)
-        return profile
-    if kind == "audit":
-        report: AuditReport = _built(AuditReport, _flat_audit(document))
-        return report
-    verdict: Verdict = _built(Verdict, _flat_verdict(document))
-    return verdict
+    from gaverify.report.documents.schema import shape_of
+    from gaverify.report.documents.schema.filling import decoded
+
+    kinds = {"audit": AuditReport, "profile": Profile}
+    answer: Answer = _built(kinds.get(document.get("kind", ""), Verdict), decoded(shape_of(document), document))
+    return answer
 
 
 def _parsed(path: Path) -> dict[str, Any]:
@@ -91,37 +88,18 @@ def _check(document: Mapping[str, Any], path: Path) -> None:
         raise SpecError(f"{place}: {first['msg'].lower()}{more}; it is not as gaverify wrote it", str(path)) from error
 
 
-def _flat_verdict(document: Mapping[str, Any]) -> dict[str, Any]:
-    run = document["run"]
-    return {**document, "run": {**run, **run["environment"]}, "acceptance": document.get("acceptance") or {}}
-
-
-def _flat_audit(document: Mapping[str, Any]) -> dict[str, Any]:
-    updates = [
-        {
-            **update,
-            "sizes": update["rows_per_forward"],
-            "fit": update["weights"] and {**update["weights"], "weights": update["weights"]["right"]},
-            "drifted": update["drifted_buffers"],
-        }
-        for update in document["updates"]
-    ]
-    groups = {**document["model"], **document["where"], **document["environment"]}
-    return {**document, **groups, "updates": updates, "acceptance": document.get("acceptance") or {}}
-
-
 def _built(kind: Any, value: Any) -> Any:
     """Returns `value`, which came out of JSON, as what the annotation `kind` says."""
     if kind is Any:
         return value
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (types.UnionType, Union):
-        return None if value is None else _built(next(part for part in inner if part is not type(None)), value)
+        return None if value in (None, {}) else _built(next(part for part in inner if part is not type(None)), value)
     if origin is tuple:
         parts = inner[:1] * len(value) if inner[-1:] == (...,) else inner
         return tuple(_built(part, item) for part, item in zip(parts, value, strict=True))
     if origin is not None and isinstance(value, Mapping):
-        return {key: _built(inner[-1], item) for key, item in value.items()}
+        return {_built(inner[0], key): _built(inner[-1], item) for key, item in value.items()}
     if kind is float:
         return math.nan if value is None else float(value)
     if isinstance(kind, type) and issubclass(kind, Enum):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import profiles
@@ -10,11 +11,19 @@ import pytest
 import samples
 
 from gaverify.errors import SpecError
+from gaverify.records.ranks import Collective, Engine, RankFacts, Traffic
+from gaverify.records.weights import WeightFit
 from gaverify.report import render
 from gaverify.report.documents import answer_text
 from gaverify.report.documents.reading import answer_of, read_report
 
-ANSWERS = [sample() for sample in samples.EVERY] + [samples.audited(), profiles.profile(), profiles.failing()]
+_ONE_REDUCE = Traffic({Collective.REDUCE: 1}, 2308)
+_RANKS = RankFacts(2, Engine.DDP, 0.0, _ONE_REDUCE, Traffic(), WeightFit((0.6, 0.4), 1e-8, used=(0.5, 0.5)), 0.1)
+RANKED = [
+    samples.divergent(ranks=_RANKS),
+    samples.equivalent(ranks=RankFacts(2, None, math.nan, _ONE_REDUCE, Traffic(), None, 0.0)),
+]
+ANSWERS = [sample() for sample in samples.EVERY] + [samples.audited(), profiles.profile(), profiles.failing(), *RANKED]
 
 
 @pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: type(answer).__name__)

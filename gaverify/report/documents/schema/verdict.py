@@ -16,7 +16,7 @@ from gaverify.report.documents.schema.shared import (
     Parameter,
     Shape,
 )
-from gaverify.report.text.wording import sentence
+from gaverify.report.text import wording
 
 
 class Run(Shape):
@@ -115,7 +115,7 @@ class VerdictDocument(Shape):
     exit_code: Literal[0, 1, 3]
     command: str = ""
     acceptance: Annotated[AcceptanceItem | None, Of("")] = None
-    sentence: Annotated[str, Of(sentence)] = ""
+    sentence: Annotated[str, Of(wording.sentence)] = ""
     method: str
     control_failure: str = ""
     resolution: Number
