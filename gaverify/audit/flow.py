@@ -180,7 +180,8 @@ class _Audit:
             assert isinstance(accumulated, RankedRun)
             first_update = record.updates[0]
             facts = rank_facts(full, accumulated, first_update.outcome, first_update.relative_difference, record.unit)
-            record = replace(record, together=facts)
+            windows = tuple(windows_of(run.events, numbers) for run in accumulated.ranks[1:])
+            record = replace(record, together=facts, rank_windows=windows)
         self._runner.timings["comparison"] = time.monotonic() - begun
         if any(update.unclear for update in record.updates):
             record = unclipped(self._runner, record, options)

@@ -41,7 +41,7 @@ def report_of(
         findings=findings,
         updates=record.updates,
         counts=counts_of(record.windows),
-        timeline=timeline_of(record.windows),
+        timeline=timeline_of((record.windows, *record.rank_windows)),
         runs=tuple(summaries),
         device=working["device"],
         dtype=working["dtype"],

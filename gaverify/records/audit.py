@@ -122,7 +122,7 @@ class Record:
         full_ledger: What became of the full-batch run's backward passes.
         ranks: Processes that train together.
         together: What all of them did, where the audit saw all; None where it saw one.
-        ranks: Processes that train together; the audit sees one of them.
+        rank_windows: The windows of ranks 1, 2, … of the accumulated run, where the audit saw all.
         epochs: What was seen of an epoch's end, for the verdict; empty where nothing is to be said.
     """
 
@@ -139,6 +139,7 @@ class Record:
     full_ledger: Ledger = field(default_factory=lambda: Ledger((), ()))
     ranks: int = 1
     together: RankFacts | None = None
+    rank_windows: tuple[tuple[Window, ...], ...] = ()
     epochs: str = ""
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -125,7 +125,10 @@ _MOMENTS = 400
 """A timeline of more calls shows nothing that these do not, and makes documents of megabytes."""
 
 
-def timeline_of(windows: tuple[Window, ...], rank: int = 0) -> tuple[Moment, ...]:
-    """Returns the calls of the windows in order, without the forwards; the first few hundred of them."""
-    events = (event for window in windows for event in window.events if event.kind in _SHOWN)
-    return tuple(Moment(e.kind, e.update, e.file, e.line, rank) for e in islice(events, _MOMENTS))
+def timeline_of(ranks: Sequence[Sequence[Window]]) -> tuple[Moment, ...]:
+    """Returns the calls of every rank's windows in order, without the forwards; the first few hundred of each rank."""
+    moments: list[Moment] = []
+    for rank, windows in enumerate(ranks):
+        events = (event for window in windows for event in window.events if event.kind in _SHOWN)
+        moments += [Moment(e.kind, e.update, e.file, e.line, rank) for e in islice(events, _MOMENTS // len(ranks))]
+    return tuple(moments)

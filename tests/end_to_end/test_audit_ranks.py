@@ -37,6 +37,10 @@ def test_loops_of_several_ranks(name: str) -> None:
     result = audit(SCRIPT, full, accumulated, options, ("--ranks", str(ranks)))
     assert result.faults == faults, result
     assert result.outcome == ("divergent" if faults else "equivalent"), result
+    assert result.document["ranks"]["ranks"] == ranks
+    backwards = [(call["rank"], call["update"]) for call in result.document["timeline"] if call["kind"] == "backward"]
+    assert set(backwards) == {(rank, update) for rank in range(ranks) for update in (1, 2)}, result
+    assert len(backwards) == 2 * ranks * steps
 
 
 def test_one_process_without_a_launcher_is_told(tmp_path) -> None:  # type: ignore[no-untyped-def]
