@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 from gaverify.audit.configuring import read_instead, substitutes
 from gaverify.audit.editing import PLACED, Edits
 from gaverify.audit.job import RECORDER_FAILED, SCRIPT_FAILED, Job
-from gaverify.audit.launch import launched
+from gaverify.audit.launch import command, entering, launched
 from gaverify.children.output import cause_of
 from gaverify.errors import ProblemError
 from gaverify.records.events import Ending
@@ -32,14 +32,16 @@ def main(path: str) -> NoReturn:
     if job.world is not None:
         os.environ |= launched(*job.world)
     _keep_from_others(job, folder)
+    if job.launcher:
+        _launch(job, Path(path))
     try:
-        recorder = _installed(job, folder)
+        recorder = installed(job, folder)
     except BaseException:
-        _give_up(folder)
+        give_up(folder)
     reason, status, code = Ending.SCRIPT, 0, ""
     try:
         edits = _changed_values(job, folder)
-        _seed(job)
+        seed(job)
         _run(job, edits)
     except ProblemError as error:
         (folder / "error.txt").write_text(f"{error}\n", encoding="utf-8")
@@ -50,10 +52,10 @@ def main(path: str) -> NoReturn:
             status = SCRIPT_FAILED
             (folder / "error.txt").write_text(f"it left Python with sys.exit({error.code!r})", encoding="utf-8")
     except BaseException as error:
-        if _is_ours(error):
-            _give_up(folder)
+        if is_ours(error):
+            give_up(folder)
         reason, status = Ending.ERROR, SCRIPT_FAILED
-        (folder / "error.txt").write_text(f"{cause_of(error)}\n{_trimmed(error)}", encoding="utf-8", errors="replace")
+        (folder / "error.txt").write_text(f"{cause_of(error)}\n{trimmed(error)}", encoding="utf-8", errors="replace")
     recorder.finish(reason, status, code)
     raise AssertionError("the recorder ends the process")
 
@@ -66,20 +68,32 @@ def _keep_from_others(job: Job, folder: Path) -> None:
         from gaverify.audit.outputs.view import enter
 
         needed = [Path.cwd()] if job.module else [Path.cwd(), Path(job.script).resolve().parent]
-        reason = enter(folder, [*shared_folders(), *_meeting(job)], needed)
+        together = [] if job.launcher else _meeting(job)  # the processes of a launcher share this view
+        reason = enter(folder, [*shared_folders(), *together], needed)
         if reason:
             (folder / "no-view.txt").write_text(reason, encoding="utf-8")
             os._exit(IMPOSSIBLE)
-    elif job.files == "guard":
-        from gaverify.audit.outputs.guard import Guard, tell_of_saving
+    elif job.files == "guard" and not job.launcher:
+        keep_under_guard(job, folder)
 
-        def told(name: str) -> None:
-            from gaverify.audit.recording.places import user_place
 
-            (folder / "refused.json").write_text(json.dumps([name, user_place()]), encoding="utf-8")
+def keep_under_guard(job: Job, folder: Path) -> None:
+    """Ends this process before it changes a file that was there before the run.
 
-        tell_of_saving()
-        Guard(folder, [*shared_folders(), *_meeting(job)], told).install()
+    Args:
+        job: The run.
+        folder: Of this process.
+    """
+    from gaverify.audit.outputs import shared_folders
+    from gaverify.audit.outputs.guard import Guard, tell_of_saving
+
+    def told(name: str) -> None:
+        from gaverify.audit.recording.places import user_place
+
+        (folder / "refused.json").write_text(json.dumps([name, user_place()]), encoding="utf-8")
+
+    tell_of_saving()
+    Guard(folder, [*shared_folders(), *_meeting(job)], told).install()
 
 
 def _meeting(job: Job) -> list[Path]:
@@ -87,12 +101,20 @@ def _meeting(job: Job) -> list[Path]:
     return [job.meeting] if job.meeting is not None else []
 
 
-def _give_up(folder: Path) -> NoReturn:
+def _launch(job: Job, path: Path) -> NoReturn:
+    """Becomes the launcher, all of whose Python processes enter the recorder."""
+    words = command(job.launcher, job.script, job.module, job.arguments)
+    os.environ |= entering(path, os.environ)
+    os.execv(words[0], words)
+
+
+def give_up(folder: Path) -> NoReturn:
+    """Ends this process for the fault of ours that is being handled."""
     (folder / "internal.txt").write_text(traceback.format_exc(), encoding="utf-8")
     os._exit(RECORDER_FAILED)
 
 
-def _is_ours(error: BaseException) -> bool:
+def is_ours(error: BaseException) -> bool:
     """Whether the recorder raised it: what torch or the script raise in a recorded call ends in their own frames."""
     frames = traceback.extract_tb(error.__traceback__)
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -101,7 +123,8 @@ def _is_ours(error: BaseException) -> bool:
     return bool(frames) and frames[-1].filename.startswith(package) and frames[-1].filename != __file__
 
 
-def _installed(job: Job, folder: Path) -> Recorder:
+def installed(job: Job, folder: Path) -> Recorder:
+    """Returns the recorder of this process, in its place between the script and torch."""
     from gaverify.audit.recording.patches import install
     from gaverify.audit.recording.storage import Storage
     from gaverify.audit.replay.recorder import ReplayingRecorder
@@ -113,7 +136,7 @@ def _installed(job: Job, folder: Path) -> Recorder:
     return recorder
 
 
-def _seed(job: Job) -> None:
+def seed(job: Job) -> None:
     """Seeds what a script seeds that wants to be repeated: Python's generator, NumPy's and torch's."""
     if job.seed is None:
         return
@@ -130,14 +153,19 @@ def _seed(job: Job) -> None:
     torch.manual_seed(job.seed)
 
 
-def _changed_values(job: Job, folder: Path) -> Edits:
-    """Sees to it that the run finds its own values in source and configuration files."""
+def read_changed_values(job: Job, folder: Path) -> None:
+    """Sees to it that the run finds its own values in configuration files."""
     files = {}
     for name, word in job.values:
         file, colon, key = name.rpartition(":")
         if colon:
             files[file, key] = word
     read_instead(substitutes(files, folder))
+
+
+def _changed_values(job: Job, folder: Path) -> Edits:
+    """Sees to it that the run finds its own values in source and configuration files."""
+    read_changed_values(job, folder)
     edits = Edits(
         [(name, word) for name, word in job.values if ":" not in name],
         job.script if job.module else "",
@@ -176,7 +204,7 @@ def _first_on_path(folder: str) -> None:
         sys.path.insert(0, folder)
 
 
-def _trimmed(error: BaseException) -> str:
+def trimmed(error: BaseException) -> str:
     """The traceback without the frames that led to the script and, if it has any of its own, without libraries'."""
     from gaverify.tracebacks import Owner, owner_of
 

@@ -23,7 +23,7 @@ def on_its_own(runner: Runner, full: Run, perturbed: Run, record: Record, option
     from gaverify.audit.judgement import settled_by_weights
 
     try:
-        own = runner.together(runner.run([replace(job, lead=False) for job in runner.accumulated_jobs(**options)]))
+        (own,) = runner.runs([replace(job, lead=False) for job in runner.jobs("accumulated", **options)])
     except ProblemError:
         return record
     return replace(record, updates=settled_by_weights(record.updates, full, perturbed, own))
@@ -39,7 +39,7 @@ def unclipped(runner: Runner, record: Record, options: dict[str, Any]) -> Record
 
     options = {**options, "shrink": _SMALL}
     try:
-        (full,) = runner.run([runner.job("full", **options)])
+        full = runner.full(**options)
         perturbed, accumulated = runner.beside(full, options)
         control = compare_updates(full, perturbed, accumulated, runner.updates, unclipped=True)
     except ProblemError:
@@ -58,7 +58,7 @@ def held(runner: Runner, full: Run, record: Record, options: dict[str, Any]) -> 
     if first is None or steps is None or not 1 < steps <= _MOST_HELD:
         return None
     try:
-        (held,) = runner.run([replace(runner.job("frozen", **options), updates=steps)])
+        (held,) = runner.runs([replace(runner.job("frozen", **options), updates=steps)])
     except ProblemError:
         return None
     samples = [held.samples(round_) for round_ in rounds_of(held.events)[:steps]]

@@ -97,28 +97,28 @@ class _Audit:
 
     def events_only(self) -> Record:
         """One run, its calls alone."""
-        (self.main,) = self._runner.run([self._runner.job("events")])
+        (self.main,) = self._runner.runs([self._runner.job("events")])
         windows = windows_of(self.main.events)
         return Record(windows, ledger_of(self.main.events), steps=self._request.steps)
 
     def compared(self) -> Record:
         """Full batch first, because its draws are dealt to the accumulated run; then the other two side by side."""
-        (full,) = self._runner.run([self._runner.job("full")])
+        full = self._runner.full()
         visible: dict[str, Any] = {}
         if full.meta["fused"]:  # random draws out of sight: again, in a way that shows them
             eager = COMPILED in full.meta["fused"]
             visible = {"math_kernels": set(full.meta["fused"]) != {COMPILED}, "eager": eager}
-            (full,) = self._runner.run([self._runner.job("full", **visible)])
+            full = self._runner.full(**visible)
         record = self._replayed(full, visible)
         return self._with_tail(record, visible) if self._request.tail else replace(record, epochs=self._epochs())
 
     def _replayed(self, full: Run, visible: dict[str, Any]) -> Record:
         """Compares, and once more with the data of the full-batch run where that may help."""
         record = self._against(full, visible, {})
-        if self._request.ranks is not None or not replay_helps(record, full.meta, self.main.meta):
+        if self._request.ranked or not replay_helps(record, full.meta, self.main.meta):
             return record
         first, main, again = record, self.main, {"replay": True, **visible}
-        (full,) = self._runner.run([self._runner.job("full", **again)])
+        full = self._runner.full(**again)
         record = self._against(full, again, {"parts": parts_of(first)})
         if record.updates and record.updates[0].data.same:
             return record
@@ -136,15 +136,15 @@ class _Audit:
         ):
             return record
         parts, loaders = parts_of(record), self.main.meta["loaders"]
-        if parts < 2 or not loaders or self._request.ranks is not None:
+        if parts < 2 or not loaders or self._request.ranked:
             why = "it trains without a `DataLoader`" if not loaders else "K is not known: give `--steps`"
-            why = "with `--ranks` loaders are left alone" if self._request.ranks is not None else why
+            why = "the loaders of several ranks are left alone" if self._request.ranked else why
             return replace(record, epochs=f"; `--tail` could not shorten an epoch: {why}")
         tail: dict[str, Any] = {"parts": parts, "tail": parts // 2}
         # A whole window, the short one, and the first of the next epoch:
         self._runner.updates = max(self._request.updates, 3)
         again = {"replay": True, **visible}
-        (full,) = self._runner.run([self._runner.job("full", **again, **tail)])
+        full = self._runner.full(**again, **tail)
         record = self._against(full, again, tail)
         return replace(record, epochs=f"; with epochs whose last window has {parts // 2} of {parts} micro-batches")
 
@@ -174,10 +174,9 @@ class _Audit:
             unaligned=accumulated.meta["unaligned"],
             numbers=tuple(int(word) for argument in self._request.accumulated for word in _NUMBER.findall(argument)),
         )
-        if self._request.ranks is not None and record.updates:
-            from gaverify.audit.ranks import RankedRun, rank_facts
+        from gaverify.audit.ranks import RankedRun, rank_facts
 
-            assert isinstance(accumulated, RankedRun)
+        if isinstance(accumulated, RankedRun) and record.updates:
             first_update = record.updates[0]
             facts = rank_facts(full, accumulated, first_update.outcome, first_update.relative_difference, record.unit)
             windows = tuple(windows_of(run.events, numbers) for run in accumulated.ranks[1:])
@@ -185,10 +184,10 @@ class _Audit:
         self._runner.timings["comparison"] = time.monotonic() - begun
         if any(update.unclear for update in record.updates):
             record = unclipped(self._runner, record, options)
-        options = {**options, "source": str(full.folder)}
+        options = {**options, "source": full}
         if any(update.other_step for update in record.updates):
             record = on_its_own(self._runner, full, perturbed, record, options)
         first = record.first
-        if self._request.ranks is None and first is not None and first.backwards < (record.expected(first) or 0):
+        if not self._request.ranked and first is not None and first.backwards < (record.expected(first) or 0):
             record = replace(record, held=held(self._runner, full, record, options))
         return record

@@ -37,7 +37,8 @@ class Job:
         arguments: `sys.argv[1:]` of the script.
         folder: Where the run writes.
         updates: Optimizer updates after which the script is stopped; 0 lets it run to its end.
-        source: Folder of the full-batch run (draws).
+        source: Folder of the full-batch run, or of the same rank of it: gradients to step with, samples.
+        sources: Folders of all ranks of the full-batch run: draws.
         unit: Unit roundoff by which weights are moved.
         perturb_early: Move weights when an optimizer takes them, for a script without modules.
         lead: Step with the gradients of the run at `source`, so that each update starts from that run's weights.
@@ -53,6 +54,7 @@ class Job:
         parts: Micro-batches per batch of the full-batch run, for a replay; 0 where that is not known.
         shrink: What every backward pass multiplies its losses' gradients by; a power of two.
         world: Rank, number of ranks and port of the rendezvous, where the script is started as a launcher would.
+        launcher: The words of the command that starts the script's processes; empty where gaverify runs it itself.
     """
 
     role: Role
@@ -76,6 +78,8 @@ class Job:
     tail: int = 0
     shrink: float = 1.0
     world: tuple[int, int, int] | None = None
+    launcher: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
 
     @property
     def rank(self) -> int:
@@ -85,7 +89,14 @@ class Job:
     @property
     def meeting(self) -> Path | None:
         """A folder that all ranks of the run see; None where it is alone."""
+        if self.launcher:
+            return Path(self.folder).parent  # each process has a folder of its own beside the others'
         return Path(self.folder).parent / f"ranks-{self.world[2]}" if self.world is not None else None
+
+    @property
+    def ranked(self) -> bool:
+        """Whether several processes may train together in the run."""
+        return self.ranks > 1 or (bool(self.launcher) and self.world is None)
 
     @property
     def ranks(self) -> int:
@@ -101,6 +112,8 @@ class Job:
         """Reads what `write` wrote."""
         words = json.loads(path.read_text(encoding="utf-8"))
         words["arguments"] = tuple(words["arguments"])
+        for name in ("launcher", "sources"):
+            words[name] = tuple(words.get(name, ()))
         words["world"] = tuple(words["world"]) if words.get("world") else None
         for name in ("environment", "values"):
             words[name] = tuple((key, value) for key, value in words[name])

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from gaverify.errors import SpecError
+
+JOB = "GAVERIFY_AUDIT_JOB"
+"""The variable that tells a process started by a launcher where its job is described."""
 
 _HERE = "127.0.0.1"
+_ENTRANCE = str(Path(__file__).with_name("entrance"))  # holds nothing but `sitecustomize.py`
 
 
 def launched(rank: int, ranks: int, port: int) -> Mapping[str, str]:
@@ -36,3 +45,45 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind((_HERE, 0))
         return int(probe.getsockname()[1])
+
+
+def entering(job: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables with which every Python that a launcher starts enters the recorder.
+
+    Args:
+        job: Where the job is described.
+        environment: The variables of the launcher without them.
+    """
+    path = environment.get("PYTHONPATH")
+    return {JOB: str(job), "PYTHONPATH": _ENTRANCE + (os.pathsep + path if path else "")}
+
+
+def program(word: str, option: str = "--launcher") -> str:
+    """Returns the path of a launcher: one installed beside this Python comes first, `python` is this Python.
+
+    Args:
+        word: Its name.
+        option: Where the user wrote it.
+
+    Raises:
+        SpecError: There is none of this name.
+    """
+    if word in ("python", "python3"):
+        return sys.executable
+    folders = [os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)]
+    found = shutil.which(word, path=os.pathsep.join(folders))
+    if found is None:
+        raise SpecError(
+            f"{option}: there is no program `{word}`; write the command as in a shell, such as "
+            f'{option} "torchrun --nproc-per-node 2"'
+        )
+    return found
+
+
+def command(launcher: Sequence[str], script: str, module: bool, arguments: Sequence[str]) -> list[str]:
+    """Returns the whole command that a launcher's words, the script and its arguments make.
+
+    Raises:
+        SpecError: There is no such launcher.
+    """
+    return [program(launcher[0]), *launcher[1:], *(["-m"] if module else []), script, *arguments]

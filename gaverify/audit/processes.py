@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from gaverify.audit.editing import PLACED, assigned, not_placed
-from gaverify.audit.job import DISK_FULL, RECORDER_FAILED, Job
-from gaverify.audit.outputs import IMPOSSIBLE
+from gaverify.audit.ending import Child, check, output_of, progress_so_far
+from gaverify.audit.job import Job
+from gaverify.audit.members import ERROR, folders_of, rank_that_failed
 from gaverify.audit.outputs.guard import take_away
-from gaverify.children import Kept, started
-from gaverify.children.output import last_lines
-from gaverify.errors import InternalError, ProblemError
+from gaverify.children import started
+from gaverify.errors import ProblemError
 from gaverify.records.audit_report import TITLES
 
 _ROOT = str(Path(__file__).resolve().parents[2])
@@ -32,6 +29,8 @@ _BOOT = (
     "main({job!r})\n"
 )
 _TICK = 0.05
+_LINGER = 0.5  # seconds: when a rank fails the others lose their connections, and may be seen to fail before it
+_PATIENCE = 5.0  # seconds that a launcher has to end the other ranks when one has failed
 _JOB, _DONE = "job.json", "done.json"
 
 
@@ -63,36 +62,6 @@ class Done:
         return cls(Job.read(folder / _JOB), noted["command"], noted["seconds"], folder)
 
 
-@dataclass
-class Child:
-    """A process and the job that it works on."""
-
-    job: Job
-    command: str
-    kept: Kept
-    started: float
-    seconds: float = 0.0
-
-    @property
-    def status(self) -> int | None:
-        """How it ended; None while it runs."""
-        return self.kept.process.poll()
-
-    @property
-    def folder(self) -> Path:
-        """Where it writes."""
-        return Path(self.job.folder)
-
-    @property
-    def title(self) -> str:
-        """What it is, for sentences."""
-        return TITLES[self.job.role]
-
-
-class NoView(Exception):
-    """No run can be given a view of its own of the files; the message says why. Nothing of the script has run."""
-
-
 def run_jobs(jobs: Sequence[tuple[Job, str]], timeout: float, progress: Callable[[str], None]) -> list[Done]:
     """Runs jobs side by side until all have ended.
 
@@ -113,10 +82,10 @@ def run_jobs(jobs: Sequence[tuple[Job, str]], timeout: float, progress: Callable
     finally:
         for child in children:
             child.kept.end()
-            if child.job.files == "guard":
-                take_away(child.folder)
+            for folder in folders_of(child.folder) if child.job.files == "guard" else ():
+                take_away(folder)
     for child in [failed] if failed is not None else children:
-        _check(child)
+        check(child, children)
     done = [Done(child.job, child.command, child.seconds, child.folder) for child in children]
     for run in done:
         run.write()
@@ -156,105 +125,27 @@ def _wait(children: Sequence[Child], timeout: float) -> Child | None:
     while open_children:
         for child in list(open_children):
             child.seconds = time.monotonic() - child.started
-            if child.status is not None:
+            if child.done:
                 open_children.remove(child)
-                if child.status and not (_complete(child) and _enough(child)):
-                    return child
+                if child.status and not child.has_all:
+                    return _first_of(children)
+            elif child.job.launcher and rank_that_failed(child.folder, _PATIENCE):
+                return child
             elif child.seconds > timeout:
                 raise ProblemError(
                     f"the {child.title} was still running after {timeout:g} s and was ended (--timeout): "
-                    f"{child.command}\n{_progress_so_far(child)}{_output(child)}"
+                    f"{child.command}\n{progress_so_far(child, children)}{output_of(child)}"
                 )
         if open_children:
             time.sleep(_TICK)
     return None
 
 
-def _check(child: Child) -> None:
-    """Raises unless the run left a complete record."""
-    status = child.status
-    if _complete(child) and (status == 0 or _enough(child)):
-        _check_values(child)
-        return
-    if status == DISK_FULL:
-        raise ProblemError(
-            f"no space left in `{child.folder.parent}` while the {child.title} stored its gradients; "
-            "free some, record fewer `--updates`, or set TMPDIR to a larger disk"
-        )
-    if status == RECORDER_FAILED:
-        internal = child.folder / "internal.txt"
-        text = internal.read_text(encoding="utf-8") if internal.exists() else "no traceback"
-        raise InternalError(f"the recorder failed in the {child.title}: {text}")
-    if status == IMPOSSIBLE:
-        raise NoView((child.folder / "no-view.txt").read_text(encoding="utf-8"))
-    refused = child.folder / "refused.json"
-    if refused.exists():
-        raise ProblemError(_refusal(child, *json.loads(refused.read_text(encoding="utf-8"))))
-    assert status is not None
-    cause, whole = _cause(child, status)
-    raise ProblemError(f"the {child.title} failed: {cause}\n{child.command}\n{whole}{_output(child)}".rstrip())
-
-
-def _check_values(child: Child) -> None:
-    """Raises where a value of the source was asked for and nothing in the source took it."""
-    path = child.folder / PLACED
-    taken = set(path.read_text(encoding="utf-8").splitlines()) if path.exists() else set()
-    left = [name for name, _ in child.job.values if ":" not in name and name not in taken]
-    if left:
-        try:
-            known = assigned(Path(child.job.script).read_bytes())
-        except OSError:
-            known = []
-        sentences = [not_placed(name, child.job.script, known) for name in left]
-        raise ProblemError(f"the {child.title}: " + "\n".join(sentences))
-
-
-def _refusal(child: Child, name: str, place: list[Any] | None) -> str:
-    where = f" ({place[0]}:{place[1]})" if place else ""
-    return (
-        f"the {child.title} would change `{name}`{where}, which was there before it, and was ended; the file is as it "
-        f"was: {child.command}\nthis system cannot give each run a view of the files of its own; let each write into "
-        'a folder of its own, such as --full "--out a" --accumulated "--out b", or write `--in-place` if the file may '
-        "be changed"
-    )
-
-
-def _cause(child: Child, status: int) -> tuple[str, str]:
-    """Why a run failed, in a line, and the traceback where there is one."""
-    error = child.folder / "error.txt"
-    if error.exists():
-        cause, _, whole = error.read_text(encoding="utf-8", errors="replace").partition("\n")
-        said = last_lines(child.folder / "log.txt")[-1:] if not whole else []
-        return ": ".join([cause, *said]), whole
-    if status < 0:
-        return f"it was killed by {_signal(-status)}" + (" (out of memory?)" if -status == 9 else ""), ""
-    return f"it left with status {status} past Python's own exit (os._exit)", ""
-
-
-def _complete(child: Child) -> bool:
-    return (child.folder / "meta.json").exists()
-
-
-def _enough(child: Child) -> bool:
-    """Whether a script that failed in the end had made all updates that were asked for."""
-    meta = json.loads((child.folder / "meta.json").read_text(encoding="utf-8"))
-    return bool(child.job.updates) and int(meta["updates"]) >= child.job.updates
-
-
-def _progress_so_far(child: Child) -> str:
-    done = len(list(child.folder.glob("samples-*.pt")))
-    return f"it had made {done} of {child.job.updates} updates\n" if child.job.updates else ""
-
-
-def _output(child: Child) -> str:
-    lines = last_lines(child.folder / "log.txt")
-    if not lines:
-        return ""
-    return "\nthe last lines of its output:\n" + "\n".join(f"    {line}" for line in lines)
-
-
-def _signal(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+def _first_of(children: Sequence[Child]) -> Child:
+    """Returns the child that failed first: one that was killed says nothing, and the others fail because of it."""
+    limit = time.monotonic() + _LINGER
+    while time.monotonic() < limit and any(child.status is None for child in children):
+        time.sleep(_TICK)
+    failed = [child for child in children if child.status and not child.has_all]
+    silent = [child for child in failed if not (child.folder / ERROR).exists()]
+    return (silent or sorted(failed, key=lambda child: (child.folder / ERROR).stat().st_mtime_ns))[0]

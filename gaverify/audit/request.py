@@ -6,8 +6,10 @@ import importlib.util
 import json
 import os
 import shlex
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
+from gaverify.audit.launch import program
 from gaverify.errors import SpecError
 
 RECORDED = "audit.json"
@@ -48,6 +50,9 @@ class Request:
         seed: Seeds every generator before the script starts.
         keep: A folder in which the runs' records stay, for `kept`.
         ranks: Processes that train together in the accumulated run; None starts one, without a launcher's variables.
+        full_ranks: The same of the full-batch run, for scripts that seed by rank.
+        launcher: The words of a command that starts the accumulated run's processes, in place of `ranks`.
+        full_launcher: The same of the full-batch run; without it that is one process.
         tail: Also audit an epoch that ends with a short window.
         in_place: Let the runs write into the user's folders, as the script does without gaverify.
     """
@@ -67,22 +72,40 @@ class Request:
     keep: str | None = None
     in_place: bool = False
     ranks: int | None = None
+    full_ranks: int | None = None
+    launcher: tuple[str, ...] = ()
+    full_launcher: tuple[str, ...] = ()
     tail: bool = False
     problems: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def same(self) -> bool:
         """Whether both runs would be the same."""
-        return self.full == self.accumulated and self.full_setting == self.accumulated_setting
+        return (
+            self.full == self.accumulated
+            and self.full_setting == self.accumulated_setting
+            and (self.ranks, self.launcher) == (self.full_ranks, self.full_launcher)
+        )
+
+    @property
+    def ranked(self) -> bool:
+        """Whether the accumulated run trains in several processes."""
+        return self.ranks is not None or bool(self.launcher)
+
+    def launcher_of(self, role: str) -> tuple[str, ...]:
+        """What starts the run that plays a role; empty where gaverify runs the script itself."""
+        if not self.launcher:
+            return ()
+        return (self.full_launcher or ("python",)) if role in ("full", "perturbed") else self.launcher
 
     def setting(self, role: str) -> Setting:
         """What the run that plays a role is given."""
         return self.full_setting if role in ("full", "perturbed") else self.accumulated_setting
 
-    def command(self, arguments: tuple[str, ...], setting: Setting = Setting()) -> str:
+    def command(self, arguments: tuple[str, ...], setting: Setting = Setting(), launcher: Sequence[str] = ()) -> str:
         """Returns the command that a run stands for."""
         script = setting.script or self.script
-        head = ["python", "-m", script] if self.module else ["python", script]
+        head = [*(launcher or ["python"]), *(["-m"] if self.module else []), script]
         variables = [f"{name}={shlex.quote(value)}" for name, value in setting.environment]
         values = [f"with {name}={word}" for name, word in setting.values]
         return " ".join([*variables, shlex.join([*head, *arguments]), *values])
@@ -110,13 +133,39 @@ class Request:
             raise SpecError(problems)
 
     def _rank_problems(self) -> list[str]:
-        if self.ranks is None:
-            return []
+        option = "--launcher" if self.launcher else "--ranks"
         problems = []
-        if self.ranks < 2:
+        if self.ranks is not None and self.ranks < 2:
             problems.append(f"--ranks {self.ranks}: one process is what an audit runs without it; write 2 or more")
-        if self.events_only:
-            problems.append("--ranks compares the gradients of several processes; leave out --events-only")
+        if self.ranked and self.events_only:
+            problems.append(f"{option} compares the gradients of several processes; leave out --events-only")
+        if self.launcher and self.ranks is not None:
+            problems.append("--launcher and --ranks: the launcher decides how many processes there are; leave one out")
+        if self.full_launcher and not self.launcher:
+            problems.append("--full-launcher stands beside --launcher, the command of the accumulated run")
+        if self.full_ranks is not None and self.full_ranks != self.ranks:
+            problems.append(
+                f"--full-ranks {self.full_ranks}: a script that seeds by rank needs as many ranks in both runs; write "
+                f"--ranks {self.full_ranks} beside it"
+                + (", or --full-launcher beside --launcher" if self.launcher else "")
+            )
+        changed = [name for name, _ in (*self.full_setting.values, *self.accumulated_setting.values) if ":" not in name]
+        if self.launcher and changed:
+            problems.append(
+                f"--launcher: `{changed[0]}` cannot be changed in the source of processes that a launcher starts; use "
+                "arguments, variables (--full-env) or `FILE:key` of a configuration file"
+            )
+        problems += self._launcher_problems()
+        return problems
+
+    def _launcher_problems(self) -> list[str]:
+        problems: list[str] = []
+        for option, words in (("--launcher", self.launcher), ("--full-launcher", self.full_launcher)):
+            if words:
+                try:
+                    program(words[0], option)
+                except SpecError as error:
+                    problems += error.problems
         return problems
 
     def _script_problems(self, script: str) -> list[str]:

@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gaverify.audit.ending import NoView
 from gaverify.audit.job import Files, Job, Role
 from gaverify.audit.launch import free_port
-from gaverify.audit.processes import Done, NoView, run_jobs
+from gaverify.audit.members import ranks_of
+from gaverify.audit.processes import Done, run_jobs
 from gaverify.audit.request import Request
 from gaverify.errors import ProblemError
 from gaverify.records.audit_report import TITLES, RunSummary
@@ -44,13 +46,24 @@ class Runner:
         self._done = 0
         self._files: Files = "in-place" if self.request.in_place else "view"
 
-    def job(self, role: Role, *, rank: int = 0, **options: Any) -> Job:
-        """Returns the job of the next run, which plays `role`; `options` are fields of `Job`."""
-        request = self.request
+    def job(self, role: Role, *, rank: int = 0, source: Run | None = None, **options: Any) -> Job:
+        """Returns the job of the next run, which plays `role`; `options` are fields of `Job`.
+
+        Args:
+            role: Its part.
+            rank: Which of the run's ranks it is.
+            source: The full-batch run; where that has ranks, each follows its own and is dealt the draws of all.
+            options: Other fields of `Job`.
+        """
+        request, launcher = self.request, self.request.launcher_of(role)
         own = {"accumulated": request.accumulated, "frozen": request.accumulated, "events": ()}.get(role, request.full)
         folder = self.folder / (f"{len(self.summaries)}-{role}" + (f"-rank-{rank}" if rank else ""))
-        if request.ranks is not None:
+        if request.ranked and launcher not in filter(None, (request.launcher, request.full_launcher)):
             options.setdefault("world", (0, 1, free_port()))
+        if source is not None:
+            members = getattr(source, "ranks", (source,))
+            options["source"] = str(members[rank if rank < len(members) else 0].folder)
+            options["sources"] = tuple(str(member.folder) for member in members)
         setting = request.setting(role)
         return Job(
             role,
@@ -63,33 +76,44 @@ class Runner:
             environment=setting.environment,
             values=setting.values,
             seed=request.seed,
+            launcher=launcher,
             **options,
         )  # type: ignore[arg-type]
 
-    def run(self, jobs: list[Job]) -> list[Run]:
-        """Runs the jobs and returns what they recorded.
+    def full(self, **options: Any) -> Run:
+        """Makes the full-batch run; `options` are fields of `Job`."""
+        return self.runs(self.jobs("full", **options))[0]
+
+    def runs(self, *groups: list[Job]) -> list[Run]:
+        """Makes runs side by side, each given by the jobs of its ranks, and returns what they recorded.
 
         Raises:
             ProblemError: A run failed, or did not train.
         """
+        made = iter(self._processes([job for jobs in groups for job in jobs]))
+        return [self._together([run for _ in jobs for run in next(made)]) for jobs in groups]
+
+    def _processes(self, jobs: list[Job]) -> list[list[Run]]:
+        """Makes the runs of some jobs; each gives a process, or all ranks of its launcher."""
         from gaverify.audit.reading import Run
 
         children = self._children(jobs)
         self._done += len(jobs)
-        runs = [Run(child.job.role, child.folder, child.seconds) for child in children]
-        for child, run in zip(children, runs, strict=True):
+        runs = [[Run(child.job.role, at, child.seconds) for at in ranks_of(child.folder)] for child in children]
+        for child, members in zip(children, runs, strict=True):
             self.timings[_part(child.job)] = child.seconds
-            self.summaries.append(_summary(child, run))
-            _check_updates(child, run)
+            self.summaries.append(_summary(child, members))
+            for run in members:
+                _check_updates(child, run)
         return runs
 
-    def accumulated_jobs(self, **options: Any) -> list[Job]:
-        """Returns the jobs of the accumulated run, one for each rank."""
-        count = self.request.ranks
+    def jobs(self, role: Role, **options: Any) -> list[Job]:
+        """Returns the jobs of a run, one for each rank that gaverify starts itself; `options` are fields of `Job`."""
+        count = self.request.full_ranks if role in ("full", "perturbed") else self.request.ranks
         if count is None:
-            return [self.job("accumulated", **options)]
+            return [self.job(role, **options)]
         port = free_port()
-        return [self.job("accumulated", rank=rank, world=(rank, count, port), **options) for rank in range(count)]
+        return [self.job(role, rank=rank, world=(rank, count, port), **options) for rank in range(count)]
 
     def beside(self, full: Run, options: dict[str, Any]) -> tuple[Run, Run]:
         """Makes the two runs that are held against a full-batch run: the same with moved weights, and the accumulated.
@@ -99,30 +123,29 @@ class Runner:
             options: Fields of `Job` that all three share; `parts` is the accumulated run's.
         """
         unit, early = float(full.meta["unit"]), not full.meta["modules"]
-        options = {**options, "source": str(full.folder)}
+        options = {**options, "source": full}
         repeated = {**options, "parts": 1} if "parts" in options else options
-        *ranks, perturbed = self.run(
-            [
-                *self.accumulated_jobs(**options),
-                self.job("perturbed", unit=unit, perturb_early=early, **repeated),
-            ]
+        accumulated, perturbed = self.runs(
+            self.jobs("accumulated", **options),
+            self.jobs("perturbed", unit=unit, perturb_early=early, **repeated),
         )
-        return perturbed, self.together(ranks)
+        return perturbed, accumulated
 
-    def together(self, runs: list[Run]) -> Run:
-        """Returns the accumulated run, which its ranks make up where there are several."""
-        if self.request.ranks is None:
+    def _together(self, runs: list[Run]) -> Run:
+        """Returns the processes of a run as one run."""
+        if len(runs) == 1 and (runs[0].meta["ranks"] == 1 or not self.request.ranked):
             return runs[0]
         from gaverify.audit.ranks import RankedRun
 
-        _check_ranks([run.meta["ranks"] for run in runs])
+        _check_ranks(self.request, [run.meta["ranks"] for run in runs])
         return RankedRun(runs[0].role, runs[0].folder, max(run.seconds for run in runs), tuple(runs))
 
     def _children(self, jobs: list[Job]) -> list[Done]:
         """Side by side, or one after the other where they would write into the same folder."""
         if self.again:
             return [_done_before(Path(job.folder)) for job in jobs]
-        pairs = [(job, self.request.command(job.arguments, self.request.setting(job.role))) for job in jobs]
+        told = self.request.command
+        pairs = [(job, told(job.arguments, self.request.setting(job.role), job.launcher)) for job in jobs]
         roles = list(dict.fromkeys(job.role for job in jobs))  # the ranks of a run need each other
         apart = [[pair for pair in pairs if pair[0].role == role] for role in roles]
         groups = [pairs] if self._files == "view" else apart
@@ -136,12 +159,18 @@ class Runner:
         self.progress(what, self._done, 3)
 
 
-def _check_ranks(seen: list[int]) -> None:
+def _check_ranks(request: Request, seen: list[int]) -> None:
     """Raises unless the script trained in as many ranks as were started."""
     if set(seen) != {len(seen)}:
         counts = ", ".join(map(str, sorted(set(seen))))
+        option = f"--ranks {len(seen)}" if request.ranks is not None else "--launcher"
+        if max(seen) > len(seen):
+            raise ProblemError(
+                f"{option}: the script trains in {max(seen)} processes, and {len(seen)} of them could be recorded; "
+                "they have to be started anew (torchrun, `mp.spawn`), not forked from a process that has imported torch"
+            )
         raise ProblemError(
-            f"--ranks {len(seen)}: the script's process group had {counts} of {len(seen)} ranks at its first step; "
+            f"{option}: the script's process group had {counts} of {len(seen)} ranks at its first step; "
             "it has to call torch.distributed.init_process_group with the RANK and WORLD_SIZE of its environment, as "
             "under torchrun"
         )
@@ -162,12 +191,13 @@ def _part(job: Job) -> str:
     return job.role if job.shrink == 1.0 else "unclipped"
 
 
-def _summary(child: Done, run: Run) -> RunSummary:
-    job = child.job
+def _summary(child: Done, members: list[Run]) -> RunSummary:
+    job, run = child.job, members[0]
+    disk = sum(member.disk_bytes for member in members)
     given = ["with the full-batch run's samples and draws"] if job.replay and job.source else []
     ended = " ".join(filter(None, (run.meta["reason"], run.meta["status"])))
     how = ", ".join(["without compilation"] * job.eager + ["attention unfused"] * job.math_kernels + given)
-    return RunSummary(_part(job), child.command, run.updates, child.seconds, run.disk_bytes, ended, how)
+    return RunSummary(_part(job), child.command, run.updates, child.seconds, disk, ended, how)
 
 
 def _check_updates(child: Done, run: Run) -> None:

@@ -35,6 +35,9 @@ _RUNS = (
     "accumulated_set",
     "seed",
     "ranks",
+    "full_ranks",
+    "launcher",
+    "full_launcher",
     "steps",
     "events_only",
     "in_place",
@@ -66,6 +69,9 @@ def _repeated(option: str, name: str, metavar: str, text: str) -> Callable[[_Com
 @click.option("--tail", is_flag=True, help="Also audit epochs that end with a short window.")
 @click.option("--timeout", metavar="S", help=f"Seconds until a run is ended.  [{_TIMEOUT:g}]")
 @click.option("--ranks", metavar="R", help="Run the accumulated run in R processes, as torchrun would.")
+@click.option("--full-ranks", metavar="R", help="The full-batch run as well, for a script that seeds by rank.")
+@click.option("--launcher", metavar='"WORDS"', help="The command that starts the accumulated run, such as torchrun's.")
+@click.option("--full-launcher", metavar='"WORDS"', help="The same for the full-batch run.  [one process]")
 @click.option("--in-place", is_flag=True, help="Let the runs change files, as the script does on its own.")
 @click.option("--keep", metavar="DIR", help="Keep the runs' records in a new folder.")
 @click.option("--from", "kept", metavar="DIR", help="Report again from kept records; runs nothing.")
@@ -164,6 +170,9 @@ def _request(
     tail: bool,
     seed: str | None,
     ranks: str | None,
+    full_ranks: str | None,
+    launcher: str | None,
+    full_launcher: str | None,
     full_script: str | None,
     **pairs: tuple[str, ...],
 ) -> Request:
@@ -186,12 +195,15 @@ def _request(
     if plain and accumulated is None and full is not None:
         problems.append("--accumulated is missing: the arguments that cut the same batch into micro-batches")
     parts = []
-    for option, text in (("--full", full), ("--accumulated", accumulated)):
+    texts = (full, accumulated, launcher, full_launcher)
+    for option, text in zip(("--full", "--accumulated", "--launcher", "--full-launcher"), texts, strict=True):
         try:
             parts.append(words(text or "", option))
         except SpecError as error:
             problems += error.problems
             parts.append(())
+        if text is not None and not text.strip() and "launcher" in option:
+            problems.append(f'{option} is empty; write a command, such as {option} "torchrun --nproc-per-node 2"')
     settings = _settings(full_script, pairs, problems)
     return Request(
         script=module or script or "",
@@ -208,6 +220,9 @@ def _request(
         seed=None if seed is None else _whole("--seed", seed, problems, 0),
         keep=keep,
         ranks=None if ranks is None else _whole("--ranks", ranks, problems, 2),
+        full_ranks=None if full_ranks is None else _whole("--full-ranks", full_ranks, problems, 2),
+        launcher=parts[2],
+        full_launcher=parts[3],
         in_place=in_place,
         tail=tail,
         problems=tuple(problems),

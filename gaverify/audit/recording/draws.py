@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -77,8 +77,8 @@ class DealtDraws:
     batch's j-th, counted among forwards of the same model in the same mode.
     """
 
-    def __init__(self, source: Path) -> None:
-        self._source = source
+    def __init__(self, sources: Sequence[Path]) -> None:
+        self._sources = sources
         self._update = 0
         self._entries: list[tuple[Shapes, DrawRecord]] = []
         self._places: dict[Key, list[int]] = {}
@@ -93,15 +93,17 @@ class DealtDraws:
         """Turns to the draws of update number `update`."""
         self.close()
         self._update, self._seen, self._starts = update, {}, {}
-        path = self._source / f"draws-{update}.pt"
-        entries = torch.load(path, weights_only=False) if path.exists() else []
+        paths = [source / f"draws-{update}.pt" for source in self._sources]
+        drawn = [path for path in paths if path.exists()]
+        entries = [entry for path in drawn for entry in torch.load(path, weights_only=False)]
         self._places = {}
         for entry in entries:
             draws = [Draw(**{**draw, "value": unpacked(draw["value"])}) for draw in entry["draws"]]
             self._places.setdefault(entry["key"], []).append(len(self._entries))
             self._entries.append((entry["shapes"], DrawRecord(draws)))
         if entries:
-            self._matcher = Matcher(torch.load(self._source / f"rows-{update}.pt", weights_only=True))
+            rows = [torch.load(path.with_name(f"rows-{update}.pt"), weights_only=True) for path in drawn]
+            self._matcher = Matcher([prints for run in rows for prints in run])
 
     def close(self) -> None:
         """Adds up what came of dealing."""
@@ -157,7 +159,7 @@ class Draws:
         self._replayed = job.replay  # what is drawn outside the forwards is dealt out as well
         self._held = job.role == "frozen"  # all its steps belong to the full batch's first update
         dealt = job.source is not None and job.role in ("accumulated", "frozen")
-        self._dealt = DealtDraws(Path(job.source or ".")) if dealt else None
+        self._dealt = DealtDraws([Path(source) for source in job.sources]) if dealt else None
         self._outside: list[bytes] | None = None  # the generators at the end of the last forward
         self._handlers: list[Recorder | Dealer] = []  # of the window's forwards
         self._handler: Recorder | Dealer | None = None

@@ -74,6 +74,14 @@ def shards_of(parameters: list[torch.Tensor]) -> dict[int, tuple[int, ...]]:
     }
 
 
+def place_in_group() -> tuple[int, int]:
+    """Returns this process's rank and how many train together: (0, 1) where no process group was initialised."""
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized():
+        return 0, 1
+    return distributed.get_rank(), distributed.get_world_size()
+
+
 def leave_together(meeting: Path, rank: int, ranks: int) -> None:
     """Waits until every rank is as far: who leaves first cuts the others' collectives off.
 

@@ -17,6 +17,7 @@ from torch import nn
 from gaverify.audit.recording.control import shrunk
 from gaverify.audit.recording.names import OutOfSight
 from gaverify.audit.recording.places import user_place
+from gaverify.audit.recording.ranks import place_in_group
 from gaverify.audit.recording.reach import ends_in_parameters
 from gaverify.audit.recording.rows import input_rows, input_shapes
 from gaverify.audit.recording.session import Session
@@ -270,7 +271,7 @@ class Recorder(Session):
             entry = self.watch.of(index)
             entry.steps += 1
             self._event("step", place, optimizer=index, inside=self._in_backward, by_hand=index in seen.changed)
-            self.ranks = max(self.ranks, _world_size())
+            self.rank, self.ranks = max((self.rank, self.ranks), place_in_group(), key=lambda place: place[1])
             self._capture(entry)
             if lead:
                 self._lead.lend(entry)
@@ -289,11 +290,3 @@ class Recorder(Session):
         stored = self.job.role not in ("events", "frozen") and self._update.number <= max(self.job.updates, 1)
         self._update.capture(entry, forwards, self.storage if stored else None)
         entry.pending, entry.increments, entry.forwards, entry.summed = 0, [], set(), None
-
-
-def _world_size() -> int:
-    """How many processes train together."""
-    distributed = torch.distributed
-    if not distributed.is_available() or not distributed.is_initialized():
-        return 1
-    return distributed.get_world_size()

@@ -56,8 +56,9 @@ class Session:
         self._numbers = {"forward": 0, "backward": 0}
         self._used: set[int] = set()  # backward passes that a step has used
         self.left_out: dict[str, int] = {}
-        self.ranks = 1
-        self._own = OwnGradients() if job.ranks > 1 else None
+        self.rank, self.ranks = 0, 1
+        self._closed = False
+        self._own = OwnGradients() if job.ranked else None
         self._held = Held() if job.role == "frozen" else None
         self._draws = Draws(job, storage.folder)
         if job.math_kernels:
@@ -77,22 +78,29 @@ class Session:
         return bool(why)
 
     def finish(self, reason: Ending, status: int, code: str = "") -> None:
-        """Writes everything and ends the process.
+        """Writes everything and ends the process; one that failed waits for no other rank.
 
         Args:
             reason: Why it ends.
             status: Its exit status.
             code: What the script gave `sys.exit`, as Python writes it.
         """
+        with self._lock:
+            self.close(reason, code)
+            if self.job.meeting is not None and not status:
+                leave_together(self.job.meeting, self.rank, self.ranks)
+            leave(status)
+
+    def close(self, reason: Ending, code: str = "") -> None:
+        """Writes everything, once; nothing is recorded any more."""
         with self._work():
+            if self._closed:
+                return
+            self._closed = True
             self._changes.settle()
             self._close_update()
             self._event("end", reason=reason.value)
-            self._busy = True
             self.storage.finish({**self._meta(reason), "status": code})
-            if self.job.meeting is not None:
-                leave_together(self.job.meeting, self.job.rank, self.job.ranks)
-        leave(status)
 
     @contextmanager
     def _work(self) -> Iterator[None]:
@@ -105,7 +113,7 @@ class Session:
             except Exception as error:
                 self.storage.give_up(error)
             finally:
-                self._busy = before
+                self._busy = before or self._closed
 
     def _begin(self) -> None:
         """A new forward or backward: what was done after the last step is over."""
@@ -140,6 +148,7 @@ class Session:
             **self._draws.summary(),
             "reason": reason.value,
             "left_out": self.left_out,
+            "rank": self.rank,
             "ranks": self.ranks,
             "shards": [shards_of(self.watch.parameters(index)) for index in range(len(self.watch))],
             "updates": self._update.number - 1,

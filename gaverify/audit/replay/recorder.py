@@ -75,11 +75,11 @@ class ReplayingRecorder(Recorder):
         if not self.off:
             self._loop.after_step()
 
-    def finish(self, reason: Ending, status: int, code: str = "") -> None:
-        """Writes everything and ends the process."""
+    def close(self, reason: Ending, code: str = "") -> None:
+        """Writes everything, once; nothing is recorded any more."""
         with self._work():
             self._loop.close()
-        super().finish(reason, status, code)
+        super().close(reason, code)
 
     def _meta(self, reason: Ending) -> dict[str, Any]:
         meta = super()._meta(reason)
