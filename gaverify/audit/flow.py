@@ -170,6 +170,7 @@ class _Audit:
             working_unit(full),
             full_ledger=ledger_of(full.events),
             ranks=max(full.meta["ranks"], accumulated.meta["ranks"]),
+            full_ranks=full.meta["ranks"] if self._request.ranked else 1,
             dealt=full.meta["draws"] if accumulated.meta["dealt"] else 0,
             unaligned=accumulated.meta["unaligned"],
             numbers=tuple(int(word) for argument in self._request.accumulated for word in _NUMBER.findall(argument)),

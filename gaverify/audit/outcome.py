@@ -119,7 +119,16 @@ def _decided(request: Request, record: Record, findings: tuple[Finding, ...]) ->
         return Outcome.INCONCLUSIVE, f"{_compared(record)}suspected, but not shown by any control: {codes}"
     if not record.updates:
         return Outcome.INCONCLUSIVE, "nothing was compared: the runs have no update in common"
-    return Outcome.EQUIVALENT, _compared(record).rstrip("; ") + _fewer(request, record) + record.epochs
+    return Outcome.EQUIVALENT, _compared(record).rstrip("; ") + _fewer(request, record) + _hidden(
+        record
+    ) + record.epochs
+
+
+def _hidden(record: Record) -> str:
+    """What cannot show where both runs trained in several processes; empty where one did."""
+    if record.full_ranks < 2:
+        return ""
+    return f"; both runs trained in {record.full_ranks} ranks, so that faults of ranks cannot show"
 
 
 def _short(record: Record) -> str:

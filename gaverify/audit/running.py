@@ -81,8 +81,19 @@ class Runner:
         )  # type: ignore[arg-type]
 
     def full(self, **options: Any) -> Run:
-        """Makes the full-batch run; `options` are fields of `Job`."""
-        return self.runs(self.jobs("full", **options))[0]
+        """Makes the full-batch run; `options` are fields of `Job`.
+
+        Raises:
+            ProblemError: It failed, or trained in several processes without being asked to.
+        """
+        (full,) = self.runs(self.jobs("full", **options))
+        if self.request.launcher and not self.request.full_launcher and full.meta["ranks"] > 1:
+            raise ProblemError(
+                f"the full-batch run trained in {full.meta['ranks']} processes: what goes wrong between them would be "
+                'in both runs; give it arguments for one process, such as --full "--devices 1", or --full-launcher if the '
+                "script seeds by rank"
+            )
+        return full
 
     def runs(self, *groups: list[Job]) -> list[Run]:
         """Makes runs side by side, each given by the jobs of its ranks, and returns what they recorded.

@@ -123,6 +123,7 @@ class Record:
         ranks: Processes that train together.
         together: What all of them did, where the audit saw all; None where it saw one.
         rank_windows: The windows of ranks 1, 2, … of the accumulated run, where the audit saw all.
+        full_ranks: Processes that trained together in the full-batch run, as far as the audit saw them.
         epochs: What was seen of an epoch's end, for the verdict; empty where nothing is to be said.
     """
 
@@ -140,6 +141,7 @@ class Record:
     ranks: int = 1
     together: RankFacts | None = None
     rank_windows: tuple[tuple[Window, ...], ...] = ()
+    full_ranks: int = 1
     epochs: str = ""
 
     @property

@@ -1,0 +1,124 @@
+"""How the recorder enters the processes of a launcher, and what it reads from the folders that they leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gaverify.audit.launch import entering, program
+from gaverify.audit.members import ended_early, failed_first, folder_for, is_whole, ranks_of
+from gaverify.audit.request import Request
+from gaverify.errors import SpecError
+
+HIDDEN = "import sys\nsys.hidden_one_ran = True\n"
+SEEN = """
+import os, subprocess, sys
+print(getattr(sys, "hidden_one_ran", False), os.environ.get("PYTHONPATH"), "GAVERIFY_AUDIT_JOB" in os.environ)
+print(any("entrance" in folder for folder in sys.path))
+"""
+STARTED = f"""
+import multiprocessing, os, subprocess, sys
+code = {SEEN!r} + "print(type(sys.meta_path[0]).__name__)"
+subprocess.run([sys.executable, "-c", code], check=True)
+subprocess.run([sys.executable, "-c", code], check=True, env=dict(os.environ))
+sys.stdout.flush()
+os.system(f"{{sys.executable}} -c '{{code}}'")
+"""
+
+
+def _printed(code: str, folder: Path) -> list[str]:
+    """What a Python prints that was started as a launcher is."""
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    environment |= entering(folder / "no-job.json", environment)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment, cwd=folder
+    )
+    return done.stdout.splitlines()
+
+
+@pytest.fixture
+def hidden(tmp_path: Path) -> Path:
+    (tmp_path / "sitecustomize.py").write_text(HIDDEN, encoding="utf-8")
+    return tmp_path
+
+
+def test_the_script_sees_its_own_environment_and_its_own_sitecustomize(hidden: Path) -> None:
+    assert _printed(SEEN, hidden) == [f"True {hidden} False", "False"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="os.system with a shell's quotes")
+def test_children_are_entered_however_they_are_started(hidden: Path) -> None:
+    """With the environment of this process, with a copy of what the script sees, and through a shell."""
+    one = [f"True {hidden} False", "False", "_After"]
+    assert _printed(STARTED, hidden) == one * 3
+
+
+def test_without_the_variable_nothing_is_recorded(hidden: Path) -> None:
+    """A PYTHONPATH that somebody kept must not break a later Python."""
+    environment = {**os.environ, **entering(hidden, {})}
+    del environment["GAVERIFY_AUDIT_JOB"]
+    code = "import sys; print([type(finder).__name__ for finder in sys.meta_path if not isinstance(finder, type)])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert "_After" not in done.stdout
+
+
+def _process(run: Path, process: int, rank: int, ranks: int, updates: int = 2) -> Path:
+    folder = folder_for(run, process)
+    meta = {"rank": rank, "ranks": ranks, "updates": updates}
+    (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+    return folder
+
+
+def test_ranks_are_found_whatever_else_trained(tmp_path: Path) -> None:
+    one, zero = _process(tmp_path, 11, 1, 2), _process(tmp_path, 12, 0, 2)
+    _process(tmp_path, 13, 0, 1)  # a tokenizer, trained by the parent
+    folder_for(tmp_path, 14)  # the launcher's agent
+    assert ranks_of(tmp_path) == [zero, one]
+    assert is_whole(tmp_path) and ended_early(tmp_path) == []
+
+
+def test_a_run_that_lacks_a_rank_is_not_whole(tmp_path: Path) -> None:
+    _process(tmp_path, 11, 1, 2, updates=1)
+    assert not is_whole(tmp_path)
+    assert ended_early(tmp_path) == [(1, 1)]
+
+
+def test_the_first_failure_is_found(tmp_path: Path) -> None:
+    victim, culprit = folder_for(tmp_path, 11), folder_for(tmp_path, 12)
+    for at, folder in ((200, victim), (100, culprit)):
+        (folder / "error.txt").write_text("ValueError: x\n", encoding="utf-8")
+        os.utime(folder / "error.txt", (at, at))
+    assert failed_first(tmp_path) == culprit
+
+
+def test_a_run_without_a_launcher_is_its_own_process(tmp_path: Path) -> None:
+    assert ranks_of(tmp_path) == [] and not is_whole(tmp_path)
+    (tmp_path / "meta.json").write_text('{"rank": 1, "ranks": 2, "updates": 2}', encoding="utf-8")
+    assert ranks_of(tmp_path) == [tmp_path] and is_whole(tmp_path)
+
+
+def test_python_is_the_one_that_runs_gaverify() -> None:
+    assert program("python") == sys.executable
+    with pytest.raises(SpecError, match="no program `no-such-launcher`"):
+        program("no-such-launcher")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"launcher": ("python",), "ranks": 2}, "leave one out"),
+        ({"full_launcher": ("python",)}, "--full-launcher stands beside --launcher"),
+        ({"full_ranks": 2}, "write --ranks 2 beside it"),
+        ({"ranks": 2, "full_ranks": 3}, "write --ranks 3 beside it"),
+        ({"launcher": ("no-such-launcher", "-n", "2")}, "no program `no-such-launcher`"),
+        ({"launcher": ("python",), "events_only": True}, "leave out --events-only"),
+    ],
+)
+def test_requests_that_make_no_sense(options: dict[str, object], words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        Request(__file__, ("--a",), ("--b",), **options).check()  # type: ignore[arg-type]
