@@ -90,8 +90,8 @@ class Runner:
         if self.request.launcher and not self.request.full_launcher and full.meta["ranks"] > 1:
             raise ProblemError(
                 f"the full-batch run trained in {full.meta['ranks']} processes: what goes wrong between them would be "
-                'in both runs; give it arguments for one process, such as --full "--devices 1", or --full-launcher if the '
-                "script seeds by rank"
+                'in both runs; give it arguments for one process, such as --full "--devices 1", or --full-launcher if '
+                "the script seeds by rank"
             )
         return full
 
