@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from gaverify.amounts import count_text
 from gaverify.errors import GaverifyError, text_of
 from gaverify.passes.devices import available_devices, counts_memory, widest
 from gaverify.records.comparison import Outcome
@@ -68,7 +69,7 @@ def versions() -> Iterator[Line]:
     """Yields what is installed."""
     yield "gaverify", __version__, None
     yield "Python", f"{platform.python_version()} on {platform.platform()}", None
-    yield "torch", f"{torch.__version__}, {torch.get_num_threads()} threads, {_instructions()}", None
+    yield "torch", f"{torch.__version__}, {count_text(torch.get_num_threads(), "thread")}, {_instructions()}", None
     for package, use in (
         ("transformers", "the built-in gpt2, models by folder or name"),
         ("numpy", "arrays in batches"),

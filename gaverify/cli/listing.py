@@ -22,11 +22,10 @@ def models() -> int:
     if console.width < NARROW:
         layout = Layout(width=console.width)
         for entry in entries:
-            click.echo(f"{entry.name}: {_cell(entry.parameters)} parameters")
-            for heading in ("batch", "loss", "expect"):
-                click.echo(
-                    plain(layout.wrap(_cell(getattr(entry, heading)), first=f"  {heading}", indent=10)), nl=False
-                )
+            click.echo(entry.name)
+            for heading in ("parameters", "batch", "loss", "expect"):
+                lines = layout.wrap(_cell(getattr(entry, heading)), first=f"  {heading}", indent=14)
+                click.echo(plain(lines), nl=False)
     else:
         _print_table(console, entries)
     click.echo("\nRun one with `gaverify run --model NAME --steps K`.")

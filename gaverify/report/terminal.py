@@ -12,8 +12,8 @@ from gaverify.report.text.layout import Layout, Line, plain
 _WIDEST = 140
 """Longer lines are hard to follow with the eye."""
 
-_NARROWEST = 60
-"""The numbers of a table need so many columns; below it the terminal wraps them."""
+_NARROWEST = 40
+"""Below it the words of a sentence no longer fit beside their label; the terminal wraps the lines."""
 
 
 def layout_for(stream: IO[str]) -> Layout:

@@ -19,6 +19,10 @@ STYLES = {Outcome.EQUIVALENT: "green", Outcome.DIVERGENT: "bold red", Outcome.IN
 
 _HEADER = ("parameter", "shape", "‖full‖", "rel. diff", "allowed", "verdict")
 _GAP = "  "
+_SHORTEST = 9
+"""Cells that a name gets at least: where they are not left, columns are left out instead."""
+_LEFT_OUT = (0, 0, 1)
+"""Columns behind the name that a narrow terminal goes without, one after the other: shape, ‖full‖, allowed."""
 
 
 def table_lines(parameters: Iterable[ParameterComparison], layout: Layout, show_all: bool) -> list[Line]:
@@ -54,10 +58,14 @@ def _rows(rows: Sequence[ParameterComparison], layout: Layout) -> list[Line]:
     body = [[layout.text(cell) for cell in _cells(row)] for row in rows]
     table = [[layout.text(cell) for cell in _HEADER], *body]
     rest = columns([row[1:] for row in table], right=(1, 2, 3))
-    taken = sum(cells(cell) + len(_GAP) for cell in rest[0]) + len(_GAP)
+    taken = _taken(rest)
+    for at in _LEFT_OUT:
+        if taken + _SHORTEST > layout.width:
+            rest = [[*row[:at], *row[at + 1 :]] for row in rest]
+            taken = _taken(rest)
     widest = max(cells(row[0]) for row in table)
     wide = _worst_column(rows, layout, layout.width - taken - widest - len(_GAP))
-    room = widest if wide else max(min(widest, layout.width - taken), 9)
+    room = widest if wide else max(min(widest, layout.width - taken), _SHORTEST)
     names = [layout.shorten(row[0], room) for row in table]
     alike = {name for name, count in Counter(names).items() if count > 1}
     lines: list[Line] = []
@@ -74,6 +82,11 @@ def _rows(rows: Sequence[ParameterComparison], layout: Layout) -> list[Line]:
         if at:
             lines += _below(rows[at - 1], rows[at - 1].reason, layout, head="")
     return lines
+
+
+def _taken(rest: Sequence[Sequence[str]]) -> int:
+    """The cells of a line that are not the name's."""
+    return sum(cells(cell) + len(_GAP) for cell in rest[0]) + len(_GAP)
 
 
 def _cells(row: ParameterComparison) -> tuple[str, ...]:

@@ -68,14 +68,20 @@ def test_whole_output_on_a_wide_terminal(snapshot, monkeypatch: pytest.MonkeyPat
     assert printed(samples.divergent()) == snapshot
 
 
-@pytest.mark.parametrize("width", [60, 72, 80, 100, 140])
+@pytest.mark.parametrize("width", [40, 60, 72, 80, 100, 140])
 @pytest.mark.parametrize("sample", samples.EVERY)
 def test_nothing_is_wider_than_the_terminal(sample, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    table = 82 if sample is samples.traced else 75  # what the numbers alone need
-    assert max(cells(line) for line in printed(sample(), show_all=True).splitlines()) <= max(
-        width, table * (width < 80)
-    )
+    trace = 82 if sample is samples.traced else 0  # what its numbers alone need
+    assert max(cells(line) for line in printed(sample(), show_all=True).splitlines()) <= max(width, trace)
+
+
+def test_a_narrow_terminal_goes_without_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    narrow = printed(samples.divergent(), show_all=True)
+    assert re.search(r"parameter +rel. diff +verdict\n", narrow) and "0.weight" in narrow and "32×16" not in narrow
+    monkeypatch.setenv("COLUMNS", "60")
+    assert re.search(r"parameter +shape +‖full‖ +rel. diff +allowed +verdict", printed(samples.divergent()))
 
 
 def test_a_fault_is_shown_and_its_absence_is_not() -> None:
