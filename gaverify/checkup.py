@@ -69,7 +69,7 @@ def versions() -> Iterator[Line]:
     """Yields what is installed."""
     yield "gaverify", __version__, None
     yield "Python", f"{platform.python_version()} on {platform.platform()}", None
-    yield "torch", f"{torch.__version__}, {count_text(torch.get_num_threads(), "thread")}, {_instructions()}", None
+    yield "torch", f"{torch.__version__}, {count_text(torch.get_num_threads(), 'thread')}, {_instructions()}", None
     for package, use in (
         ("transformers", "the built-in gpt2, models by folder or name"),
         ("numpy", "arrays in batches"),
