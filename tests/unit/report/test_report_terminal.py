@@ -80,7 +80,7 @@ def test_a_narrow_terminal_goes_without_columns(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("COLUMNS", "40")
     narrow = printed(samples.divergent(), show_all=True)
     assert re.search(r"parameter +rel. diff +verdict\n", narrow) and "0.weight" in narrow and "32×16" not in narrow
-    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("COLUMNS", "72")
     assert re.search(r"parameter +shape +‖full‖ +rel. diff +allowed +verdict", printed(samples.divergent()))
 
 
