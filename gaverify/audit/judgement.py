@@ -24,6 +24,7 @@ from gaverify.errors import ProblemError
 from gaverify.passes.precision import unit_roundoff
 from gaverify.records.audit import RowCheck, UpdateComparison
 from gaverify.records.comparison import Outcome, ParameterComparison
+from gaverify.records.partners import Foreign, foreign_passes, partners_of, reached_by
 from gaverify.records.rounds import Round, common_rounds, numbered, rounds_of
 from gaverify.records.stages import Clip, Stage
 from gaverify.records.windows import Window, windows_of
@@ -75,8 +76,12 @@ def _compared(
 ) -> UpdateComparison:
     unit = working_unit(runs.full)
     full, accumulated = runs.full.samples(round_), runs.accumulated.samples(round_)
-    data = _data(runs.full, full, runs.accumulated, accumulated)
     fit = fit_of(full, accumulated)
+    foreign = _foreign(runs, full, accumulated, window)
+    data = _data(runs.full, full, runs.accumulated, accumulated)
+    if foreign is not None and window is not None and not data.same:
+        own = runs.accumulated.rows_behind(reached_by(window, foreign.passes))
+        data = check_rows(runs.full.rows_of(full, reached=True), own)
     terms = terms_of(accumulated, fit)
     used = compare_gradients(runs, round_, unit, terms, summed=False)
     summed = used
@@ -106,7 +111,17 @@ def _compared(
         clips=clips,
         clips_full=clips_full,
         settings=setting_differences(full, accumulated) if judged else (),
+        foreign=foreign,
+        partners=partners_of(runs.full.events, runs.accumulated.events, (whole, window), runs.accumulated.trained),
     )
+
+
+def _foreign(runs: Runs, full: Samples, accumulated: Samples, window: Window | None) -> Foreign | None:
+    """The first of the optimizers that step whose gradient holds backward passes of another one's loss."""
+    if len(runs.accumulated.meta["optimizers"]) < 2:
+        return None
+    found = (foreign_passes(window, at, fit_of(full, accumulated, only=at)) for at in accumulated.steps)
+    return next((foreign for foreign in found if foreign is not None), None)
 
 
 def _deciding(full: Samples, used: Rows, summed: Rows, clips: tuple[Clip, ...]) -> tuple[Stage, bool]:

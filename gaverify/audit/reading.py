@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -88,6 +88,27 @@ class Run:
         if not reached:
             return [row for update in sorted(samples.updates) for row in self.rows(update)]
         return [self.rows(update)[position] for update, position in samples.forwards]
+
+    def rows_behind(self, forwards: Sequence[Event]) -> list[dict[str, Any]]:
+        """Returns the fingerprints of the rows of some forwards."""
+        counts: dict[int, int] = {}
+        places: dict[int, tuple[int, int]] = {}
+        for event in self.events:
+            if event.kind == "forward":
+                counts[event.update] = counts.get(event.update, 0) + 1
+                places[event.values["number"]] = event.update, counts[event.update] - 1
+        found = [places[event.values["number"]] for event in forwards]
+        return [self.rows(update)[position] for update, position in found]
+
+    @property
+    def trained(self) -> dict[int, frozenset[int]]:
+        """The numbers of the models that each optimizer trains."""
+        models: dict[int, set[int]] = {}
+        for (optimizer, _), (key, _) in self.parameters.items():
+            model = key.partition(":")[0]
+            if model.isdecimal():
+                models.setdefault(optimizer, set()).add(int(model))
+        return {optimizer: frozenset(numbers) for optimizer, numbers in models.items()}
 
     @cached_property
     def disk_bytes(self) -> int:

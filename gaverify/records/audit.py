@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from gaverify.records.comparison import Outcome, ParameterComparison
 from gaverify.records.events import Event
+from gaverify.records.partners import Foreign, Partner
 from gaverify.records.ranks import RankFacts
 from gaverify.records.stages import Clip, SettingDifference, Stage, StageComparison
 from gaverify.records.totals import relative_total, resolution_of
@@ -47,6 +48,8 @@ class UpdateComparison:
     was more than rounding. `parameters`, `outcome` and `fit` are those of the stage that `decided`; `unclear` says that
     both runs changed their sums by hand, which hides what is right. `clips` are those after the last backward pass.
     `step_takes_factor`: a control showed that the step takes out the factor of the gradient, so that the weights agree.
+    `foreign`: backward passes that an optimizer's step uses although they are another's alone; `partners`: other
+    optimizers whose models its loss met after another number of steps.
     """
 
     number: int
@@ -73,12 +76,19 @@ class UpdateComparison:
     clips_full: tuple[Clip, ...] = ()
     settings: tuple[SettingDifference, ...] = ()
     step_takes_factor: bool = False
+    foreign: Foreign | None = None
+    partners: tuple[Partner, ...] = ()
+
+    @property
+    def differs(self) -> bool:
+        """Whether the gradients differ where a difference means something."""
+        return self.judged and self.outcome is Outcome.DIVERGENT
 
     @property
     def other_step(self) -> bool:
         """Whether the gradients differ, and the step makes something else of the same gradients as well."""
         changed = any(stage.stage is Stage.CHANGE and stage.outcome is Outcome.DIVERGENT for stage in self.stages)
-        return self.judged and self.outcome is Outcome.DIVERGENT and changed
+        return self.differs and changed
 
     @property
     def largest(self) -> ParameterComparison | None:
@@ -230,4 +240,4 @@ class Record:
     @property
     def divergent(self) -> UpdateComparison | None:
         """The first update that differs where a difference means something."""
-        return next((update for update in self.updates if update.judged and update.outcome is Outcome.DIVERGENT), None)
+        return next((update for update in self.updates if update.differs), None)

@@ -16,6 +16,7 @@ from gaverify.rules import (
     clip_per_micro_batch,
     cross_sample_operation,
     empty_micro_batch,
+    foreign_gradients,
     gather_without_gradient,
     gradients_cleared_inside_window,
     gradients_not_cleared,
@@ -25,6 +26,7 @@ from gaverify.rules import (
     mean_over_ranks,
     missing_gradient,
     non_finite_gradient,
+    partner_at_other_weights,
     ranks_hold_different_gradients,
     scaler_per_micro_batch,
     scheduler_per_micro_batch,
@@ -54,6 +56,8 @@ EVENTS = (
     scheduler_per_micro_batch,
     scaler_per_micro_batch,
     step_settings_differ,
+    foreign_gradients,
+    partner_at_other_weights,
 )
 """Rules about the order of a script's calls: they need the windows of an audit."""
 
@@ -95,7 +99,7 @@ def findings_for(facts: Facts) -> tuple[Finding, ...]:
 def _gradients_changed(facts: Facts, found: list[Finding]) -> bool:
     """Whether the gradients of the first differing update are no weighted sum of its micro-batches' any more."""
     faults = {finding.code for finding in found if finding.severity == "fault"}
-    changed = {clip_per_micro_batch.RULE.code, scaler_per_micro_batch.RULE.code}
+    changed = {clip_per_micro_batch.RULE.code, foreign_gradients.RULE.code, scaler_per_micro_batch.RULE.code}
     if facts.loop is not None:  # weights of micro-batches say nothing where it is the ranks' that are wrong
         changed |= {rule.RULE.code for rule in RANKS}
     if (facts.compared.update or 1) > 1:  # the first window has nothing of an earlier one

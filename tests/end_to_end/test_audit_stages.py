@@ -51,6 +51,12 @@ class TestSeveralOptimizers:
         result = audit("loops_partners.py", common=f"--loop {loop}", options=("--updates", "4"))
         assert (result.code, result.outcome, result.faults) == (0, "equivalent", set()), str(result)
 
+    def test_networks_that_are_trained_at_once_are_named_as_that(self) -> None:
+        """S03: the generator's passes are in the critic's gradients, and it meets the critic before its step."""
+        result = audit("loops_partners.py", common="--loop against_at_once", options=("--updates", "4"))
+        assert (result.code, result.faults) == (1, {"GAV610", "GAV611"}), str(result)
+        assert result.line("GAV610") == result.line("GAV611") == marked("loops_partners.py", "pollutes"), str(result)
+
     def test_undivided_losses_are_a_wrong_scale_and_no_early_step(self) -> None:
         result = audit("loops_partners.py", common="--loop interleaved --undivided", options=("--updates", "4"))
         assert (result.code, result.faults) == (1, {"GAV201"}), str(result)

@@ -84,8 +84,8 @@ def against_at_once(args):
         generator_loss(generator, critic, noise, args).backward()  # here: pollutes
         if last:
             if args.accum > 1:
-                step_critic.step()  # here: polluted
-            step_generator.step()  # here: meets
+                step_critic.step()
+            step_generator.step()
 
 
 def critic_loss(critic, fake, real, args):

@@ -50,6 +50,8 @@ CATALOGUE = {
     "GAV607": "scheduler-per-micro-batch",
     "GAV608": "scaler-per-micro-batch",
     "GAV609": "step-settings-differ",
+    "GAV610": "foreign-gradients",
+    "GAV611": "partner-at-other-weights",
     "GAV701": "ranks-hold-different-gradients",
     "GAV703": "mean-over-ranks",
     "GAV704": "wrong-rank-scale",

@@ -1,0 +1,105 @@
+"""Networks that train against one another: whose gradients a step uses, and which partner its loss met.
+
+Pure functions over frozen events and fits; no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gaverify.records.events import Event
+from gaverify.records.weights import WeightFit
+from gaverify.records.windows import Window
+
+_NOTHING = 1e-3  # a backward pass with less than this share of the largest weight does not belong to the gradient
+_FITS = 1e-3  # a fit that leaves more over tells no weights
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """Backward passes of a window, from 0, that do not belong to an optimizer's gradient; what is left without them."""
+
+    optimizer: int
+    passes: tuple[int, ...]
+    residual: float
+
+
+@dataclass(frozen=True)
+class Partner:
+    """Another optimizer, and how many steps it had made when an update's loss was computed, in each run."""
+
+    optimizer: int
+    full: int
+    accumulated: int
+
+
+def foreign_passes(window: Window | None, optimizer: int, fit: WeightFit | None) -> Foreign | None:
+    """Returns the backward passes that an optimizer's step uses although they are others' alone; None where none is.
+
+    They reach other optimizers' parameters as well, and the full-batch gradient is the sum of the remaining ones.
+
+    Args:
+        window: Of the step.
+        optimizer: The optimizer.
+        fit: Of its gradient alone.
+    """
+    passes = window.of("backward") if window is not None else ()
+    if fit is None or len(fit.weights) != len(passes) or not passes or not fit.residual < _FITS:
+        return None
+    most, used = max(map(abs, fit.weights)), max(map(abs, fit.used))
+    found = tuple(
+        at
+        for at, event in enumerate(passes)
+        if abs(fit.weights[at]) < _NOTHING * most
+        and abs(fit.used[at]) > _NOTHING * used
+        and {optimizer} < set(event.touched)
+    )
+    return Foreign(optimizer, found, fit.residual) if found else None
+
+
+def reached_by(window: Window, without: Sequence[int] = ()) -> tuple[Event, ...]:
+    """Returns the forwards that a window's backward passes reach, without those of some passes."""
+    passes = [event for at, event in enumerate(window.of("backward")) if at not in without]
+    numbers = {number for event in passes for number in event.values.get("forwards", ())}
+    return tuple(event for event in window.of("forward") if event.values.get("number") in numbers)
+
+
+def partners_of(
+    full: Sequence[Event],
+    accumulated: Sequence[Event],
+    windows: tuple[Window | None, Window | None],
+    models: Mapping[int, frozenset[int]],
+) -> tuple[Partner, ...]:
+    """Returns the optimizers that had made another number of steps when a window's loss ran through their models.
+
+    Args:
+        full: The events of the full-batch run.
+        accumulated: Those of the accumulated run.
+        windows: The window in each run.
+        models: The numbers of the models that each optimizer trains.
+    """
+    whole, part = windows
+    if whole is None or part is None:
+        return ()
+    forwards = reached_by(whole), reached_by(part)
+    if not all(forwards):
+        return ()
+    seen = {event.values["model"] for event in forwards[1]}
+    found = []
+    for optimizer, trained in models.items():
+        if optimizer in part.optimizers or not trained & seen:
+            continue
+        met = _steps_before(full, optimizer, forwards[0][0]), _steps_before(accumulated, optimizer, forwards[1][0])
+        if met[0] != met[1]:
+            found.append(Partner(optimizer, *met))
+    return tuple(found)
+
+
+def _steps_before(events: Sequence[Event], optimizer: int, forward: Event) -> int:
+    count = 0
+    for event in events:
+        if event is forward:
+            break
+        count += event.kind == "step" and event.values["optimizer"] == optimizer
+    return count

@@ -1,0 +1,73 @@
+"""Whose gradients a step uses, and which partner a loss met: loops of two networks, as events."""
+
+from __future__ import annotations
+
+import pytest
+
+from gaverify.records.events import Event
+from gaverify.records.partners import Foreign, Partner, foreign_passes, partners_of, reached_by
+from gaverify.records.rounds import common_rounds, numbered
+from gaverify.records.weights import WeightFit
+from gaverify.records.windows import Window, windows_of
+
+CRITIC, GENERATOR = 0, 1
+MODELS = {CRITIC: frozenset({0}), GENERATOR: frozenset({1})}
+
+
+def loop(text: str) -> list[Event]:
+    """`C` the critic's pass, `G` the generator's through the critic, `c` and `g` their steps."""
+    events: list[Event] = []
+    update, stepped, number = 1, False, 0
+    for letter in text.replace(" ", ""):
+        if letter in "CG":
+            update, stepped = update + stepped, False
+            models = [0] if letter == "C" else [1, 0]
+            for model in models:
+                number += 1
+                events.append(Event("forward", update, values={"rows": 2, "model": model, "number": number}))
+            numbers = list(range(number - len(models) + 1, number + 1))
+            touched = [CRITIC] if letter == "C" else [CRITIC, GENERATOR]
+            events.append(Event("backward", update, values={"touched": touched, "forwards": numbers}))
+        else:
+            events.append(Event("step", update, values={"optimizer": "cg".index(letter), "inside": False}))
+            stepped = True
+    return events
+
+
+def fit(*right: float, residual: float = 1e-7) -> WeightFit:
+    return WeightFit(right, residual, True, used=(1.0,) * len(right))
+
+
+def windows(full: str, accumulated: str) -> tuple[list[Event], list[Event], dict[int, Window], dict[int, Window]]:
+    both = loop(full), loop(accumulated)
+    numbers = numbered(common_rounds(*both))
+    found = [{window.number: window for window in windows_of(events, numbers)} for events in both]
+    return *both, *found
+
+
+class TestForeignPasses:
+    WINDOW = windows("Cc Gg Cc Gg", "CGCG cg CGCG cg")[3][1]
+
+    def test_passes_without_weight_that_reach_another_optimizer(self) -> None:
+        assert foreign_passes(self.WINDOW, CRITIC, fit(1.0, 0.0, 1.0, 1e-6)) == Foreign(CRITIC, (1, 3), 1e-7)
+
+    @pytest.mark.parametrize("right", [fit(1.0, 1.0, 1.0, 1.0), fit(0.0, 1.0, 0.0, 1.0), fit(1.0, 0.0, residual=0.3)])
+    def test_what_counts_or_is_its_own_is_not_foreign(self, right: WeightFit) -> None:
+        assert foreign_passes(self.WINDOW, CRITIC, right) is None
+
+    def test_the_forwards_of_the_others_are_left(self) -> None:
+        assert [event.values["model"] for event in reached_by(self.WINDOW, (1, 3))] == [0, 0]
+
+
+class TestPartners:
+    def test_a_partner_that_has_stepped_in_one_run_only(self) -> None:
+        full, accumulated, whole, part = windows("Cc Gg Cc Gg", "CGCG cg CGCG cg")
+        assert partners_of(full, accumulated, (whole[2], part[2]), MODELS) == (Partner(CRITIC, 1, 0),)
+
+    def test_the_same_order_in_both_runs(self) -> None:
+        full, accumulated, whole, part = windows("Cc Gg Cc Gg", "CCc GGg CCc GGg")
+        assert partners_of(full, accumulated, (whole[2], part[2]), MODELS) == ()
+
+    def test_a_network_that_the_loss_never_meets_is_no_partner(self) -> None:
+        full, accumulated, whole, part = windows("Gg Cc Gg Cc", "GCGC gc GCGC gc")
+        assert partners_of(full, accumulated, (whole[2], part[2]), MODELS) == ()
