@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import IO
 
 from gaverify.report.files import check_writable, write_whole
 from gaverify.report.formats import FORMATS, format_for, format_named
 from gaverify.report.stories import Answer, Report, story_of
+from gaverify.report.text.layout import Layout, Line
 
 __all__ = [
     "FORMATS",
@@ -75,29 +76,28 @@ def print_answer(answer: Answer, *, show_all: bool = False, file: IO[str] | None
         show_all: Every parameter; else long tables are folded to the ones that are not equivalent.
         file: Default is the present `sys.stdout`.
     """
-    from gaverify.report.terminal import layout_for, write_lines
     from gaverify.report.text.report import answer_lines
 
-    stream = file or sys.stdout
-    layout = layout_for(stream)
-    write_lines(answer_lines(answer, layout, show_all), layout, stream)
+    _print(lambda layout: answer_lines(answer, layout, show_all), file)
 
 
 def print_report(report: Report, file: IO[str] | None = None) -> None:
     """Prints a whole report, as `render(…, "text")` writes it but for colours and width."""
-    from gaverify.report.terminal import layout_for, write_lines
     from gaverify.report.text.report import report_lines
 
-    stream = file or sys.stdout
-    layout = layout_for(stream)
-    write_lines(report_lines(report, layout), layout, stream)
+    _print(lambda layout: report_lines(report, layout), file)
 
 
 def print_summary(answers: Iterable[Answer], errors: Errors = (), file: IO[str] | None = None) -> None:
     """Prints one line per answer, one per (source, message) of `errors`, and the count of each outcome."""
-    from gaverify.report.terminal import layout_for, write_lines
     from gaverify.report.text.summary import summary_lines
+
+    _print(lambda layout: summary_lines([story_of(answer) for answer in answers], tuple(errors), layout), file)
+
+
+def _print(lines: Callable[[Layout], list[Line]], file: IO[str] | None) -> None:
+    from gaverify.report.terminal import layout_for, write_lines
 
     stream = file or sys.stdout
     layout = layout_for(stream)
-    write_lines(summary_lines([story_of(answer) for answer in answers], tuple(errors), layout), layout, stream)
+    write_lines(lines(layout), layout, stream)

@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from gaverify.records.audit_report import AuditReport
 from gaverify.records.comparison import Outcome, ParameterComparison, badness
-from gaverify.records.verdict import Verdict
 from gaverify.report.stories import Answer, Story, story_of
-from gaverify.report.text.audit import audit_facts
 from gaverify.report.text.layout import Layout, Line, columns, pad
-from gaverify.report.text.profile import profile_facts
+from gaverify.report.text.report import facts_of
 from gaverify.report.text.table import STYLES
-from gaverify.report.text.verdict import verdict_facts
 from gaverify.report.text.wording import number
 
 _SHOWN = 20
@@ -54,26 +50,14 @@ def _pair(before: Answer | None, after: Answer | None) -> Comparison:
     sides = (before, after)
     stories = [None if answer is None else story_of(answer) for answer in sides]
     rows = [
-        ("outcome", *(_outcome(story) for story in stories)),
+        ("outcome", *("not in this report" if story is None else story.said for story in stories)),
         ("result", *("-" if story is None else story.sentence for story in stories)),
-        *_differing([dict(_facts(answer)) if answer is not None else {} for answer in sides]),
+        *_differing([dict(facts_of(answer)) if answer is not None else {} for answer in sides]),
         *_findings(stories),
     ]
     parameters, changed = _parameters(stories)
     title = next(story.title for story in reversed(stories) if story is not None)
     return Comparison(title, stories[0], stories[1], tuple((a, b, c) for a, b, c in rows), parameters, changed)
-
-
-def _outcome(story: Story | None) -> str:
-    if story is None:
-        return "not in this report"
-    return f"{story.outcome.value}, accepted" if story.accepted else story.outcome.value
-
-
-def _facts(answer: Answer) -> list[tuple[str, str]]:
-    if isinstance(answer, Verdict):
-        return verdict_facts(answer)
-    return audit_facts(answer) if isinstance(answer, AuditReport) else profile_facts(answer)
 
 
 def _differing(sides: Sequence[dict[str, str]]) -> Iterator[tuple[str, str, str]]:

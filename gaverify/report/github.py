@@ -11,9 +11,7 @@ from gaverify.records.comparison import Outcome
 from gaverify.records.findings import Finding
 from gaverify.report.places import place_of
 from gaverify.report.stories import Report, Story, story_of
-from gaverify.report.text.layout import Layout
-
-_LAYOUT = Layout()
+from gaverify.report.text.layout import clean
 
 
 def annotations_text(report: Report) -> str:
@@ -46,7 +44,7 @@ def _level(finding: Finding, story: Story) -> str:
 def _message(finding: Finding) -> str:
     parts = [f"accepted: {finding.accepted}"] if finding.accepted else []
     parts += [finding.summary, *(f"remedy: {remedy}" for remedy in [finding.remedy] if remedy)]
-    return "\n".join(_LAYOUT.text(part) for part in parts)
+    return "\n".join(clean(part) for part in parts)
 
 
 def _annotation(level: str, title: str, message: str, finding: Finding | None, story: Story) -> str:
@@ -57,7 +55,7 @@ def _annotation(level: str, title: str, message: str, finding: Finding | None, s
 
 def _command(level: str, fields: dict[str, str], message: str) -> str:
     """A workflow command; what would end a field or the line is written as GitHub's runner decodes it."""
-    listed = ",".join(f"{key}={_escaped(_LAYOUT.text(value), True)}" for key, value in fields.items())
+    listed = ",".join(f"{key}={_escaped(clean(value), True)}" for key, value in fields.items())
     return f"::{level} {listed}::{_escaped(message, False)}"
 
 

@@ -15,10 +15,10 @@ from xml.etree import ElementTree
 from gaverify.records.comparison import Outcome, ParameterComparison
 from gaverify.records.profile import Row
 from gaverify.report.stories import Report, Story, Table, row_name, story_of
-from gaverify.report.text.layout import Layout
+from gaverify.report.text.layout import clean
 from gaverify.report.text.wording import number, ordered, percent, shape, worst
 
-_LAYOUT = Layout(width=120)
+# every text is made printable: XML has no way to write most control characters, nor the two noncharacters
 _TAGS = {Outcome.DIVERGENT: "failure", Outcome.INCONCLUSIVE: "skipped"}
 
 
@@ -36,8 +36,8 @@ def junit_text(report: Report) -> str:
     for answer in report.answers:
         root.append(_suite(story_of(answer)))
     for source, message in report.errors:
-        suite = ElementTree.SubElement(root, "testsuite", name=_clean(source))
-        case = ElementTree.SubElement(suite, "testcase", classname=_clean(source), name="verdict", time="0.000")
+        suite = ElementTree.SubElement(root, "testsuite", name=clean(source))
+        case = ElementTree.SubElement(suite, "testcase", classname=clean(source), name="verdict", time="0.000")
         _child(case, "error", "no-verdict", message)
         _count(suite)
     for key in ("tests", "failures", "errors", "skipped"):
@@ -47,18 +47,18 @@ def junit_text(report: Report) -> str:
 
 
 def _suite(story: Story) -> ElementTree.Element:
-    name, seconds = _clean(story.title), f"{story.seconds:.3f}"
+    name, seconds = clean(story.title), f"{story.seconds:.3f}"
     suite = ElementTree.Element("testsuite", name=name, time=seconds)
     case = ElementTree.SubElement(suite, "testcase", classname=name, name="verdict", time=seconds)
     if story.passed:
         if story.remarks:  # an accepted divergence passes, and is named
-            ElementTree.SubElement(case, "system-out").text = "\n".join(map(_clean, [*story.remarks, story.sentence]))
+            ElementTree.SubElement(case, "system-out").text = "\n".join(map(clean, [*story.remarks, story.sentence]))
     elif story.outcome is Outcome.INCONCLUSIVE:
         _child(case, "error", "inconclusive", story.sentence, _told(story))
     else:  # divergent; or equivalent where something else was expected, or with stale entries under `--strict`
         _child(case, "failure", story.outcome.value, story.sentence, _told(story))
     for part in _cases(story):
-        case = ElementTree.SubElement(suite, "testcase", classname=name, name=_clean(part.name), time="0.000")
+        case = ElementTree.SubElement(suite, "testcase", classname=name, name=clean(part.name), time="0.000")
         if part.outcome in _TAGS and not story.passed:
             _child(case, _TAGS[part.outcome], part.outcome.value, part.message, part.text)
     _count(suite)
@@ -105,8 +105,8 @@ def _row_case(row: Row) -> _Case:
 
 
 def _child(case: ElementTree.Element, tag: str, kind: str, message: str, text: str = "") -> None:
-    child = ElementTree.SubElement(case, tag, type=kind, message=_clean(message))
-    child.text = "\n".join(_clean(line) for line in text.split("\n")) or None
+    child = ElementTree.SubElement(case, tag, type=kind, message=clean(message))
+    child.text = "\n".join(clean(line) for line in text.split("\n")) or None
 
 
 def _count(suite: ElementTree.Element) -> None:
@@ -139,8 +139,3 @@ def _told(story: Story) -> str:
         lines += [f"    {evidence.label}: {evidence.statement}" for evidence in finding.evidence]
         lines += [f"    remedy: {finding.remedy}"] if finding.remedy else []
     return "\n".join(lines)
-
-
-def _clean(text: str) -> str:
-    # XML has no way to write most control characters; the two noncharacters count as unprintable, too.
-    return _LAYOUT.text(text)

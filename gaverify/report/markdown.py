@@ -9,19 +9,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from gaverify.amounts import bytes_text, seconds_text
 from gaverify.records.comparison import Outcome, ParameterComparison
 from gaverify.records.findings import Finding
 from gaverify.records.profile import LABELS, Row
 from gaverify.report.stories import Report, Story, Table, story_of
 from gaverify.report.text.findings import told
-from gaverify.report.text.layout import Layout
-from gaverify.report.text.wording import number, ordered, shape
+from gaverify.report.text.layout import clean
+from gaverify.report.text.wording import figures, number, ordered, shape
 
 _SIGNS = {Outcome.EQUIVALENT: "✅", Outcome.DIVERGENT: "❌", Outcome.INCONCLUSIVE: "⚠️"}
 _ROWS = 50
 """Rows of a table without `--all`: GitHub refuses a summary of more than 1 MiB."""
-_LAYOUT = Layout()
 _CODE = re.compile(r"(`[^`]+`)")
 _SPECIAL = re.compile(r"([\\`*_\[\]|~$])")  # no name starts a line, where more would be special
 
@@ -56,8 +54,8 @@ def _comparisons(report: Report) -> Iterator[str]:
 
 
 def _said(story: Story) -> str:
-    """The outcome with its sign; an accepted divergence is no failure, but it is no agreement either."""
-    return f"☑️ {story.outcome.value}, accepted" if story.accepted else f"{_SIGNS[story.outcome]} {story.outcome.value}"
+    """The outcome with its sign."""
+    return f"{'☑️' if story.accepted else _SIGNS[story.outcome]} {story.said}"
 
 
 def _story(story: Story, show_all: bool) -> list[str]:
@@ -71,7 +69,7 @@ def _story(story: Story, show_all: bool) -> list[str]:
     if story.rows:
         parts += ["", *_profile(story.rows)]
     if story.command:
-        parts += ["", f"```console\n$ {_LAYOUT.text(story.command).replace('```', '')}\n```"]
+        parts += ["", f"```console\n$ {clean(story.command).replace('```', '')}\n```"]
     return [*parts, ""]
 
 
@@ -120,9 +118,7 @@ def _profile(rows: Iterable[Row]) -> Iterator[str]:
             (
                 LABELS[row.strategy],
                 str(row.steps),
-                bytes_text(row.activation_bytes) if row.activation_bytes is not None else "-",
-                bytes_text(row.memory.peak) if row.memory else "-",
-                seconds_text(row.seconds.median) if row.seconds else "-",
+                *figures(row),
                 text(row.message) or (row.outcome.value if row.outcome else row.status),
             )
             for row in rows
@@ -136,7 +132,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 def text(value: str) -> str:
     """Returns `value` as Markdown that shows exactly it; what stands between two backticks stays code."""
-    parts = _CODE.split(_LAYOUT.text(" ".join(value.split())))
+    parts = _CODE.split(clean(" ".join(value.split())))
     # inside code nothing is read but the bar, which would end a table's cell
     return "".join(part.replace("|", r"\|") if at % 2 else _escaped(part) for at, part in enumerate(parts))
 

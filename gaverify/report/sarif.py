@@ -19,14 +19,13 @@ from gaverify.records.comparison import Outcome
 from gaverify.records.findings import Finding
 from gaverify.report.places import Place, place_of
 from gaverify.report.stories import Report, Story, story_of
-from gaverify.report.text.layout import Layout
+from gaverify.report.text.layout import clean
 from gaverify.rulebook import RulePage, rule_pages
 from gaverify.version import __version__
 
 _SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 _UNEXPLAINED = "GAV000"
 _UNDECIDED = "inconclusive"
-_LAYOUT = Layout()
 
 
 def sarif_text(report: Report) -> str:
@@ -50,7 +49,7 @@ def sarif_text(report: Report) -> str:
         "invocations": [_invocation(report)],
         "columnKind": "unicodeCodePoints",
         "results": results,
-        "properties": {"answers": [{"title": _clean(s.title), "outcome": s.outcome.value} for s in stories]},
+        "properties": {"answers": [{"title": clean(s.title), "outcome": s.outcome.value} for s in stories]},
     }
     return json.dumps({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2, ensure_ascii=True) + "\n"
 
@@ -71,10 +70,10 @@ def _result(story: Story, finding: Finding, seen: Counter[str]) -> dict[str, Any
         "message": {"text": _message(story, finding)},
         "locations": _locations(finding, place),
         "partialFingerprints": {"gaverify/v1": _fingerprint(story, finding, place, seen)},
-        "properties": {"proven": finding.proven, "answer": _clean(story.title), "outcome": story.outcome.value},
+        "properties": {"proven": finding.proven, "answer": clean(story.title), "outcome": story.outcome.value},
     }
     if finding.accepted:
-        result["suppressions"] = [{"kind": "external", "justification": _clean(finding.accepted)}]
+        result["suppressions"] = [{"kind": "external", "justification": clean(finding.accepted)}]
     return {key: value for key, value in result.items() if value != []}
 
 
@@ -88,7 +87,7 @@ def _message(story: Story, finding: Finding) -> str:
     parts = [finding.summary or story.sentence]
     parts += [f"{evidence.label}: {evidence.statement}" for evidence in finding.evidence]
     parts += [f"remedy: {finding.remedy}"] if finding.remedy else []
-    return "\n".join(map(_clean, parts))
+    return "\n".join(map(clean, parts))
 
 
 def _locations(finding: Finding, place: Place | None) -> list[dict[str, Any]]:
@@ -100,11 +99,11 @@ def _locations(finding: Finding, place: Place | None) -> list[dict[str, Any]]:
             artifact["uriBaseId"] = "%SRCROOT%"
         region: dict[str, Any] = {"startLine": place.line}
         if place.text:
-            region["snippet"] = {"text": _clean(place.text)}
+            region["snippet"] = {"text": clean(place.text)}
         location["physicalLocation"] = {"artifactLocation": artifact, "region": region}
     where = finding.location
     if where is not None and where.module is not None:
-        name = _clean(where.module) or "(root)"
+        name = clean(where.module) or "(root)"
         location["logicalLocations"] = [{"fullyQualifiedName": name, "kind": "module"}]
     return [location] if location else []
 
@@ -150,13 +149,9 @@ def _invocation(report: Report) -> dict[str, Any]:
     invocation: dict[str, Any] = {"executionSuccessful": not report.errors}
     commands = list(dict.fromkeys(answer.command for answer in report.answers if answer.command))
     if len(commands) == 1:
-        invocation["commandLine"] = _clean(commands[0])
+        invocation["commandLine"] = clean(commands[0])
     if report.errors:
         invocation["toolExecutionNotifications"] = [
-            {"level": "error", "message": {"text": _clean(f"{source}: {message}")}} for source, message in report.errors
+            {"level": "error", "message": {"text": clean(f"{source}: {message}")}} for source, message in report.errors
         ]
     return invocation
-
-
-def _clean(text: str) -> str:
-    return _LAYOUT.text(text)

@@ -17,7 +17,7 @@ from gaverify.records.verdict import Verdict
 from gaverify.report.text.audit import audit_method
 from gaverify.report.text.findings import acceptance_sentences
 from gaverify.report.text.profile import profile_sentence
-from gaverify.report.text.wording import method, sentence
+from gaverify.report.text.wording import method, sentence, titled
 
 Answer = Verdict | AuditReport | Profile
 
@@ -86,6 +86,11 @@ class Story:
     remarks: tuple[str, ...] = ()
     passed: bool = False
 
+    @property
+    def said(self) -> str:
+        """The outcome in words; an accepted divergence is no failure, but it is no agreement either."""
+        return f"{self.outcome.value}, accepted" if self.accepted else self.outcome.value
+
 
 def story_of(answer: Answer) -> Story:
     """Returns what `answer` has in common with every other."""
@@ -97,7 +102,7 @@ def story_of(answer: Answer) -> Story:
 def _verdict(verdict: Verdict) -> Story:
     return Story(
         kind="run",
-        title=_title(verdict.source, verdict.name) or verdict.run.model,
+        title=titled(verdict.source, verdict.name) or verdict.run.model,
         source=verdict.source,
         outcome=verdict.outcome,
         sentence=sentence(verdict),
@@ -139,7 +144,7 @@ def _judged(update: UpdateComparison) -> Outcome:
 def _profile(profile: Profile) -> Story:
     return Story(
         kind="profile",
-        title=_title(profile.source, profile.name) or (profile.setting.model if profile.setting else "profile"),
+        title=titled(profile.source, profile.name) or (profile.setting.model if profile.setting else "profile"),
         source=profile.source,
         outcome=profile.outcome,
         sentence=profile_sentence(profile),
@@ -154,8 +159,3 @@ def _profile(profile: Profile) -> Story:
 def row_name(row: Row) -> str:
     """Returns how reports call a row of a profile: `accumulate, K = 4`."""
     return f"{LABELS[row.strategy]}, K = {row.steps}"
-
-
-def _title(source: str, name: str) -> str:
-    """Returns file and name together: a folder may hold two specs of one name, and a model many specs."""
-    return f"{source} ({name})" if source and name else source or name

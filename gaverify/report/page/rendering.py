@@ -17,6 +17,7 @@ from gaverify.report.documents.encoding import plain
 from gaverify.report.documents.reading import answer_of
 from gaverify.report.page.views import view_of
 from gaverify.report.stories import Answer, Report
+from gaverify.report.text.layout import clean
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -53,9 +54,7 @@ def _saved(answer: Answer) -> Answer:
 
 def view_text(text: str) -> str:
     """Returns `text` without what no page can hold."""
-    from gaverify.report.text.layout import Layout
-
-    return "\n".join(Layout().text(line) for line in text.split("\n"))
+    return "\n".join(map(clean, text.split("\n")))
 
 
 def _coded(text: str) -> Markup:

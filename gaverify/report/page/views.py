@@ -19,14 +19,11 @@ from gaverify.report.junit import modules_of
 from gaverify.report.page.charts import Scale, bars_chart, parameters_chart, scale_of, weights_chart
 from gaverify.report.plot import profile_svg
 from gaverify.report.stories import Answer, Story, Table, story_of
-from gaverify.report.text.audit import audit_facts
 from gaverify.report.text.findings import told
-from gaverify.report.text.layout import Layout
-from gaverify.report.text.profile import profile_facts
-from gaverify.report.text.verdict import verdict_facts
-from gaverify.report.text.wording import number, ordered, shape, worst
+from gaverify.report.text.layout import clean
+from gaverify.report.text.report import facts_of
+from gaverify.report.text.wording import figures, number, ordered, shape, worst
 
-_LAYOUT = Layout()
 _MODULES = 400
 """Modules that the strip of the forward order shows; the worst of neighbouring ones stand for a deeper model."""
 
@@ -99,29 +96,23 @@ def view_of(answer: Answer) -> AnswerView:
     before = max((_largest(table.rows) for table in story.tables), default=0.0)
     culprits = {finding.location.module for finding in story.findings if finding.location and finding.location.module}
     return AnswerView(
-        title=_clean(story.title),
+        title=clean(story.title),
         kind=story.kind,
         outcome=story.outcome.value,
-        said=f"{story.outcome.value}, accepted" if story.accepted else story.outcome.value,
-        sentence=_clean(story.sentence),
-        method=_clean(story.method),
-        remarks=list(map(_clean, story.remarks)),
-        facts=[(label, _clean(text)) for label, text in [*_facts(answer), *_environment(answer)]],
+        said=story.said,
+        sentence=clean(story.sentence),
+        method=clean(story.method),
+        remarks=list(map(clean, story.remarks)),
+        facts=[(label, clean(text)) for label, text in [*facts_of(answer), *_environment(answer)]],
         findings=[_finding(finding, before) for finding in story.findings],
         tables=[_table(table, culprits) for table in story.tables],
-        command=_clean(story.command),
+        command=clean(story.command),
         forward=list(_forward(answer.modules, culprits)) if isinstance(answer, Verdict) else (),
         weights=list(_weights(answer, story)),
         timeline=list(_timeline(answer.timeline)) if isinstance(answer, AuditReport) else (),
         plot=Markup(profile_svg(answer)) if isinstance(answer, Profile) and answer.rows else Markup(""),
         profile=list(_profile(answer)) if isinstance(answer, Profile) else (),
     )
-
-
-def _facts(answer: Answer) -> list[tuple[str, str]]:
-    if isinstance(answer, Verdict):
-        return verdict_facts(answer)
-    return audit_facts(answer) if isinstance(answer, AuditReport) else profile_facts(answer)
 
 
 def _environment(answer: Answer) -> Iterator[tuple[str, str]]:
@@ -142,17 +133,17 @@ def _finding(finding: Finding, before: float) -> FindingView:
     lines: list[tuple[int, str, bool]] = []
     if place is not None and place.excerpt is not None:
         numbered = enumerate(place.excerpt.lines, place.excerpt.first)
-        lines = [(at, _LAYOUT.text(text.expandtabs(4)), at == place.line) for at, text in numbered]
+        lines = [(at, clean(text.expandtabs(4)), at == place.line) for at, text in numbered]
         where = where or f"{place.file}:{place.line}"
     return FindingView(
         finding.code,
-        _clean(finding.name),
+        clean(finding.name),
         kind,
-        _clean(summary),
-        _clean(where),
-        _clean(finding.accepted),
-        [(_clean(evidence.label), _clean(evidence.statement)) for evidence in finding.evidence],
-        _clean(finding.remedy),
+        clean(summary),
+        clean(where),
+        clean(finding.accepted),
+        [(clean(evidence.label), clean(evidence.statement)) for evidence in finding.evidence],
+        clean(finding.remedy),
         lines,
         _before_and_after(finding, before),
     )
@@ -168,7 +159,7 @@ def _before_and_after(finding: Finding, before: float) -> Markup:
     bars = [("as it is", own, "divergent"), ("control run", left, "equivalent" if finding.proven else "inconclusive")]
     for repair in next((v["repairs"] for v in values if "repairs" in v), ()):
         kind = "equivalent" if repair["rounding"] else "inconclusive"
-        bars.append((f"repair: {_clean(str(repair['what']))}", _number(repair["left"]), kind))
+        bars.append((f"repair: {clean(str(repair['what']))}", _number(repair["left"]), kind))
     return bars_chart(bars, "Relative difference, " + ", ".join(f"{text}: {number(size)}" for text, size, _ in bars))
 
 
@@ -181,7 +172,7 @@ def _table(table: Table, culprits: set[str]) -> TableView:
     modules = list(_modules(table.rows, culprits))
     begins = next((m.name for m in modules if m.outcome == Outcome.DIVERGENT.value), "")
     known = {name for name, _ in modules_of(table.rows)}
-    elsewhere = sorted(_clean(name) for name in culprits - known)
+    elsewhere = sorted(clean(name) for name in culprits - known)
     starred = any(row.vanishing for row in table.rows)
     return TableView(table.heading, rows, parameters_chart(table.rows), modules, begins, elsewhere, starred)
 
@@ -191,14 +182,14 @@ def _cells(row: ParameterComparison) -> tuple[str, ...]:
     if row.vanishing:
         sizes = (number(row.difference_norm) + "*", number(row.allowed) + "*")
     return (
-        _clean(row.name or "(unnamed)"),
+        clean(row.name or "(unnamed)"),
         shape(row),
         number(row.reference_norm),
         *sizes,
         number(row.working_difference_norm),
         row.outcome.value,
-        _clean(str(row.method)),
-        worst(row) or _clean(row.reason),
+        clean(str(row.method)),
+        worst(row) or clean(row.reason),
     )
 
 
@@ -217,7 +208,7 @@ def _modules(rows: Sequence[ParameterComparison], culprits: set[str]) -> Iterato
 def _module(name: str, row: ParameterComparison, scale: Scale, culprit: bool) -> ModuleView:
     share = 0.0 if row.vanishing or math.isnan(row.relative_difference) else scale.at(row.relative_difference)
     difference = "rounding of a zero" if row.vanishing else number(row.relative_difference)
-    return ModuleView(_clean(name or "(root)"), row.outcome.value, difference, round(share, 1), culprit)
+    return ModuleView(clean(name or "(root)"), row.outcome.value, difference, round(share, 1), culprit)
 
 
 def _forward(modules: Sequence[ModuleDifference], culprits: set[str]) -> Iterator[ModuleView]:
@@ -231,7 +222,7 @@ def _forward(modules: Sequence[ModuleDifference], culprits: set[str]) -> Iterato
         most = max(piece, key=lambda module: module.difference)
         outcome = Outcome.DIVERGENT if most.difference > 0 else Outcome.EQUIVALENT
         yield ModuleView(
-            _clean(most.module),
+            clean(most.module),
             outcome.value,
             number(most.difference) if most.difference > 0 else "the same values",
             round(scale.at(most.difference), 1),
@@ -263,24 +254,16 @@ def _timeline(moments: Sequence[Moment]) -> Iterator[tuple[str, list[tuple[str, 
 def _calls(run: list[Moment]) -> tuple[str, str, int, str]:
     first = run[0]
     place = f"{first.file}:{first.line}" if first.file and first.line else first.file or ""
-    return first.kind, first.kind.replace("_", "-"), len(run), _clean(place)
+    return first.kind, first.kind.replace("_", "-"), len(run), clean(place)
 
 
 def _profile(profile: Profile) -> Iterator[tuple[str, ...]]:
-    from gaverify.amounts import bytes_text, seconds_text
-
     for row in profile.rows:
         yield (
             LABELS[row.strategy],
             str(row.steps),
             str(row.micro_batch or "-"),
-            "-" if row.activation_bytes is None else bytes_text(row.activation_bytes),
-            "-" if row.memory is None else bytes_text(row.memory.peak),
-            "-" if row.seconds is None else seconds_text(row.seconds.median),
+            *figures(row),
             row.outcome.value if row.outcome else row.status,
-            _clean(row.message),
+            clean(row.message),
         )
-
-
-def _clean(text: str) -> str:
-    return _LAYOUT.text(text)

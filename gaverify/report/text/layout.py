@@ -84,6 +84,11 @@ class Layout:
         return [[(lead if number == 0 else " " * indent, ""), (row, style)] for number, row in enumerate(rows)]
 
 
+def clean(value: object) -> str:
+    """Returns `value` as printable text of any width, as `Layout.text` does."""
+    return Layout().text(value)
+
+
 def cells(text: str) -> int:
     """Returns the columns that a terminal spends on `text` (two for wide characters, none for combining ones)."""
     if text.isascii():

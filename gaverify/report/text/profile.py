@@ -13,7 +13,7 @@ from gaverify.records.profile import LABELS, Memory, Profile, Row
 from gaverify.report.text.findings import outcome_lines
 from gaverify.report.text.layout import Layout, Line, cells, columns, fact_lines, joined, pad
 from gaverify.report.text.table import STYLES
-from gaverify.report.text.wording import number, percent
+from gaverify.report.text.wording import figures, number, percent, titled
 
 _LABEL = 13
 _HEADER = ("strategy", "K × n", "activations", "peak", "time", "outcome", "rel. diff")
@@ -46,9 +46,8 @@ def profile_facts(profile: Profile) -> list[tuple[str, str]]:
     memory = f" with {bytes_text(setting.device_memory)}" if setting.device_memory else ""
     threads = f", {count_text(setting.threads, 'thread')}" if setting.device == "cpu" else ""
     step = f"step of {setting.optimizer}" if setting.optimizer else "no optimizer step (`--optimizer` adds one)"
-    spec = f"{profile.source} ({profile.name})" if profile.source and profile.name else profile.source or profile.name
     rows = [
-        ("spec", spec),
+        ("spec", titled(profile.source, profile.name)),
         ("model", f"{setting.model}: {count_text(setting.parameters, 'parameter')}, {trainable} trainable"),
         ("batch", f"B = {setting.batch_size}, in K micro-batches of at most n samples"),
         ("update", f"forward and backward of every micro-batch, {step}; {setting.mode} mode, seed {setting.seed}"),
@@ -85,17 +84,13 @@ def _name(row: Row) -> tuple[str, str]:
 
 
 def _figures(row: Row) -> tuple[str, ...]:
-    figures = (
-        "-" if row.activation_bytes is None else bytes_text(row.activation_bytes),
-        "-" if row.memory is None else bytes_text(row.memory.peak),
-        "-" if row.seconds is None else seconds_text(row.seconds.median),
-    )
+    shown = figures(row)
     if row.status != "measured":
-        return (*figures, _STATUS[row.status], "")
+        return (*shown, _STATUS[row.status], "")
     if row.strategy == "full-batch":
-        return (*figures, "reference", "")
+        return (*shown, "reference", "")
     outcome = "-" if row.outcome is None else row.outcome.value
-    return (*figures, outcome, "" if row.relative_difference is None else number(row.relative_difference))
+    return (*shown, outcome, "" if row.relative_difference is None else number(row.relative_difference))
 
 
 def _style(row: Row) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from gaverify.records.audit_report import AuditReport
 from gaverify.records.verdict import Verdict
 from gaverify.report.stories import Answer, Report, story_of
-from gaverify.report.text.audit import audit_lines
+from gaverify.report.text.audit import audit_facts, audit_lines
 from gaverify.report.text.layout import Layout, Line, joined
-from gaverify.report.text.profile import profile_lines
+from gaverify.report.text.profile import profile_facts, profile_lines
 from gaverify.report.text.summary import summary_lines
-from gaverify.report.text.verdict import verdict_lines
+from gaverify.report.text.verdict import verdict_facts, verdict_lines
 
 
 def answer_lines(answer: Answer, layout: Layout, show_all: bool = False) -> list[Line]:
@@ -19,6 +19,13 @@ def answer_lines(answer: Answer, layout: Layout, show_all: bool = False) -> list
     if isinstance(answer, AuditReport):
         return audit_lines(answer, layout, show_all)
     return profile_lines(answer, layout)
+
+
+def facts_of(answer: Answer) -> list[tuple[str, str]]:
+    """Returns what was run, as (label, text)."""
+    if isinstance(answer, Verdict):
+        return verdict_facts(answer)
+    return audit_facts(answer) if isinstance(answer, AuditReport) else profile_facts(answer)
 
 
 def report_lines(report: Report, layout: Layout) -> list[Line]:

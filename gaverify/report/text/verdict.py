@@ -8,7 +8,7 @@ from gaverify.report.text.findings import acceptance_sentences, finding_lines, o
 from gaverify.report.text.layout import Layout, Line, columns, fact_lines, joined
 from gaverify.report.text.ranks import ranks_line
 from gaverify.report.text.table import table_lines
-from gaverify.report.text.wording import method, number, sentence, value
+from gaverify.report.text.wording import method, number, sentence, titled, value
 
 _LABEL = 13
 """Columns of a label in the header, indent included."""
@@ -31,9 +31,8 @@ def verdict_facts(verdict: Verdict) -> list[tuple[str, str]]:
     run = verdict.run
     count = f"{run.parameters:,} {'parameter' if run.parameters == 1 else 'parameters'}"
     trainable = "all trainable" if run.trainable == run.parameters else f"{run.trainable:,} trainable"
-    spec = f"{verdict.source} ({verdict.name})" if verdict.source and verdict.name else verdict.source or verdict.name
     rows = [
-        ("spec", spec),
+        ("spec", titled(verdict.source, verdict.name)),
         ("model", f"{run.model}: {count}, {trainable}"),
         ("batch", _batch(run)),
         ("weights", _weights(run)),

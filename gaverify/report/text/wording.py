@@ -6,7 +6,9 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from gaverify.amounts import bytes_text, seconds_text
 from gaverify.records.comparison import Method, Outcome, ParameterComparison, badness
+from gaverify.records.profile import Row
 from gaverify.records.verdict import Verdict
 
 METHODS: Mapping[str, str] = {
@@ -41,6 +43,15 @@ def percent(fraction: float) -> str:
     return f"{share:.2g} %" if share >= 1e-4 or share == 0 else f"{share:.0e} %"
 
 
+def figures(row: Row) -> tuple[str, str, str]:
+    """Returns saved activations, peak memory and time of a profile's row; `-` where there is none."""
+    return (
+        "-" if row.activation_bytes is None else bytes_text(row.activation_bytes),
+        "-" if row.memory is None else bytes_text(row.memory.peak),
+        "-" if row.seconds is None else seconds_text(row.seconds.median),
+    )
+
+
 def shape(row: ParameterComparison) -> str:
     """Returns the shape as `32×16`, `scalar` where it has no dimension."""
     return "×".join(str(size) for size in row.shape) or "scalar"
@@ -64,6 +75,11 @@ def ordered(rows: Iterable[ParameterComparison]) -> list[ParameterComparison]:
         return badness(row) if row.outcome is not Outcome.EQUIVALENT else badness(row)[:1]
 
     return sorted(rows, key=rank, reverse=True)
+
+
+def titled(source: str, name: str) -> str:
+    """Returns file and name of a spec together: a folder may hold two of one name, and a model many."""
+    return f"{source} ({name})" if source and name else source or name
 
 
 def sentence(verdict: Verdict) -> str:
