@@ -21,29 +21,8 @@ if TYPE_CHECKING:
     from gaverify.spec.accepting import Project
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
+_Number = TypeVar("_Number", int, float)
 _UPDATES, _TIMEOUT = 2, 3600.0
-_RUNS = (
-    "arguments",
-    "module",
-    "full",
-    "accumulated",
-    "full_script",
-    "full_env",
-    "accumulated_env",
-    "both_set",
-    "full_set",
-    "accumulated_set",
-    "seed",
-    "ranks",
-    "full_ranks",
-    "launcher",
-    "full_launcher",
-    "steps",
-    "events_only",
-    "in_place",
-    "keep",
-    "tail",
-)
 
 
 def _repeated(option: str, name: str, metavar: str, text: str) -> Callable[[_Command], _Command]:
@@ -112,13 +91,17 @@ def audit(kept: str | None, show_all: bool, strict: bool, form: str, outputs: tu
     return report.exit_code
 
 
+def _named(given: dict[str, Any]) -> list[str]:
+    """The options among what the command was given, as people write them; not the script."""
+    names = {"both_set": "--set", "arguments": "arguments", "module": "-m"}
+    return [names.get(name, f"--{name.replace('_', '-')}") for name in given if given[name] and name != "script"]
+
+
 def _check_only_files(given: dict[str, Any]) -> None:
     """Raises where options of an audit stand beside files that hold them."""
-    names = {"both_set": "--set"}
-    also = [name for name, value in given.items() if value and name not in ("script", "arguments")]
+    also = _named({**given, "arguments": ()})
     if also:
-        listed = ", ".join(names.get(name, f"--{name.replace('_', '-')}") for name in also)
-        raise SpecError(f"the options of these audits stand in their files; leave out {listed}")
+        raise SpecError(f"the options of these audits stand in their files; leave out {', '.join(also)}")
 
 
 def _audit_files(
@@ -148,9 +131,7 @@ def _audit_files(
 
 def _check_alone(given: dict[str, Any]) -> None:
     """Raises where `--from` stands beside what only a new audit could obey."""
-    names = {"both_set": "--set", "arguments": "arguments", "module": "-m"}
-    also = [names.get(name, f"--{name.replace('_', '-')}") for name in (*_RUNS, "updates", "timeout") if given[name]]
-    also = ([f"`{given['script']}`"] if given["script"] else []) + also
+    also = ([f"`{given['script']}`"] if given["script"] else []) + _named(given)
     if also:
         raise SpecError(f"--from reports again what was run before; leave out {', '.join(also)}")
 
@@ -214,7 +195,7 @@ def _request(
         updates=_whole("--updates", updates, problems, _UPDATES),
         events_only=events_only,
         steps=None if steps is None else _whole("--steps", steps, problems, 1),
-        timeout=_seconds(timeout, problems),
+        timeout=_number("--timeout", timeout, problems, float, _TIMEOUT, "a number of seconds; write `--timeout 600`"),
         full_setting=settings[0],
         accumulated_setting=settings[1],
         seed=None if seed is None else _whole("--seed", seed, problems, 0),
@@ -259,23 +240,17 @@ def _pairs(option: str, words: Sequence[str], problems: list[str]) -> tuple[tupl
 
 
 def _whole(option: str, word: str | None, problems: list[str], instead: int) -> int:
-    if word is None:
-        return instead
-    try:
-        return int(word)
-    except ValueError:
-        problems.append(f"{option} {word!r} is not a whole number; write `{option} {instead}`")
-        return instead
+    return _number(option, word, problems, int, instead, f"a whole number; write `{option} {instead}`")
 
 
-def _seconds(word: str | None, problems: list[str]) -> float:
-    if word is None:
-        return _TIMEOUT
+def _number(
+    option: str, word: str | None, problems: list[str], kind: type[_Number], instead: _Number, wanted: str
+) -> _Number:
     try:
-        return float(word)
+        return instead if word is None else kind(word)
     except ValueError:
-        problems.append(f"--timeout {word!r} is not a number of seconds; write `--timeout 600`")
-        return _TIMEOUT
+        problems.append(f"{option} {word!r} is not {wanted}")
+        return instead
 
 
 def _again(folder: str) -> AuditReport:

@@ -6,10 +6,12 @@ import json
 import textwrap
 from collections.abc import Iterator
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.shell_completion import CompletionItem
+
+from gaverify.cli.console import NARROW, console, print_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,8 +19,6 @@ if TYPE_CHECKING:
 
     from gaverify.rulebook import RulePage
 
-NARROW = 72
-"""Columns of a terminal below which the table's columns would break words."""
 WIDTH = 80
 LONGEST = 500
 """Columns that the table may take where nothing is known of the reader."""
@@ -45,8 +45,9 @@ def explain(rule: str) -> int:
     from gaverify.rulebook import find_page
 
     page = find_page(rule)
-    console = _console()
-    _print_page(console, page)
+    to = console(highlight=False)
+    to.width = min(to.width, WIDTH)
+    _print_page(to, page)
     return 0
 
 
@@ -66,68 +67,51 @@ def rules(format_: str) -> int:
     return 0
 
 
-def _console() -> Console:
-    from gaverify.cli.console import console as console_of
-
-    console: Console = console_of(highlight=False)
-    console.width = min(console.width, WIDTH)
-    return console
-
-
 def _print_table(pages: tuple[RulePage, ...]) -> None:
     """One line per rule on a pipe; on a terminal what a rule finds wraps in its column."""
-    from rich.table import Table
-    from rich.text import Text
-
-    from gaverify.cli.console import console as console_of
-
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("code", no_wrap=True)
-    table.add_column("name", no_wrap=True)
-    table.add_column("severity")
-    table.add_column("finds", overflow="fold")
-    for page in pages:
-        table.add_row(*(Text(cell) for cell in (page.code, page.name, page.severity, page.summary)))
-    console = console_of(highlight=False)
-    if not console.is_terminal:
-        console.width = LONGEST
-    elif console.width < NARROW:
+    to = console(highlight=False)
+    if to.is_terminal and to.width < NARROW:
         for page in pages:
             click.echo(f"{page.code} {page.name} ({page.severity})")
-            for line in textwrap.wrap(page.summary, console.width - 4):
+            for line in textwrap.wrap(page.summary, to.width - 4):
                 click.echo(f"    {line}")
         return
-    with console.capture() as capture:
-        console.print(table)
-    for line in capture.get().splitlines():
-        click.echo(line.rstrip())
+    if not to.is_terminal:
+        to.width = LONGEST
+    columns: dict[str, dict[str, Any]] = {
+        "code": {"no_wrap": True},
+        "name": {"no_wrap": True},
+        "severity": {},
+        "finds": {"overflow": "fold"},
+    }
+    print_table(to, columns, [(page.code, page.name, page.severity, page.summary) for page in pages])
 
 
-def _print_page(console: Console, page: RulePage) -> None:
+def _print_page(to: Console, page: RulePage) -> None:
     from rich.text import Text
 
     severity = f" ({page.severity})" if page.severity != "fault" else ""
-    for title in _wrapped(f"{page.code} {page.name}{severity}: {page.summary}", console.width):
-        console.print(Text(title, "bold"), soft_wrap=True)
+    for title in _wrapped(f"{page.code} {page.name}{severity}: {page.summary}", to.width):
+        to.print(Text(title, "bold"), soft_wrap=True)
     for heading, text in page.sections.items():
-        console.print()
-        console.print(Text(heading, "bold cyan"))
-        for line in _body(text, heading, console):
-            console.print(line, soft_wrap=True)
+        to.print()
+        to.print(Text(heading, "bold cyan"))
+        for line in _body(text, heading, to):
+            to.print(line, soft_wrap=True)
 
 
-def _body(text: str, heading: str, console: Console) -> Iterator[Text]:
+def _body(text: str, heading: str, to: Console) -> Iterator[Text]:
     """Yields the lines of a section: text wrapped, code and formulas as they stand."""
     from rich.text import Text
 
     for kind, lines in _blocks(text.splitlines()):
         if kind == "indented" and heading in ("Example", "Use instead"):
-            yield from _python(lines, console)
+            yield from _python(lines, to)
         elif kind != "text":
             yield from (Text(line) for line in lines)
         else:
             for item in _items(lines, each_line=heading == "References"):
-                for line in _wrapped(item, console.width):
+                for line in _wrapped(item, to.width):
                     shown = Text(line)
                     shown.highlight_regex(r"`[^`]+`", "bold")
                     shown.highlight_regex(r"https?://\S+", "underline")
@@ -161,12 +145,12 @@ def _wrapped(text: str, width: int) -> list[str]:
     return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-def _python(lines: list[str], console: Console) -> Iterator[Text]:
+def _python(lines: list[str], to: Console) -> Iterator[Text]:
     """Yields lines of Python with comments and keywords set apart, in styles that a light and a dark terminal show."""
     from rich.syntax import ANSISyntaxTheme, Syntax
     from rich.text import Text
 
-    if not console.is_terminal:  # the highlighter would be loaded for nothing
+    if not to.is_terminal:  # the highlighter would be loaded for nothing
         yield from (Text(line) for line in lines)
         return
     from pygments.token import Comment, Keyword, String, Token  # type: ignore[import-untyped]

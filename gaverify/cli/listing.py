@@ -2,54 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import click
 
-from gaverify.cli.explaining import NARROW
+from gaverify.cli.console import NARROW, console, print_table
 from gaverify.report.text.layout import Layout, plain
 
 
 @click.command(short_help="List the built-in problems.")
 def models() -> int:
     """Lists the built-in problems: parameters, batch, loss and what to expect."""
-    from gaverify.cli.console import console as console_of
     from gaverify.zoo import BUILTINS
 
-    entries: Any = BUILTINS.values() if isinstance(BUILTINS, Mapping) else BUILTINS
-    console = console_of(highlight=False)
-    if console.width < NARROW:
-        layout = Layout(width=console.width)
-        for entry in entries:
+    to = console(highlight=False)
+    if to.width < NARROW:
+        layout = Layout(width=to.width)
+        for entry in BUILTINS:
             click.echo(entry.name)
             for heading in ("parameters", "batch", "loss", "expect"):
-                lines = layout.wrap(_cell(getattr(entry, heading)), first=f"  {heading}", indent=14)
-                click.echo(plain(lines), nl=False)
+                click.echo(plain(layout.wrap(getattr(entry, heading), first=f"  {heading}", indent=14)), nl=False)
     else:
-        _print_table(console, entries)
+        columns: dict[str, dict[str, Any]] = {
+            "model": {"no_wrap": True},
+            "parameters": {"justify": "right", "no_wrap": True},
+        }
+        columns |= {heading: {"overflow": "fold"} for heading in ("batch", "loss", "expect")}
+        print_table(to, columns, [(e.name, e.parameters, e.batch, e.loss, e.expect) for e in BUILTINS])
     click.echo("\nRun one with `gaverify run --model NAME --steps K`.")
     return 0
-
-
-def _print_table(console: Any, entries: Any) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("model", no_wrap=True)
-    table.add_column("parameters", justify="right", no_wrap=True)
-    for heading in ("batch", "loss", "expect"):
-        table.add_column(heading, overflow="fold")
-    for entry in entries:
-        # Text, because rich would read the brackets of a shape as markup
-        table.add_row(
-            *(Text(_cell(getattr(entry, name))) for name in ("name", "parameters", "batch", "loss", "expect"))
-        )
-    with console.capture() as capture:
-        console.print(table)
-    for line in capture.get().splitlines():
-        click.echo(line.rstrip())
 
 
 @click.command(short_help="Print the JSON schema of `--format json`.")
@@ -60,9 +41,3 @@ def schema(command: str) -> int:
 
     click.echo(schema_text(command))
     return 0
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, int):
-        return f"{value:,}"
-    return str(getattr(value, "value", value))

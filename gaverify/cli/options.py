@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import click
@@ -16,6 +16,7 @@ from click.shell_completion import CompletionItem
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
+_ARGUMENT = "Argument of the factory; repeatable."
 _NUMERIC = ("steps", "batch_size", "seed", "classes", "ignore_index", "lr", "rtol", "atol", "ranks", "timeout")
 
 # (flag, metavar, help) in the order of the help page; metavars repeat the words of `Spec`, and a test compares them
@@ -69,13 +70,20 @@ def spec_options(command: Command) -> Command:
         command
     )
     command = click.option("--trace/--no-trace", default=None, help="Show every micro-batch and the step.")(command)
-    for flag, metavar, text in reversed(_OPTIONS[1:]):
-        command = click.option(flag, metavar=metavar, help=text, shell_complete=complete_words)(command)
-    command = click.option(
-        "--model-arg", "model_args", metavar="NAME=VALUE", multiple=True, help="Argument of the factory; repeatable."
-    )(command)
-    flag, metavar, text = _OPTIONS[0]
-    return click.option(flag, metavar=metavar, help=text, shell_complete=complete_models)(command)
+    return plain_options(command)
+
+
+def plain_options(command: Command, without: Sequence[str] = ()) -> Command:
+    """Adds the options with a value, but for those that mean something else to the command."""
+    for flag, metavar, text in reversed(_OPTIONS):
+        if flag == "--model":
+            command = click.option("--model-arg", "model_args", metavar="NAME=VALUE", multiple=True, help=_ARGUMENT)(
+                command
+            )
+        if flag not in without:
+            complete = complete_models if flag == "--model" else complete_words
+            command = click.option(flag, metavar=metavar, help=text, shell_complete=complete)(command)
+    return command
 
 
 def complete_models(ctx: click.Context, parameter: click.Parameter, start: str) -> list[CompletionItem]:

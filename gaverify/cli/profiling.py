@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from gaverify.cli.failures import INTERRUPTED
-from gaverify.cli.options import _OPTIONS, complete_models, complete_specs, complete_words, overrides_from
+from gaverify.cli.options import complete_specs, overrides_from, plain_options
 from gaverify.cli.progress import DelayedProgress
 from gaverify.cli.showing import output_options, show
 from gaverify.errors import SpecError
@@ -24,16 +25,6 @@ if TYPE_CHECKING:
 # options of a run that mean something else here, or nothing
 _OTHERWISE = ("--steps", "--strategy", "--optimizer", "--lr")
 _STEPS = "1,2,4,8"
-
-
-def _spec_options(command: Any) -> Any:
-    for flag, metavar, text in reversed(_OPTIONS):
-        if flag not in _OTHERWISE:
-            complete = complete_models if flag == "--model" else complete_words
-            command = click.option(flag, metavar=metavar, help=text, shell_complete=complete)(command)
-    return click.option(
-        "--model-arg", "model_args", metavar="NAME=VALUE", multiple=True, help="Argument of the factory; repeatable."
-    )(command)
 
 
 def _print_schema(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -61,7 +52,7 @@ def _print_schema(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
 @click.option("--wanted-batch", metavar="N", help="Predict the smallest K for N samples.  [the batch]")
 @click.option("--repeats", metavar="N", default="10", help="Updates whose time is taken, after warm-up.  [10]")
 @click.option("--optimizer", metavar="sgd|adam|adamw", help="Include its step in every update.  [no step]")
-@_spec_options
+@partial(plain_options, without=_OTHERWISE)
 @output_options
 @click.option(
     "--schema",

@@ -13,6 +13,7 @@ import pytest
 from gaverify.cli import main
 from gaverify.cli.starting import STARTER
 from gaverify.spec import Spec, load_specs
+from gaverify.zoo import Builtin
 
 
 def test_init_writes_a_spec_that_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,9 +50,8 @@ def test_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_models(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     zoo = types.ModuleType("gaverify.zoo")
-    zoo.__dict__["BUILTINS"] = {
-        "mlp": types.SimpleNamespace(name="mlp", parameters=577, batch="8 × [16]", loss="mse", expect="equivalent")
-    }
+    known = Builtin("mlp", "577", "8 × [16]", "mse", "equivalent", 8, "gaverify.zoo.mlp")
+    zoo.__dict__["BUILTINS"] = (known,)
     monkeypatch.setitem(sys.modules, "gaverify.zoo", zoo)
     assert main(["models"]) == 0
     out = capsys.readouterr().out
