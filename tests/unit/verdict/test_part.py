@@ -12,7 +12,7 @@ from torch import nn
 import gaverify
 from gaverify import Outcome, Problem
 from gaverify.records.comparison import Method
-from gaverify.verdict import judging
+from gaverify.verdict import criteria, judging
 
 
 def noisy(seed: int = 3) -> Problem:
@@ -25,20 +25,31 @@ def methods(verdict: gaverify.Verdict) -> set[Method]:
 
 
 @pytest.fixture
-def open_rows() -> None:
-    """Skips where a processor rounds so that no parameter is left open: there is nothing to settle then."""
-    if methods(gaverify.verify(noisy(), steps=4, diagnose=False)) == {Method.WORKING_PRECISION}:
-        pytest.skip("working precision decides every parameter on this processor, with this number of threads")
+def open_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets working precision explain half a unit of roundoff only: then every processor leaves parameters open.
+
+    How many units a few layers round by differs between processors; that they round at all does not.
+    """
+    monkeypatch.setattr(criteria, "WORKING_UNITS", 0.5)
+
+
+def quiet() -> Problem:
+    """A small network whose rounding is a few floors at most, and which is equivalent."""
+    return problems_small.planted("mlp", "weight", 0.0)[0]
 
 
 @pytest.mark.usefixtures("open_rows")
 def test_a_few_open_parameters_are_settled_by_a_part() -> None:
-    verdict = gaverify.verify(noisy(), steps=4)
+    verdict = gaverify.verify(quiet(), steps=4)
     assert verdict.outcome is Outcome.EQUIVALENT
     assert verdict.method == Method.MICRO_BATCH_FLOOR
-    assert methods(verdict) == {Method.WORKING_PRECISION, Method.MICRO_BATCH_FLOOR}
+    assert Method.MICRO_BATCH_FLOOR in methods(verdict) <= {Method.WORKING_PRECISION, Method.MICRO_BATCH_FLOOR}
     assert verdict.resolution <= 1e-5
     assert "control" in verdict.timings
+
+
+def test_the_bounds_as_they_are_leave_nothing_open_there() -> None:
+    assert methods(gaverify.verify(quiet(), steps=4)) == {Method.WORKING_PRECISION}
 
 
 def test_exact_asks_float64_for_everything() -> None:
@@ -71,7 +82,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, problem: Problem, **options: Any) -
 
 @pytest.mark.usefixtures("open_rows")
 def test_weights_that_are_a_little_wrong_are_settled_by_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    verdict = refused(monkeypatch, noisy(), weighting=[0.25, 0.25, 0.25, 0.25 + 2e-7])
+    verdict = refused(monkeypatch, quiet(), weighting=[0.25, 0.25, 0.25, 0.25 + 2e-7])
     assert methods(verdict) == {Method.FLOAT64_CONTROL}
 
 
@@ -92,7 +103,7 @@ def test_without_the_two_samples_the_floor_alone_would_have_hidden_it(monkeypatc
 
 @pytest.mark.usefixtures("open_rows")
 def test_a_model_that_takes_no_single_sample_goes_to_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = noisy()
+    problem = quiet()
 
     class Pairs(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
@@ -115,7 +126,7 @@ def test_a_fault_of_gaverifys_own_is_none_of_the_models(monkeypatch: pytest.Monk
 
     monkeypatch.setattr("gaverify.verdict.part.two_samples_agree", broken)
     with pytest.raises(TypeError, match="planted"):
-        gaverify.verify(noisy(), steps=4)
+        gaverify.verify(quiet(), steps=4)
 
 
 def test_everything_is_put_back() -> None:
