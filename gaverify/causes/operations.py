@@ -19,7 +19,7 @@ from gaverify.causes.trace.first_divergence import Divergences, trace_divergence
 from gaverify.causes.trace.normalisation import normalises_by_variance, normalises_channels
 from gaverify.passes.gradients import PassProbe
 from gaverify.records.experiment import Cause, ControlKind, ControlRun
-from gaverify.records.facts import Facts
+from gaverify.records.facts import Facts, State
 from gaverify.records.operations import Suspect
 from gaverify.records.weights import WeightFit
 from gaverify.verdict.control import failure_sentence
@@ -60,20 +60,33 @@ def _others_released(live: Bench, bench: Bench, facts: Facts, search: _Search) -
     held = state.probe_of(bench, facts)
     if held is not None or facts.draws.control is not None:
         search.close()
-    if held is not None and facts.state is not None:
+    known = facts.state
+    if held is not None and known is not None:
         alone = bench.attempt("state released", lambda: search.final(bench=bench))
+        if alone is not None and alone.rounding and search.ends_openly:
+            facts = replace(facts, state=_beside(bench, known))
         if alone is not None and not alone.rounding:
-            others, read = search.others_neutralised(bench), state.read_changes(facts.state.changes)
+            others, read = search.others_neutralised(bench), state.read_changes(known.changes)
             left, found = alone.left, None
             if others is not None:
                 found = bench.attempt("state held", lambda: state.blamed(others, read, left))
-            facts = replace(facts, state=replace(facts.state, blamed=found or read, alone=left))
+            facts = replace(facts, state=replace(known, blamed=found or read, alone=left))
     if facts.draws.control is not None:
         there = live if held is None else live.without(held)
         alone = bench.attempt("draws released", lambda: _with_draws(search, there))
         made = alone.left if alone is not None and not alone.rounding else 0.0
         facts = replace(facts, draws=replace(facts.draws, alone=made))
     return facts
+
+
+def _beside(bench: Bench, known: State) -> State:
+    """Blames state that moves beside a cached gradient: that computes the loss once, so that such state cannot show."""
+    moved = bench.attempt("state beside", lambda: state.moved_beside(bench))
+    if moved is None or moved <= bench.rounding:
+        return known
+    read = state.read_changes(known.changes)
+    named = tuple(change for change in read if change.place in ("parameter", "buffer")) or read
+    return replace(known, blamed=named, beside=moved)
 
 
 def _with_draws(search: _Search, there: Bench) -> ControlRun:
@@ -156,7 +169,7 @@ class _Search:
 
         A cached gradient computes the loss once: state that only the loss reads would not show.
         """
-        if not (self._ends_openly() and self.cleared):
+        if not (self.ends_openly and self.cleared):
             return
         last, bench = self._found[-1], self._with(self._found[:-1], self._bench)
         suspect, bounds = last.cause.suspect, list(bench.task.bounds())
@@ -184,7 +197,7 @@ class _Search:
 
     def others_neutralised(self, bench: Bench) -> Bench | None:
         """Another bench with all causes neutralised and the right weights; None where the last cause has no probe."""
-        if self._ends_openly():
+        if self.ends_openly:
             return None
         there = self._with(self._found, bench)
         if self.weights is None:
@@ -261,7 +274,8 @@ class _Search:
         kept = {id(entry.item) for entry in needed}
         self._found = [entry for entry in self._found if entry not in entries or id(entry) in kept]
 
-    def _ends_openly(self) -> bool:
+    @property
+    def ends_openly(self) -> bool:
         """Whether the last cause has no probe of its own, so that it cannot be released."""
         return bool(self._found) and self._found[-1].neutral is None
 

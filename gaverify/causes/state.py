@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gaverify.causes import draws, weights
-from gaverify.causes.bench import FORESEEN, Bench
+from gaverify.causes.bench import FORESEEN, Bench, relative_difference
 from gaverify.causes.narrowing import released
 from gaverify.causes.neutral.priming import Primed
 from gaverify.causes.neutral.state import StateHeld, StateRestored
 from gaverify.causes.trace.writing_lines import writing_lines
-from gaverify.passes.gradients import PassProbe
+from gaverify.passes.gradients import PassProbe, accumulated_gradients, full_batch_gradients
 from gaverify.records.experiment import ControlKind, ControlRun
 from gaverify.records.facts import Facts, State, StateChange
 from gaverify.records.operations import Operation
@@ -94,6 +94,16 @@ def probe_of(bench: Bench, facts: Facts) -> PassProbe | None:
     if facts.state.control.kind is ControlKind.STATE_RESTORED:
         return StateRestored(bench.state)
     return StateHeld(bench.task, [change.name for change in read_changes(facts.state.changes)])
+
+
+def moved_beside(bench: Bench) -> float:
+    """How far restoring the state before each micro-batch moves the accumulated gradient, everything else as it is."""
+    probe = bench.with_probe(None)
+    full, _ = full_batch_gradients(bench.task, bench.state, bench.record, lift=bench.lift, probe=probe)
+    moving = accumulated_gradients(bench.task, bench.state, bench.record, full, lift=bench.lift, probe=probe)
+    restored = bench.with_probe(StateRestored(bench.state))
+    still = accumulated_gradients(bench.task, bench.state, bench.record, full, lift=bench.lift, probe=restored)
+    return relative_difference(moving.gradients, still.gradients)
 
 
 def read_changes(changes: tuple[StateChange, ...]) -> tuple[StateChange, ...]:

@@ -36,7 +36,7 @@ def ask(bench: Bench, facts: Facts) -> Facts:
     found = bench.attempt("micro-batch weights", lambda: _fitted(bench, watch))
     facts = replace(facts, state=State(watch.changes()))
     if watch.clears_gradients:
-        return _with_gradients_kept(bench, facts)
+        return _with_gradients_kept(bench, replace(facts, backward=replace(facts.backward, clearing=watch.clearing)))
     if found is None:
         return facts
     fit, twice = found

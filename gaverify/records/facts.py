@@ -38,7 +38,8 @@ class StateChange:
 class State:
     """What the forward changes, and the control run with it held still (or restored before each micro-batch).
 
-    `alone`: the difference that the blamed changes make by themselves, with every other cause neutralised.
+    `alone`: the difference that the blamed changes make by themselves, with every other cause neutralised; `beside`:
+    how far restoring them moves the accumulated gradient where the others cannot be neutralised without them.
     """
 
     changes: tuple[StateChange, ...]
@@ -46,6 +47,7 @@ class State:
     blamed: tuple[StateChange, ...] = ()
     remedies: tuple[ControlRun, ...] = ()
     alone: float = math.nan
+    beside: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -223,7 +225,7 @@ class BackwardPlace(Enum):
 class Backward:
     """Where gradients part although all forwards agree; `hooked` parameters carry gradient hooks.
 
-    `kept` is the control run with those gradients put back that a forward clears, where one does.
+    `kept` is the control run with those gradients put back that a forward clears, where one does; `clearing` clears.
     """
 
     place: BackwardPlace | None = None
@@ -231,6 +233,7 @@ class Backward:
     control: ControlRun | None = None
     hooked: tuple[str, ...] = ()
     kept: ControlRun | None = None
+    clearing: Operation | None = None
 
 
 @dataclass(frozen=True)

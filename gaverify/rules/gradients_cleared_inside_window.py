@@ -87,10 +87,14 @@ def _by_the_forward(facts: Facts) -> Iterator[Finding]:
     run = facts.backward.kept
     if run is None:
         return
+    by = facts.backward.clearing
+    line = f"; cleared by {by}: `{by.source}`" if by is not None and by.source else ""
     yield RULE.finding(
         "the forward clears the gradients of the micro-batches before it",
-        measured("gradients", facts.compared.largest),
+        measured("gradients", f"{facts.compared.largest}{line}"),
         controlled("gradients", left_by(run), left=run.left),
-        remedy="clear the gradients once per update, after the step; look for `zero_grad` in the loss and in hooks",
+        location=by.location if by is not None else None,
+        remedy="clear the gradients once per update, after the step"
+        + ("" if by is not None else "; look for `zero_grad` in the loss and in hooks"),
         proven=run.rounding,
     )

@@ -97,11 +97,9 @@ def judge(facts: Facts) -> Iterator[Finding]:
     state, twice = facts.state, facts.repeatability
     hidden = ("attribute", "closure", "unnamed")
     blamed = [change for change in state.blamed if change.place in hidden] if state else []
-    if state is not None and blamed:
+    if state is not None and blamed and not primed(state):  # what the first forward sets once is GAV401
         names = listed([f"`{change.name}`" for change in blamed if change.place != "unnamed"]) or "state"
         summary = f"the forward changes {names}, outside of parameters and buffers, and reads it again"
-        if primed(state):
-            summary = f"the first forward sets {names}, outside of parameters and buffers, and later ones read it"
         yield RULE.finding(
             summary,
             *evidence_for(facts, state, blamed),

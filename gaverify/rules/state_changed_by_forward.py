@@ -4,7 +4,8 @@ What it finds
 
 Parameters and registered buffers that a forward writes and a later forward reads: moving centres and divisors,
 codebooks and queues, power iterations (`spectral_norm`), observers of fake quantisation, `Embedding(max_norm=…)`
-tied to the output head. BatchNorm's running statistics are written, but not read in training: they are GAV402.
+tied to the output head. BatchNorm's running statistics are written, but not read in training: they are GAV402. What
+the first forward sets once by its batch is found in plain attributes as well.
 
 Why gradients diverge
 
@@ -105,16 +106,20 @@ from gaverify.rules.rule import Rule, controlled, measured
 from gaverify.rules.wording import listed
 
 RULE = Rule("GAV401", "state-changed-by-forward")
+_PLACES = {"closure": "variable"}  # what a place is called in a sentence, where it is not its own name
 _SHOWN = 3  # changed values that are written out
 
 
 def judge(facts: Facts) -> Iterator[Finding]:
     """Yields a finding where parameters or buffers that a forward writes decide the difference."""
     state = facts.state
-    blamed = [change for change in state.blamed if change.place in ("parameter", "buffer")] if state else []
-    if state is None or not blamed:
+    if state is None:
         return
-    names = listed([f"{change.place} `{change.name}`" for change in blamed])
+    places = ("parameter", "buffer", "attribute", "closure") if primed(state) else ("parameter", "buffer")
+    blamed = [change for change in state.blamed if change.place in places]
+    if not blamed:
+        return
+    names = listed([f"{_PLACES.get(change.place, change.place)} `{change.name}`" for change in blamed])
     summary = f"the forward changes {names}, which the next micro-batch reads"
     if primed(state):
         summary = f"the first forward sets {names} by the batch that it is given"
@@ -162,6 +167,8 @@ def evidence_for(facts: Facts, state: State, blamed: list[StateChange]) -> tuple
             text += ": proven"
         if state.alone > 0:
             text += f"; alone, with the other causes neutralised, it makes {state.alone:.0e}: proven"
+        if state.beside > 0:
+            text += f"; restored alone, it moves the accumulated gradient by {state.beside:.0e}: proven"
         found.append(controlled("state", text, left=state.control.left))
     return tuple(found)
 
@@ -181,7 +188,7 @@ def remedy_for(state: State) -> str:
     """The repair that was run."""
     if primed(state):
         return "run one full batch through the model first, without a step: tested, equivalent"
-    if state.alone > 0:
+    if state.alone > 0 or state.beside > 0:
         return "update the state once per window, after the optimizer step: tested together with the other repairs"
     if state.remedies:
         return "restore the state before each micro-batch: tested, equivalent; or update it once per window"

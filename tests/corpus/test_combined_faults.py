@@ -7,12 +7,14 @@ from problems import Case, fault_codes, story
 from problems_choices import FAULTS as CHOICES
 from problems_experts import COMBINED as EXPERTS
 from problems_losses import FAULTS as LOSSES
+from problems_memory import COMBINED as MEMORY
+from problems_memory import FAULTS as MEMORIES
 from problems_unseen import COMBINED as UNSEEN
 from problems_unseen import FAULTS
 
 from gaverify import Outcome
 
-COMBINED = (*UNSEEN, *EXPERTS)
+COMBINED = (*UNSEEN, *EXPERTS, *MEMORY)
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in COMBINED])
@@ -22,7 +24,9 @@ def test_every_cause_is_named_and_no_other(case: Case) -> None:
     assert fault_codes(verdict) == case.codes, f"{case.why}\n{story(verdict)}"
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in (*COMBINED, *FAULTS, *CHOICES, *LOSSES)])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.id) for case in (*COMBINED, *FAULTS, *CHOICES, *LOSSES, *MEMORIES)]
+)
 def test_every_cause_is_proven(case: Case) -> None:
     verdict = case.verify()
     unproven = [finding.code for finding in verdict.findings if finding.severity == "fault" and not finding.proven]
@@ -33,6 +37,13 @@ def test_two_causes_of_one_code_are_both_named() -> None:
     case = next(case for case in COMBINED if case.id == "two-mixtures")
     lines = [finding.location.line for finding in case.verify().findings if finding.code == "GAV102"]
     assert len(set(lines)) == 2
+
+
+def test_a_queue_is_told_apart_from_in_batch_negatives_and_named_as_the_losss_own() -> None:
+    case = next(case for case in COMBINED if case.id == "queue-and-negatives")
+    queue = next(finding for finding in case.verify().findings if finding.code == "GAV403")
+    assert queue.location is not None and queue.location.module == "criterion" and queue.location.kind == "Queue"
+    assert any("restored alone, it moves" in evidence.statement for evidence in queue.evidence)
 
 
 def test_the_share_of_a_cause_is_shown() -> None:

@@ -9,6 +9,7 @@ import problems_choices
 import problems_coupling
 import problems_experts
 import problems_losses
+import problems_memory
 import problems_state
 import problems_traps
 import problems_unseen
@@ -27,6 +28,7 @@ _FAMILIES = (
     problems_coupling,
     problems_experts,
     problems_losses,
+    problems_memory,
     problems_weights,
     problems_state,
     problems_traps,

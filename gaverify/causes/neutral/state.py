@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from gaverify.causes.trace.state import all_parameters, assignments, named_state
+from gaverify.causes.trace.state import all_parameters, assignments, named_state, owners
 from gaverify.causes.trace.writes import address, writes_diverted
 from gaverify.passes.gradients import PassProbe, Task
 from gaverify.passes.isolation import ModelState
@@ -36,7 +36,7 @@ class StateHeld(PassProbe):
         self._names = frozenset(names)
         self._named = {name: get for name, (_, get) in named_state(task).items() if name in self._names}
         self._parameters = {name: p for name, p in all_parameters(task).items() if name in self._names}
-        self._paths = {id(m): path for root in task.modules for path, m in root.named_modules()}
+        self._paths = {id(module): path for path, module in owners(task).items()}
 
     @contextmanager
     def around(self, k: int | None) -> Iterator[None]:

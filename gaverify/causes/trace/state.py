@@ -14,15 +14,19 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gaverify.causes.trace.digests import digest, tensor_digest
+from gaverify.causes.trace.traces import source_line
 from gaverify.causes.trace.writes import address, writes_seen
 from gaverify.passes.gradients import PassProbe, Task
 from gaverify.passes.isolation import OWN_ATTRIBUTES, ModelState, scripted_attributes, variables
+from gaverify.passes.modes import FunctionMode
 from gaverify.records.facts import StateChange
 from gaverify.records.operations import Operation
 from gaverify.tracebacks import calling_frame, hands_over, shown
 
 Frame = tuple[str, int] | None
 Getter = Callable[[], Any]
+_GRADIENT = "\0gradient"  # the name of gradients among the tensors that are watched: no state has it
+_GRAD = torch.Tensor.grad
 
 
 def named_state(task: Task) -> dict[str, tuple[str, Getter]]:
@@ -43,6 +47,18 @@ def named_state(task: Task) -> dict[str, tuple[str, Getter]]:
             found = _module_state(value, f"{name}.") | found
             for path, parameter in value.named_parameters():
                 found.setdefault(f"{name}.{path}", ("closure", lambda p=parameter: p.data))  # type: ignore[misc]
+    return found
+
+
+def owners(task: Task) -> dict[str, nn.Module]:
+    """Returns the modules whose attributes are state, by path; those that only the loss reaches, by its variables."""
+    found = {path: module for root in reversed(task.modules) for path, module in root.named_modules()}
+    known = set(map(id, found.values()))
+    for name, get in variables(task.problem.loss, *list(found.values())):
+        value = get()
+        if issubclass(type(value), nn.Module) and id(value) not in known:
+            for path, module in value.named_modules(prefix=name):
+                found.setdefault(path, module)
     return found
 
 
@@ -76,12 +92,14 @@ class StateWatch(PassProbe):
     def __init__(self, task: Task, state: ModelState) -> None:
         self._state = state
         self._named = named_state(task)
-        self._paths = {id(m): path for root in task.modules for path, m in root.named_modules()}
+        modules = owners(task)
+        self._paths = {id(module): path for path, module in modules.items()}
         self._parameters = {address(p): name for name, p in all_parameters(task).items()}
-        self._kinds = {path: type(m).__name__ for root in task.modules for path, m in root.named_modules()}
+        self._kinds = {path: type(module).__name__ for path, module in modules.items()}
         self._changed: dict[str, str] = {}
         self._trained = list(task.parameters.values())
         self.clears_gradients = False
+        self.clearing: Operation | None = None  # what changed a gradient first, with its line
         self._writers: dict[str, tuple[str, Frame]] = {}
 
     @contextmanager
@@ -94,7 +112,12 @@ class StateWatch(PassProbe):
             if issubclass(type(value := get()), torch.Tensor)
         } | self._parameters
         self._gradients = self._stamps()
-        with assignments(self._assigned), writes_seen(addresses, self._wrote):
+        gradients = {address(g): _GRADIENT for p in self._trained if (g := p.grad) is not None}
+        with (
+            assignments(self._assigned),
+            writes_seen(addresses | gradients, self._wrote),
+            FunctionMode(self._called),
+        ):
             yield
         after = self._digests()
         for name, value in after.items():
@@ -130,8 +153,23 @@ class StateWatch(PassProbe):
         if path is not None:
             self._writers[f"{path}.{name}" if path else name] = ("assignment", frame)
 
+    @hands_over
+    def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Sees gradients that are taken away or exchanged: `p.grad = None`, which is no operation."""
+        if getattr(func, "__name__", "") == "__set__" and getattr(func, "__self__", None) is _GRAD:
+            self._cleared("zero_grad", calling_frame())
+        return func(*args, **kwargs)
+
     def _wrote(self, name: str, operation: str, frame: Frame) -> None:
-        self._writers[name] = (operation, frame)
+        if name == _GRADIENT:
+            self._cleared(operation, frame)
+        else:
+            self._writers[name] = (operation, frame)
+
+    def _cleared(self, operation: str, frame: Frame) -> None:
+        """Notes the first line that changes the gradients of earlier micro-batches."""
+        if self.clearing is None and frame is not None and any(p.grad is not None for p in self._trained):
+            self.clearing = Operation(operation, file=shown(frame[0]), line=frame[1], source=source_line(frame))
 
     def _writer(self, name: str) -> Operation | None:
         operation, frame = self._writers.get(name, ("", None))

@@ -1,0 +1,145 @@
+"""What a loss or a layer keeps in plain attributes: queues of earlier samples, scales set once; gradients it clears.
+
+Shapes: B = 16 samples of 6 features, embeddings of 4, a queue of 32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from problems import Problem, fault, quiet
+from torch import nn
+
+
+class Queue(nn.Module):
+    """A ring of embeddings from earlier batches that serve as negatives.
+
+    Args:
+        inside: Whether the batch's own embeddings are negatives as well.
+        moves: Whether the forward puts the batch into the ring; else the training loop does, once per update.
+    """
+
+    def __init__(self, *, inside: bool, moves: bool) -> None:
+        super().__init__()
+        self.inside, self.moves, self.head = inside, moves, 0
+        self.bank = F.normalize(torch.randn(32, 4), dim=1)
+
+    def forward(self, embeddings: torch.Tensor) -> torch.Tensor:
+        embeddings = F.normalize(embeddings, dim=1)
+        earlier = embeddings @ self.bank.T / 0.2
+        if self.inside:
+            logits = torch.cat([embeddings @ embeddings.T / 0.2, earlier], 1)
+            loss = F.cross_entropy(logits, torch.arange(len(embeddings)))
+        else:
+            loss = earlier.logsumexp(1).mean()
+        if self.moves:
+            places = (self.head + torch.arange(len(embeddings))) % len(self.bank)
+            self.bank = self.bank.index_copy(0, places, embeddings.detach())  # planted queue-moves
+            self.head = (self.head + len(embeddings)) % len(self.bank)
+        return loss
+
+
+class Scale(nn.Module):
+    """Divides by a deviation: of the first batch that comes, or given from the start."""
+
+    def __init__(self, scale: torch.Tensor | None) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.scale is None:
+            self.scale = x.detach().std(0) + 1e-3  # planted scale-set
+        return x / self.scale
+
+
+def _embedding() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def _batch() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(16, 6), torch.randint(3, (16,))
+
+
+def _queued(*, inside: bool, moves: bool) -> Problem:
+    model, criterion = _embedding(), Queue(inside=inside, moves=moves)
+    return Problem(model, lambda model, b: criterion(model(b[0])), _batch())
+
+
+def queue_and_negatives() -> Problem:
+    return _queued(inside=True, moves=True)
+
+
+def queue_alone() -> Problem:
+    return _queued(inside=False, moves=True)
+
+
+def queue_still() -> Problem:
+    return _queued(inside=False, moves=False)
+
+
+def _scaled(scale: torch.Tensor | None) -> Problem:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), Scale(scale), nn.Tanh(), nn.Linear(8, 3))
+    return Problem(model, lambda model, b: F.cross_entropy(model(b[0]), b[1]), _batch())
+
+
+def scale_of_the_first_batch() -> Problem:
+    return _scaled(None)
+
+
+def scale_from_the_start() -> Problem:
+    return _scaled(torch.ones(8))
+
+
+def _clearing(clear: Callable[[nn.Module], Any]) -> Problem:
+    model = _embedding()
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        output = model(batch[0])
+        clear(model)
+        return F.cross_entropy(output, batch[1])
+
+    return Problem(model, loss, _batch())
+
+
+def _set_to_none(model: nn.Module) -> None:
+    model.zero_grad()  # planted cleared
+
+
+def _filled_with_zeros(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.zero_()  # planted zeroed
+
+
+def clears() -> Problem:
+    return _clearing(_set_to_none)
+
+
+def zeroes() -> Problem:
+    return _clearing(_filled_with_zeros)
+
+
+def clears_another() -> Problem:
+    critic = nn.Linear(4, 1)
+    return _clearing(lambda _: critic.zero_grad())
+
+
+FAULTS = (
+    fault("queue-moves", queue_alone, "GAV403", "later micro-batches meet the earlier ones in the queue", planted=True),
+    fault("scale-set", scale_of_the_first_batch, "GAV401", "the first micro-batch sets the scale", planted=True),
+    fault("cleared", clears, "GAV603", "each forward throws earlier gradients away", planted=True),
+    fault("zeroed", zeroes, "GAV603", "each forward writes zeros over earlier gradients", planted=True),
+)
+TWINS = (
+    quiet("queue-still", queue_still, "a queue that the loop moves, once per update, is a constant of the window"),
+    quiet("scale-given", scale_from_the_start, "a scale that is there from the start is a constant"),
+    quiet("cleared-elsewhere", clears_another, "the gradients of another model are none of this one's"),
+)
+COMBINED = (
+    fault("queue-and-negatives", queue_and_negatives, "GAV103 GAV403", "in-batch negatives, and a queue that moves"),
+)
