@@ -94,7 +94,8 @@ def _compared(
     unrepeatable = _unrepeatable(runs, round_, number, unit, rows.noise)
     apart = _distance(full, accumulated, "before")
     judged = data.same and not unrepeatable and not apart > _start_allowed(runs, round_, number, unit)
-    outcome = Outcome.INCONCLUSIVE if unrepeatable or unclear else rows.outcome
+    open_ = unclear and used.outcome is Outcome.EQUIVALENT  # what differs at both stages differs however it is read
+    outcome = Outcome.INCONCLUSIVE if unrepeatable or open_ else rows.outcome
     stages = [*([summed.stage(Stage.SUMMED)] if summed is not used else []), used.stage(Stage.USED)]
     if change is not None and judged:
         stages.append(change)
@@ -138,7 +139,7 @@ def _deciding(full: Samples, used: Rows, summed: Rows, clips: tuple[Clip, ...]) 
         return (Stage.USED if summed.outcome is Outcome.EQUIVALENT else Stage.SUMMED), False
     if summed.outcome is Outcome.EQUIVALENT or (used.outcome is Outcome.EQUIVALENT and not full.of("summed")):
         return Stage.USED, False
-    return Stage.SUMMED, True
+    return (Stage.SUMMED if used.outcome is Outcome.EQUIVALENT else Stage.USED), True
 
 
 def _data(whole: Run, full: Samples, part: Run, accumulated: Samples) -> RowCheck:
@@ -172,6 +173,9 @@ def _without_clips(update: UpdateComparison, small: UpdateComparison) -> UpdateC
     used = next((stage for stage in small.stages if stage.stage is Stage.USED), None)
     if used is None or used.outcome is Outcome.INCONCLUSIVE or small.unrepeatable:
         return update
+    if used.outcome is Outcome.EQUIVALENT and update.outcome is Outcome.DIVERGENT:
+        # The same sum once nothing is clipped, another where it is: clipped at another place than the full batch's.
+        return replace(update, unclear=False, stages=(*update.stages, replace(used, stage=Stage.UNCLIPPED)))
     return replace(
         update,
         outcome=used.outcome,

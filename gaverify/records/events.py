@@ -31,6 +31,7 @@ Kind = Literal[
     "cleared",
     "step",
     "moved",
+    "edited",
     "clip",
     "scheduler",
     "scaler",
@@ -52,6 +53,8 @@ class Event:
     cleared      the same without a call: `.grad` was set to None or zero by hand
     step         `optimizer`, `inside`: whether a backward was running; `by_hand`: gradients changed since the last call
     moved        `optimizers`; `where`: parameters changed without a step, "between" calls, in a "forward" or "backward"
+    edited       `optimizers`: gradients were changed by hand before a forward or backward pass; `factors`: what each
+                 optimizer's were multiplied by, None where that is no one number
     clip         `active`: whether it changed a gradient; `call`
     scheduler    `scheduler`, `lr`
     scaler       `call`: unscale_, step or update; `skipped`: a step that was left out because of infinities

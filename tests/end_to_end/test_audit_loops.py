@@ -66,6 +66,7 @@ FAULTS = [
     Fault("L06 step outside the if", STEPS, "step_outside_the_if", "GAV601"),
     Fault("row 9 scheduler per micro-batch", EXTRAS, "schedule_per_micro_batch", "GAV607", quick=True),
     Fault("clipping per micro-batch, active", EXTRAS, "clip_per_micro_batch", "GAV606", common="--clip 0.05"),
+    Fault("clipping by hand per micro-batch", EXTRAS, "clip_by_hand_per_micro_batch", "GAV606", common="--clip 0.05"),
 ]
 
 

@@ -18,6 +18,18 @@ def clip_per_micro_batch(args, model, optimizer, loader):
             optimizer.zero_grad()
 
 
+def clip_by_hand_per_micro_batch(args, model, optimizer, loader):
+    for i, (features, labels) in enumerate(loader):
+        loss = criterion(model(features), labels) / args.accum
+        loss.backward()
+        norm = torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).norm()
+        for parameter in model.parameters():
+            parameter.grad.mul_(min(1.0, args.clip / norm.item()))  # here: clip_by_hand_per_micro_batch
+        if (i + 1) % args.accum == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def clip_per_update(args, model, optimizer, loader):
     for i, (features, labels) in enumerate(loader):
         loss = criterion(model(features), labels) / args.accum
@@ -103,6 +115,7 @@ LOOPS = {
     loop.__name__: loop
     for loop in (
         clip_per_micro_batch,
+        clip_by_hand_per_micro_batch,
         clip_per_update,
         schedule_per_micro_batch,
         schedule_per_update,

@@ -1,13 +1,20 @@
-"""Changes that no call announced: gradients cleared and weights moved by hand, and the line that did it."""
+"""Changes that no call announced: gradients cleared or changed, weights and settings set by hand; and their lines."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
+
+import torch
 
 from gaverify.audit.recording.places import LineHunt
 from gaverify.audit.recording.watching import Seen, Watch
 from gaverify.tracebacks import Place
+
+What = Literal["moved", "edited", "settings"]
+"""What was done by hand: weights moved or gradients cleared, gradients changed, settings changed."""
+
+_ONE_FACTOR = 1e-2  # what rounding, in bfloat16 too, leaves over where all gradients were multiplied by one number
 
 
 class Changes:
@@ -20,50 +27,81 @@ class Changes:
 
     def __init__(self, watch: Watch, event: Callable[..., Any]) -> None:
         self._watch, self._event = watch, event
-        self._hunt, self._hunting = LineHunt(), False
-        self._found: Place | None = None
+        self._hunt, self._hunting = LineHunt(), set[What]()
+        self._what: What | None = None  # that was done by the line that the hunt has found
+        self._places: dict[What, Place] = {}
         self._settings: dict[int, list[dict[str, float]]] = {}
-        self._setter: Place | None = None
 
     def note(self, seen: Seen, where: str) -> None:
         """Records cleared gradients, and moved weights of optimizers that have a window open."""
         self.settle()
         moved = [index for index in seen.moved if self._watch.of(index).pending]
         lost = [index for index in seen.cleared if self._watch.of(index).pending]
-        place = self._found or (None, None)
+        place = self._place_of("moved")
         if moved:
             self._event("moved", place, where=where, optimizers=moved)
         if seen.cleared:  # also what a step has used: the next window starts without it
             self._watch.forget(seen.cleared)
             self._event("cleared", place if lost else (None, None), cleared=seen.cleared)
         if (moved or lost) and where == "between":
-            self._hunting = True  # the next time round the line is found
+            self._hunting.add("moved")  # the next time round the line is found
+
+    def note_edits(self, seen: Seen) -> None:
+        """Records gradients that were changed by hand after a backward pass, and before the window goes on."""
+        changed = [index for index in seen.changed if index not in seen.cleared and self._watch.of(index).pending]
+        if changed:
+            factors = [_factor(self._watch.of(index).gradients, seen.changed[index]) for index in changed]
+            self._event("edited", self._place_of("edited"), optimizers=changed, factors=factors)
+            self._hunting.add("edited")
 
     def note_settings(self) -> None:
         """Records that settings of optimizers were changed by hand; the line is known from the second time on."""
         changed = self._watch.changed_settings(self._settings)
         if changed:
-            self._event("settings", self._setter or (None, None), optimizers=changed)
-            self._hunting = True
+            self._event("settings", self._place_of("settings"), optimizers=changed)
+            self._hunting.add("settings")
         self.know_settings()
 
     def know_settings(self) -> None:
         """Takes the settings as they are: a scheduler, or a step, has changed them."""
         self._settings = self._watch.settings()
 
-    def settings_differ(self) -> bool:
-        """Whether settings were changed since they were last known; remembers nothing."""
-        return bool(self._watch.changed_settings(self._settings))
+    def differ(self) -> bool:
+        """Whether what is hunted for has happened since the last look; remembers only what it was."""
+        self._what = None
+        if self._watch.changed_settings(self._settings):
+            self._what = "settings"
+        elif self._watch.differs():
+            self._what = "moved"
+        elif "edited" in self._hunting and self._watch.edited():
+            self._what = "edited"
+        return self._what is not None
 
     def hunt(self, changed: Callable[[], bool]) -> None:
-        """Starts to watch lines where a change without a known line was seen before."""
-        if self._hunting and self._found is None:
+        """Starts to watch lines where a change without a known line was seen before.
+
+        Args:
+            changed: Calls `differ`.
+        """
+        if self._hunting - set(self._places):
             self._hunt.start(changed)
 
     def settle(self) -> None:
         """Ends the watch and takes what it found."""
         if self._hunt.active:
             self._hunt.stop()
-            if self._hunt.found is not None and self.settings_differ():
-                self._setter, self._hunt.found = self._hunt.found, None
-            self._found = self._hunt.found
+            if self._hunt.found is not None and self._what is not None:
+                self._places.setdefault(self._what, self._hunt.found)
+            self._hunt.found = None
+
+    def _place_of(self, what: What) -> Place | tuple[None, None]:
+        return self._places.get(what, (None, None))
+
+
+def _factor(now: torch.Tensor, change: torch.Tensor) -> float | None:
+    """What gradients were multiplied by; None where no one number makes them what they are now. Shape (S,)."""
+    before = now - change
+    size = float(before @ before)
+    factor = float(now @ before) / size if size else 0.0
+    left = float(torch.linalg.vector_norm(now - factor * before))
+    return factor if left <= _ONE_FACTOR * float(torch.linalg.vector_norm(now)) else None

@@ -83,7 +83,7 @@ class Recorder(Session):
         """
         with self._work():
             self._begin()
-            self._changes.note(self.watch.look(), "between")
+            self._goes_on()
             self._draws.enter_backward()
             self.watch.let_go()
             self._reach.begin()
@@ -212,7 +212,7 @@ class Recorder(Session):
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._begin()
-        self._changes.note(self.watch.look(), "between")
+        self._goes_on()
         self.roundoff.add(module)
         if self._perturbation is not None:
             self._perturbation.move([*module.parameters(), *self.watch.all_parameters()])
@@ -228,6 +228,12 @@ class Recorder(Session):
         self._forwards.append(Forward(number, self._update.number, len(self._update.rows), weights))
         self._update.rows.append(prints)
         self._draws.begin((model, module.training, len(shapes)), shapes, prints)
+
+    def _goes_on(self) -> None:
+        """A forward or backward pass begins: what was done by hand since the last call belongs to the open window."""
+        seen = self.watch.look()
+        self._changes.note(seen, "between")
+        self._changes.note_edits(seen)
 
     def _after_backward(self, place: Place | None, roots: Any) -> None:
         seen, reached = self.watch.look(), self._reach.end()
@@ -256,7 +262,7 @@ class Recorder(Session):
 
     def _quiet_difference(self) -> bool:
         with self._work():
-            return self.watch.differs() or self._changes.settings_differ()
+            return self._changes.differ()
 
     def _before_step(self, optimizer: Any, place: Place | None, lead: bool) -> None:
         with self._work():

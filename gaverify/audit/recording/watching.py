@@ -163,6 +163,11 @@ class Watch:
                 return True
         return False
 
+    def edited(self) -> bool:
+        """Whether gradients are no longer those of the last look; remembers nothing."""
+        entries = map(self.of, range(len(self._optimizers)))
+        return any(not same(entry.sample.gradients(), entry.gradients) for entry in entries)
+
 
 def parameters_of(optimizer: Any) -> list[torch.Tensor]:
     """Returns the parameters of an optimizer in the order of its groups."""

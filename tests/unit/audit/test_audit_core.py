@@ -38,6 +38,9 @@ KINDS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "L": ("scheduler", {"scheduler": 1, "lr": [0.1]}),
     "U": ("scaler", {"call": "unscale_", "skipped": False}),
     "A": ("average", {}),
+    "e": ("edited", {"optimizers": [0], "factors": [0.25]}),
+    "f": ("edited", {"optimizers": [0], "factors": [0.7]}),
+    "v": ("edited", {"optimizers": [0], "factors": [None]}),
     "M": ("moved", {"where": "between", "optimizers": [0]}),
     "E": ("end", {"reason": "script"}),
 }
@@ -290,6 +293,19 @@ class TestWeights:
         clipped = fit(0.9, 0.4, right=(1.0, 1.2, 1.4, 1.8))
         found = findings_for(record("BCBCBCBCSZ", "BCSZ", updates=(update(ratio=0.9, fit=clipped),)))
         assert faults(found) == ["GAV606"]
+
+    @pytest.mark.parametrize(
+        ("text", "codes"),
+        [("BeBfBeBS", ["GAV606"]), ("BvBvBvBS", ["GAV606"]), ("BeBeBeBS", ["GAV202"]), ("BBBBeS", ["GAV202"])],
+        ids=["by norm", "by value", "divided every time", "after the window"],
+    )
+    def test_clipping_by_hand_inside_is_told_from_dividing(self, text: str, codes: list[str]) -> None:
+        unequal = fit(0.9, 0.4, right=(1.0, 1.2, 1.4, 1.8))
+        found = findings_for(record(text + "Z", "BSZ", updates=(update(ratio=0.9, fit=unequal),)))
+        assert faults(found) == codes
+
+    def test_gradients_edited_inside_a_window_that_agrees_are_no_fault(self) -> None:
+        assert findings_for(record("BeBfBeBSZ", "BSZ", updates=(update(),))) == ()
 
     def test_an_early_step_is_proven_by_the_run_with_steps_undone(self) -> None:
         early = record("BSZ BBBBSZ", "BSZ BSZ", held=fit(4.0, right=(0.25,) * 4))
