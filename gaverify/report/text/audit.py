@@ -20,7 +20,7 @@ _STAGES = {
     Stage.SUMMED: "as the last backward pass left it",
     Stage.USED: "as the optimizer saw it",
     Stage.UNCLIPPED: "with losses too small to be clipped",
-    Stage.CHANGE: "change of the weights",
+    Stage.CHANGE: "what the optimizer makes of the same gradient",
 }
 _CONTROLS = ("perturbed", "frozen", "unclipped")
 _ROLES = {"full": "full batch", "accumulated": "accumulated", "events": "run"}
@@ -147,7 +147,9 @@ def _clip(clip: Clip) -> str:
 
 def _after(update: UpdateComparison) -> str:
     facts = []
-    if math.isfinite(update.weights_difference):
+    # A step of the accumulated run that was given the full batch's gradient hides how far the weights would come apart.
+    led = any(stage.stage is Stage.CHANGE for stage in update.stages)
+    if math.isfinite(update.weights_difference) and not led:
         facts.append(f"weights differ by {percent(update.weights_difference)}")
     rates, full = (
         ", ".join(f"{rate:.4g}" for rate in dict.fromkeys(side))
