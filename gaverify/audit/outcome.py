@@ -55,6 +55,7 @@ def report_of(
         events_only=request.events_only,
         timings=dict(timings),
         left_out=dict(meta.get("left_out", {})),
+        ranks=record.together,
     )
 
 

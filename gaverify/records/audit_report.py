@@ -11,6 +11,7 @@ from gaverify.records.acceptance import Acceptance, exit_code, is_accepted
 from gaverify.records.audit import UpdateComparison
 from gaverify.records.comparison import Outcome
 from gaverify.records.findings import Finding
+from gaverify.records.ranks import RankFacts
 from gaverify.records.windows import Window
 
 TITLES = {
@@ -85,6 +86,7 @@ class AuditReport:
     command: str = ""  # the words that make it again
     timeline: tuple[Moment, ...] = ()
     left_out: Mapping[str, int] = field(default_factory=dict)  # calls that could not be recorded, by what hid them
+    ranks: RankFacts | None = None  # of an accumulated run in several processes that were all seen
     acceptance: Acceptance = field(default_factory=Acceptance)
     python: str = field(default_factory=platform.python_version)
     platform: str = field(default_factory=platform.platform)

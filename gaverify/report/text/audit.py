@@ -10,6 +10,7 @@ from gaverify.records.audit_report import TITLES, AuditReport, WindowCount
 from gaverify.records.stages import Clip, Stage
 from gaverify.report.text.findings import acceptance_sentences, finding_lines, outcome_lines
 from gaverify.report.text.layout import Layout, Line, columns, fact_lines, joined
+from gaverify.report.text.ranks import ranks_line
 from gaverify.report.text.table import table_lines
 from gaverify.report.text.wording import number, percent
 
@@ -60,6 +61,8 @@ def audit_facts(report: AuditReport) -> list[tuple[str, str]]:
         rows.append(("model", f"{models}: {report.trainable:,} trained parameters; {', '.join(report.optimizers)}"))
         autocast = f"autocast {report.autocast or 'off'}"
         rows.append(("where", f"{report.device}, {report.dtype}, {autocast}, torch {report.torch}"))
+    if report.ranks is not None:
+        rows.append(("ranks", ranks_line(report.ranks, 0)))
     if report.left_out:
         parts = [f"{count} × {why}" for why, count in sorted(report.left_out.items())]
         rows.append(("left out", "calls that have no values to record: " + ", ".join(parts)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import profiles
@@ -21,6 +22,7 @@ _ONE_REDUCE = Traffic({Collective.REDUCE: 1}, 2308)
 _RANKS = RankFacts(2, Engine.DDP, 0.0, _ONE_REDUCE, Traffic(), WeightFit((0.6, 0.4), 1e-8, used=(0.5, 0.5)), 0.1)
 RANKED = [
     samples.divergent(ranks=_RANKS),
+    replace(samples.audited(), ranks=_RANKS),
     samples.equivalent(ranks=RankFacts(2, None, math.nan, _ONE_REDUCE, Traffic(), None, 0.0)),
 ]
 ANSWERS = [sample() for sample in samples.EVERY] + [samples.audited(), profiles.profile(), profiles.failing(), *RANKED]

@@ -14,6 +14,7 @@ from gaverify.report.documents.schema.shared import (
     Of,
     OutcomeName,
     Parameter,
+    RanksItem,
     Shape,
 )
 
@@ -173,4 +174,5 @@ class AuditDocument(Shape):
     updates: list[UpdateItem]
     findings: list[FindingItem]
     left_out: dict[str, int] = Field(default_factory=dict)
+    ranks: RanksItem | None = None
     timings: dict[str, Number]

@@ -14,6 +14,7 @@ from gaverify.report.documents.schema.shared import (
     Of,
     OutcomeName,
     Parameter,
+    RanksItem,
     Shape,
 )
 from gaverify.report.text import wording
@@ -72,29 +73,6 @@ class TraceItem(Shape):
 
     rows: list[TraceRowItem]
     step: TraceStepItem
-
-
-class TrafficItem(Shape):
-    """Collectives of one rank in one window, by kind, and the bytes of their tensors."""
-
-    collectives: Annotated[dict[str, int], Of("counts")]
-    bytes: Annotated[int, Of("bytes_moved")]
-
-
-class RanksItem(Shape):
-    """What was measured on R ranks; `own` are the collectives of the model and the loss, without the engine's."""
-
-    ranks: int
-    engine: str | None
-    replicas_apart: Annotated[Number, Of("apart")]
-    window: TrafficItem
-    own: TrafficItem
-    difference: Number
-    from_one_process: Number
-    right_weights: Annotated[list[Number] | None, Of("weights.weights")]
-    used_weights: Annotated[list[Number] | None, Of("weights.used")]
-    residual: Annotated[Number, Of("weights.residual")]
-    buffers_apart: list[str]
 
 
 class ModuleItem(Shape):
