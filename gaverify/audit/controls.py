@@ -68,4 +68,9 @@ def held(runner: Runner, full: Run, record: Record, options: dict[str, Any]) -> 
     totals = {at: total for at, total in used.items() if isinstance(total, Tensor)}
     if len(totals) < len(used):
         return None  # a step inside the backward left no gradient to be seen
-    return fit_gradients(whole.summed, whole.of("stretches"), totals, increments)
+    target, stretches = whole.summed, whole.of("stretches")
+    fit = fit_gradients(target, stretches, totals, increments)
+    if fit is None or not options.get("by_hand"):
+        return fit
+    # What the script takes away from its weights is the gradient times a rate that is not known.
+    return fit_gradients({at: part * fit.factor for at, part in target.items()}, stretches, totals, increments)

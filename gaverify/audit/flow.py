@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gaverify.audit.controls import held, on_its_own, unclipped
-from gaverify.audit.job import COMPILED
 from gaverify.audit.outcome import report_of, same_arguments
 from gaverify.audit.replay.deciding import parts_of, replay_helps
 from gaverify.audit.request import RECORDED, Request, kept, written
@@ -97,18 +96,13 @@ class _Audit:
 
     def events_only(self) -> Record:
         """One run, its calls alone."""
-        (self.main,) = self._runner.runs([self._runner.job("events")])
+        self.main, _ = self._runner.first("events")
         windows = windows_of(self.main.events)
         return Record(windows, ledger_of(self.main.events), steps=self._request.steps)
 
     def compared(self) -> Record:
         """Full batch first, because its draws are dealt to the accumulated run; then the other two side by side."""
-        full = self._runner.full()
-        visible: dict[str, Any] = {}
-        if full.meta["fused"]:  # random draws out of sight: again, in a way that shows them
-            eager = COMPILED in full.meta["fused"]
-            visible = {"math_kernels": set(full.meta["fused"]) != {COMPILED}, "eager": eager}
-            full = self._runner.full(**visible)
+        full, visible = self._runner.first("full")
         record = self._replayed(full, visible)
         return self._with_tail(record, visible) if self._request.tail else replace(record, epochs=self._epochs())
 
@@ -189,6 +183,6 @@ class _Audit:
         if any(update.other_step for update in record.updates):
             record = on_its_own(self._runner, full, perturbed, record, options)
         first = record.first
-        if not self._request.ranked and first is not None and first.backwards < (record.expected(first) or 0):
+        if not self._request.ranked and first is not None and 0 < first.backwards < (record.expected(first) or 0):
             record = replace(record, held=held(self._runner, full, record, options))
         return record

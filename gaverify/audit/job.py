@@ -49,6 +49,7 @@ class Job:
         environment: Variables that this run alone is given.
         values: Names in the source, or `FILE:key` for a configuration file, and the words to put there.
         seed: Seeds every generator before the script starts.
+        by_hand: The script moves its weights itself: what it takes away from them stands for the gradient.
         replay: Keep the loaders' samples and the loop's draws ("full"), or take those of the run in `source`.
         tail: Micro-batches of a short last window that every pass over a loader ends with; 0 leaves passes alone.
         parts: Micro-batches per batch of the full-batch run, for a replay; 0 where that is not known.
@@ -73,6 +74,7 @@ class Job:
     environment: tuple[tuple[str, str], ...] = ()
     values: tuple[tuple[str, str], ...] = ()
     seed: int | None = None
+    by_hand: bool = False
     replay: bool = False
     parts: int = 0
     tail: int = 0

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gaverify.audit.ending import NoView
-from gaverify.audit.job import Files, Job, Role
+from gaverify.audit.job import COMPILED, Files, Job, Role
 from gaverify.audit.launch import free_port
 from gaverify.audit.members import ranks_of
 from gaverify.audit.processes import Done, run_jobs
@@ -80,6 +80,29 @@ class Runner:
             **options,
         )  # type: ignore[arg-type]
 
+    def first(self, role: Role) -> tuple[Run, dict[str, Any]]:
+        """Returns the run that all others are held against, and the fields of `Job` with which it could be recorded.
+
+        A script whose steps were not seen is run again: without compilation where it compiles, else by the change of
+        its weights. So is one whose random draws were out of sight, in a way that shows them.
+
+        Raises:
+            ProblemError: It failed, or trained in several processes without being asked to.
+        """
+        visible: dict[str, Any] = {}
+        run = self._first(role)
+        if run.meta["compiled"] and not any(event.kind == "backward" for event in run.events):
+            visible["eager"] = True
+            run = self._first(role, **visible)
+        if run.meta["by_hand"]:
+            visible["by_hand"] = True
+            run = self._first(role, **visible)
+        if run.meta["fused"]:
+            visible["math_kernels"] = set(run.meta["fused"]) != {COMPILED}
+            visible["eager"] = visible.get("eager", False) or COMPILED in run.meta["fused"]
+            run = self._first(role, **visible)
+        return run, visible
+
     def full(self, **options: Any) -> Run:
         """Makes the full-batch run; `options` are fields of `Job`.
 
@@ -94,6 +117,9 @@ class Runner:
                 "the script seeds by rank"
             )
         return full
+
+    def _first(self, role: Role, **options: Any) -> Run:
+        return self.full(**options) if role == "full" else self.runs([self.job(role, **options)])[0]
 
     def runs(self, *groups: list[Job]) -> list[Run]:
         """Makes runs side by side, each given by the jobs of its ranks, and returns what they recorded.
@@ -207,7 +233,14 @@ def _summary(child: Done, members: list[Run]) -> RunSummary:
     disk = sum(member.disk_bytes for member in members)
     given = ["with the full-batch run's samples and draws"] if job.replay and job.source else []
     ended = " ".join(filter(None, (run.meta["reason"], run.meta["status"])))
-    how = ", ".join(["without compilation"] * job.eager + ["attention unfused"] * job.math_kernels + given)
+    how = ", ".join(
+        [
+            *["without compilation"] * job.eager,
+            *["attention unfused"] * job.math_kernels,
+            *["by the change of the weights"] * job.by_hand,
+            *given,
+        ]
+    )
     return RunSummary(_part(job), child.command, run.updates, child.seconds, disk, ended, how)
 
 
@@ -218,6 +251,8 @@ def _check_updates(child: Done, run: Run) -> None:
     steps = any(event.kind == "step" for event in run.events)
     left = Ending(run.meta["reason"]) is Ending.EXIT
     how = f"it left with sys.exit({run.meta['status']})" if left else "it ran to its end"
+    if not steps and run.meta["by_hand"] and not child.job.by_hand:
+        return  # it is run again
     if not steps:
         seen = "neither a backward pass nor an optimizer step"
         if backwards:
@@ -226,8 +261,8 @@ def _check_updates(child: Done, run: Run) -> None:
             f"the {title} reached no optimizer step ({how}): {child.command}\n"
             f"it made {seen}; give arguments with which it trains for at least one update"
         )
-    if not backwards:
+    if not backwards and not run.meta["had_gradients"]:
         raise ProblemError(
-            f"the {title} stepped without any backward pass ({how}): {child.command}\n"
-            "gradients that come from torch.autograd.grad or are set by hand cannot be followed"
+            f"the {title} stepped without any backward pass and without a gradient ({how}): {child.command}\n"
+            "give arguments with which it trains for at least one update"
         )

@@ -23,6 +23,9 @@ class Ending(str, Enum):
     ERROR = "error"
     """The script raised."""
 
+    BY_HAND = "by hand"
+    """The script moves its weights without an optimizer of torch's: the run is made again and told so."""
+
 
 Kind = Literal[
     "forward",

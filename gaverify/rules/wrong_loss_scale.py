@@ -203,12 +203,23 @@ def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
             yield _of_update(facts, loop, factor, loop.held, len(loop.held.weights), None)
 
 
+def _told(loop: Record, factor: float) -> int:
+    """K where no backward pass was seen: the number among the run's own arguments that the factor is, or is one over.
+
+    Returns 0 where there is none.
+    """
+    numbers = (number for number in loop.numbers if number > 1)
+    near = {"rel_tol": loop.tolerance}
+    return next((n for n in numbers if math.isclose(factor, n, **near) or math.isclose(factor, 1 / n, **near)), 0)
+
+
 def _of_update(
     facts: Facts, loop: Record, factor: float, fit: WeightFit, count: int, update: UpdateComparison | None
 ) -> Finding:
+    count = count or _told(loop, factor)
     known = (
         (float(count), "K: the loss is not divided by K"),
-        (1 / count, "1/K: the loss is divided by K although it needs no division, or twice"),
+        (1 / max(count, 1), "1/K: the loss is divided by K although it needs no division, or twice"),
     )
     meaning = next((f" = {text}" for value, text in known if math.isclose(factor, value, rel_tol=loop.tolerance)), "")
     number = update.number if update is not None else 1

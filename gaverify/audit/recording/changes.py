@@ -23,14 +23,20 @@ class Changes:
     Args:
         watch: The optimizers.
         event: Writes an event: kind, place, values.
+        hunting: Look for the line from the first time on.
     """
 
-    def __init__(self, watch: Watch, event: Callable[..., Any]) -> None:
+    def __init__(self, watch: Watch, event: Callable[..., Any], hunting: bool = False) -> None:
         self._watch, self._event = watch, event
-        self._hunt, self._hunting = LineHunt(), set[What]()
+        self._hunt, self._hunting = LineHunt(), set[What](["moved"] if hunting else [])
         self._what: What | None = None  # that was done by the line that the hunt has found
         self._places: dict[What, Place] = {}
         self._settings: dict[int, list[dict[str, float]]] = {}
+
+    @property
+    def found(self) -> Place | None:
+        """The line that moves the weights, once it is known."""
+        return self._places.get("moved")
 
     def note(self, seen: Seen, where: str) -> None:
         """Records cleared gradients, and moved weights of optimizers that have a window open."""

@@ -19,13 +19,14 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from gaverify.audit.recording.hand_recorder import HandRecorder
 from gaverify.audit.recording.recorder import Recorder
 from gaverify.audit.recording.settings import rates_of
 
 Around = Callable[..., AbstractContextManager[None]]
 
 
-def install(recorder: Recorder) -> None:
+def install(recorder: HandRecorder) -> None:
     """Puts the recorder into this process, before the script imports anything; it stays until the process ends."""
     _optimizers(recorder)
     _forwards(recorder)
@@ -36,6 +37,7 @@ def install(recorder: Recorder) -> None:
         _surround(owner, "backward", recorder.backward, recorder, backward)
     for owner in (Optimizer, nn.Module):
         _surround(owner, "zero_grad", lambda *_, **__: recorder.zero_grad(), recorder, [False])
+    _differentiation(recorder, backward)
     _clipping(recorder)
     _schedulers(recorder)
     _scalers(recorder)
@@ -103,6 +105,28 @@ def _forwards(recorder: Recorder) -> None:
             return output
 
     nn.Module.__call__ = call  # type: ignore[method-assign]
+
+
+def _differentiation(recorder: HandRecorder, running: list[bool]) -> None:
+    """Wraps `autograd.grad` where it is asked for the gradients of parameters."""
+    original = torch.autograd.grad
+
+    @functools.wraps(original)
+    def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        several = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+        parameters = any(isinstance(tensor, nn.Parameter) for tensor in several)
+        if torch.compiler.is_compiling() or running[0] or recorder.off or not parameters:
+            return original(outputs, several, *args, **kwargs)
+        running[0] = True
+        try:
+            with recorder.differentiation(several) as ended:
+                result = original(outputs, several, *args, **kwargs)
+                ended(result)
+                return result
+        finally:
+            running[0] = False
+
+    torch.autograd.grad = grad  # type: ignore[assignment]
 
 
 def _clipping(recorder: Recorder) -> None:

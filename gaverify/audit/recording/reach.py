@@ -31,9 +31,13 @@ class Reach:
         """A backward pass begins."""
         self._reached.clear()
 
+    def peek(self) -> list[int]:
+        """Returns the forwards that a differentiation has reached that may turn out to be no backward pass."""
+        return sorted({*self._reached, *self._unknown})
+
     def end(self) -> list[int]:
         """Returns the forwards that the backward pass has reached."""
-        found = sorted({*self._reached, *self._unknown})
+        found = self.peek()
         self._reached.clear()
         self._unknown.clear()
         return found

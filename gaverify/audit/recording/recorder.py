@@ -199,11 +199,15 @@ class Recorder(Session):
             self.watch.look()
             entry = self.watch.of(self.watch.add(optimizer))
             self._update.stepped(entry, self.names.buffers(), led)
-            if self.job.updates and self._update.number >= self.job.updates and not self._complete:
-                self._complete = True
-                timer = threading.Timer(GRACE, self._stop)
-                timer.daemon = True
-                timer.start()
+            self._end_if_complete()
+
+    def _end_if_complete(self) -> None:
+        """Sees to it that the script ends soon if it has made all updates that were asked for."""
+        if self.job.updates and self._update.number >= self.job.updates and not self._complete:
+            self._complete = True
+            timer = threading.Timer(GRACE, self._stop)
+            timer.daemon = True
+            timer.start()
 
     def _shrunk(self, tensors: Any) -> AbstractContextManager[None]:
         return nullcontext() if self.job.shrink == 1.0 else shrunk(tensors, self.job.shrink)
@@ -278,14 +282,14 @@ class Recorder(Session):
             entry.steps += 1
             self._event("step", place, optimizer=index, inside=self._in_backward, by_hand=index in seen.changed)
             self.rank, self.ranks = max((self.rank, self.ranks), place_in_group(), key=lambda place: place[1])
-            self._capture(entry)
+            self._open_window(entry, lambda forwards: self._update.capture(entry, forwards))
             if lead:
                 self._lead.lend(entry)
             if self._held is not None:
                 self._held.take(self.watch.parameters(index))
 
-    def _capture(self, entry: Watched) -> None:
-        """Stores what a step is about to use, and opens the next window of its optimizer.
+    def _open_window(self, entry: Watched, capture: Callable[[list[Forward]], Mapping[str, Mapping[int, Any]]]) -> None:
+        """Stores what a step is made of, and opens the next window of its optimizer.
 
         What was cleared before the step and used by another optimizer's is that one's: a GAN's generator loss also
         reaches the discriminator.
@@ -294,5 +298,7 @@ class Recorder(Session):
         self._used |= {part.backward for part in entry.increments if not part.cleared}
         forwards = [forward for forward in self._forwards if forward.number in entry.forwards]
         stored = self.job.role not in ("events", "frozen") and self._update.number <= max(self.job.updates, 1)
-        self._update.capture(entry, forwards, self.storage if stored else None)
+        tensors = capture(forwards)
+        for kind, members in tensors.items() if stored else ():
+            self.storage.tensors(f"{kind}-{entry.index}-{entry.steps}", members)
         entry.pending, entry.increments, entry.forwards, entry.summed = 0, [], set(), None

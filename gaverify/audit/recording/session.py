@@ -45,7 +45,7 @@ class Session:
         self._lock = threading.RLock()
         self._busy = False  # the recorder's own calls, and calls inside a recorded one, are not recorded
         self._searching: Any = None  # the optimizer whose step evaluates its closure again
-        self._changes = Changes(self.watch, self._event)
+        self._changes = Changes(self.watch, self._event, hunting=job.by_hand)
         self._in_forward = self._in_backward = self._complete = False
         self._targets: list[tuple[torch.Tensor, int]] = []
         self._perturbation = Perturbation(job.unit) if job.role == "perturbed" else None

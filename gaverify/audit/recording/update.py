@@ -47,33 +47,60 @@ class Update:
         """Whether a step of this optimizer still belongs to this update; a forward or backward has ended it before."""
         return optimizer not in self._steps
 
-    def capture(self, entry: Watched, forwards: Sequence[Forward], storage: Storage | None) -> None:
-        """Takes what the optimizer is about to use; gradients go to disk at once.
+    def capture(self, entry: Watched, forwards: Sequence[Forward]) -> dict[str, dict[int, torch.Tensor]]:
+        """Takes what the optimizer is about to use.
 
-        Where they are no longer what the window's last backward pass left, those are stored too.
+        Args:
+            entry: The optimizer.
+            forwards: Those that its window's passes reached.
+
+        Returns:
+            The gradients to store; where they are no longer what the window's last backward pass left, those as well.
         """
         scale = getattr(entry.optimizer, "grad_scale", None)  # a fused optimizer divides by it itself
         divisor = 1.0 if scale is None else float(scale)
         parameters, summed = entry.sample.parameters, entry.summed
-        changed = summed is not None and summed.differs(parameters, entry.gradients)
+        if summed is not None and not summed.differs(parameters, entry.gradients):
+            summed = None
         self._steps[entry.index] = {
+            **self._common(entry, forwards),
+            "final": entry.gradients / divisor,
+            "summed": summed.sampled / divisor if summed is not None else None,
+            "before": entry.weights,
+        }
+        gradients = [None if parameter.grad is None else plain(parameter.grad) for parameter in parameters]
+        found = {"gradients": _present(gradients, divisor)}
+        if summed is not None:
+            found["summed"] = _present(summed.gradients, divisor)
+        return found
+
+    def take(
+        self, entry: Watched, forwards: Sequence[Forward], before: torch.Tensor, change: Sequence[torch.Tensor | None]
+    ) -> dict[str, dict[int, torch.Tensor]]:
+        """Takes a step that the script made itself: what it took away from the weights stands for the gradient.
+
+        Args:
+            entry: The parameters, as they are after it.
+            forwards: Those that its window's passes reached.
+            before: The sampled weights before it.
+            change: What was taken away from every parameter.
+
+        Returns:
+            What to store.
+        """
+        own = {"final": before - entry.weights, "summed": None, "before": before}
+        self._steps[entry.index] = {**self._common(entry, forwards), **own}
+        return {"gradients": _present(change, 1.0)}
+
+    def _common(self, entry: Watched, forwards: Sequence[Forward]) -> dict[str, Any]:
+        return {
             "update": self.number,
             "increments": [(part.backward, part.change) for part in entry.increments],
-            "final": entry.gradients / divisor,
-            "summed": summed.sampled / divisor if summed is not None and changed else None,
             "stretches": entry.sample.stretches(),
             "sizes": entry.sample.sizes,
-            "before": entry.weights,
             "forwards": [(forward.update, forward.position) for forward in forwards],
             "start": forwards[0].weights if forwards else {},
         }
-        if storage is None:
-            return
-        name = f"{entry.index}-{entry.steps}"
-        gradients = [None if parameter.grad is None else plain(parameter.grad) for parameter in parameters]
-        storage.tensors(f"gradients-{name}", _present(gradients, divisor))
-        if changed and summed is not None:
-            storage.tensors(f"summed-{name}", _present(summed.gradients, divisor))
 
     def stepped(self, entry: Watched, buffers: dict[str, torch.Tensor], led: bool) -> None:
         """Takes weights, settings and buffers after the step.

@@ -63,11 +63,14 @@ class Watched:
 
 @dataclass
 class Seen:
-    """What one look found: optimizers whose gradients were removed or changed, and whose weights moved."""
+    """What one look found: optimizers whose gradients were removed or changed, and whose weights moved.
+
+    `moved` holds the sampled weights as they were before.
+    """
 
     cleared: list[int] = field(default_factory=list)
     changed: dict[int, torch.Tensor] = field(default_factory=dict)
-    moved: list[int] = field(default_factory=list)
+    moved: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class Watch:
@@ -87,6 +90,10 @@ class Watch:
                 return at
         self._optimizers.append(optimizer)
         return len(self._optimizers) - 1
+
+    def optimizer(self, index: int) -> Any:
+        """Returns the optimizer with this number."""
+        return self._optimizers[index]
 
     def parameters(self, index: int) -> list[torch.Tensor]:
         """Returns the parameters of an optimizer in the order of its groups."""
@@ -141,8 +148,7 @@ class Watch:
                 if had and entry.cleared:
                     seen.cleared.append(index)
             if not same(weights, entry.weights):
-                entry.weights = weights
-                seen.moved.append(index)
+                seen.moved[index], entry.weights = entry.weights, weights
         return seen
 
     def forget(self, indices: Iterable[int]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gaverify.audit.job import Job
-from gaverify.audit.recording.recorder import Recorder
+from gaverify.audit.recording.hand_recorder import HandRecorder
 from gaverify.audit.recording.storage import Storage
 from gaverify.audit.replay.draws import DealtLoopDraws, KeptLoopDraws, LoopDraws
 from gaverify.audit.replay.loaders import GivenSamples, KeptSamples, Loaders
@@ -19,7 +19,7 @@ from gaverify.audit.replay.watching import WatchedDraws
 from gaverify.records.events import Ending
 
 
-class ReplayingRecorder(Recorder):
+class ReplayingRecorder(HandRecorder):
     """Adds to the recorder what happens between its calls."""
 
     def __init__(self, job: Job, storage: Storage) -> None:
@@ -50,6 +50,8 @@ class ReplayingRecorder(Recorder):
     ) -> Iterator[Callable[[Any], None]]:
         """Surrounds the forward of an outermost module."""
         with self._loop.paused():
+            if self.job.by_hand:  # there is no optimizer that would be made
+                self._loop.start()
             if torch.is_grad_enabled():
                 self._loop.forward(_rows(args, kwargs))
             with super().forward(module, args, kwargs) as listen:
@@ -61,6 +63,14 @@ class ReplayingRecorder(Recorder):
         with self._loop.paused():
             with super().backward(tensors, *args, **kwargs):
                 yield
+            self._loop.after_backward()
+
+    @contextmanager
+    def differentiation(self, inputs: Sequence[Any]) -> Iterator[Callable[[Sequence[Any]], None]]:
+        """Surrounds a call of `autograd.grad` for parameters."""
+        with self._loop.paused():
+            with super().differentiation(inputs) as ended:
+                yield ended
             self._loop.after_backward()
 
     def step_begins(self, optimizer: Any, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:

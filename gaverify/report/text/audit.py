@@ -48,7 +48,7 @@ def audit_facts(report: AuditReport) -> list[tuple[str, str]]:
     for role, run in last.items():
         if role in _ROLES:
             made = f"{run.updates} update{'' if run.updates == 1 else 's'} in {run.seconds:.1f} s"
-            how = f", {run.how}, so that its random draws can be seen" if run.how else ""
+            how = f", {run.how}, so that what it does can be seen" if run.how else ""
             rows.append((_ROLES[role], f"{run.command} ({made}{how})"))
     seconds: dict[str, float] = {}
     for run in report.runs:

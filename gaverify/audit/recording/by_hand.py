@@ -1,0 +1,92 @@
+"""Scripts that move their weights themselves: the change of the parameters stands for the gradient of an optimizer.
+
+A `ByHand` stands where an optimizer of torch's would. Between two looks at the weights the script has taken a step if
+they have moved, and what it has taken away from them is what is compared: a rate, a division and a clipping are in it,
+wherever the script does them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from gaverify.audit.recording.sampling import Sample
+from gaverify.audit.recording.values import plain
+
+_CERTAIN = 2
+"""Moves of the weights after which a script without a step of an optimizer is taken to move them itself."""
+
+
+class ByHand:
+    """The parameters that a script moves itself, and what they were before it did.
+
+    Args:
+        parameters: Those of one of its models.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self.param_groups = [{"params": list(parameters)}]
+        self._before: list[torch.Tensor | None] = []
+        self._older: list[torch.Tensor | None] = []
+        self.take()
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Keeps the weights as they are."""
+        self._before = [_copied(parameter) for parameter in self.param_groups[0]["params"]]
+
+    @torch.no_grad()
+    def change(self) -> list[torch.Tensor | None]:
+        """Returns what was taken away from every parameter since, and keeps the weights as they are now."""
+        before = self._older = self._before
+        self.take()
+        return [
+            None if old is None or new is None or old.shape != new.shape else old - new
+            for old, new in zip(before, self._before, strict=True)
+        ]
+
+    @torch.no_grad()
+    def back(self) -> None:
+        """Puts the weights back to what they were before the last change."""
+        for parameter, old in zip(self.param_groups[0]["params"], self._older, strict=True):
+            if old is not None:
+                parameter.data.copy_(old)
+        self._before = self._older
+
+
+class Unannounced:
+    """Counts how often weights moved after a differentiation without a step: by no optimizer of torch's."""
+
+    def __init__(self) -> None:
+        self._samples: dict[int, tuple[nn.Module, Sample, torch.Tensor]] = {}
+        self._differentiated = False
+        self.moves = 0
+
+    @property
+    def certain(self) -> bool:
+        """Whether the script moves its weights itself."""
+        return self.moves >= _CERTAIN
+
+    def differentiated(self) -> None:
+        """A gradient was computed: what moves the weights after it may be a step."""
+        self._differentiated = True
+
+    def look(self, module: nn.Module) -> None:
+        """Looks at the weights of a module whose forward begins."""
+        if id(module) not in self._samples:
+            sample = Sample(list(module.parameters()))
+            self._samples[id(module)] = (module, sample, sample.weights())
+            return
+        _, sample, before = self._samples[id(module)]
+        now = sample.weights()
+        if self._differentiated and not torch.equal(now, before):
+            self.moves += 1
+            self._differentiated = False
+        self._samples[id(module)] = (module, sample, now)
+
+
+def _copied(parameter: torch.Tensor) -> torch.Tensor | None:
+    values = plain(parameter)
+    return None if values is None else values.clone()

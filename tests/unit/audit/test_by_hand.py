@@ -1,0 +1,69 @@
+"""What stands for an optimizer where a script moves its weights itself."""
+
+import torch
+from torch import nn
+
+from gaverify.audit.recording.by_hand import ByHand, Unannounced
+
+
+def model() -> nn.Linear:
+    made = nn.Linear(2, 1)
+    with torch.no_grad():
+        made.weight.copy_(torch.tensor([[1.0, 2.0]], device="cpu"))
+        made.bias.zero_()
+    return made
+
+
+def moved(module: nn.Linear, by: float) -> None:
+    module.weight.data -= by
+
+
+class TestByHand:
+    def test_the_change_is_what_was_taken_away_since_it_was_asked_for_last(self) -> None:
+        module = model()
+        hand = ByHand(list(module.parameters()))
+        moved(module, 0.5)
+        weight, bias = hand.change()
+        assert weight is not None and bias is not None
+        assert weight.tolist() == [[0.5, 0.5]] and bias.tolist() == [0.0]
+        moved(module, 0.25)
+        again = hand.change()[0]
+        assert again is not None and again.tolist() == [[0.25, 0.25]]
+
+    def test_weights_go_back_to_before_the_last_change(self) -> None:
+        module = model()
+        hand = ByHand(list(module.parameters()))
+        moved(module, 0.5)
+        hand.change()
+        hand.back()
+        assert module.weight.tolist() == [[1.0, 2.0]]
+        moved(module, 0.5)
+        again = hand.change()[0]
+        assert again is not None and again.tolist() == [[0.5, 0.5]]
+
+
+class TestUnannounced:
+    def test_two_moves_after_differentiations_are_certain(self) -> None:
+        module, unannounced = model(), Unannounced()
+        unannounced.look(module)
+        for at in range(2):
+            assert not unannounced.certain
+            unannounced.differentiated()
+            moved(module, 0.5)
+            unannounced.look(module)
+            assert unannounced.moves == at + 1
+        assert unannounced.certain
+
+    def test_moves_without_a_differentiation_do_not_count(self) -> None:
+        module, unannounced = model(), Unannounced()
+        for _ in range(4):
+            unannounced.look(module)
+            moved(module, 0.5)
+        assert unannounced.moves == 0
+
+    def test_differentiations_without_a_move_do_not_count(self) -> None:
+        module, unannounced = model(), Unannounced()
+        for _ in range(4):
+            unannounced.look(module)
+            unannounced.differentiated()
+        assert unannounced.moves == 0
