@@ -39,7 +39,12 @@ def test_a_loop_without_a_loader_says_so() -> None:
     assert "could not shorten an epoch" in result.document["reason"], str(result)
 
 
-def test_calls_alone_do_not_tell_a_short_window_s_scale() -> None:
+def test_calls_alone_tell_a_division_that_stays_the_same() -> None:
     result = events_of(SCRIPT, "--batch-size 7 --accum 4 --end misscaled", ("--updates", "0"))
-    assert result.code == 3, str(result)
+    assert (result.code, result.faults) == (1, {"GAV605"}), str(result)
+
+
+def test_calls_alone_do_not_tell_a_short_window_s_scale() -> None:
+    result = events_of(SCRIPT, "--batch-size 7 --accum 4 --end right", ("--updates", "0"))
+    assert (result.code, result.faults) == (3, set()), str(result)
     assert "backward passes where others have 4" in result.document["reason"], str(result)

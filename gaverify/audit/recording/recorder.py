@@ -87,6 +87,8 @@ class Recorder(Session):
             self._draws.enter_backward()
             self.watch.let_go()
             self._reach.begin()
+            if self.job.role == "events":
+                self._weight.begin(tensors)
             if self._own is not None:
                 for entry in self.watch.entries():
                     self._own.listen(entry.index, entry.sample)
@@ -240,7 +242,7 @@ class Recorder(Session):
         self._changes.note_edits(seen)
 
     def _after_backward(self, place: Place | None, roots: Any) -> None:
-        seen, reached = self.watch.look(), self._reach.end()
+        seen, reached, weight = self.watch.look(), self._reach.end(), self._weight.end()
         touched = [index for index, change in seen.changed.items() if bool(change.any())]
         if not touched and not ends_in_parameters(roots):
             return
@@ -260,7 +262,8 @@ class Recorder(Session):
                 entry.clipped = False
         targets = [(int(valid), total) for valid, total in self._targets]
         self._targets.clear()
-        self._event("backward", place, touched=touched, targets=targets, forwards=reached)
+        weighed = {} if weight is None else {"weight": weight}
+        self._event("backward", place, touched=touched, targets=targets, forwards=reached, **weighed)
         self._changes.note(Seen(moved=seen.moved), "backward")
         self._changes.hunt(self._quiet_difference)
 

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from gaverify.audit.job import Job
 from gaverify.audit.recording.changes import Changes
 from gaverify.audit.recording.control import Held, Perturbation, use_math_kernels
+from gaverify.audit.recording.dividing import Weight
 from gaverify.audit.recording.draws import Draws
 from gaverify.audit.recording.leading import Lead
 from gaverify.audit.recording.names import Names
@@ -53,6 +54,7 @@ class Session:
             Path(job.source) if job.source and job.lead and job.role in ("accumulated", "perturbed") else None
         )
         self._reach, self._forwards = Reach(), list[Forward]()
+        self._weight = Weight()
         self._numbers = {"forward": 0, "backward": 0}
         self._used: set[int] = set()  # backward passes that a step has used
         self.left_out: dict[str, int] = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -209,6 +210,28 @@ def test_an_average_inside_the_window_is_a_note() -> None:
 def test_arguments_for_another_batch_are_no_early_step() -> None:
     """Two micro-batches of two against eight rows: nothing says that four were meant."""
     assert findings_for(record("BBSZ BBSZ", "BSZ BSZ", numbers=(2, 2))) == ()
+
+
+class TestDivisionsByCalls:
+    """What each loss was multiplied by, where calls alone are looked at."""
+
+    def found(self, *weights: float | None) -> list[str]:
+        events, known = loop("BBBBSZ BBBBSZ BBSZ"), iter(weights)
+        events = [
+            replace(event, values={**event.values, "weight": next(known)}) if event.kind == "backward" else event
+            for event in events
+        ]
+        return faults(findings_for(Record(windows_of(events), ledger_of(events))))
+
+    def test_a_short_window_that_is_divided_by_k_all_the_same(self) -> None:
+        assert self.found(*[0.25] * 10) == ["GAV605"]
+
+    @pytest.mark.parametrize("last", [0.5, None], ids=["divided by two", "unknown"])
+    def test_another_division_is_no_fault(self, last: float | None) -> None:
+        assert self.found(*[0.25] * 8, last, last) == []
+
+    def test_sums_that_nothing_divides_are_no_fault(self) -> None:
+        assert self.found(*[1.0] * 10) == []
 
 
 class TestWeights:
