@@ -121,6 +121,78 @@ def calling_frame(least: Owner = Owner.LIBRARY) -> Place | None:
     return None
 
 
+class LineHunt:
+    """Finds the line after which something has changed, by asking after every line of the user's code.
+
+    Far too slow to be on always: it is started only where a change without a known line was seen.
+
+    Args:
+        changed: Whether what is looked for has come about, given the line that has run last; True ends the hunt.
+        least: Whose lines are looked at.
+    """
+
+    def __init__(self, changed: Callable[[Place], bool], least: Owner) -> None:
+        self._changed, self._least = changed, least
+        self._last: Place | None = None
+        self._frames: list[FrameType] = []
+        self._outer: Any = None
+        self.active = False
+        self.found: Place | None = None
+
+    def start(self, *, running: bool = False) -> None:
+        """Watches until `stop`; a debugger's or coverage's own tracing pauses meanwhile.
+
+        Args:
+            running: Watch the functions that run already, too, and not only those that will be called.
+        """
+        self.active, self._outer = True, sys.gettrace()
+        frame: FrameType | None = sys._getframe(1) if running else None
+        while frame is not None:
+            if self._is_watched(frame):
+                self._last = self._last or _place(frame)
+                if frame.f_trace is None:
+                    frame.f_trace = self._on_line
+                    self._frames.append(frame)
+            frame = frame.f_back
+        sys.settrace(self._on_call)
+
+    def stop(self) -> None:
+        """Ends the watch."""
+        if not self.active:
+            return
+        self.active = False
+        sys.settrace(self._outer)
+        for frame in self._frames:
+            frame.f_trace = None
+        self._frames.clear()
+
+    def look(self) -> None:
+        """Asks whether the last line has changed something."""
+        if self.found is None and self._last is not None and self._changed(self._last):
+            self.found = self._last
+
+    def _is_watched(self, frame: FrameType) -> bool:
+        return owner_of(frame.f_code.co_filename) >= self._least
+
+    def _on_call(self, frame: FrameType, event: str, argument: Any) -> Any:
+        return self._on_line if self._is_watched(frame) else None
+
+    def _on_line(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if not self.active or self.found is not None:
+            return None
+        if event in ("line", "return"):
+            self.look()
+            caller = frame.f_back if event == "return" else frame  # the rest of the caller's line is still to run
+            if caller is not None and self._is_watched(caller):
+                self._last = _place(caller)
+        return self._on_line
+
+
+def _place(frame: FrameType) -> Place:
+    """File and line that a frame is at; absolute, as a script may change its folder before anybody reads it."""
+    return os.path.abspath(frame.f_code.co_filename), frame.f_lineno
+
+
 def shown(filename: str) -> str:
     """Returns a path as people write it: relative where that is shorter and the file lies below the current folder."""
     try:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 
-from gaverify.audit.recording.places import LineHunt
 from gaverify.audit.recording.watching import Seen, Watch
-from gaverify.tracebacks import Place
+from gaverify.tracebacks import LineHunt, Owner, Place
 
 What = Literal["moved", "edited", "settings"]
 """What was done by hand: weights moved or gradients cleared, gradients changed, settings changed."""
@@ -28,7 +28,8 @@ class Changes:
 
     def __init__(self, watch: Watch, event: Callable[..., Any], hunting: bool = False) -> None:
         self._watch, self._event = watch, event
-        self._hunt, self._hunting = LineHunt(), set[What](["moved"] if hunting else [])
+        self._hunt: LineHunt | None = None
+        self._hunting = set[What](["moved"] if hunting else [])
         self._what: What | None = None  # that was done by the line that the hunt has found
         self._places: dict[What, Place] = {}
         self._settings: dict[int, list[dict[str, float]]] = {}
@@ -84,21 +85,22 @@ class Changes:
         return self._what is not None
 
     def hunt(self, changed: Callable[[], bool]) -> None:
-        """Starts to watch lines where a change without a known line was seen before.
+        """Starts to watch lines where a change without a known line was seen before; not while a debugger does.
 
         Args:
             changed: Calls `differ`.
         """
-        if self._hunting - set(self._places):
-            self._hunt.start(changed)
+        if self._hunting - set(self._places) and sys.gettrace() is None:
+            self._hunt = LineHunt(lambda _: changed(), Owner.USER)
+            self._hunt.start(running=True)
 
     def settle(self) -> None:
         """Ends the watch and takes what it found."""
-        if self._hunt.active:
+        if self._hunt is not None:
             self._hunt.stop()
             if self._hunt.found is not None and self._what is not None:
                 self._places.setdefault(self._what, self._hunt.found)
-            self._hunt.found = None
+            self._hunt = None
 
     def _place_of(self, what: What) -> Place | tuple[None, None]:
         return self._places.get(what, (None, None))

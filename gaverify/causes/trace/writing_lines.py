@@ -6,10 +6,8 @@ under Python's line tracing instead; a value that has changed when a line begins
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 import torch
@@ -19,13 +17,12 @@ from gaverify.causes.bench import Bench
 from gaverify.causes.trace.digests import digest
 from gaverify.causes.trace.state import named_state
 from gaverify.passes.gradients import PassProbe, forward_pass
-from gaverify.tracebacks import Owner, owner_of
+from gaverify.tracebacks import LineHunt, Owner, Place
 
-Line = tuple[str, int]
-_MOST_EVENTS = 20_000  # lines after which the search gives up: each looks at every value
+_MOST_LOOKS = 20_000  # lines after which the search gives up: each looks at every value
 
 
-def writing_lines(bench: Bench, names: list[str]) -> Mapping[str, Line]:
+def writing_lines(bench: Bench, names: list[str]) -> Mapping[str, Place]:
     """Returns file and line of the first change of each named value in a forward of the full batch."""
     getters = {name: get for name, (_, get) in named_state(bench.task).items() if name in names}
     watch = _LineWatch(getters)
@@ -34,44 +31,33 @@ def writing_lines(bench: Bench, names: list[str]) -> Mapping[str, Line]:
 
 
 class _LineWatch(PassProbe):
-    """Looks at the values whenever a line of the user's code begins, and when a function of it returns."""
+    """Looks at the values whenever a line of the user's or a library's code has run."""
 
     def __init__(self, getters: Mapping[str, Callable[[], Any]]) -> None:
         self._getters = dict(getters)
         self._before: dict[str, Any] = {}
-        self._last: Line | None = None
-        self._events = 0
-        self.found: dict[str, Line] = {}
+        self._looks = 0
+        self.found: dict[str, Place] = {}
 
     @contextmanager
     def around(self, k: int | None) -> Iterator[None]:
-        """Traces for the length of a forward; a debugger's or coverage's own tracing pauses meanwhile."""
-        outer = sys.gettrace()
+        """Watches for the length of a forward."""
         self._before = self._digests()
-        sys.settrace(self._call)
+        hunt = LineHunt(self._all_found, Owner.LIBRARY)
+        hunt.start()
         try:
             yield
         finally:
-            sys.settrace(outer)
-            self._compare()
+            hunt.stop()
+            hunt.look()
 
-    def _call(self, frame: FrameType, event: str, _: Any) -> Any:
-        return self._line if owner_of(frame.f_code.co_filename) >= Owner.LIBRARY else None
-
-    def _line(self, frame: FrameType, event: str, _: Any) -> Any:
-        if event in ("line", "return"):
-            self._compare()
-            if event == "line":
-                self._last = (frame.f_code.co_filename, frame.f_lineno)
-        return self._line
-
-    def _compare(self) -> None:
-        self._events += 1
-        if len(self.found) == len(self._getters) or self._events > _MOST_EVENTS:
-            return
+    def _all_found(self, last: Place) -> bool:
+        """Notes the line for every value that has changed by it; True where nothing is left to look for."""
+        self._looks += 1
         for name, value in self._digests().items():
-            if name not in self.found and value != self._before[name] and self._last is not None:
-                self.found[name] = self._last
+            if value != self._before[name]:
+                self.found.setdefault(name, last)
+        return len(self.found) == len(self._getters) or self._looks > _MOST_LOOKS
 
     def _digests(self) -> dict[str, Any]:
         with _disable_current_modes(), torch._C.DisableTorchFunction():
