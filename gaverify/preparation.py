@@ -14,9 +14,9 @@ from gaverify.errors import ProblemError
 from gaverify.loading.adapting import as_loss, first_batch, has_training_step, training_step_loss
 from gaverify.passes import batching
 from gaverify.passes.devices import resolve_device
-from gaverify.passes.gradients import Task
 from gaverify.passes.precision import DTYPES, converted
 from gaverify.passes.problem import Loss, Problem, Split
+from gaverify.passes.task import Task
 from gaverify.records.reference import Reference
 
 Progress = Callable[[str, int, int], None]

@@ -15,7 +15,6 @@ from gaverify.causes.investigation import investigate
 from gaverify.errors import ProblemError, SpecError
 from gaverify.passes import batching
 from gaverify.passes.devices import resolve_device
-from gaverify.passes.gradients import Task
 from gaverify.passes.isolation import (
     deterministic,
     eager_when_compiled,
@@ -27,6 +26,7 @@ from gaverify.passes.isolation import (
 from gaverify.passes.precision import short_name
 from gaverify.passes.problem import Loss, Problem, Split
 from gaverify.passes.reference import Fitting
+from gaverify.passes.task import Task
 from gaverify.passes.weighting import check_weighting
 from gaverify.preparation import Progress, check_choices, dtype_of, problem_of, reference_of, reporter, task_of
 from gaverify.records.comparison import NotCompared, Outcome, ParameterComparison

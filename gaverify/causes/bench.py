@@ -18,16 +18,10 @@ import torch
 from gaverify.causes.rows import ControlFailed
 from gaverify.causes.sketches import Sketches, fitted, sketched
 from gaverify.errors import GaverifyError
-from gaverify.passes.gradients import (
-    Gradients,
-    PassProbe,
-    PassResult,
-    Task,
-    accumulated_gradients,
-    full_batch_gradients,
-)
+from gaverify.passes.gradients import Gradients, PassProbe, PassResult, accumulated_gradients, full_batch_gradients
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.randomness import DrawRecord
+from gaverify.passes.task import Task
 from gaverify.records.comparison import NotCompared
 from gaverify.records.experiment import ControlKind, ControlRun
 from gaverify.records.totals import relative_total

@@ -12,8 +12,8 @@ import torch
 from gaverify.causes import backward, coupling, draws, operations, state, weights
 from gaverify.causes.batch_quality import identical_samples
 from gaverify.causes.bench import Bench
-from gaverify.passes.gradients import Task
 from gaverify.passes.precision import unit_roundoff
+from gaverify.passes.task import Task
 from gaverify.records.facts import Backward, Buffers, Compared, Draws, Facts, Weights
 from gaverify.verdict.comparison import measure
 from gaverify.verdict.control import in_float64

@@ -12,9 +12,10 @@ from itertools import pairwise
 import torch
 
 from gaverify.passes.devices import widest
-from gaverify.passes.gradients import PassProbe, PassResult, Task, accumulated_gradients
+from gaverify.passes.gradients import PassProbe, PassResult, accumulated_gradients
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.randomness import DrawRecord
+from gaverify.passes.task import Task
 from gaverify.passes.weight_fit import SINGULAR_FLOAT64, fit_weights, gradient_noise
 from gaverify.records.weights import WeightFit
 

@@ -26,8 +26,7 @@ from gaverify.passes.dispatch import Observed, PassMode
 from gaverify.passes.isolation import ModelState, foreign_generator_states, generator_states
 from gaverify.passes.randomness import Dealer, DrawRecord, Recomputing, Recorder
 from gaverify.passes.reference import estimated_needs, fitted, spilled
-from gaverify.passes.task import Task as Task
-from gaverify.passes.task import blamed, loss_of, micro_batch_of
+from gaverify.passes.task import Task, blamed, loss_of, micro_batch_of
 from gaverify.passes.terms import Terms
 from gaverify.passes.weighting import micro_batch_weight
 from gaverify.records.reference import Reference

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import torch
 
-from gaverify.passes.gradients import Gradients, PassResult, Task
+from gaverify.passes.gradients import Gradients, PassResult
 from gaverify.passes.precision import unit_roundoff
 from gaverify.passes.randomness import DrawRecord
+from gaverify.passes.task import Task
 from gaverify.passes.weight_fit import SINGULAR_FLOAT32, fit_weights
 from gaverify.ranks.forking import run_forked
 from gaverify.ranks.gathering import gathers_with_gradient

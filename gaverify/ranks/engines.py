@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from gaverify.errors import ProblemError
-from gaverify.passes.gradients import PassProbe, Task
+from gaverify.passes.gradients import PassProbe
+from gaverify.passes.task import Task
 from gaverify.records.ranks import Engine
 
 

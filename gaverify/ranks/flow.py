@@ -9,7 +9,7 @@ from typing import Any
 from gaverify.causes.investigation import investigate
 from gaverify.errors import ProblemError
 from gaverify.passes.batching import micro_batch_sizes
-from gaverify.passes.gradients import Task
+from gaverify.passes.task import Task
 from gaverify.ranks.confirming import Ranks, confirm
 from gaverify.ranks.groups import group_of_one
 from gaverify.records.comparison import Outcome

@@ -16,9 +16,10 @@ from pathlib import Path
 import torch
 
 from gaverify.errors import ProblemError
-from gaverify.passes.gradients import Gradients, PassProbe, PassResult, Task, accumulated_gradients
+from gaverify.passes.gradients import Gradients, PassProbe, PassResult, accumulated_gradients
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.randomness import DrawRecord
+from gaverify.passes.task import Task
 from gaverify.ranks.engines import Scaled, Synchronised, wrapped
 from gaverify.ranks.groups import joined
 from gaverify.ranks.traffic import TrafficMeter

@@ -34,7 +34,7 @@ def first_operation(facts: Facts, cause: Cause) -> Evidence:
     culprit = suspect.culprit
     line = f": `{culprit.source}`" if culprit.source else ""
     if culprit.caller:
-        line += f" ({'in ' if culprit.caller.startswith('`') else ''}{culprit.caller})"
+        line += f" ({culprit.caller})"
     return measured(
         "operations",
         f"{facts.compared.largest}; {where}{line}",

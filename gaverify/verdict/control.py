@@ -12,12 +12,13 @@ import torch
 from gaverify.errors import GaverifyError
 from gaverify.passes.batching import fresh, placed
 from gaverify.passes.devices import widest
-from gaverify.passes.gradients import PassResult, Task, accumulated_gradients, full_batch_gradients
+from gaverify.passes.gradients import PassResult, accumulated_gradients, full_batch_gradients
 from gaverify.passes.isolation import ModelState, generator_states
 from gaverify.passes.perturbation import moved, rounding_share
 from gaverify.passes.precision import converted
 from gaverify.passes.problem import Problem
 from gaverify.passes.randomness import DrawRecord
+from gaverify.passes.task import Task
 from gaverify.records.comparison import Method, ParameterComparison
 from gaverify.verdict.comparison import measure
 from gaverify.verdict.criteria import U64, Difference, Grounds, decide

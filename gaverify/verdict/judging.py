@@ -10,10 +10,11 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from gaverify.errors import ProblemError
-from gaverify.passes.gradients import Gradients, PassResult, Task, accumulated_gradients, full_batch_gradients
+from gaverify.passes.gradients import Gradients, PassResult, accumulated_gradients, full_batch_gradients
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.precision import rounded_products, rounded_unit, short_name, unit_roundoff
 from gaverify.passes.randomness import DrawRecord
+from gaverify.passes.task import Task
 from gaverify.passes.terms import Terms
 from gaverify.records.comparison import Method, Outcome, ParameterComparison
 from gaverify.records.facts import BITS_WORTH_A_NOTE, PrecisionLoss

@@ -13,10 +13,11 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from gaverify.passes.gradients import PassResult, Task, accumulated_gradients
+from gaverify.passes.gradients import PassResult, accumulated_gradients
 from gaverify.passes.isolation import ModelState, generator_states
 from gaverify.passes.perturbation import moved, rounding_share
 from gaverify.passes.randomness import DrawRecord
+from gaverify.passes.task import Task
 from gaverify.records.comparison import Method, Outcome, ParameterComparison
 from gaverify.tracebacks import is_own_fault
 from gaverify.verdict.comparison import measure

@@ -10,7 +10,8 @@ import math
 import torch
 
 from gaverify.errors import ProblemError
-from gaverify.passes.gradients import Gradients, Task, accumulated_gradients
+from gaverify.passes.gradients import Gradients, accumulated_gradients
+from gaverify.passes.task import Task
 from gaverify.records.verdict import Trace, TraceRow, TraceStep
 from gaverify.verdict.judging import Judgement
 

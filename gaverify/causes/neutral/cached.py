@@ -15,7 +15,8 @@ from torch import nn
 
 from gaverify.causes.bench import Bench, relative_difference
 from gaverify.causes.rows import ControlFailed, rows_for
-from gaverify.passes.gradients import PassProbe, Task, accumulated_gradients, full_batch_gradients
+from gaverify.passes.gradients import PassProbe, accumulated_gradients, full_batch_gradients
+from gaverify.passes.task import Task
 from gaverify.records.experiment import ControlKind, ControlRun
 from gaverify.tracebacks import hands_over
 

@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gaverify.passes.batching import fresh
 from gaverify.passes.dispatch import PassMode
-from gaverify.passes.gradients import PassProbe, Task
+from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import ModelState, generator_states
 from gaverify.passes.randomness import Recorder
-from gaverify.passes.task import loss_of
+from gaverify.passes.task import Task, loss_of
 
 
 class Primed(PassProbe):

@@ -11,8 +11,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gaverify.causes.trace.state import all_parameters, assignments, named_state, owners
 from gaverify.causes.trace.writes import address, writes_diverted
-from gaverify.passes.gradients import PassProbe, Task
+from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import ModelState
+from gaverify.passes.task import Task
 
 
 class StateRestored(PassProbe):

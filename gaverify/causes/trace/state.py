@@ -16,9 +16,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from gaverify.causes.trace.digests import digest, tensor_digest
 from gaverify.causes.trace.traces import source_line
 from gaverify.causes.trace.writes import address, writes_seen
-from gaverify.passes.gradients import PassProbe, Task
+from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import OWN_ATTRIBUTES, ModelState, scripted_attributes, variables
 from gaverify.passes.modes import FunctionMode
+from gaverify.passes.task import Task
 from gaverify.records.facts import StateChange
 from gaverify.records.operations import Operation
 from gaverify.tracebacks import calling_frame, hands_over, shown

@@ -329,7 +329,7 @@ def _caller(chain: Sequence[ModuleCall], step: Step) -> str:
         return ""
     outermost = chain[-1] if chain and chain[-1].path is None and not chain[-1].library else None
     place = f"{shown(step.caller[0])}:{step.caller[1]}"
-    return f"`{outermost.kind}`, called at {place}" if outermost is not None else f"called at {place}"
+    return f"in `{outermost.kind}`, called at {place}" if outermost is not None else f"called at {place}"
 
 
 def _some(step: Step) -> tuple[FunctionKey, ...]:

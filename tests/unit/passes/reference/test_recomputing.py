@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from gaverify.errors import ProblemError
-from gaverify.passes.gradients import PassResult, Task, full_batch_gradients
+from gaverify.passes.gradients import PassResult, full_batch_gradients
 from gaverify.passes.isolation import ModelState, isolated_generators, seed_everything
 from gaverify.passes.problem import Problem
 from gaverify.passes.reference import Fitting, estimated_needs, recomputing
 from gaverify.passes.reference.blocks import blocks_of
+from gaverify.passes.task import Task
 from gaverify.records.reference import Reference
 
 
