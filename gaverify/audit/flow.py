@@ -20,8 +20,9 @@ from gaverify.children.folders import remove
 from gaverify.records.audit import Record
 from gaverify.records.audit_report import AuditReport
 from gaverify.records.facts import facts_of_loop
+from gaverify.records.ledger import ledger_of
 from gaverify.records.rounds import common_rounds, numbered
-from gaverify.records.windows import ledger_of, windows_of
+from gaverify.records.windows import windows_of
 from gaverify.rules import findings_for
 from gaverify.sources import with_excerpts
 

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 
 from gaverify.records.comparison import Outcome, ParameterComparison
 from gaverify.records.events import Event
+from gaverify.records.ledger import Ledger
 from gaverify.records.partners import Foreign, Partner
 from gaverify.records.ranks import RankFacts
 from gaverify.records.stages import Clip, SettingDifference, Stage, StageComparison
 from gaverify.records.totals import relative_total, resolution_of
 from gaverify.records.weights import WeightFit
-from gaverify.records.windows import Ledger, Window
+from gaverify.records.windows import Window
 
 
 @dataclass(frozen=True)

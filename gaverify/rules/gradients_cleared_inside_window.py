@@ -46,7 +46,7 @@ from collections.abc import Iterator
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
 from gaverify.rules.controls import left_by
-from gaverify.rules.losses import cleared_before_step, cleared_inside
+from gaverify.rules.lost_passes import cleared_before_step, cleared_inside
 from gaverify.rules.rule import Rule, controlled, measured
 from gaverify.rules.wording import counted, passes, place, updates
 

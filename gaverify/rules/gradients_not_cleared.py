@@ -96,7 +96,7 @@ def _overfull(loop: Record) -> list[tuple[Window, int]]:
     if first is None or first.backwards == 0:
         return []
     wanted = loop.steps if loop.steps is not None else first.backwards
-    lost = {loss.window for loss in loop.ledger.losses}
+    lost = {loss.window for loss in loop.ledger.lost}
     full = {window.number: window.backwards for window in loop.full_windows}
     ordinary = full.get(first.number, 1)
     found = []

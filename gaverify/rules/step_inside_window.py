@@ -51,7 +51,7 @@ from gaverify.records.events import Event
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
 from gaverify.records.windows import Window
-from gaverify.rules.losses import clearing_groups
+from gaverify.rules.lost_passes import clearing_groups
 from gaverify.rules.rule import Rule, controlled
 from gaverify.rules.wording import counted, located, passes, place, times, updates
 

@@ -50,7 +50,7 @@ from collections.abc import Iterator
 
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Finding
-from gaverify.rules.losses import cut_off
+from gaverify.rules.lost_passes import cut_off
 from gaverify.rules.rule import Rule
 from gaverify.rules.wording import counted, passes, place
 

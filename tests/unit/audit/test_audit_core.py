@@ -23,8 +23,9 @@ from gaverify.records.comparison import NotCompared, Outcome, ParameterCompariso
 from gaverify.records.events import Event
 from gaverify.records.facts import facts_of_loop
 from gaverify.records.findings import Finding
+from gaverify.records.ledger import Ledger, ledger_of
 from gaverify.records.weights import WeightFit
-from gaverify.records.windows import Ledger, ledger_of, windows_of
+from gaverify.records.windows import windows_of
 from gaverify.rulebook import HEADINGS, rule_pages
 from gaverify.rules import RULES
 from gaverify.rules import findings_for as findings_of
@@ -132,12 +133,12 @@ class TestWindows:
             Event("step", 1, None, None, {"optimizer": 1}),
             Event("zero_grad", 2, None, None, {"cleared": [0]}),
         ]
-        assert ledger_of(events).losses == ()
+        assert ledger_of(events).lost == ()
 
     def test_a_skipped_step_of_a_scaler_loses_nothing(self) -> None:
         skipped = Event("scaler", 1, None, None, {"call": "step", "skipped": True})
         events = [*loop("BB"), skipped, Event("zero_grad", 1, None, None, {"cleared": [0]}), *loop("BBSZ")]
-        assert ledger_of(events).losses == ()
+        assert ledger_of(events).lost == ()
 
 
 EVENT_FAULTS = [

@@ -7,15 +7,16 @@ from collections.abc import Sequence
 
 from gaverify.records.audit import Record
 from gaverify.records.comparison import Outcome
-from gaverify.records.windows import Loss, Window
+from gaverify.records.ledger import LostPasses
+from gaverify.records.windows import Window
 
 _NOTHING = 1e-3  # a micro-batch with less than this share of the largest weight did not reach the step
 
 
-def cleared_inside(loop: Record) -> list[Loss]:
+def cleared_inside(loop: Record) -> list[LostPasses]:
     """Returns the losses that are no cut-off tail of an epoch, and that the full batch's run does not have itself."""
     ordinary = {window.number for window in loop.full_windows if window.zero_grads > 1}
-    inside = [loss for loss in loop.ledger.losses if loss.by is not None and not _is_tail(loop, loss)]
+    inside = [loss for loss in loop.ledger.lost if loss.by is not None and not _is_tail(loop, loss)]
     return [loss for loss in inside if loss.window not in ordinary and not _summed_elsewhere(loop, loss)]
 
 
@@ -51,21 +52,21 @@ def _clearings(window: Window, optimizers: set[int]) -> tuple[bool, bool]:
     return any(at < places[0] for at in cleared), any(at > places[-1] for at in cleared)
 
 
-def cut_off(loop: Record) -> list[Loss]:
+def cut_off(loop: Record) -> list[LostPasses]:
     """Returns the losses at the end of an epoch or of the script."""
     # what the full batch's run loses as well stands beside the training: a backward pass to count operations, say
-    whole = {(loss.window, len(loss.backwards)) for loss in loop.full_ledger.losses}
+    whole = {(loss.window, len(loss.backwards)) for loss in loop.full_ledger.lost}
     tails = [
-        loss for loss in loop.ledger.losses if _is_tail(loop, loss) and (loss.window, len(loss.backwards)) not in whole
+        loss for loss in loop.ledger.lost if _is_tail(loop, loss) and (loss.window, len(loss.backwards)) not in whole
     ]
     return [loss for loss in tails if loss.survivors > 0 or not _summed_elsewhere(loop, loss)]
 
 
-def _is_tail(loop: Record, loss: Loss) -> bool:
+def _is_tail(loop: Record, loss: LostPasses) -> bool:
     """Whether what was lost is a whole group of micro-batches that a full window, or nothing, followed."""
     if loss.by is None or (loss.survivors == 0 and not cleared_before_step(loop, loss)):
         return True
-    lost = {other.window for other in loop.ledger.losses}
+    lost = {other.window for other in loop.ledger.lost}
     whole = Counter(window.backwards for window in loop.complete if window.number not in lost)
     if loop.steps is not None:
         whole[loop.steps] += len(loop.windows) + 1
@@ -73,7 +74,7 @@ def _is_tail(loop: Record, loss: Loss) -> bool:
     return wanted is not None and loss.survivors >= wanted
 
 
-def cleared_before_step(loop: Record, loss: Loss) -> bool:
+def cleared_before_step(loop: Record, loss: LostPasses) -> bool:
     """Whether a step follows the clearing with no backward pass between them: it is given no gradient at all."""
     window = loop.window_of(loss.window)
     if window is None or loss.by is None or loss.survivors:
@@ -83,7 +84,7 @@ def cleared_before_step(loop: Record, loss: Loss) -> bool:
     return loss.by in after and any(event.kind == "step" for event in after[after.index(loss.by) :])
 
 
-def _summed_elsewhere(loop: Record, loss: Loss) -> bool:
+def _summed_elsewhere(loop: Record, loss: LostPasses) -> bool:
     """Whether what was cleared still reached the step, through a buffer in which the script sums gradients itself."""
     window, update = loop.window_of(loss.window), loop.update_of(loss.window)
     if window is None:
