@@ -13,6 +13,7 @@ from gaverify.audit.same_data import check_rows
 from gaverify.audit.stages import (
     Rows,
     Runs,
+    average_difference,
     clips_of,
     compare_changes,
     compare_gradients,
@@ -111,7 +112,7 @@ def _compared(
         stages=tuple(stages),
         clips=clips,
         clips_full=clips_full,
-        settings=setting_differences(full, accumulated) if judged else (),
+        settings=(*setting_differences(full, accumulated), *average_difference(whole, window)) if judged else (),
         foreign=foreign,
         partners=partners_of(runs.full.events, runs.accumulated.events, (whole, window), runs.accumulated.trained),
     )

@@ -12,7 +12,8 @@ through a schedule K times too fast; a decay that is computed from it too.
 Signature in the numbers
 
 A number of a parameter group (`lr`, `momentum`, `weight_decay`, a beta) or the optimizer's own count of steps that
-differs between the runs at the same update; or weights that change otherwise although the optimizer was given the full
+differs between the runs at the same update; the same of the decay by which a moving average of the weights is updated
+(`torch.optim.swa_utils.AveragedModel`); or weights that change otherwise although the optimizer was given the full
 batch's own gradients.
 
 Example
@@ -53,7 +54,7 @@ from gaverify.records.comparison import Outcome
 from gaverify.records.events import Event
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Finding
-from gaverify.records.stages import SettingDifference, Stage
+from gaverify.records.stages import AVERAGE, SettingDifference, Stage
 from gaverify.rules.rule import Rule, measured
 from gaverify.rules.wording import located
 
@@ -97,14 +98,17 @@ def _finding(loop: Record, update: UpdateComparison, settings: list[SettingDiffe
     return RULE.finding(
         f"update {update.number} {what}",
         measured("comparison", "; ".join(shown), **values),
-        location=located(_writers(loop, update)),
+        location=located(_writers(loop, update, settings)),
         remedy="count updates, not micro-batches: advance what the setting is computed from once per optimizer step",
         proven=True,
     )
 
 
-def _writers(loop: Record, update: UpdateComparison) -> list[Event]:
+def _writers(loop: Record, update: UpdateComparison, settings: list[SettingDifference]) -> list[Event]:
     """The last events that set something before the update's step, latest first; then the step itself."""
+    window = loop.window_of(update.number)
+    if window is not None and settings and all(setting.name == AVERAGE for setting in settings):
+        return list(reversed(window.of("average")))
     seen = [event for window in loop.windows if window.number <= update.number for event in window.events]
     setters = [event for window in loop.windows for event in window.of("settings") if event.file is not None]
     return [*setters[:1], *(event for event in reversed(seen) if event.kind in ("scheduler", "step"))]

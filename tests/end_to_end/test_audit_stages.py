@@ -22,6 +22,17 @@ class TestSettings:
         result = audit("loops_rates.py", common="--counter updates")
         assert (result.code, result.outcome, result.faults) == (0, "equivalent", set()), str(result)
 
+    @slow
+    def test_an_average_whose_decay_counts_micro_batches(self) -> None:
+        result = audit("loops_extras.py", common="--loop average_decay_by_micro_batch")
+        assert (result.code, result.faults) == (1, {"GAV609"}), str(result)
+        assert result.line("GAV609") == marked("loops_extras.py", "average_decay_by_micro_batch"), str(result)
+
+    @slow
+    def test_an_average_whose_decay_counts_updates(self) -> None:
+        result = audit("loops_extras.py", common="--loop average_decay_by_update")
+        assert (result.code, result.outcome, result.faults) == (0, "equivalent", set()), str(result)
+
 
 @slow
 class TestStepsThatDivide:

@@ -22,7 +22,7 @@ class Kept:
 
     def __init__(self, parameters: Sequence[torch.Tensor], sampled: torch.Tensor) -> None:
         self.sampled = sampled
-        self.gradients = [None if parameter.grad is None else _frozen(parameter.grad) for parameter in parameters]
+        self.gradients = [None if parameter.grad is None else frozen(parameter.grad) for parameter in parameters]
 
     def differs(self, parameters: Sequence[torch.Tensor], sampled: torch.Tensor) -> bool:
         """Whether any element of the gradients has changed since.
@@ -39,7 +39,7 @@ class Kept:
             if now is None or kept is None:
                 if (now is None) != (kept is None):
                     return True
-            elif not _shared(now, kept):
+            elif not shared(now, kept):
                 if now.shape != kept.shape or now.layout is not kept.layout or now.dtype is not kept.dtype:
                     return True
                 if now.layout is torch.strided:
@@ -47,7 +47,8 @@ class Kept:
         return any(bool(torch.stack(found).any()) for found in unequal.values())  # one transfer per device
 
 
-def _frozen(gradient: torch.Tensor) -> torch.Tensor | None:
+def frozen(gradient: torch.Tensor) -> torch.Tensor | None:
+    """Returns values as they are now: a lazy clone where that is possible; None where there is nothing to read."""
     values = plain(gradient)
     if values is None:
         return None
@@ -57,7 +58,7 @@ def _frozen(gradient: torch.Tensor) -> torch.Tensor | None:
         return values.clone()
 
 
-def _shared(now: torch.Tensor, kept: torch.Tensor) -> bool:
+def shared(now: torch.Tensor, kept: torch.Tensor) -> bool:
     """Whether a lazy clone still shares its memory, because neither side was written to."""
     if not hasattr(torch._C, "_is_cow_tensor") or not torch._C._is_cow_tensor(now):
         return False

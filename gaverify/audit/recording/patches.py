@@ -260,9 +260,8 @@ def _averages(recorder: Recorder) -> None:
 
     @functools.wraps(original)
     def update(self: Any, model: Any) -> None:
-        original(self, model)
-        if not recorder.off:
-            recorder.simple("average")
+        with nullcontext() if recorder.off else recorder.average(self.module, model):
+            original(self, model)
 
     AveragedModel.update_parameters = update  # type: ignore[method-assign]
 

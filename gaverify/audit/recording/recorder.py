@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gaverify.audit.recording.averages import Average
 from gaverify.audit.recording.control import shrunk
 from gaverify.audit.recording.names import OutOfSight
 from gaverify.audit.recording.places import user_place
@@ -157,6 +158,15 @@ class Recorder(Session):
             if skipped:
                 self.watch.forget(range(len(self.watch)))
 
+    @contextmanager
+    def average(self, average: nn.Module, model: nn.Module) -> Iterator[None]:
+        """Surrounds an update of an averaged copy of a model."""
+        with self._work():
+            update = Average(average, model)
+        yield
+        with self._work():
+            self._event("average", **update.decay())
+
     def simple(self, kind: Kind, **values: Any) -> None:
         """Notes a call that needs nothing measured."""
         with self._work():
@@ -200,7 +210,12 @@ class Recorder(Session):
             self._changes.know_settings()
             self.watch.look()
             entry = self.watch.of(self.watch.add(optimizer))
-            self._update.stepped(entry, self.names.buffers(), led)
+            buffers, step = self.names.buffers(), f"{entry.index}-{entry.steps}"
+            self._update.stepped(entry, buffers, led)
+            if self.job.role == "full":
+                self._buffers.keep(self.storage, step, buffers)
+            elif led:
+                self._buffers.put(step, buffers)
             self._end_if_complete()
 
     def _end_if_complete(self) -> None:
@@ -223,6 +238,8 @@ class Recorder(Session):
         if self._perturbation is not None:
             self._perturbation.move([*module.parameters(), *self.watch.all_parameters()])
             self.watch.look()
+        if self.job.role == "full":
+            self._buffers.know(self.names.buffers())
         shapes = input_shapes(args, kwargs)
         rows = next((shape[0] for shape in shapes), None)
         model = self.names.index(module)

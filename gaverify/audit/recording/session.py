@@ -13,6 +13,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from gaverify.audit.job import Job
+from gaverify.audit.recording.buffers import Buffers
 from gaverify.audit.recording.changes import Changes
 from gaverify.audit.recording.control import Held, Perturbation, use_math_kernels
 from gaverify.audit.recording.dividing import Weight
@@ -60,6 +61,7 @@ class Session:
         self.left_out: dict[str, int] = {}
         self.rank, self.ranks = 0, 1
         self._closed = False
+        self._buffers = Buffers(Path(job.source) if job.source else None)
         self._own = OwnGradients() if job.ranked else None
         self._held = Held() if job.role == "frozen" else None
         self._draws = Draws(job, storage.folder)
