@@ -6,17 +6,15 @@ what verifies is imported when a spec or the fixture asks for it.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
     from gaverify.errors import SpecError
     from gaverify.records.verdict import Verdict
-    from gaverify.report.text.layout import Line
     from gaverify.spec import Spec
 
 _MARKERS = (
@@ -116,7 +114,7 @@ class SpecItem(pytest.Item):
             text = str(error) if isinstance(error, GaverifyError) else f"the model's code left Python ({error!r})"
             pytest.fail(f"{self.path.name}: {text}", pytrace=False)
         if self.verdict.exit_code not in (0, 1):
-            pytest.fail(_plain(self.verdict), pytrace=False)
+            pytest.fail(f"{_shown(self.verdict)}\n", pytrace=False)
 
     def _verified(self, spec: Spec) -> Verdict:
         from dataclasses import replace
@@ -139,7 +137,7 @@ class SpecItem(pytest.Item):
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         """Returns the report in place of a traceback through pytest's and gaverify's own code."""
         if isinstance(excinfo.value, _Divergent):
-            return ReportText(excinfo.value.verdict, str(self.path), 1)
+            return _shown(excinfo.value.verdict, self.path)
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Path, int | None, str]:
@@ -153,48 +151,10 @@ class _Divergent(Exception):
         self.verdict = verdict
 
 
-class _Crash(NamedTuple):
-    """What pytest's summary and its XML read of a failure."""
+def _shown(verdict: Verdict, path: Path | str = "", line: int = 1) -> Any:
+    from gaverify.report.pytest_failure import ReportText  # not above: most runs of pytest fail without us
 
-    path: str
-    lineno: int
-    message: str
-
-
-class ReportText:
-    """A verdict as pytest shows a failure: its lines in pytest's own colours."""
-
-    def __init__(self, verdict: Verdict, path: str, line: int) -> None:
-        from gaverify.report.text.wording import sentence
-
-        self.lines = _lines(verdict)
-        self.reprcrash = _Crash(path, line, f"{verdict.outcome.value}: {sentence(verdict)}")
-
-    def __str__(self) -> str:
-        from gaverify.report.text.layout import plain
-
-        return plain(self.lines).rstrip("\n")
-
-    def toterminal(self, tw: Any) -> None:
-        """Writes the report with pytest's writer, which knows whether it may colour."""
-        for line in self.lines:
-            for text, style in line:
-                marks = dict.fromkeys((word for word in style.split() if word != "dim"), True)
-                tw.write(text, **marks)
-            tw.line()
-
-
-def _lines(verdict: Verdict) -> list[Line]:
-    from gaverify.report.terminal import layout_for
-    from gaverify.report.text.verdict import verdict_lines
-
-    return verdict_lines(verdict, layout_for(io.StringIO()))
-
-
-def _plain(verdict: Verdict) -> str:
-    from gaverify.report.text.layout import plain
-
-    return plain(_lines(verdict))
+    return ReportText(verdict, str(path), line)
 
 
 def _remarks(verdict: Verdict) -> Iterator[str]:
@@ -214,7 +174,7 @@ def pytest_runtest_makereport(
     verdict = getattr(call.excinfo.value, "gaverify_verdict", None) if call.excinfo is not None else None
     if verdict is not None and report.failed and call.excinfo is not None:
         entry = next((e for e in reversed(call.excinfo.traceback) if e.path == item.path), call.excinfo.traceback[-1])
-        report.longrepr = ReportText(verdict, str(entry.path), entry.lineno + 1)  # type: ignore[assignment]
+        report.longrepr = _shown(verdict, entry.path, entry.lineno + 1)  # type: ignore[assignment]
         report.sections.insert(0, ("called at", f"{entry.path}:{entry.lineno + 1}"))
     if isinstance(item, SpecItem) and call.when == "setup":
         item.config.stash.setdefault(_TIMES, {})[item.nodeid] = call.duration

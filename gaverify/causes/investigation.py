@@ -14,7 +14,8 @@ from gaverify.causes.batch_quality import identical_samples
 from gaverify.causes.bench import Bench
 from gaverify.passes.precision import unit_roundoff
 from gaverify.passes.task import Task
-from gaverify.records.facts import Backward, Buffers, Compared, Draws, Facts, Weights
+from gaverify.records.compared import Compared
+from gaverify.records.facts import Backward, Buffers, Draws, Facts, Weights
 from gaverify.verdict.comparison import measure
 from gaverify.verdict.control import in_float64
 from gaverify.verdict.judging import Judgement

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from gaverify.cli.audit_files import options_files, read_options
+from gaverify.cli.audit_words import number, settings_of, whole
 from gaverify.cli.failures import Invocation, failure_message, report_failure
 from gaverify.cli.progress import DelayedProgress
 from gaverify.cli.showing import check_outputs, exit_code_of, output_options, show, strict_option
 from gaverify.errors import SpecError
 
 if TYPE_CHECKING:
-    from gaverify.audit.request import Request, Setting
+    from gaverify.audit.request import Request
     from gaverify.records.audit_report import AuditReport
     from gaverify.spec.accepting import Project
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
-_Number = TypeVar("_Number", int, float)
 _UPDATES, _TIMEOUT = 2, 3600.0
 
 
@@ -185,72 +185,29 @@ def _request(
             parts.append(())
         if text is not None and not text.strip() and "launcher" in option:
             problems.append(f'{option} is empty; write a command, such as {option} "torchrun --nproc-per-node 2"')
-    settings = _settings(full_script, pairs, problems)
+    settings = settings_of(full_script, pairs, problems)
     return Request(
         script=module or script or "",
         full=parts[0],
         accumulated=parts[1],
         common=arguments,
         module=module is not None,
-        updates=_whole("--updates", updates, problems, _UPDATES),
+        updates=whole("--updates", updates, problems, _UPDATES),
         events_only=events_only,
-        steps=None if steps is None else _whole("--steps", steps, problems, 1),
-        timeout=_number("--timeout", timeout, problems, float, _TIMEOUT, "a number of seconds; write `--timeout 600`"),
+        steps=None if steps is None else whole("--steps", steps, problems, 1),
+        timeout=number("--timeout", timeout, problems, float, _TIMEOUT, "a number of seconds; write `--timeout 600`"),
         full_setting=settings[0],
         accumulated_setting=settings[1],
-        seed=None if seed is None else _whole("--seed", seed, problems, 0),
+        seed=None if seed is None else whole("--seed", seed, problems, 0),
         keep=keep,
-        ranks=None if ranks is None else _whole("--ranks", ranks, problems, 2),
-        full_ranks=None if full_ranks is None else _whole("--full-ranks", full_ranks, problems, 2),
+        ranks=None if ranks is None else whole("--ranks", ranks, problems, 2),
+        full_ranks=None if full_ranks is None else whole("--full-ranks", full_ranks, problems, 2),
         launcher=parts[2],
         full_launcher=parts[3],
         in_place=in_place,
         tail=tail,
         problems=tuple(problems),
     )
-
-
-def _settings(
-    full_script: str | None, given: dict[str, tuple[str, ...]], problems: list[str]
-) -> tuple[Setting, Setting]:
-    """What each run alone is given; a value for every run stands in both."""
-    from gaverify.audit.request import Setting
-
-    both = _pairs("--set", given["both_set"], problems)
-    settings = []
-    for run, script in (("full", full_script), ("accumulated", None)):
-        variables = _pairs(f"--{run}-env", given[f"{run}_env"], problems)
-        values = _pairs(f"--{run}-set", given[f"{run}_set"], problems)
-        settings.append(Setting(script, variables, (*both, *values)))
-    return settings[0], settings[1]
-
-
-def _pairs(option: str, words: Sequence[str], problems: list[str]) -> tuple[tuple[str, str], ...]:
-    pairs: list[tuple[str, str]] = []
-    for word in words:
-        name, sign, value = word.partition("=")
-        if not sign or not name or "\0" in word:
-            example = "BATCH_SIZE=4" if option.endswith("set") else "CUDA_VISIBLE_DEVICES=0"
-            problems.append(f"{option} {word!r} has no name and value; write `{option} {example}`")
-        elif name in dict(pairs):
-            problems.append(f"{option} gives `{name}` twice: {dict(pairs)[name]!r} and {value!r}")
-        else:
-            pairs.append((name, value))
-    return tuple(pairs)
-
-
-def _whole(option: str, word: str | None, problems: list[str], instead: int) -> int:
-    return _number(option, word, problems, int, instead, f"a whole number; write `{option} {instead}`")
-
-
-def _number(
-    option: str, word: str | None, problems: list[str], kind: type[_Number], instead: _Number, wanted: str
-) -> _Number:
-    try:
-        return instead if word is None else kind(word)
-    except ValueError:
-        problems.append(f"{option} {word!r} is not {wanted}")
-        return instead
 
 
 def _again(folder: str) -> AuditReport:

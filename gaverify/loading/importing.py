@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib
 import importlib.machinery
 import importlib.util
 import os
 import pkgutil
 import sys
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -18,14 +16,12 @@ from typing import Any
 
 from gaverify.errors import ProblemError, SpecError, exit_call, text_of
 from gaverify.loading.aliases import alias
+from gaverify.loading.texts import first_function, nearest, no_attribute, parsed
 from gaverify.tracebacks import shown, user_frame
 
 _FOLDERS: set[str] = set()  # those that `_put_first` has put first in this process
 _NEEDED = ("click", "ctypes", "html", "jinja2", "markupsafe", "numpy", "pydantic", "pygments", "rich", "torch", "xml")
 """What gaverify imports itself, in part only after the user's code ran; a `rich.py` beside the model is not meant."""
-
-_MAKERS = ("globals", "exec", "vars", "setattr")
-"""Names whose use may define further names of a module while it runs."""
 
 
 def import_factory(name: str) -> Any:
@@ -78,7 +74,7 @@ def no_module(name: str, missing: str) -> str:
     file = path.with_suffix(".py") if name.count(".") else path
     advice = (
         f"did you mean `{_join(parent, near)}`?"
-        if (near := _nearest(last, siblings))
+        if (near := nearest(last, siblings))
         else (f"start gaverify in the folder that holds `{file.parts[0]}`, or write `path/to/{file.stem}.py:factory`")
     )
     return f"there is no module `{missing}` in the {where}; {advice}"
@@ -118,7 +114,7 @@ def _import_file(file: Path) -> ModuleType:
 def check_file(file: Path) -> None:
     """Raises `SpecError` where there is no such file, with the nearest name."""
     if not os.path.isfile(file):
-        near = _nearest(file.name, [entry.name for entry in file.parent.glob("*.py") if entry.is_file()])
+        near = nearest(file.name, [entry.name for entry in file.parent.glob("*.py") if entry.is_file()])
         advice = f"did you mean `{file.parent / near}`?" if near else "paths start from the current folder"
         raise SpecError(f"there is no file `{file}`; {advice}", "model")
 
@@ -133,14 +129,6 @@ def _package_depth(file: Path) -> int:
     while (file.parents[packages] / "__init__.py").is_file():
         packages += 1
     return min(max(needed, packages), len(file.parents) - 1)
-
-
-def parsed(file: Path) -> ast.Module:
-    """Returns the syntax tree of a file; an empty one where it cannot be read: importing it says why."""
-    try:
-        return ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError, RecursionError):
-        return ast.Module([], [])
 
 
 def _module_name(file: Path, depth: int) -> str:
@@ -236,34 +224,9 @@ def _attribute(module: ModuleType, place: str, dotted: str) -> Any:
             found = getattr(found, name)
         except AttributeError as error:
             own = [entry for entry in dir(found) if not entry.startswith("_")]
-            raise SpecError(_no_attribute(path, name, own, _likely(found, own)), "model") from error
+            raise SpecError(no_attribute(path, name, own, _likely(found, own)), "model") from error
         path = f"{path}:{name}" if path == place else f"{path}.{name}"
     return found
-
-
-def check_attribute(tree: ast.Module, place: str, dotted: str) -> None:
-    """Raises `SpecError` where a module's text shows that it has no such name at its top; other texts are let pass."""
-    names: dict[str, bool] = {}  # each name, and whether it is a function or class of the module's own
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and node.id in _MAKERS:
-            return
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names[node.name] = True
-        elif isinstance(node, ast.Name):
-            names.setdefault(node.id, False)
-        elif isinstance(node, ast.alias):
-            names.setdefault((node.asname or node.name).partition(".")[0], False)
-    name = dotted.partition(".")[0]
-    if not tree.body or name in names or not names.keys().isdisjoint(("*", "__getattr__")):
-        return
-    public = sorted(known for known, own in names.items() if own and not known.startswith("_"))
-    raise SpecError(_no_attribute(place, name, public, public), "model")
-
-
-def _no_attribute(path: str, name: str, known: list[str], likely: list[str]) -> str:
-    near = _nearest(name, known)
-    advice = f"did you mean `{near}`?" if near else f"it has {_listed(likely)}"
-    return f"`{path}` has no attribute `{name}`; {advice}"
 
 
 def _likely(owner: Any, names: list[str]) -> list[str]:
@@ -271,22 +234,3 @@ def _likely(owner: Any, names: list[str]) -> list[str]:
     home = getattr(owner, "__name__", None)
     callables = [name for name in names if callable(getattr(owner, name, None))]
     return [name for name in callables if getattr(getattr(owner, name), "__module__", None) == home] or callables
-
-
-def _listed(names: list[str]) -> str:
-    if not names:
-        return "nothing that could be called"
-    shown = ", ".join(f"`{name}`" for name in names[:8])
-    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(names), n=1)
-    return near[0] if near else ""
-
-
-def first_function(file: str) -> str:
-    """Returns the name of the file's first public function, as a suggestion; "factory" if none can be read."""
-    body = parsed(Path(file)).body
-    names = [node.name for node in body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
-    return names[0] if names else "factory"

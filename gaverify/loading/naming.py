@@ -11,7 +11,8 @@ from enum import Enum, auto
 from pathlib import Path
 
 from gaverify.errors import SpecError
-from gaverify.loading.importing import check_attribute, check_file, first_function, no_module, parsed
+from gaverify.loading.importing import check_file, no_module
+from gaverify.loading.texts import check_attribute, first_function, parsed
 from gaverify.zoo import BUILTINS, find_builtin
 
 WEIGHTS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".pt2", ".onnx")

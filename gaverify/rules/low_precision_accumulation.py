@@ -69,7 +69,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gaverify.records.facts import BITS_WORTH_A_NOTE, Facts
+from gaverify.records.compared import BITS_WORTH_A_NOTE
+from gaverify.records.facts import Facts
 from gaverify.records.findings import Finding
 from gaverify.rules.rule import Rule, measured
 

@@ -16,8 +16,8 @@ from gaverify.passes.precision import rounded_products, rounded_unit, short_name
 from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.task import Task
 from gaverify.passes.terms import Terms
+from gaverify.records.compared import BITS_WORTH_A_NOTE, PrecisionLoss
 from gaverify.records.comparison import Method, Outcome, ParameterComparison
-from gaverify.records.facts import BITS_WORTH_A_NOTE, PrecisionLoss
 from gaverify.records.findings import Finding
 from gaverify.records.totals import outcome_of, relative_total, resolution_of
 from gaverify.tracebacks import is_own_fault

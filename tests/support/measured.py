@@ -5,20 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from gaverify.records.compared import Compared
 from gaverify.records.comparison import Method, NotCompared, Outcome, ParameterComparison
 from gaverify.records.experiment import Cause, ControlKind, ControlRun
-from gaverify.records.facts import (
-    Backward,
-    Buffers,
-    Compared,
-    Draws,
-    Facts,
-    Forward,
-    Repeatability,
-    State,
-    StateChange,
-    Weights,
-)
+from gaverify.records.facts import Backward, Buffers, Draws, Facts, Forward, Repeatability, State, StateChange, Weights
 from gaverify.records.findings import Finding
 from gaverify.records.operations import Operation, Suspect
 from gaverify.records.weights import WeightFit

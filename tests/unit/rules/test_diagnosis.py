@@ -27,7 +27,8 @@ from measured import (
 )
 from ranked import GATHERED, fit, ranks
 
-from gaverify.records.facts import Facts, PrecisionLoss, Repeatability
+from gaverify.records.compared import PrecisionLoss
+from gaverify.records.facts import Facts, Repeatability
 from gaverify.records.weights import WeightFit
 from gaverify.rules import findings_for
 

@@ -27,9 +27,10 @@ from measured import (
     row,
 )
 
+from gaverify.records.compared import PrecisionLoss
 from gaverify.records.comparison import Method
 from gaverify.records.experiment import ControlKind, ControlRun
-from gaverify.records.facts import Facts, PrecisionLoss, Repeatability, SampleCoupling, State, StateChange
+from gaverify.records.facts import Facts, Repeatability, SampleCoupling, State, StateChange
 from gaverify.records.findings import Location
 from gaverify.records.operations import Operation
 from gaverify.records.weights import WeightFit

@@ -1,0 +1,67 @@
+"""What the text of a Python file says of the names in it, without running it."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+
+from gaverify.errors import SpecError
+
+_MAKERS = ("globals", "exec", "vars", "setattr")
+"""Names whose use may define further names of a module while it runs."""
+
+
+def parsed(file: Path) -> ast.Module:
+    """Returns the syntax tree of a file; an empty one where it cannot be read: importing it says why."""
+    try:
+        return ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return ast.Module([], [])
+
+
+def first_function(file: str) -> str:
+    """Returns the name of the file's first public function, as a suggestion; "factory" if none can be read."""
+    body = parsed(Path(file)).body
+    names = [node.name for node in body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+    return names[0] if names else "factory"
+
+
+def check_attribute(tree: ast.Module, place: str, dotted: str) -> None:
+    """Raises `SpecError` where a module's text shows that it has no such name at its top; other texts are let pass."""
+    names: dict[str, bool] = {}  # each name, and whether it is a function or class of the module's own
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in _MAKERS:
+            return
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names[node.name] = True
+        elif isinstance(node, ast.Name):
+            names.setdefault(node.id, False)
+        elif isinstance(node, ast.alias):
+            names.setdefault((node.asname or node.name).partition(".")[0], False)
+    name = dotted.partition(".")[0]
+    if not tree.body or name in names or not names.keys().isdisjoint(("*", "__getattr__")):
+        return
+    public = sorted(known for known, own in names.items() if own and not known.startswith("_"))
+    raise SpecError(no_attribute(place, name, public, public), "model")
+
+
+def no_attribute(path: str, name: str, known: list[str], likely: list[str]) -> str:
+    """Returns the sentence about a name that a module or class does not have."""
+    near = nearest(name, known)
+    advice = f"did you mean `{near}`?" if near else f"it has {_listed(likely)}"
+    return f"`{path}` has no attribute `{name}`; {advice}"
+
+
+def _listed(names: list[str]) -> str:
+    if not names:
+        return "nothing that could be called"
+    shown = ", ".join(f"`{name}`" for name in names[:8])
+    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Returns the name that is most alike; "" where none is."""
+    near = difflib.get_close_matches(name, list(names), n=1)
+    return near[0] if near else ""
