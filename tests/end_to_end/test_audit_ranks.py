@@ -17,6 +17,8 @@ CASES = {
     "right": ("", 16, 2, 4, 2, set()),
     "right on four ranks": ("--dropout 0.2", 16, 4, 2, 2, set()),
     "dropout": ("--dropout 0.3", 16, 2, 4, 2, set()),
+    "dropout where ranks take turns": ("--dropout 0.3 --strided", 16, 2, 4, 2, set()),
+    "forgotten division where ranks take turns": ("--loop undivided --strided --dropout 0.3", 16, 2, 4, 2, {"GAV201"}),
     "clipping": ("--clip 0.05", 16, 2, 4, 2, set()),
     "synchronised every time": ("--loop always", 16, 2, 4, 2, set()),
     "tokens of all ranks": ("--loop all_tokens", 8, 2, 4, 1, set()),

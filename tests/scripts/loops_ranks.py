@@ -18,6 +18,7 @@ parser.add_argument("--loop", default="right")
 parser.add_argument("--batch-size", type=int, default=4)
 parser.add_argument("--accum", type=int, default=1)
 parser.add_argument("--dropout", type=float, default=0.0)
+parser.add_argument("--strided", action="store_true")
 parser.add_argument("--clip", type=float, default=0.0)
 args = parser.parse_args()
 
@@ -61,9 +62,12 @@ def synchronised(last: bool) -> contextlib.AbstractContextManager[None]:
 for start in range(0, len(inputs) - window + 1, window):
     for k in range(K):
         at = start + (k * ranks + rank) * size
+        rows = slice(at, at + size)
+        if args.strided:  # as a `DistributedSampler` hands them out: the ranks take turns
+            rows = slice(start + k * ranks * size + rank, start + (k + 1) * ranks * size, ranks)
         forward = net if args.loop == "unwrapped" else model
         with synchronised(k == K - 1):
-            loss_of(forward(inputs[at : at + size]), classes[at : at + size]).backward()
+            loss_of(forward(inputs[rows]), classes[rows]).backward()
     if args.clip:
         nn.utils.clip_grad_norm_(model.parameters(), args.clip)
     optimizer.step()

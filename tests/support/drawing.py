@@ -23,9 +23,16 @@ def recorded(work: Callable[[], Any], size: int = 4) -> DrawRecord:
     return recorder.record
 
 
-def dealt(record: DrawRecord, work: Callable[[], Any], start: int, stop: int, size: int = 4) -> Any:
-    """What `work` returns when every draw is dealt the rows `start` to `stop - 1` of the record's."""
-    dealer = Dealer(record, start, stop, size)
+def dealt(
+    record: DrawRecord,
+    work: Callable[[], Any],
+    start: int,
+    stop: int,
+    size: int = 4,
+    order: tuple[int, ...] | None = None,
+) -> Any:
+    """What `work` returns when every draw is dealt the rows `start` to `stop - 1` of the record's, or `order`."""
+    dealer = Dealer(record, start, stop, size, order)
     with dealer.watching(), draw_mode(dealer):
         result = _in_a_loss(work)
     dealer.finish()

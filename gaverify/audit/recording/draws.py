@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gaverify.audit.job import COMPILED, Job
-from gaverify.audit.recording.matching import Matcher, ScatteredRows
+from gaverify.audit.recording.matching import Matcher
 from gaverify.audit.recording.packing import packed, unpacked
 from gaverify.passes.devices import generator_state, generators_in_use
 from gaverify.passes.modes import OperationMode
@@ -119,24 +119,21 @@ class DealtDraws:
         places = self._places.get(key)
         if not places:
             return None
-        try:
-            spot = self._matcher.find(places, prints)
-        except ScatteredRows:
-            self.unaligned["rows"] = "those of a micro-batch do not lie one behind the other in the full batch"
-            return None
-        place = spot[0] if spot is not None else places[self._seen.get(key, 0) % len(places)]
+        spot = self._matcher.find(places, prints)
+        place = spot.forward if spot is not None else places[self._seen.get(key, 0) % len(places)]
         self._seen[key] = self._seen.get(key, 0) + 1
         full, record = self._entries[place]
         rows = _batch_rows(full, shapes)
         if rows is None:
             return None
         whole, part = rows
-        start = spot[1] if spot is not None else self._starts.get(place, 0)
+        order = spot.places if spot is not None and spot.scattered else None
+        start = spot.places[0] if spot is not None and order is None else self._starts.get(place, 0)
         self._starts[place] = start + part
         if start + part > whole:
             self.unaligned.setdefault("forward", "the window holds more samples than the full batch")
             return None
-        self._dealer = Dealer(record, start, start + part, whole)
+        self._dealer = Dealer(record, start, start + part, whole, order)
         return self._dealer
 
     def _finish(self) -> None:

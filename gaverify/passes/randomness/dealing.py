@@ -43,11 +43,22 @@ _FEWER = "the micro-batch made fewer draws than the full batch"
 
 
 class Dealer:
-    """Handles the random operations of one micro-batch: replaces each result by the rows of its own samples."""
+    """Handles the random operations of one micro-batch: replaces each result by the rows of its own samples.
 
-    def __init__(self, record: DrawRecord, start: int, stop: int, batch_size: int) -> None:
+    Args:
+        record: The full batch's draws.
+        start: The number of its first sample.
+        stop: The number behind its last one.
+        batch_size: B.
+        order: The places of its samples in the full batch, where those are not `start` to `stop - 1`.
+    """
+
+    def __init__(
+        self, record: DrawRecord, start: int, stop: int, batch_size: int, order: tuple[int, ...] | None = None
+    ) -> None:
         self.record = record
         self._micro_batch = (start, stop)
+        self._order = order
         self._size = batch_size
         # A repeated draw is dealt the same rows: by the generator's state before it, and the shape that was drawn.
         self._index: dict[Any, tuple[torch.Size, tuple[torch.Tensor, Selection] | None]] = {}
@@ -61,7 +72,7 @@ class Dealer:
     @property
     def _whole(self) -> bool:
         """Whether this is the full batch again."""
-        return self._micro_batch == (0, self._size)
+        return self._micro_batch == (0, self._size) and self._order is None
 
     @hands_over
     def __call__(
@@ -120,7 +131,7 @@ class Dealer:
         known = source is not None and source.shape == drawn.shape and not self.record.constant
         prints = fingerprint(source) if source is not None and known else None
         least = tolerance(source) if source is not None else 0.0
-        return Rows(self._micro_batch, self._size, drawn.shape, prints, least)
+        return Rows(self._micro_batch, self._size, drawn.shape, prints, least, self._order)
 
     def _place(self, operation: str, rows: Rows) -> int:
         """Which of the full batch's draws this is: the next one, or by place and contents."""

@@ -27,6 +27,7 @@ class Rows:
         shape: The shape of its draw.
         prints: Fingerprints of the rows, where there are any.
         least: How far fingerprints of one row may lie apart.
+        order: The samples' places in the full batch, where they do not lie one behind the other: ranks take turns.
     """
 
     micro_batch: MicroBatch
@@ -34,6 +35,24 @@ class Rows:
     shape: torch.Size
     prints: torch.Tensor | None
     least: float
+    order: tuple[int, ...] | None = None
+
+    def taken(self, fold: int, device: torch.device) -> slice | torch.Tensor:
+        """Returns the rows of the samples where each of them has `fold` rows, one behind the other."""
+        start, stop = self.micro_batch
+        if self.order is None:
+            return slice(start * fold, stop * fold)
+        return (self._places(device).unsqueeze(1) * fold + torch.arange(fold, device=device)).flatten()
+
+    def inner(self, fold: int, device: torch.device) -> torch.Tensor:
+        """Returns the rows of the samples where a folded dimension holds the batch as its inner index."""
+        outer = torch.arange(fold, device=device).unsqueeze(1) * self.batch_size
+        return (outer + self._places(device)).flatten()
+
+    def _places(self, device: torch.device) -> torch.Tensor:
+        if self.order is None:
+            return torch.arange(*self.micro_batch, device=device)
+        return torch.tensor(self.order, device=device)
 
 
 def by_position(draw: Draw, rows: Rows, inner: bool) -> tuple[Selection | None, bool]:
@@ -43,22 +62,27 @@ def by_position(draw: Draw, rows: Rows, inner: bool) -> tuple[Selection | None, 
         return None, False
     start, stop = rows.micro_batch
     count, guessed, selection = stop - start, False, Selection()
+    device = draw.value.device
     changed = [dim for dim in range(len(full)) if full[dim] != micro[dim]]
     for dim in changed:
         whole, part = full[dim], micro[dim]
         fold = whole // rows.batch_size if whole == whole // rows.batch_size * rows.batch_size else 0
         fold = fold if part == fold * count else 0
         if fold == 1:
-            selection.append((dim, slice(start, stop)))
+            selection.append((dim, rows.taken(1, device)))
             continue
         is_inner = False
         if fold:
             is_inner, unsure = _batch_is_inner(draw, rows, dim, fold, inner)
             guessed = guessed or unsure
         if is_inner:
-            selection.append((dim, _inner_rows(draw, rows, dim, fold)))
-        elif fold and len(changed) > 1:
-            selection.append((dim, slice(start * fold, stop * fold)))
+            selection.append((dim, rows.inner(fold, device)))
+        elif fold and (len(changed) > 1 or rows.order is not None):
+            selection.append((dim, rows.taken(fold, device)))
+        elif (
+            len(changed) == 1 and rows.order is not None
+        ):  # a selection of the samples: nobody knows whose rows they are
+            return None, guessed
         elif len(changed) == 1 and _offset(draw, start, part) + part <= whole:
             selection.append((dim, slice(_offset(draw, start, part), _offset(draw, start, part) + part)))
         elif part < whole:
@@ -126,24 +150,16 @@ def withdraw(draw: Draw, rows: Rows) -> None:
         draw.dealt -= rows.shape[changed[0]]
 
 
-def _inner_rows(draw: Draw, rows: Rows, dim: int, fold: int) -> torch.Tensor:
-    """The rows of the samples where a folded dimension holds the batch as its inner index."""
-    device = draw.value.device
-    outer = torch.arange(fold, device=device).unsqueeze(1) * rows.batch_size
-    return (outer + torch.arange(*rows.micro_batch, device=device)).flatten()
-
-
 def _batch_is_inner(draw: Draw, rows: Rows, dim: int, fold: int, inner: bool) -> tuple[bool, bool]:
     """Decides by the rows' contents; without them it is a guess, `inner`."""
     if draw.prints is None or rows.prints is None or rows.prints.dim() <= dim:
         return inner, True
-    start, stop = rows.micro_batch
     if [size for at, size in enumerate(draw.prints.shape) if at != dim] != [
         size for at, size in enumerate(rows.prints.shape) if at != dim
     ]:
         return inner, True
-    outer = taken_from(draw.prints, [(dim, slice(start * fold, stop * fold))])
-    inside = taken_from(draw.prints, [(dim, _inner_rows(draw, rows, dim, fold))])
+    outer = taken_from(draw.prints, [(dim, rows.taken(fold, draw.prints.device))])
+    inside = taken_from(draw.prints, [(dim, rows.inner(fold, draw.prints.device))])
     far_inside, far_outer = float((rows.prints - inside).norm()), float((rows.prints - outer).norm())
     if far_inside == far_outer:  # rows that are all the same do not tell
         return inner, True

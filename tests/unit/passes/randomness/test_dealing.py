@@ -38,6 +38,31 @@ def test_each_micro_batch_gets_the_rows_of_its_samples(draw) -> None:
     assert record.sliced
 
 
+@pytest.mark.parametrize(
+    ("draw", "dim", "fold"),
+    [
+        (lambda n: torch.rand(n, 3), 0, 1),
+        (lambda n: torch.rand(2, n), 1, 1),
+        (lambda n: torch.rand(3 * n, 2), 0, 3),  # three rows of each sample
+    ],
+)
+def test_ranks_that_take_turns_get_the_rows_of_their_samples(draw, dim: int, fold: int) -> None:
+    whole = []
+    record = recorded(lambda: whole.append(draw(4)))
+    for at, order in enumerate(((0, 2), (3, 1))):
+        torch.manual_seed(99)
+        part = dealt(record, lambda: draw(2), 2 * at, 2 * at + 2, order=order)
+        rows = [sample * fold + row for sample in order for row in range(fold)]
+        assert torch.equal(part, whole[0].index_select(dim, torch.tensor(rows)))
+    assert not record.unaligned and record.ambiguous == (fold > 1)
+
+
+def test_selected_rows_of_scattered_samples_cannot_be_dealt() -> None:
+    record = recorded(lambda: torch.rand(3))  # of the rows of 4 samples: which ones, nobody knows
+    dealt(record, lambda: torch.rand(1), 0, 2, order=(0, 2))
+    assert "do not correspond" in record.unaligned["rand"]
+
+
 def test_the_generator_moves_as_the_users_code_expects() -> None:
     record = recorded(lambda: torch.rand(4))
     torch.manual_seed(7)
