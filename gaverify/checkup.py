@@ -100,7 +100,7 @@ def support(device: torch.device) -> Iterator[Line]:
     yield from _tried("deterministic", "torch's deterministic algorithms", lambda: _repeats(device, deterministic=True))
 
 
-def control(known: Known, device: torch.device) -> Line:
+def verified(known: Known, device: torch.device) -> Line:
     """Verifies one built-in on a device and returns how its verdict compares with what is known."""
     if find_spec(known.needs) is None:
         return str(known), f"left out: `{known.needs}` is not installed", None

@@ -47,7 +47,7 @@ def unclipped(runner: Runner, record: Record, options: dict[str, Any]) -> Record
     return replace(record, updates=decided_without_clips(record.updates, control))
 
 
-def held(runner: Runner, full: Run, record: Record, options: dict[str, Any]) -> WeightFit | None:
+def with_steps_undone(runner: Runner, full: Run, record: Record, options: dict[str, Any]) -> WeightFit | None:
     """The control for a step inside the window: once more with every step undone, then fit all micro-batches."""
     from torch import Tensor
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gaverify.audit.controls import held, on_its_own, unclipped
+from gaverify.audit.controls import on_its_own, unclipped, with_steps_undone
 from gaverify.audit.outcome import report_of, same_arguments
 from gaverify.audit.replay.deciding import parts_of, replay_helps
 from gaverify.audit.request import RECORDED, Request, kept, written
@@ -185,5 +185,5 @@ class _Audit:
             record = on_its_own(self._runner, full, perturbed, record, options)
         first = record.first
         if not self._request.ranked and first is not None and 0 < first.backwards < (record.expected(first) or 0):
-            record = replace(record, held=held(self._runner, full, record, options))
+            record = replace(record, steps_undone=with_steps_undone(self._runner, full, record, options))
         return record

@@ -42,9 +42,9 @@ def launched(rank: int, ranks: int, port: int) -> Mapping[str, str]:
 
 def free_port() -> int:
     """Returns a port of the loopback that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((_HERE, 0))
-        return int(probe.getsockname()[1])
+    with socket.socket() as free:
+        free.bind((_HERE, 0))
+        return int(free.getsockname()[1])
 
 
 def entering(job: Path, environment: Mapping[str, str]) -> dict[str, str]:

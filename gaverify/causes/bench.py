@@ -61,10 +61,10 @@ class Bench:
     failures: dict[str, str] = field(default_factory=dict)
     earlier: Earlier | None = None
 
-    def attempt(self, name: str, probe: Callable[[], T]) -> T | None:
-        """Returns what `probe` finds; None where the user's code, a kernel or memory did not let it, which is noted."""
+    def attempt(self, name: str, ask: Callable[[], T]) -> T | None:
+        """Returns what `ask` finds; None where the user's code, a kernel or memory did not let it, which is noted."""
         try:
-            return probe()
+            return ask()
         except FORESEEN as error:
             self.failures[name] = failure_sentence(error)
             return None

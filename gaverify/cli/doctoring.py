@@ -41,7 +41,7 @@ def doctor(device: str | None) -> int:
         wrong += _print(lines)
         for known in checkup.KNOWN:
             with guests(), DelayedProgress(str(known)):
-                line = checkup.control(known, examined)
+                line = checkup.verified(known, examined)
             wrong += _print([line])
     click.echo()
     if wrong:

@@ -26,7 +26,7 @@ from gaverify.passes.dispatch import Observed, PassMode
 from gaverify.passes.isolation import ModelState, foreign_generator_states, generator_states
 from gaverify.passes.randomness import Dealer, DrawRecord, Recomputing, Recorder
 from gaverify.passes.reference import estimated_needs, fitted, spilled
-from gaverify.passes.task import Task, blamed, loss_of, micro_batch_of
+from gaverify.passes.task import Task, loss_of, micro_batch_of, told_as_users
 from gaverify.passes.terms import Terms
 from gaverify.passes.weighting import micro_batch_weight
 from gaverify.records.reference import Reference
@@ -106,7 +106,7 @@ def _ways_that_need_less(task: Task, state: ModelState) -> str:
     start, stop = next(task.bounds())
     where = f"samples {start} to {stop - 1}"
     try:
-        with _pass(task, state), PassMode(state, Recorder(stop - start)), blamed(where, task):
+        with _pass(task, state), PassMode(state, Recorder(stop - start)), told_as_users(where, task):
             part = fresh(micro_batch_of(task, start, stop, where))
             times = task.batch_size / (stop - start)
             needs = estimated_needs(task.modules, lambda: loss_of(task, part, where), times)
@@ -127,10 +127,10 @@ def _full_batch(
     random_draws = Recorder(task.batch_size) if record is None else Dealer(record, 0, task.batch_size, task.batch_size)
     mode = PassMode(state, random_draws, lift=lift, observe_terms=not lift, fitting=task.fitting)
     with _pass(task, state):
-        with blamed("the full batch", task):
+        with told_as_users("the full batch", task):
             batch = fresh(task.problem.batch)
         fit = fitted(task.fitting, task.modules, task.device)
-        with mode, blamed("the full batch", task), probe.around(None), fit:
+        with mode, told_as_users("the full batch", task), probe.around(None), fit:
             loss = loss_of(task, batch, "the full batch")
             probe.backward(None, loss, 1.0)
         gradients = _collect(task)
@@ -184,7 +184,7 @@ def accumulated_gradients(
             dealers.append(dealer)
             mode = PassMode(state, dealer, lift=lift)
             micro_batch = fresh(micro_batch_of(task, start, stop, where))
-            with mode, blamed(where, task), probe.around(k):
+            with mode, told_as_users(where, task), probe.around(k):
                 loss = loss_of(task, micro_batch, where)
                 weight = micro_batch_weight(task, k, micro_batch, mode.observed, reference.observed[0])
                 if task.strategy == "accumulate":
@@ -200,7 +200,7 @@ def accumulated_gradients(
             if after_backward is not None and task.strategy == "accumulate":
                 after_backward(k)
         if total is not None:
-            with PassMode(state, Recomputing(dealers), lift=lift), blamed("the summed loss", task):
+            with PassMode(state, Recomputing(dealers), lift=lift), told_as_users("the summed loss", task):
                 total.backward()
         gradients = _collect(task)
         buffers = _buffers(task)
@@ -236,7 +236,7 @@ def forward_pass(
     probe = probe or PassProbe()
     with _pass(task, state):
         batch = fresh(task.problem.batch if k is None else micro_batch_of(task, start, stop, where))
-        with mode, blamed(where, task), probe.around(k):
+        with mode, told_as_users(where, task), probe.around(k):
             return loss_of(task, batch, where).detach()
 
 

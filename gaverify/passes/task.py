@@ -49,7 +49,7 @@ class Task(Weighing):
 
 
 @contextmanager
-def blamed(where: str, task: Task) -> Iterator[None]:
+def told_as_users(where: str, task: Task) -> Iterator[None]:
     """Turns whatever the user's code raises into a sentence that says on which samples and where.
 
     What gaverify's own code raises, while it watches a pass, goes on as it is: that is no finding about a model.
@@ -129,7 +129,7 @@ def _out_of_memory(where: str, task: Task) -> NoMemory:
 
 def micro_batch_of(task: Task, start: int, stop: int, where: str) -> Any:
     """Returns the samples `start` to `stop - 1` of the task's batch, by the user's split where there is one."""
-    with blamed(f"split for {where}", task):
+    with told_as_users(f"split for {where}", task):
         return take(task.problem.batch, start, stop, task.batch_size, task.problem.split)
 
 

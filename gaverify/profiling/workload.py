@@ -16,7 +16,7 @@ from torch import nn
 from gaverify.passes.batching import fresh
 from gaverify.passes.isolation import ModelState, isolated_generators, mode_set, seed_everything
 from gaverify.passes.problem import Problem
-from gaverify.passes.task import Task, blamed, loss_of, micro_batch_of
+from gaverify.passes.task import Task, loss_of, micro_batch_of, told_as_users
 from gaverify.preparation import dtype_of, task_of
 from gaverify.records.profile import Plan
 from gaverify.spec import Spec
@@ -59,7 +59,7 @@ class Workload:
         # 1/K stands for any recipe's weight: the value of a factor changes neither time nor bytes
         for micro_batch in micro_batches:  # no enumerate: it would keep the one before alive beside the next
             where = next(places)
-            with blamed(where, self.task):
+            with told_as_users(where, self.task):
                 loss = loss_of(self.task, micro_batch, where)
                 loss = loss if steps == 1 else loss * (1.0 / steps)
                 if self.task.strategy == "accumulate":
@@ -68,10 +68,10 @@ class Workload:
                     total = loss if total is None else total + loss
             del loss, micro_batch  # the graph must not live on beside the next one
         if total is not None:
-            with blamed("the summed loss", self.task):
+            with told_as_users("the summed loss", self.task):
                 total.backward()  # type: ignore[no-untyped-call]
         if self.optimizer is not None:
-            with blamed("the optimizer's step", self.task):
+            with told_as_users("the optimizer's step", self.task):
                 self.optimizer.step()
 
     def start_optimizer(self) -> None:

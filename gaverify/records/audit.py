@@ -127,7 +127,7 @@ class Record:
         steps: K where the user said it.
         numbers: The whole numbers among the accumulated run's own arguments: K is one of them as a rule.
         unit: Unit roundoff of the coarsest arithmetic.
-        held: The weights that fit when every step is undone, so that all micro-batches see the same weights.
+        steps_undone: The weights that fit when every step is undone, so that all micro-batches see the same weights.
         dealt: Random draws of the full batch that were dealt out per sample.
         unaligned: Draws that could not be, with the reason.
         full_ledger: What became of the full-batch run's backward passes.
@@ -144,7 +144,7 @@ class Record:
     updates: tuple[UpdateComparison, ...] = ()
     steps: int | None = None
     unit: float = 2.0**-24
-    held: WeightFit | None = None
+    steps_undone: WeightFit | None = None
     dealt: int = 0
     unaligned: Mapping[str, str] = field(default_factory=dict)
     numbers: tuple[int, ...] = ()

@@ -118,8 +118,8 @@ def _is_meant(loop: Record, early: list[tuple[Window, int]]) -> bool:
         return True
     if any(step.values.get("inside") for window, _ in early for step in window.steps):
         return True
-    if loop.held is not None and abs(loop.held.factor - 1) < loop.tolerance:
-        return loop.held.residual < loop.tolerance
+    if loop.steps_undone is not None and abs(loop.steps_undone.factor - 1) < loop.tolerance:
+        return loop.steps_undone.residual < loop.tolerance
     return any(wanted in loop.numbers for _, wanted in early)
 
 
@@ -136,16 +136,16 @@ def _step(loop: Record, early: list[tuple[Window, int]]) -> Finding:
     step = window.steps[0] if window.steps else None
     inside = step is not None and bool(step.values.get("inside"))
     where = ", inside the backward itself" if inside else ""
-    held, evidence = loop.held, [counted(loop.complete[:8])]
+    undone, evidence = loop.steps_undone, [counted(loop.complete[:8])]
     proven = False
-    if held is not None:
-        proven = held.residual < loop.tolerance
-        left = abs(held.factor - 1) < loop.tolerance
-        what = f"with every step undone, {passes(len(held.weights))} at the same weights give the full-batch gradient"
-        text = f"{what} to {max(held.residual, held.factor_residual if left else 0.0):.0e}"
-        text += "" if left else f", times {held.factor:.4g}"
-        text = f"{text}: proven" if proven else f"with every step undone {held.residual:.1e} is left over as well"
-        evidence.append(controlled("control", text, residual=held.residual, factor=held.factor))
+    if undone is not None:
+        proven = undone.residual < loop.tolerance
+        left = abs(undone.factor - 1) < loop.tolerance
+        what = f"with every step undone, {passes(len(undone.weights))} at the same weights give the full-batch gradient"
+        text = f"{what} to {max(undone.residual, undone.factor_residual if left else 0.0):.0e}"
+        text += "" if left else f", times {undone.factor:.4g}"
+        text = f"{text}: proven" if proven else f"with every step undone {undone.residual:.1e} is left over as well"
+        evidence.append(controlled("control", text, residual=undone.residual, factor=undone.factor))
     others = f" (and {updates(late.number for late, _ in early[1:])})" if len(early) > 1 else ""
     remedy = "step only after the last backward pass of the window: `if (i + 1) % K == 0:` with i from 0"
     if inside:

@@ -197,10 +197,10 @@ def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
         factor = factor_in_loop(loop, update)
         if factor is not None and update.fit is not None and short_by(loop, update) is None:
             yield _of_update(facts, loop, factor, update.fit, update.backwards, update)
-    elif loop.held is not None and loop.held.residual < loop.tolerance:
-        factor = constant_factor(loop.held, loop.tolerance)
+    elif loop.steps_undone is not None and loop.steps_undone.residual < loop.tolerance:
+        factor = constant_factor(loop.steps_undone, loop.tolerance)
         if factor is not None:
-            yield _of_update(facts, loop, factor, loop.held, len(loop.held.weights), None)
+            yield _of_update(facts, loop, factor, loop.steps_undone, len(loop.steps_undone.weights), None)
 
 
 def _told(loop: Record, factor: float) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from gaverify.causes.trace.matching import Matching
-from gaverify.causes.trace.traces import Step
+from gaverify.causes.trace.traces import TracedOperation
 from gaverify.records.operations import SuspectKind
 
 
@@ -78,7 +78,7 @@ class Dependence:
             for source in self._m.part_inputs(k, index)
         )
 
-    def _judge(self, index: int, step: Step) -> None:
+    def _judge(self, index: int, step: TracedOperation) -> None:
         downstream = any(self._dirty[source] for source in step.inputs)
         if self._m.matched(index):
             downstream = self._read_dirty(index) or downstream
@@ -88,7 +88,7 @@ class Dependence:
                 self.kinds[index] = self._kind(index, step)
         self._dirty[index] = downstream or self.kinds[index] is not None
 
-    def _kind(self, index: int, step: Step) -> SuspectKind | None:
+    def _kind(self, index: int, step: TracedOperation) -> SuspectKind | None:
         outside = not step.tensor_inputs
         if self._m.differs(index) and (self._foreign or step.random or not outside):
             if step.random or outside:

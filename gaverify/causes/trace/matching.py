@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from gaverify.causes.trace.fingerprints import Layout
-from gaverify.causes.trace.traces import Result, Step, Trace
+from gaverify.causes.trace.traces import Result, Trace, TracedOperation
 
 _SAME_ROWS = 1e-2  # of the difference that rounding may leave in a row: sums over all rows agree better
 _NAN = 1e30  # stands for NaN in a comparison
@@ -115,7 +115,7 @@ class Matching:
             worst = max(worst, left)
         return worst
 
-    def _partners_of(self, step: Step) -> tuple[int, ...] | None:
+    def _partners_of(self, step: TracedOperation) -> tuple[int, ...] | None:
         counts = {len(trace.places.get(step.signature, ())) for trace in (self.full, *self.parts)}
         if len(counts) > 1:
             return None

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gaverify.causes.trace.fingerprints import fingerprint, layout_of, moments
-from gaverify.causes.trace.traces import INPUT, Frame, ModuleCall, Result, Step, Trace, same_result
+from gaverify.causes.trace.traces import INPUT, Frame, ModuleCall, Result, Trace, TracedOperation, same_result
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.modes import FunctionMode, OperationMode, operation_name
 from gaverify.records.operations import FunctionKey
@@ -128,7 +128,9 @@ class OperationTracer(PassProbe):
     ) -> None:
         call, frame = self._stack[-1] if self._stack else None, calling_frame()
         path = next((c.path for c in self._calls_around(call) if c.path is not None), None)
-        step = Step(name, call, self._function, frame, writers, differentiable, random, inputs, (name, frame, path))
+        step = TracedOperation(
+            name, call, self._function, frame, writers, differentiable, random, inputs, (name, frame, path)
+        )
         if frame is not None and owner_of(frame[0]) is Owner.LIBRARY:
             step.caller = calling_frame(Owner.USER)
         index = self.trace.add(step)
@@ -156,7 +158,7 @@ class OperationTracer(PassProbe):
             if address not in self._writers and address not in self._state:
                 self._add(INPUT, (), False, False, 0, [tensor])
 
-    def _result(self, step: Step, position: int, tensor: torch.Tensor) -> Result:
+    def _result(self, step: TracedOperation, position: int, tensor: torch.Tensor) -> Result:
         shape, name = tuple(tensor.shape), step.name
         result = Result(shape, tensor.is_floating_point() or tensor.is_complex())
         if self._plan is not None:

@@ -11,7 +11,7 @@ import torch
 
 from gaverify.causes.trace.dependence import Dependence
 from gaverify.causes.trace.matching import Matching
-from gaverify.causes.trace.traces import DECISIONS, Frame, ModuleCall, Step, Trace, source_line
+from gaverify.causes.trace.traces import DECISIONS, Frame, ModuleCall, Trace, TracedOperation, source_line
 from gaverify.records.operations import FunctionKey, Operation, Suspect, SuspectKind
 from gaverify.tracebacks import shown
 
@@ -178,7 +178,7 @@ class Reader:
         call = _named_call(self._full, step)
         return ("module", call.kind) if call is not None else ("file", step.frame[0] if step.frame else "")
 
-    def _opened(self, step: Step) -> tuple[int, ...]:
+    def _opened(self, step: TracedOperation) -> tuple[int, ...]:
         """The module calls that a cached gradient cannot cut: those around a step, and those whose outputs couple."""
         around = () if step.call is None else (step.call, *self._full.calls[step.call].parents)
         return tuple(sorted({*around, *(i for i, call in enumerate(self._full.calls) if not self._can_be_cut(call))}))
@@ -292,7 +292,7 @@ def _back(trace: Trace, index: int | None, stray: Callable[[int], bool]) -> set[
     return found
 
 
-def _chain(trace: Trace, step: Step) -> list[ModuleCall]:
+def _chain(trace: Trace, step: TracedOperation) -> list[ModuleCall]:
     """The module calls around a step, innermost first."""
     if step.call is None:
         return []
@@ -300,12 +300,12 @@ def _chain(trace: Trace, step: Step) -> list[ModuleCall]:
     return [innermost, *(trace.calls[parent] for parent in reversed(innermost.parents))]
 
 
-def _named_call(trace: Trace, step: Step) -> ModuleCall | None:
+def _named_call(trace: Trace, step: TracedOperation) -> ModuleCall | None:
     """The innermost call of a module of the task."""
     return next((call for call in _chain(trace, step) if call.path is not None), None)
 
 
-def _operation(trace: Trace, step: Step) -> Operation:
+def _operation(trace: Trace, step: TracedOperation) -> Operation:
     """Where a step is, for people."""
     chain, known = _chain(trace, step), _named_call(trace, step)
     library = bool(chain) and chain[0].library
@@ -323,7 +323,7 @@ def _operation(trace: Trace, step: Step) -> Operation:
     )
 
 
-def _caller(chain: Sequence[ModuleCall], step: Step) -> str:
+def _caller(chain: Sequence[ModuleCall], step: TracedOperation) -> str:
     """The loss object around a step and the nearest line of the user's own code; empty where the step is on that."""
     if step.caller is None:
         return ""
@@ -332,7 +332,7 @@ def _caller(chain: Sequence[ModuleCall], step: Step) -> str:
     return f"in `{outermost.kind}`, called at {place}" if outermost is not None else f"called at {place}"
 
 
-def _some(step: Step) -> tuple[FunctionKey, ...]:
+def _some(step: TracedOperation) -> tuple[FunctionKey, ...]:
     return (step.function,) if step.function is not None else ()
 
 

@@ -34,7 +34,7 @@ class Result:
 
 
 @dataclass
-class Step:
+class TracedOperation:
     """One operation of the trace. `inputs` are the steps that wrote its tensor inputs.
 
     `caller` is the nearest line of the user's own code, where `frame` is a library's.
@@ -76,7 +76,7 @@ class Trace:
     is found by its signature and how often that has occurred, never by its position.
     """
 
-    steps: list[Step] = field(default_factory=list)
+    steps: list[TracedOperation] = field(default_factory=list)
     calls: list[ModuleCall] = field(default_factory=list)
     places: dict[Signature, list[int]] = field(default_factory=dict)
     loss: int | None = None  # the step that wrote the loss
@@ -93,7 +93,7 @@ class Trace:
                 queue.extend(self.steps[current].inputs)
         return found
 
-    def add(self, step: Step) -> int:
+    def add(self, step: TracedOperation) -> int:
         """Appends a step and returns its index."""
         places = self.places.setdefault(step.signature, [])
         step.occurrence = len(places)
@@ -101,13 +101,13 @@ class Trace:
         self.steps.append(step)
         return len(self.steps) - 1
 
-    def counterpart(self, step: Step) -> int | None:
+    def counterpart(self, step: TracedOperation) -> int | None:
         """The index of the step that corresponds to one of another trace; None where there is none."""
         places = self.places.get(step.signature, [])
         return places[step.occurrence] if step.occurrence < len(places) else None
 
 
-def same_result(trace: Trace, step: Step, position: int) -> Result | None:
+def same_result(trace: Trace, step: TracedOperation, position: int) -> Result | None:
     """The result of the same operation in another trace; None where that has none."""
     index = trace.counterpart(step)
     results = trace.steps[index].results if index is not None else []

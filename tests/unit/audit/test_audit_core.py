@@ -332,7 +332,7 @@ class TestWeights:
         assert findings_for(record("BeBfBeBSZ", "BSZ", updates=(update(),))) == ()
 
     def test_an_early_step_is_proven_by_the_run_with_steps_undone(self) -> None:
-        early = record("BSZ BBBBSZ", "BSZ BSZ", held=fit(4.0, right=(0.25,) * 4))
+        early = record("BSZ BBBBSZ", "BSZ BSZ", steps_undone=fit(4.0, right=(0.25,) * 4))
         found = findings_for(early)
         assert set(faults(found)) == {"GAV601", "GAV201"} and all(finding.proven for finding in found)
 

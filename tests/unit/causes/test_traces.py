@@ -12,7 +12,7 @@ from gaverify.causes.trace.dependence import Dependence
 from gaverify.causes.trace.fingerprints import Layout, fingerprint, layout_of, moments
 from gaverify.causes.trace.matching import Matching
 from gaverify.causes.trace.suspects import Reader
-from gaverify.causes.trace.traces import ModuleCall, Result, Step, Trace
+from gaverify.causes.trace.traces import ModuleCall, Result, Trace, TracedOperation
 
 AGREE = 1e-9
 HALVES = [torch.tensor([0.5, 0.5], dtype=torch.float64)]
@@ -30,7 +30,9 @@ def trace(*steps: Described, inside: str | None = None) -> Trace:
         result = Result(tuple(tensor.shape), True, layout, fingerprint(tensor, layout), moments(tensor, layout))
         call = 0 if name == inside else None
         frame = ("train.py", line)
-        made.add(Step(name, call, (name, frame, 0), frame, inputs, True, False, len(inputs), (name, frame, None)))
+        made.add(
+            TracedOperation(name, call, (name, frame, 0), frame, inputs, True, False, len(inputs), (name, frame, None))
+        )
         made.steps[-1].results.append(result)
         if call is not None:
             made.calls[0].outputs = (len(made.steps) - 1,)
@@ -185,7 +187,11 @@ def _tokens(first: torch.Tensor, kept: torch.Tensor) -> Trace:
         layout = Layout("rows", 0, 2)
         result = Result(tuple(tensor.shape), True, layout, fingerprint(tensor, layout), None)
         inputs = (0,) if name == "lt" else ()
-        made.add(Step(name, None, (name, ("moe.py", 7), 0), ("moe.py", 7), inputs, True, False, 1, (name, None, None)))
+        made.add(
+            TracedOperation(
+                name, None, (name, ("moe.py", 7), 0), ("moe.py", 7), inputs, True, False, 1, (name, None, None)
+            )
+        )
         made.steps[-1].results.append(result)
     return made
 

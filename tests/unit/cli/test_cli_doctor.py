@@ -45,7 +45,7 @@ def test_a_verdict_that_is_not_as_known_is_told(
 
 def test_what_is_not_installed_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     known = dataclasses.replace(checkup.KNOWN[0], needs="no_such_package")
-    assert checkup.control(known, torch.device("cpu"))[1:] == ("left out: `no_such_package` is not installed", None)
+    assert checkup.verified(known, torch.device("cpu"))[1:] == ("left out: `no_such_package` is not installed", None)
 
 
 def test_what_a_device_cannot_do_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
