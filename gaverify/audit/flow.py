@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from gaverify.audit.controls import on_its_own, unclipped, with_steps_undone
 from gaverify.audit.outcome import report_of, same_arguments
-from gaverify.audit.replay.deciding import parts_of, replay_helps
+from gaverify.audit.replay.deciding import inputs_help, parts_of, replay_helps
 from gaverify.audit.request import RECORDED, Request, kept, written
 from gaverify.audit.running import Progress, Runner
 from gaverify.children import ended_as_interrupted, working_folder
@@ -108,17 +108,28 @@ class _Audit:
         return self._with_tail(record, visible) if self._request.tail else replace(record, epochs=self._epochs())
 
     def _replayed(self, full: Run, visible: dict[str, Any]) -> Record:
-        """Compares, and once more with the data of the full-batch run where that may help."""
-        record = self._against(full, visible, {})
-        if self._request.ranked or not replay_helps(record, full.meta, self.main.meta):
-            return record
-        first, main, again = record, self.main, {"replay": True, **visible}
-        full = self._runner.full(**again)
-        record = self._against(full, again, {"parts": parts_of(first)})
-        if record.updates and record.updates[0].data.same:
-            return record
+        """Compares, and again with the data of the full-batch run where that may help."""
+        first = self._against(full, visible, {})
+        main, unaligned = self.main, dict(first.unaligned)
+        for way in self._ways(first, full):
+            again = {**way, **visible}
+            record = self._against(self._runner.full(**again), again, {"parts": parts_of(first)})
+            if record.updates and record.updates[0].data.same:
+                return record
+            unaligned |= record.unaligned
         self.main = main
-        return replace(first, unaligned={**first.unaligned, **record.unaligned})
+        return replace(first, unaligned=unaligned)
+
+    def _ways(self, record: Record, full: Run) -> list[dict[str, Any]]:
+        """The fields of `Job` with which the runs may be given the same data, those that change least first."""
+        if self._request.ranked:
+            return []
+        ways = []
+        if replay_helps(record, full.meta, self.main.meta):
+            ways.append({"replay": True})
+        if inputs_help(record, full.meta):
+            ways.append({"replay": True, "inputs": True})
+        return ways
 
     def _epochs(self) -> str:
         unseen = self.main.meta["loaders"] and not self.main.meta["epochs"]

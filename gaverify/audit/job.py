@@ -51,6 +51,7 @@ class Job:
         seed: Seeds every generator before the script starts.
         by_hand: The script moves its weights itself: what it takes away from them stands for the gradient.
         replay: Keep the loaders' samples and the loop's draws ("full"), or take those of the run in `source`.
+        inputs: In a replay, keep the forwards' inputs as well, or put those of the run in `source` in place.
         tail: Micro-batches of a short last window that every pass over a loader ends with; 0 leaves passes alone.
         parts: Micro-batches per batch of the full-batch run, for a replay; 0 where that is not known.
         shrink: What every backward pass multiplies its losses' gradients by; a power of two.
@@ -76,6 +77,7 @@ class Job:
     seed: int | None = None
     by_hand: bool = False
     replay: bool = False
+    inputs: bool = False
     parts: int = 0
     tail: int = 0
     shrink: float = 1.0

@@ -99,11 +99,12 @@ class HandRecorder(Recorder):
                 self._waiting.append(Waiting(place, self._reach.peek(), targets, changes))
             self._changes.hunt(self._quiet_difference)
 
-    def finish(self, reason: Ending, status: int, code: str = "") -> None:
-        """Writes everything and ends the process."""
+    def close(self, reason: Ending, code: str = "") -> None:
+        """Writes everything, once; nothing is recorded any more."""
         with self._work():
-            self._settle_by_hand()
-        super().finish(reason, status, code)
+            if not self._closed:
+                self._settle_by_hand()
+        super().close(reason, code)
 
     # -- what lies behind them ---------------------------------------------------------------------------------------
 

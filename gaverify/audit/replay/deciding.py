@@ -33,6 +33,23 @@ def replay_helps(record: Record, full: Mapping[str, Any], accumulated: Mapping[s
     return draws and (bool(record.unaligned) or record.divergent is not None or bool(first.unrepeatable))
 
 
+def inputs_help(record: Record, full: Mapping[str, Any]) -> bool:
+    """Whether the runs may be given the same inputs where loaders and draws do not make them the same.
+
+    That is right only where the forwards return their losses: else the script holds targets that would be others'.
+
+    Args:
+        record: The comparison.
+        full: The closing record of the full-batch run.
+    """
+    if not record.updates or record.same_pieces or not full["returns_loss"]:
+        return False
+    first = record.updates[0]
+    rows = first.data.full, first.data.accumulated
+    comparable = first.data.checked and max(rows) < _CUT * min(rows)
+    return comparable and not first.data.same and not first.started_apart > _STARTED_APART
+
+
 def parts_of(record: Record) -> int:
     """Micro-batches per batch of the full-batch run; 0 where that is not known."""
     first = record.first

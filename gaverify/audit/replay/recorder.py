@@ -14,6 +14,7 @@ from gaverify.audit.job import Job
 from gaverify.audit.recording.hand_recorder import HandRecorder
 from gaverify.audit.recording.storage import Storage
 from gaverify.audit.replay.draws import DealtLoopDraws, KeptLoopDraws, LoopDraws
+from gaverify.audit.replay.inputs import GivenInputs, KeptInputs, has_loss
 from gaverify.audit.replay.loaders import GivenSamples, KeptSamples, Loaders
 from gaverify.audit.replay.watching import WatchedDraws
 from gaverify.records.events import Ending
@@ -38,6 +39,10 @@ class ReplayingRecorder(HandRecorder):
             length = (job.parts + job.tail if job.parts > 1 else 2) if job.tail else None
             self._loaders = GivenSamples(Path(job.source), job.parts, self._loop.paused, length)
         self._loaders.install()
+        self._inputs: KeptInputs | GivenInputs | None = None
+        if job.inputs:
+            self._inputs = KeptInputs(storage.folder) if job.source is None else GivenInputs(Path(job.source))
+        self._returns_loss = True  # every forward with something to train
 
     def optimizer_made(self, optimizer: Any) -> None:
         """The loop begins once there is an optimizer."""
@@ -54,8 +59,14 @@ class ReplayingRecorder(HandRecorder):
                 self._loop.start()
             if torch.is_grad_enabled():
                 self._loop.forward(_rows(args, kwargs))
+                self._take_inputs(module, args, kwargs)
             with super().forward(module, args, kwargs) as listen:
-                yield listen
+
+                def listened(output: Any) -> None:
+                    listen(output)
+                    self._returns_loss = self._returns_loss and (not torch.is_grad_enabled() or has_loss(output))
+
+                yield listened
 
     @contextmanager
     def backward(self, tensors: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
@@ -63,7 +74,7 @@ class ReplayingRecorder(HandRecorder):
         with self._loop.paused():
             with super().backward(tensors, *args, **kwargs):
                 yield
-            self._loop.after_backward()
+            self._passed()
 
     @contextmanager
     def differentiation(self, inputs: Sequence[Any]) -> Iterator[Callable[[Sequence[Any]], None]]:
@@ -71,7 +82,7 @@ class ReplayingRecorder(HandRecorder):
         with self._loop.paused():
             with super().differentiation(inputs) as ended:
                 yield ended
-            self._loop.after_backward()
+            self._passed()
 
     def step_begins(self, optimizer: Any, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
         """Before an optimizer's step."""
@@ -91,11 +102,22 @@ class ReplayingRecorder(HandRecorder):
             self._loop.close()
         super().close(reason, code)
 
+    def _passed(self) -> None:
+        self._loop.after_backward()
+        if self._inputs is not None:
+            self._inputs.after_backward()
+
+    def _take_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if self._inputs is not None:
+            with self._work():
+                self._inputs.forward(module, args, kwargs)
+
     def _meta(self, reason: Ending) -> dict[str, Any]:
         meta = super()._meta(reason)
         return {
             **meta,
-            "unaligned": {**meta["unaligned"], **self._loop.unaligned},
+            "unaligned": {**meta["unaligned"], **self._loop.unaligned, **getattr(self._inputs, "unaligned", {})},
+            "returns_loss": self._returns_loss,
             "dealt": meta["dealt"] + self._loop.count,
             "draws": meta["draws"] + self._loop.count,
             "loop_draws": self._loop.moved,
