@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from gaverify.audit.request import Request
@@ -216,7 +217,7 @@ def _other_data(record: Record, update: UpdateComparison) -> str:
         advice = "do batch size × accumulation make the same batch?"
     else:
         rows = f"{data.full} rows in both"
-        advice = "shuffling, seeds, a dropped batch, packing or draws outside the model make such differences"
+        advice = f"shuffling, seeds, a dropped batch or packing make such differences{_fed_at(record, update)}"
         if record.unaligned:
             drawn = "; ".join(f"{name}: {why}" for name, why in record.unaligned.items())
             advice = f"what the loop drew could not be dealt out per sample: {drawn}"
@@ -224,6 +225,18 @@ def _other_data(record: Record, update: UpdateComparison) -> str:
     return (
         f"update {update.number}: the runs did not see the same samples: {data.differing} rows of `{data.path}` "
         f"differ{padded}; {rows}; {advice}"
+    )
+
+
+def _fed_at(record: Record, update: UpdateComparison) -> str:
+    """Where the rows went in, and how a script lets the audit give both runs the same."""
+    window = record.window_of(update.number)
+    forwards = window.of("forward") if window is not None else ()
+    file, line = forwards[0].place if forwards else (None, None)
+    where = f" in what the forward at {Path(file).name}:{line} is given" if file else ""
+    return (
+        f"{where}; `--seed 0` seeds what the script leaves open, and batches of a `DataLoader`, or a model that is "
+        "given its targets and returns its loss, are made the same for both runs"
     )
 
 

@@ -52,3 +52,4 @@ class TestWithoutALoader:
         result = audit("train_slices.py", "--batch-size 8", "--batch-size 2 --accum 4", "--loop outside")
         assert (result.code, result.faults) == (3, set()), str(result)
         assert "did not see the same samples" in result.document["reason"]
+        assert "the forward at {}:{}".format(*marked("train_slices.py", "outside")) in result.document["reason"]

@@ -38,7 +38,7 @@ def batches():
 
 def loss_of(model, x, y):
     if args.loop == "outside":
-        return mse_loss(model(x), y)
+        return mse_loss(model(x), y)  # here: outside
     return model(x, y)[1] if args.loop == "columns" else model(x=x, y=y)[1]
 
 
