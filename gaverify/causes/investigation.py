@@ -1,23 +1,18 @@
-"""Finds the cause of a divergence: questions in an explicit order, each with control runs, until nothing is left."""
+"""What a verification showed, and where it diverged, what its search for the cause found."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from gaverify.causes import backward, coupling, draws, operations, state, weights
 from gaverify.causes.batch_quality import identical_samples
-from gaverify.causes.bench import Bench
 from gaverify.passes.precision import unit_roundoff
 from gaverify.passes.task import Task
 from gaverify.records.compared import Compared
 from gaverify.records.facts import Backward, Buffers, Draws, Facts, Weights
 from gaverify.verdict.comparison import measure
-from gaverify.verdict.control import in_float64
 from gaverify.verdict.judging import Judgement
 
 _DRIFT_UNITS = 64.0  # of roundoff that K updates of a running average may differ by
@@ -66,19 +61,6 @@ def _drift(judgement: Judgement) -> dict[str, float]:
     return {row.name: row.difference / row.scale for row in rows if row.difference > least * row.scale}
 
 
-QUESTIONS: tuple[Callable[[Bench, Facts], Facts], ...] = (
-    draws.ask,
-    weights.ask,
-    state.ask,
-    coupling.ask,
-    weights.ask_at_moved_parameters,
-    operations.ask,
-    state.ask_unnamed,
-    backward.ask,
-)
-"""In this order: what is cheap to ask, and what the later questions have to know, comes first."""
-
-
 def investigate(task: Task, judgement: Judgement, *, diagnose: bool) -> Facts:
     """Returns everything that was measured; questions are asked only after a divergence; one that fails says so."""
     facts = collected(task, judgement)
@@ -87,21 +69,6 @@ def investigate(task: Task, judgement: Judgement, *, diagnose: bool) -> Facts:
     facts = replace(facts, diagnosed=True)
     if not facts.compared.comparable:
         return facts
-    with ExitStack() as stack:
-        state_, control = judgement.state, judgement.control
-        if control is not None:
-            task, state_ = stack.enter_context(in_float64(task, state_))
-        earlier = weights.kept(control.full) if control is not None else None
-        bench = Bench(task, state_, judgement.record, control is not None, earlier=earlier)
-        facts = replace(facts, left=facts.compared.total)
-        for ask in QUESTIONS:
-            if _settled(facts):
-                break
-            facts = ask(bench, facts)
-        facts = state.ask_lines(bench, facts)
-    return replace(facts, cleared=facts.left <= bench.rounding, failures=bench.failures)
+    from gaverify.causes.questions import asked  # a verdict without a cause to look for does not wait for this import
 
-
-def _settled(facts: Facts) -> bool:
-    """Whether nothing is left to ask: all is explained, or a batch that differs from itself explains nothing."""
-    return facts.cleared or facts.weights.blamed or not facts.repeats_itself
+    return asked(task, judgement, facts)

@@ -1,0 +1,48 @@
+"""Finds the cause of a divergence: questions in an explicit order, each with control runs, until nothing is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+
+from gaverify.causes import backward, coupling, draws, operations, state, weights
+from gaverify.causes.bench import Bench
+from gaverify.passes.task import Task
+from gaverify.records.facts import Facts
+from gaverify.verdict.control import in_float64
+from gaverify.verdict.judging import Judgement
+
+QUESTIONS: tuple[Callable[[Bench, Facts], Facts], ...] = (
+    draws.ask,
+    weights.ask,
+    state.ask,
+    coupling.ask,
+    weights.ask_at_moved_parameters,
+    operations.ask,
+    state.ask_unnamed,
+    backward.ask,
+)
+"""In this order: what is cheap to ask, and what the later questions have to know, comes first."""
+
+
+def asked(task: Task, judgement: Judgement, facts: Facts) -> Facts:
+    """Returns the facts with what the questions found; a question that could not be asked is noted."""
+    with ExitStack() as stack:
+        state_, control = judgement.state, judgement.control
+        if control is not None:
+            task, state_ = stack.enter_context(in_float64(task, state_))
+        earlier = weights.kept(control.full) if control is not None else None
+        bench = Bench(task, state_, judgement.record, control is not None, earlier=earlier)
+        facts = replace(facts, left=facts.compared.total)
+        for ask in QUESTIONS:
+            if _settled(facts):
+                break
+            facts = ask(bench, facts)
+        facts = state.ask_lines(bench, facts)
+    return replace(facts, cleared=facts.left <= bench.rounding, failures=bench.failures)
+
+
+def _settled(facts: Facts) -> bool:
+    """Whether nothing is left to ask: all is explained, or a batch that differs from itself explains nothing."""
+    return facts.cleared or facts.weights.blamed or not facts.repeats_itself
