@@ -110,10 +110,12 @@ class Bench:
         return ControlRun(what, left, left <= self.rounding, right, kind)
 
     def sketched(
-        self, full: PassResult, probe: PassProbe | None, *, release: bool = False
+        self, full: PassResult, probe: PassProbe | None, *, release: bool = False, target: torch.Tensor | None = None
     ) -> tuple[Sketches, PassResult]:
         """Accumulates once more, with a sketch of every micro-batch's gradient."""
-        return sketched(self.task, self.state, self.record, full, lift=self.lift, probe=probe, release=release)
+        return sketched(
+            self.task, self.state, self.record, full, lift=self.lift, probe=probe, release=release, target=target
+        )
 
 
 def _any(gradients: Gradients) -> bool:

@@ -142,13 +142,12 @@ def _remedies(bench: Bench, suspect: Suspect, neutral: PassProbe | None) -> Iter
 def _held_in_the_window(bench: Bench, probe: Held) -> ControlRun:
     """Gives every micro-batch the full batch's value as a constant, and leaves the full batch as it is.
 
-    The control that proves the cause holds the value in both runs. As a repair it is right only where no gradient of
-    the full batch goes through the value: this run tells.
+    The control that proves the cause has kept the value, and held it in both runs. As a repair it is right only where
+    no gradient of the full batch goes through the value: this run tells.
     """
     task, state, record, lift = bench.task, bench.state, bench.record, bench.lift
     full, _ = full_batch_gradients(task, state, record, lift=lift, probe=bench.with_probe(None))
     held = bench.with_probe(probe)
-    full_batch_gradients(task, state, record, lift=lift, probe=held)  # keeps the value
     accumulated = accumulated_gradients(task, state, record, full, lift=lift, probe=held)
     left = relative_difference(accumulated.gradients, full.gradients)
     what = "the full batch's value as a constant in every micro-batch"

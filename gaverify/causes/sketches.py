@@ -54,10 +54,19 @@ def _buckets(flat: torch.Tensor, place: int) -> torch.Tensor:
     generator = torch.Generator(flat.device).manual_seed(place)
     for start in range(0, flat.numel(), SKETCH * _CHUNK_ROWS):
         part = flat[start : start + SKETCH * _CHUNK_ROWS].to(total.dtype)
-        coins = torch.randint(0, 2, part.shape, generator=generator, dtype=torch.int8, device=flat.device)
-        signed = torch.nn.functional.pad(part * (coins * 2 - 1), (0, -part.numel() % SKETCH))
+        signed = part * _signs(part.numel(), generator)
+        if part.numel() % SKETCH:
+            signed = torch.nn.functional.pad(signed, (0, -part.numel() % SKETCH))
         total += signed.view(-1, SKETCH).sum(0)
     return total
+
+
+def _signs(count: int, generator: torch.Generator) -> torch.Tensor:
+    """Draws -1 or 1 `count` times: the lowest bit of each byte of a random word, as a draw costs more than its use."""
+    bound = 1 << 31
+    size = (-(-count // 4),)
+    words = torch.randint(-bound, bound, size, generator=generator, dtype=torch.int32, device=generator.device)
+    return words.view(torch.int8)[:count].bitwise_and_(1).mul_(2).sub_(1)
 
 
 @dataclass
@@ -79,14 +88,16 @@ def sketched(
     lift: bool,
     probe: PassProbe | None = None,
     release: bool = False,
+    target: torch.Tensor | None = None,
 ) -> tuple[Sketches, PassResult]:
     """Accumulates once more and sketches every micro-batch's gradient on the way.
 
     The gradients accumulate in `.grad`; the sketch is linear, so the difference of two sketches is the sketch of one
-    micro-batch's share. `release` frees the full batch's gradients once they are sketched.
+    micro-batch's share. `release` frees the full batch's gradients once they are sketched; `target` is that sketch
+    where there is one already.
     """
     elements = sum(gradient.numel() for gradient in full.gradients.values() if gradient is not None)
-    target = sketch(list(full.gradients.values()))
+    target = sketch(list(full.gradients.values())) if target is None else target
     if release:
         full.gradients = dict.fromkeys(full.gradients)
     sums: list[torch.Tensor] = []

@@ -136,10 +136,10 @@ def _fitted(bench: Bench, watch: StateWatch) -> tuple[WeightFit, Repeatability]:
     earlier = bench.earlier or kept(run())
     full = run()
     norm = float(torch.linalg.vector_norm(earlier.gradient)) or 1.0
-    again = sketch(list(full.gradients.values())).to(earlier.gradient.device)
-    backward = float(torch.linalg.vector_norm(again - earlier.gradient)) / norm
+    again = sketch(list(full.gradients.values()))
+    backward = float(torch.linalg.vector_norm(again.to(earlier.gradient.device) - earlier.gradient)) / norm
     forward = abs(full.loss - earlier.loss) / max(abs(earlier.loss), 1e-300)
-    return fitted([bench.sketched(full, probe, release=True)[0]]), Repeatability(forward, backward)
+    return fitted([bench.sketched(full, probe, release=True, target=again)[0]]), Repeatability(forward, backward)
 
 
 def kept(full: PassResult) -> Earlier:

@@ -15,6 +15,7 @@ from gaverify.passes.fingerprints import real_numbers, summaries
 
 _LARGE = 1e3  # from which on values count by their order of magnitude
 _HUGE = 1e30  # stands for infinity
+_PIECE = 1 << 15
 
 
 @dataclass(frozen=True)
@@ -48,19 +49,7 @@ def fingerprint(tensor: torch.Tensor, layout: Layout, *, integers: bool = False)
 
     Folded rows (`fold` > 1) may hold the batch as their outer or as their inner index: both variants are kept.
     """
-    if not _has_layout(tensor, layout):
-        return None
-    if not (tensor.is_floating_point() or tensor.is_complex() or integers) and layout.kind != "global":
-        return None
-    values = real_numbers(tensor).to(widest(tensor.device))
-    if layout.kind == "global":
-        return summaries(values.reshape(1, -1)).unsqueeze(0)
-    rows = _squashed(values).movedim(layout.dim, 0)
-    if layout.kind == "selected" or layout.fold == 1:
-        return summaries(rows.reshape(rows.shape[0], -1)).unsqueeze(0)
-    folded = rows.reshape(rows.shape[0] // layout.fold, -1)
-    inner = rows.reshape(layout.fold, rows.shape[0] // layout.fold, -1).transpose(0, 1)
-    return torch.stack([summaries(folded), summaries(inner.reshape(inner.shape[0], -1))])
+    return described(tensor, layout, integers=integers, summed=False)[0]
 
 
 def moments(tensor: torch.Tensor, layout: Layout) -> torch.Tensor | None:
@@ -70,12 +59,38 @@ def moments(tensor: torch.Tensor, layout: Layout) -> torch.Tensor | None:
     full batch are the sums of the micro-batches' exactly where all hold the same rows, in whatever order: tokens that
     are sorted by their expert. The last two entries bound the products of two and of three in magnitude.
     """
-    if not _has_layout(tensor, layout) or layout.kind not in ("rows", "selected"):
-        return None
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        return None
-    rows = _squashed(real_numbers(tensor).to(widest(tensor.device))).movedim(layout.dim, 0)
-    a, b, n = summaries(rows.reshape(rows.shape[0], -1)).unbind(-1)
+    return described(tensor, layout)[1]
+
+
+def described(
+    tensor: torch.Tensor, layout: Layout, *, integers: bool = False, summed: bool = True
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Returns `fingerprint` and, where `summed`, `moments` of a tensor, which is read once for both."""
+    if not _has_layout(tensor, layout):
+        return None, None
+    numeric = tensor.is_floating_point() or tensor.is_complex()
+    if not (numeric or integers) and layout.kind != "global":
+        return None, None
+    values = real_numbers(tensor).to(widest(tensor.device))
+    if layout.kind == "global":
+        return summaries(values.reshape(1, -1)).unsqueeze(0), None
+    rows = _squashed(values).movedim(layout.dim, 0)
+    own = None
+    if layout.kind == "selected" or layout.fold == 1:
+        own = summaries(rows.reshape(rows.shape[0], -1))
+        prints = own.unsqueeze(0)
+    else:
+        folded = rows.reshape(rows.shape[0] // layout.fold, -1)
+        inner = rows.reshape(layout.fold, rows.shape[0] // layout.fold, -1).transpose(0, 1)
+        prints = torch.stack([summaries(folded), summaries(inner.reshape(inner.shape[0], -1))])
+    if not (summed and numeric):
+        return prints, None
+    return prints, _moments(own if own is not None else summaries(rows.reshape(rows.shape[0], -1)))
+
+
+def _moments(rows: torch.Tensor) -> torch.Tensor:
+    """The sums of `moments`, of the summaries of all rows."""
+    a, b, n = rows.unbind(-1)
     twice = [a * a, a * b, b * b, a * n, n * n]
     thrice = [a * a * a, a * a * b, b * b * n]
     scales = [a.square() + b.square() + n.square(), a.abs() ** 3 + b.abs() ** 3 + n**3]
@@ -83,9 +98,17 @@ def moments(tensor: torch.Tensor, layout: Layout) -> torch.Tensor | None:
 
 
 def _squashed(values: torch.Tensor) -> torch.Tensor:
-    """Returns v / (1 + |v| / 1000), NaN as it is: a mask of −∞ or of a type's least number hides nothing beside it."""
-    values = values.clamp(-_HUGE, _HUGE)
-    return values / (values.abs().div_(_LARGE).add_(1.0))
+    """Returns v / (1 + |v| / 1000), NaN as it is: a mask of −∞ or of a type's least number hides nothing beside it.
+
+    On a CPU piece by piece, each of which stays in the cache for all four operations.
+    """
+    flat = values.reshape(-1)
+    result = torch.empty_like(flat)
+    size = _PIECE if flat.device.type == "cpu" else max(flat.numel(), 1)
+    for piece, into in zip(flat.split(size), result.split(size), strict=True):
+        torch.clamp(piece, -_HUGE, _HUGE, out=into)
+        into.div_(into.abs().div_(_LARGE).add_(1.0))
+    return result.view(values.shape)
 
 
 def _has_layout(tensor: torch.Tensor, layout: Layout) -> bool:

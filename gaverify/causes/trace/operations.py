@@ -16,7 +16,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
-from gaverify.causes.trace.fingerprints import fingerprint, layout_of, moments
+from gaverify.causes.trace.fingerprints import described, layout_of
 from gaverify.causes.trace.traces import INPUT, Frame, ModuleCall, Result, Trace, TracedOperation, same_result
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.modes import FunctionMode, OperationMode, operation_name
@@ -170,8 +170,8 @@ class OperationTracer(PassProbe):
         written = not name.startswith(_UNWRITTEN)
         if written and result.layout is not None and tensor.layout is torch.strided:
             with _disable_current_modes():
-                result.prints = fingerprint(tensor, result.layout, integers=name == INPUT or tensor.dtype is torch.bool)
-                result.moments = moments(tensor, result.layout) if name != INPUT else None
+                whole = name == INPUT or tensor.dtype is torch.bool
+                result.prints, result.moments = described(tensor, result.layout, integers=whole, summed=name != INPUT)
         return result
 
     def _enter(self, module: nn.Module, _: Any) -> None:
