@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from gaverify.audit.controls import on_its_own, unclipped, with_steps_undone
 from gaverify.audit.outcome import report_of, same_arguments
+from gaverify.audit.rank_controls import controlled_ranks
 from gaverify.audit.replay.deciding import inputs_help, parts_of, replay_helps
 from gaverify.audit.request import RECORDED, Request, kept, written
 from gaverify.audit.running import Progress, Runner
@@ -194,6 +195,7 @@ class _Audit:
         options = {**options, "source": full}
         if any(update.other_step for update in record.updates):
             record = on_its_own(self._runner, full, perturbed, record, options)
+        record = controlled_ranks(self._runner, full, record, options)
         first = record.first
         if not self._request.ranked and first is not None and 0 < first.backwards < (record.expected(first) or 0):
             record = replace(record, steps_undone=with_steps_undone(self._runner, full, record, options))

@@ -38,6 +38,9 @@ class Job:
         folder: Where the run writes.
         updates: Optimizer updates after which the script is stopped; 0 lets it run to its end.
         source: Folder of the full-batch run, or of the same rank of it: gradients to step with, samples.
+        shares: What each rank's backward passes multiply their losses' gradients by; empty leaves them alone.
+        synchronise: Let every backward pass reduce over the ranks, whatever the script asks for.
+        frozen: Buffers, `model:name`, whose modules run in evaluation mode, with the statistics that they hold.
         sources: Folders of all ranks of the full-batch run: draws.
         unit: Unit roundoff by which weights are moved.
         perturb_early: Move weights when an optimizer takes them, for a script without modules.
@@ -84,6 +87,9 @@ class Job:
     world: tuple[int, int, int] | None = None
     launcher: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
+    shares: tuple[float, ...] = ()
+    synchronise: bool = False
+    frozen: tuple[str, ...] = ()
 
     @property
     def rank(self) -> int:
@@ -116,7 +122,7 @@ class Job:
         """Reads what `write` wrote."""
         words = json.loads(path.read_text(encoding="utf-8"))
         words["arguments"] = tuple(words["arguments"])
-        for name in ("launcher", "sources"):
+        for name in ("launcher", "sources", "shares", "frozen"):
             words[name] = tuple(words.get(name, ()))
         words["world"] = tuple(words["world"]) if words.get("world") else None
         for name in ("environment", "values"):

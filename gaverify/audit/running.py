@@ -224,7 +224,9 @@ def _done_before(folder: Path) -> Done:
 
 
 def _part(job: Job) -> str:
-    """The part that a run plays, for the report; a control whose losses are shrunk is none of the runs it repeats."""
+    """The part that a run plays, for the report; a control is none of the runs that it repeats."""
+    if job.shares or job.synchronise or job.frozen:
+        return "ranks"
     return job.role if job.shrink == 1.0 else "unclipped"
 
 

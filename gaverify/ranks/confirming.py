@@ -91,6 +91,10 @@ def confirm(task: Task, judgement: Judgement, one: Judgement, ranks: Ranks) -> C
     if facts.at_fault and facts.gathers:
         _, repaired = _window(task, judgement.record, judgement.full, ranks, gathers_with_gradient)
         facts = replace(facts, gather_control=_apart_from(repaired, together))
+    shares = facts.shares_to_try if facts.at_fault else ()
+    if shares:
+        _, repaired = _window(task, judgement.record, judgement.full, ranks, shares=shares)
+        facts = replace(facts, weights_control=_apart_from(repaired, together))
     return Confirmation(tuple(rows), facts, method)
 
 
@@ -104,9 +108,10 @@ def _window(
     reference: PassResult,
     ranks: Ranks,
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    shares: tuple[float, ...] = (),
 ) -> tuple[list[RankReport], Gradients]:
     with tempfile.TemporaryDirectory(prefix="gaverify-ranks-") as folder:
-        window = Window(task, record, reference, ranks.engine, ranks.count, Path(folder), around=around)
+        window = Window(task, record, reference, ranks.engine, ranks.count, Path(folder), around=around, shares=shares)
         jobs = [(f"rank {rank} of {ranks.count}", rank_task(window, rank)) for rank in range(ranks.count)]
         reports = run_forked(jobs, ranks.timeout, ranks.waiting)
         return reports, merged(reports, list(task.parameters))

@@ -71,10 +71,11 @@ class Scaled(PassProbe):
 
     Args:
         ranks: R; each micro-batch's loss counts R times its weight.
+        share: What the loss is multiplied by besides, in a control.
     """
 
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: int, share: float = 1.0) -> None:
+        self._ranks = ranks * share
 
     def backward(self, k: int | None, loss: torch.Tensor, weight: float) -> None:
         """Puts the gradients of R · `weight` · `loss` into `.grad`."""
@@ -89,10 +90,11 @@ class Synchronised(Scaled):
         engine: Which it is.
         last: The rank's last micro-batch.
         ranks: R.
+        share: What the loss is multiplied by besides, in a control.
     """
 
-    def __init__(self, task: Task, engine: Engine, last: int, ranks: int) -> None:
-        super().__init__(ranks)
+    def __init__(self, task: Task, engine: Engine, last: int, ranks: int, share: float = 1.0) -> None:
+        super().__init__(ranks, share)
         self._model: Any = task.problem.model
         self._engine, self._last = engine, last
 

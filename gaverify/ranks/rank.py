@@ -40,6 +40,7 @@ class Window:
     folder: Path
     backend: str = "gloo"
     around: Callable[[], AbstractContextManager[None]] = nullcontext
+    shares: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,8 @@ def _run(window: Window, rank: int) -> RankReport:
     unused = any(gradient is None for gradient in window.reference.gradients.values())
     task = wrapped(window.task, window.engine, unused)
     with traffic.counting():
-        probe = Synchronised(task, window.engine, own[-1], window.ranks)
+        share = window.shares[rank] if window.shares else 1.0
+        probe = Synchronised(task, window.engine, own[-1], window.ranks, share)
         together = _accumulated(window, task, _Kept(), own, probe)
     shards = {name: _shard(gradient) for name, gradient in together.gradients.items()}
     file = None

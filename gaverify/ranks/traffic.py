@@ -27,12 +27,13 @@ class TrafficMeter:
 
     def __init__(self) -> None:
         self._counts: Counter[Collective] = Counter()
-        self._bytes = 0
+        self.sizes: Counter[Collective] = Counter()
+        """Bytes of each kind."""
 
     @property
     def traffic(self) -> Traffic:
         """The collectives up to now."""
-        return Traffic(dict(self._counts), self._bytes)
+        return Traffic(dict(self._counts), sum(self.sizes.values()))
 
     def counting(self) -> OperationMode:
         """Returns what counts while it is entered."""
@@ -49,7 +50,7 @@ class TrafficMeter:
             return
         kind = next((kind for part, kind in _KINDS if part in name), Collective.OTHER)
         self._counts[kind] += 1
-        self._bytes += max((_size(arg) for arg in args), default=0)
+        self.sizes[kind] += max((_size(arg) for arg in args), default=0)
 
 
 def _size(argument: Any) -> int:

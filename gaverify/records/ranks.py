@@ -47,6 +47,20 @@ class Traffic:
 
 
 @dataclass(frozen=True)
+class Share:
+    """What a rank made of its shard of the summed gradient before the step, beside what the full batch's run made.
+
+    Attributes:
+        factor: c in shard ≈ c · the full batch's; `residual` is what that leaves over, relative.
+        norms: Norm of the whole summed gradient over that of the shard alone.
+    """
+
+    factor: float
+    residual: float
+    norms: float
+
+
+@dataclass(frozen=True)
 class RankFacts:
     """What was measured on R ranks.
 
@@ -65,6 +79,14 @@ class RankFacts:
         from_one_process: ‖ranks − one‖ / ‖one‖, where one process ran the same micro-batches.
         gather_control: The difference that is left where every all-gather of the loss hands its gradient back;
             NaN where that control did not run.
+        mean_left: ‖mean of the ranks' own gradients − full‖ / ‖full‖; NaN where they are not known.
+        weights_control: The difference that is left where every rank's loss is multiplied by right over used weight.
+        sync_control: The difference that is left where every backward pass reduces.
+        frozen_control: The difference that is left where layers keep the statistics in their buffers.
+        reduced: Bytes that each backward pass of the window reduced over the ranks; empty where that was not seen.
+        stepped_without: Whether the step found no gradient in any sharded parameter.
+        shards: What each rank made of its shard; empty without shards.
+        update_bytes: Bytes of one gradient of the whole model in the coarsest type that an engine reduces in.
     """
 
     ranks: int
@@ -79,6 +101,14 @@ class RankFacts:
     buffers_apart: tuple[str, ...] = ()
     from_one_process: float = 0.0
     gather_control: float = math.nan
+    mean_left: float = math.nan
+    weights_control: float = math.nan
+    sync_control: float = math.nan
+    frozen_control: float = math.nan
+    reduced: tuple[int, ...] = ()
+    stepped_without: bool = False
+    shards: tuple[Share, ...] = ()
+    update_bytes: int = 0
 
     @property
     def as_one_process(self) -> bool:
@@ -94,6 +124,27 @@ class RankFacts:
     def rounding(self) -> float:
         """What rounding alone may leave between two gradients, or over from a fit, relative to their norm."""
         return min(_FIT_UNITS * self.unit, max(_COARSE_UNITS * self.unit, _FINE))
+
+    def is_rounding(self, left: float) -> bool:
+        """Whether a control left rounding; one that did not run left nothing that could be judged."""
+        return left <= self.rounding
+
+    @property
+    def shares_to_try(self) -> tuple[float, ...]:
+        """Right over used weight of each rank: what a control multiplies their losses by; empty where none fits."""
+        fit = self.weights
+        if fit is None or len(fit.weights) != self.ranks or len(fit.used) != self.ranks or not all(fit.used):
+            return ()
+        if fit.factor and fit.factor_residual <= self.rounding:
+            return (1 / fit.factor,) * self.ranks
+        if fit.residual > self.rounding or min(fit.weights) <= 0.0:
+            return ()
+        return tuple(right / used for right, used in zip(fit.weights, fit.used, strict=True))
+
+    @property
+    def reductions(self) -> int:
+        """How many backward passes of the window reduced whole gradients over the ranks."""
+        return sum(size >= max(self.update_bytes, 1) for size in self.reduced)
 
     @property
     def gathers(self) -> bool:

@@ -19,6 +19,7 @@ from gaverify.rules import (
     foreign_gradients,
     gather_without_gradient,
     gradients_cleared_inside_window,
+    gradients_never_reduced,
     gradients_not_cleared,
     hidden_state,
     low_precision_accumulation,
@@ -27,12 +28,15 @@ from gaverify.rules import (
     missing_gradient,
     non_finite_gradient,
     partner_at_other_weights,
+    rank_statistics,
     ranks_hold_different_gradients,
     scaler_per_micro_batch,
     scheduler_per_micro_batch,
+    shard_local_norm,
     state_changed_by_forward,
     step_inside_window,
     step_settings_differ,
+    synchronised_every_micro_batch,
     trailing_window_lost,
     trailing_window_misscaled,
     unalignable_randomness,
@@ -64,7 +68,16 @@ EVENTS = (
 WEIGHTS = (wrong_loss_scale, mean_of_means, empty_micro_batch, trailing_window_misscaled)
 """Rules about what each micro-batch counts; meaningless where its gradient was changed on the way to the step."""
 
-RANKS = (ranks_hold_different_gradients, mean_over_ranks, wrong_rank_scale, gather_without_gradient)
+RANKS = (
+    ranks_hold_different_gradients,
+    gradients_never_reduced,
+    mean_over_ranks,
+    wrong_rank_scale,
+    gather_without_gradient,
+    shard_local_norm,
+    rank_statistics,
+    synchronised_every_micro_batch,
+)
 """Rules about what several ranks make of their gradients."""
 
 RULES = (

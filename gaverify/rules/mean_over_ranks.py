@@ -108,8 +108,8 @@ from collections.abc import Iterator
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Finding
 from gaverify.records.weights import is_constant
-from gaverify.rules.rule import Rule, controlled, measured
-from gaverify.rules.wording import beside_one_process, shares
+from gaverify.rules.rule import Rule, measured
+from gaverify.rules.wording import beside_one_process, shares, tried
 
 RULE = Rule("GAV703", "mean-over-ranks")
 
@@ -133,16 +133,12 @@ def judge(facts: Facts) -> Iterator[Finding]:
         f"the gradients of the {ranks.ranks} ranks are averaged equally; right would be {right}",
         measured(
             "rank-weights",
-            f"{beside_one_process(ranks)}; used were {used}",
+            f"{beside_one_process(ranks)}; used were {used}; {right} fit to {fit.residual:.0e}",
             right=list(fit.weights),
             used=list(fit.used),
         ),
-        controlled(
-            "rank-weights",
-            f"with the weights {right} the ranks' own gradients give the full batch's to {fit.residual:.0e}: proven",
-            residual=fit.residual,
-        ),
+        *tried(ranks, f"each rank's loss multiplied by its right share ({right}) over the used one"),
         remedy="divide each rank's summed loss by the count over all ranks (one all-reduce) and multiply it by the "
         "number of ranks, because the engine averages",
-        proven=True,
+        proven=ranks.is_rounding(ranks.weights_control),
     )

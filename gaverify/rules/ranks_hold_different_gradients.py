@@ -58,7 +58,7 @@ from collections.abc import Iterator
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Finding
 from gaverify.rules.rule import Rule, controlled, measured
-from gaverify.rules.wording import backward_place, shares
+from gaverify.rules.wording import backward_place
 
 RULE = Rule("GAV701", "ranks-hold-different-gradients")
 
@@ -75,18 +75,20 @@ def judge(facts: Facts) -> Iterator[Finding]:
             apart=ranks.apart,
         )
     ]
-    fit = ranks.weights
-    proven = fit is not None and fit.residual <= ranks.rounding
-    if fit is not None and proven:
-        statement = (
-            f"the ranks' own gradients with the weights {shares(fit.weights)} give the full batch's to "
-            f"{fit.residual:.0e}; rank 0 used {shares(fit.used)}: proven"
-        )
-        evidence.append(controlled("rank-weights", statement, right=list(fit.weights), used=list(fit.used)))
+    left, proven = ranks.mean_left, ranks.is_rounding(ranks.mean_left)
+    if proven:
+        text = f"the mean of the ranks' own gradients is the full batch's to {left:.0e}: proven"
+        evidence.append(controlled("rank-weights", text, left=left))
+    reduced = ranks.sync_control
+    repaired = ranks.is_rounding(reduced)
+    if repaired:
+        text = f"with every backward pass reducing the difference from the full batch is {reduced:.0e}"
+        evidence.append(controlled("ranks", text, left=reduced))
     yield RULE.finding(
         f"the {ranks.ranks} ranks step with different gradients: they were not reduced",
         *evidence,
         location=backward_place(facts),
-        remedy="call the wrapper's forward, and run the window's last backward pass outside `no_sync`",
-        proven=proven,
+        remedy="call the wrapper's forward, and run the window's last backward pass outside `no_sync`"
+        + (": tested, equivalent" if repaired else ""),
+        proven=proven or repaired,
     )

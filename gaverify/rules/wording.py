@@ -202,3 +202,13 @@ def beside_one_process(ranks: RankFacts) -> str:
     """Says how far the gradient of the ranks is from that of one process with the same micro-batches."""
     far = f"{ranks.from_one_process:.1e}"
     return f"relative difference {far} between {ranks.ranks} ranks and one process that runs the same micro-batches"
+
+
+def tried(ranks: RankFacts, what: str) -> tuple[Evidence, ...]:
+    """Says how the ranks came out when they were run once more with `what`."""
+    left = ranks.weights_control
+    if left != left:  # NaN: the control could not be run
+        text = "no control run was possible: suspected, not proven"
+        return (Evidence("rank-weights", "control", text, {}),)
+    told = "proven" if ranks.is_rounding(left) else "another cause is left"
+    return (Evidence("rank-weights", "control", f"with {what} the difference is {left:.0e}: {told}", {"left": left}),)

@@ -93,8 +93,8 @@ from collections.abc import Iterator
 
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Finding
-from gaverify.rules.rule import Rule, controlled, measured
-from gaverify.rules.wording import beside_one_process
+from gaverify.rules.rule import Rule, measured
+from gaverify.rules.wording import beside_one_process, tried
 
 RULE = Rule("GAV704", "wrong-rank-scale")
 
@@ -118,14 +118,11 @@ def judge(facts: Facts) -> Iterator[Finding]:
     meaning = next((f" = {text}" for value, text in known if math.isclose(factor, value, rel_tol=1e-4)), "")
     yield RULE.finding(
         f"the gradient that {ranks.ranks} ranks end up with is {factor:.6g} times the full batch's{meaning}",
-        measured("rank-weights", beside_one_process(ranks), factor=factor),
-        controlled(
-            "rank-weights",
-            f"divided by {factor:.6g} it agrees with the full batch's to {left:.0e}: proven",
-            residual=left,
-        ),
-        remedy=f"multiply each rank's loss by {1 / factor:.6g}",
-        proven=True,
+        measured("rank-weights", f"{beside_one_process(ranks)}; one factor leaves {left:.0e} over", factor=factor),
+        *tried(ranks, f"each rank's loss multiplied by {1 / factor:.6g}"),
+        remedy=f"multiply each rank's loss by {1 / factor:.6g}"
+        + (": tested, equivalent" if ranks.is_rounding(ranks.weights_control) else ""),
+        proven=ranks.is_rounding(ranks.weights_control),
     )
 
 

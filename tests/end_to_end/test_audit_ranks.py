@@ -28,6 +28,12 @@ CASES = {
     "the model in place of its wrapper": ("--loop unwrapped", 16, 2, 4, 2, {"GAV701"}),
     "each rank's own tokens": ("--loop own_tokens", 8, 2, 4, 1, {"GAV703"}),
     "a sum by hand": ("--loop whole_sum", 8, 2, 4, 1, {"GAV704"}),
+    "never reduced, sharded": ("--loop sharded_never", 16, 2, 4, 2, {"GAV702"}),
+    "clipped by norms of shards": ("--loop sharded_norm", 16, 2, 4, 2, {"GAV706"}),
+    "clipped by the whole norm": ("--loop sharded --clip 0.05", 16, 2, 4, 2, set()),
+    "statistics of each rank": ("--loop statistics", 16, 2, 8, 1, {"GAV707"}),
+    "no statistics": ("--loop no_statistics", 16, 2, 8, 1, set()),
+    "synchronised every time, sharded": ("--loop sharded_always", 16, 2, 4, 2, set()),
     "forgotten division": ("--loop undivided", 32, 2, 4, 4, {"GAV201"}),
 }
 
@@ -39,6 +45,8 @@ def test_loops_of_several_ranks(name: str) -> None:
     result = audit(SCRIPT, full, accumulated, options, ("--ranks", str(ranks)))
     assert result.faults == faults, result
     assert result.outcome == ("divergent" if faults else "equivalent"), result
+    assert all(finding["proven"] for finding in result.document["findings"]), result
+    assert ("GAV708" in result.notes) == ("every time" in name), result
     assert result.document["ranks"]["ranks"] == ranks
     backwards = [(call["rank"], call["update"]) for call in result.document["timeline"] if call["kind"] == "backward"]
     assert set(backwards) == {(rank, update) for rank in range(ranks) for update in (1, 2)}, result

@@ -28,8 +28,12 @@ torch.manual_seed(0)
 inputs, classes = torch.randn(64, 6), torch.randint(3, (64,))
 if args.loop in ("own_tokens", "all_tokens"):
     classes[torch.arange(64) % 8 < 3] = -100  # the first ranks have more padding
+norm: nn.Module = nn.BatchNorm1d(16) if args.loop == "statistics" else nn.LayerNorm(16)
 net = nn.Sequential(nn.Linear(6, 16), nn.Dropout(args.dropout), nn.GELU(), nn.Linear(16, 3))
-if args.loop == "sharded":
+if args.loop in ("statistics", "no_statistics"):
+    net = nn.Sequential(nn.Linear(6, 16), norm, nn.GELU(), nn.Linear(16, 3))
+sharded = args.loop.startswith("sharded")
+if sharded:
     from torch.distributed.fsdp import fully_shard
 
     model: nn.Module = fully_shard(net)
@@ -51,7 +55,8 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def synchronised(last: bool) -> contextlib.AbstractContextManager[None]:
-    if args.loop == "sharded":
+    if sharded:
+        last = (last or args.loop == "sharded_always") and args.loop != "sharded_never"
         model.set_requires_gradient_sync(last)  # type: ignore[operator]
         return contextlib.nullcontext()
     if args.loop == "never" or (not last and args.loop != "always"):
@@ -68,7 +73,12 @@ for start in range(0, len(inputs) - window + 1, window):
         forward = net if args.loop == "unwrapped" else model
         with synchronised(k == K - 1):
             loss_of(forward(inputs[rows]), classes[rows]).backward()
-    if args.clip:
+    if args.loop == "sharded_norm":
+        shards = [parameter.grad.to_local() for parameter in model.parameters()]  # type: ignore[union-attr]
+        length = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(shard) for shard in shards]))
+        for shard in shards:
+            shard.mul_((0.05 / length).clamp(max=1))
+    elif args.clip:
         nn.utils.clip_grad_norm_(model.parameters(), args.clip)
     optimizer.step()
     optimizer.zero_grad()

@@ -6,6 +6,8 @@ Shapes: S sampled elements of an optimizer's gradients.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,39 @@ class OwnGradients:
         return total
 
 
+@contextmanager
+def synchronised(models: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Lets the engines of these models reduce in the next backward pass, by their own public switches."""
+    modules: Iterable[Any] = (module for model in models for module in model.modules())
+    for module in modules:
+        if hasattr(module, "set_requires_gradient_sync"):  # FSDP2
+            module.set_requires_gradient_sync(True)
+            module.set_is_last_backward(True)
+        elif hasattr(module, "require_backward_grad_sync"):  # DDP
+            module.require_backward_grad_sync = True
+    yield
+
+
+def owners_of(buffers: Sequence[torch.Tensor], models: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Returns the modules that hold any of these buffers."""
+    wanted = {id(buffer) for buffer in buffers}
+    modules = (module for model in models for module in model.modules())
+    return [module for module in modules if any(id(buffer) in wanted for buffer in module.buffers(recurse=False))]
+
+
+@contextmanager
+def frozen(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Runs modules in evaluation mode, and puts them back."""
+    changed = [module for module in modules if module.training]
+    for module in changed:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in changed:
+            module.training = True
+
+
 def shards_of(parameters: list[torch.Tensor]) -> dict[int, tuple[int, ...]]:
     """Returns where the shard of this process begins in each sharded parameter, by position; empty where none is."""
     kept: list[tuple[int, Any]] = [(at, parameter.data) for at, parameter in enumerate(parameters)]
@@ -80,6 +115,12 @@ def place_in_group() -> tuple[int, int]:
     if not distributed.is_available() or not distributed.is_initialized():
         return 0, 1
     return distributed.get_rank(), distributed.get_world_size()
+
+
+def local_shapes(parameters: list[torch.Tensor]) -> dict[int, tuple[int, ...]]:
+    """Returns the shape of the shard of this process of each sharded parameter, by position."""
+    kept: list[tuple[int, Any]] = [(at, parameter.data) for at, parameter in enumerate(parameters)]
+    return {at: tuple(data.to_local().shape) for at, data in kept if hasattr(data, "placements")}
 
 
 def leave_together(meeting: Path, rank: int, ranks: int) -> None:

@@ -18,13 +18,15 @@ from gaverify.audit.recording.averages import Average
 from gaverify.audit.recording.control import shrunk
 from gaverify.audit.recording.names import OutOfSight
 from gaverify.audit.recording.places import user_place
-from gaverify.audit.recording.ranks import place_in_group
+from gaverify.audit.recording.ranks import frozen, owners_of, place_in_group, synchronised
 from gaverify.audit.recording.reach import ends_in_parameters
 from gaverify.audit.recording.rows import input_rows, input_shapes
 from gaverify.audit.recording.session import Session
 from gaverify.audit.recording.update import Forward
 from gaverify.audit.recording.watching import Increment, Seen, Watched
+from gaverify.ranks.traffic import TrafficMeter
 from gaverify.records.events import Kind
+from gaverify.records.ranks import Collective
 from gaverify.tracebacks import Place
 
 GRACE = 2.0
@@ -58,7 +60,7 @@ class Recorder(Session):
         number = self._numbers["forward"]
         self._in_forward = True
         try:
-            with self._draws.in_forward(module if trains else None):
+            with self._draws.in_forward(module if trains else None), self._as_a_control(module):
                 yield lambda output: self._reach.listen(output, number) if trains else None
         finally:
             self._in_forward = False
@@ -95,7 +97,7 @@ class Recorder(Session):
                     self._own.listen(entry.index, entry.sample)
             place, self._in_backward = user_place(), True
         try:
-            with self._draws.in_backward(), self._shrunk(tensors):
+            with self._draws.in_backward(), self._shrunk(tensors), self._synchronised(), self._counted():
                 yield
         finally:
             self._in_backward = False
@@ -227,7 +229,23 @@ class Recorder(Session):
             timer.start()
 
     def _shrunk(self, tensors: Any) -> AbstractContextManager[None]:
-        return nullcontext() if self.job.shrink == 1.0 else shrunk(tensors, self.job.shrink)
+        factor = self.job.shrink * (self.job.shares[place_in_group()[0]] if self.job.shares else 1.0)
+        return nullcontext() if factor == 1.0 else shrunk(tensors, factor)
+
+    def _as_a_control(self, module: nn.Module) -> AbstractContextManager[None]:
+        """What a forward runs in where a run is a control of ranks: DDP asks in its forward whether it shall reduce."""
+        if self.job.frozen:
+            buffers = [value for name, value in self.names.buffers().items() if name in self.job.frozen]
+            return frozen(owners_of(buffers, self.names.models))
+        return synchronised([module]) if self.job.synchronise else nullcontext()
+
+    def _synchronised(self) -> AbstractContextManager[None]:
+        return synchronised(self.names.models) if self.job.synchronise else nullcontext()
+
+    def _counted(self) -> AbstractContextManager[Any]:
+        """Counts what a backward pass sends to the other ranks, where there may be some."""
+        self._meter = TrafficMeter()
+        return self._meter.counting() if self.job.ranked else nullcontext()
 
     # -- what lies behind them ---------------------------------------------------------------------------------------
 
@@ -280,9 +298,18 @@ class Recorder(Session):
         targets = [(int(valid), total) for valid, total in self._targets]
         self._targets.clear()
         weighed = {} if weight is None else {"weight": weight}
-        self._event("backward", place, touched=touched, targets=targets, forwards=reached, **weighed)
+        self._event("backward", place, touched=touched, targets=targets, forwards=reached, **weighed, **self._sent())
         self._changes.note(Seen(moved=seen.moved), "backward")
         self._changes.hunt(self._quiet_difference)
+
+    def _sent(self) -> dict[str, Any]:
+        """What the backward pass sent: bytes of whole gradients that were reduced, of everything, and the calls."""
+        if not self.job.ranked:
+            return {}
+        sizes, traffic = self._meter.sizes, self._meter.traffic
+        counts = {kind.value: count for kind, count in traffic.counts.items()}
+        reduced = sizes[Collective.REDUCE] + sizes[Collective.SCATTER]
+        return {"reduced": reduced, "sent": traffic.bytes_moved, "collectives": counts}
 
     def _quiet_difference(self) -> bool:
         with self._work():

@@ -22,12 +22,13 @@ from gaverify.audit.recording.leading import Lead
 from gaverify.audit.recording.names import Names
 from gaverify.audit.recording.places import user_place
 from gaverify.audit.recording.precision import Roundoff
-from gaverify.audit.recording.ranks import OwnGradients, leave_together, shards_of
+from gaverify.audit.recording.ranks import OwnGradients, leave_together, local_shapes, shards_of
 from gaverify.audit.recording.reach import Reach
 from gaverify.audit.recording.storage import Storage, leave
 from gaverify.audit.recording.update import Forward, Update
 from gaverify.audit.recording.values import out_of_sight, undisturbed
 from gaverify.audit.recording.watching import Watch
+from gaverify.ranks.traffic import TrafficMeter
 from gaverify.records.events import Ending, Event, Kind
 
 
@@ -62,6 +63,7 @@ class Session:
         self.rank, self.ranks = 0, 1
         self._closed = False
         self._buffers = Buffers(Path(job.source) if job.source else None)
+        self._meter = TrafficMeter()
         self._own = OwnGradients() if job.ranked else None
         self._held = Held() if job.role == "frozen" else None
         self._draws = Draws(job, storage.folder)
@@ -155,6 +157,7 @@ class Session:
             "rank": self.rank,
             "ranks": self.ranks,
             "shards": [shards_of(self.watch.parameters(index)) for index in range(len(self.watch))],
+            "local": [local_shapes(self.watch.parameters(index)) for index in range(len(self.watch))],
             "updates": self._update.number - 1,
             "unit": self.roundoff.unit,
             "working": self.roundoff.describe(),

@@ -12,9 +12,9 @@ from gaverify.rules import gather_without_gradient, mean_over_ranks, wrong_rank_
 
 RULES = (mean_over_ranks, wrong_rank_scale, gather_without_gradient)
 CASES = {
-    "unequal shares": (ranks(fit((0.534, 0.466))), {"GAV703"}),
-    "factor R": (ranks(fit((0.25, 0.25), factor=2.0, left=2e-7)), {"GAV704"}),
-    "factor 1/R": (ranks(fit((1.0, 1.0), factor=0.5, left=2e-7)), {"GAV704"}),
+    "unequal shares": (ranks(fit((0.534, 0.466)), weights_control=3e-7), {"GAV703"}),
+    "factor R": (ranks(fit((0.25, 0.25), factor=2.0, left=2e-7), weights_control=2e-7), {"GAV704"}),
+    "factor 1/R": (ranks(fit((1.0, 1.0), factor=0.5, left=2e-7), weights_control=2e-7), {"GAV704"}),
     "gather": (ranks(fit(residual=0.15), own=GATHERED, gather_control=1.2e-7), {"GAV705"}),
     "gather that is not the cause": (ranks(fit(residual=0.15), own=GATHERED, gather_control=0.4), set()),
     "no weights fit and nothing is gathered": (ranks(fit(residual=0.15)), set()),

@@ -53,12 +53,16 @@ CATALOGUE = {
     "GAV610": "foreign-gradients",
     "GAV611": "partner-at-other-weights",
     "GAV701": "ranks-hold-different-gradients",
+    "GAV702": "gradients-never-reduced",
     "GAV703": "mean-over-ranks",
     "GAV704": "wrong-rank-scale",
     "GAV705": "gather-without-gradient",
+    "GAV706": "shard-local-norm",
+    "GAV707": "rank-statistics",
+    "GAV708": "synchronised-every-micro-batch",
     "GAV901": "uninformative-batch",
 }
-AUDITED = {rule.RULE.code for rule in rules.EVENTS} | {"GAV605", "GAV701"}
+AUDITED = {rule.RULE.code for rule in rules.EVENTS} | {"GAV605", "GAV701", "GAV702", "GAV706", "GAV707", "GAV708"}
 VERIFIED = [rule.RULE.code for rule in rules.RULES if rule.RULE.code not in AUDITED]
 BOTH = [
     "GAV000",

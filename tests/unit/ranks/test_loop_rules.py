@@ -1,0 +1,96 @@
+"""The rules about ranks of a training loop, on hand-made numbers: proven only where the control came out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from measured import record
+from ranked import fit, ranks
+
+from gaverify.records.audit import Record
+from gaverify.records.ranks import Engine, RankFacts, Share
+from gaverify.records.windows import Ledger
+from gaverify.rules import (
+    gradients_never_reduced,
+    mean_over_ranks,
+    rank_statistics,
+    ranks_hold_different_gradients,
+    shard_local_norm,
+    synchronised_every_micro_batch,
+    wrong_rank_scale,
+)
+
+RULES = (
+    ranks_hold_different_gradients,
+    gradients_never_reduced,
+    mean_over_ranks,
+    wrong_rank_scale,
+    shard_local_norm,
+    rank_statistics,
+    synchronised_every_micro_batch,
+)
+SHARES = (Share(1.5, 2e-7, 1.5), Share(1.34, 2e-7, 1.34))
+
+
+def sharded(**changes: Any) -> RankFacts:
+    return ranks(None, engine=Engine.FSDP2, apart=math.nan, **changes)
+
+
+def judged(facts: RankFacts) -> dict[str, Any]:
+    whole = replace(record(), ranks=facts, loop=Record((), Ledger((), ())))
+    return {finding.code: finding for rule in RULES for finding in rule.judge(whole)}
+
+
+CASES = {
+    "not reduced": (ranks(None, apart=1.4, mean_left=1e-7), {"GAV701"}),
+    "never reduced, sharded": (sharded(stepped_without=True, reduced=(0, 0), sync_control=2e-7), {"GAV702"}),
+    "unequal shares": (ranks(fit((0.534, 0.466)), weights_control=3e-7), {"GAV703"}),
+    "norms of shards": (sharded(shards=SHARES), {"GAV706"}),
+    "statistics": (ranks(None, buffers_apart=("0:1.running_mean",), frozen_control=2e-7), {"GAV707"}),
+    "every time": (ranks(None, divergent=False, reduced=(652, 652), update_bytes=163), {"GAV708"}),
+}
+QUIET = {
+    "replicas of the same bits": ranks(None, divergent=False),
+    "gradients at the step": sharded(divergent=False, reduced=(0, 652), update_bytes=163),
+    "reduced and yet empty": sharded(stepped_without=True, reduced=(0, 652), update_bytes=163),
+    "one factor for all shards": sharded(shards=(Share(2.0, 2e-7, 1.5), Share(2.0, 2e-7, 1.34))),
+    "shards that differ in more than a factor": sharded(shards=(Share(1.5, 0.3, 1.5), Share(1.34, 0.3, 1.34))),
+    "buffers that holding does not repair": ranks(None, buffers_apart=("0:1.seen",), frozen_control=0.5),
+    "a count that is reduced": ranks(None, divergent=False, reduced=(8, 660), update_bytes=163),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_signature_has_its_rule_and_its_proof(name: str) -> None:
+    facts, codes = CASES[name]
+    found = judged(facts)
+    assert set(found) == codes
+    assert all(finding.proven for finding in found.values())
+
+
+@pytest.mark.parametrize("name", QUIET)
+def test_neighbours_stay_quiet(name: str) -> None:
+    assert judged(QUIET[name]) == {}
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        ranks(None, apart=1.4, mean_left=0.3),
+        sharded(stepped_without=True, reduced=(0, 0)),
+        sharded(stepped_without=True, reduced=(0, 0), sync_control=0.2),
+        ranks(fit((0.534, 0.466))),
+        ranks(fit((0.534, 0.466)), weights_control=0.1),
+        ranks(fit((0.25, 0.25), factor=2.0, left=2e-7)),
+        sharded(shards=(Share(1.5, 2e-7, 1.7), Share(1.34, 2e-7, 1.2))),
+        ranks(None, buffers_apart=("0:1.running_mean",), frozen_control=0.1),
+    ],
+)
+def test_without_a_control_that_came_out_nothing_is_proven(facts: RankFacts) -> None:
+    (finding,) = [replace(found) for found in judged(facts).values()] or [None]
+    assert finding is not None and not finding.proven
+    assert "proven" not in " ".join(evidence.statement for evidence in finding.evidence).replace("not proven", "")
+    assert "tested" not in finding.remedy
