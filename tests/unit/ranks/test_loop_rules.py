@@ -11,8 +11,8 @@ from measured import record
 from ranked import fit, ranks
 
 from gaverify.records.audit import Record
+from gaverify.records.ledger import Ledger
 from gaverify.records.ranks import Engine, RankFacts, Share
-from gaverify.records.windows import Ledger
 from gaverify.rules import (
     gradients_never_reduced,
     mean_over_ranks,
