@@ -29,6 +29,15 @@ def _known_format(_: click.Context, __: click.Parameter, word: str) -> str:
     return format_named(word).name
 
 
+class _FormatOption(click.Option):
+    """The option `--format`, whose help lists what the table of formats holds."""
+
+    def make_metavar(self, ctx: click.Context | None = None) -> str:
+        from gaverify.report.formats import FORMATS
+
+        return "|".join(form.name for form in FORMATS)
+
+
 def output_options(command: Command) -> Command:
     """Adds `--format` and `--output`, which every command that answers has."""
     command = click.option(
@@ -42,7 +51,7 @@ def output_options(command: Command) -> Command:
     return click.option(
         "--format",
         "form",
-        metavar="text|json|junit|svg|html|sarif|markdown|github",
+        cls=_FormatOption,
         default="text",
         callback=_known_format,
         help="What stdout gets.  [text]",
