@@ -63,7 +63,7 @@ def _others_released(live: Bench, bench: Bench, facts: Facts, search: _Search) -
     known = facts.state
     if held is not None and known is not None:
         alone = bench.attempt("state released", lambda: search.final(bench=bench))
-        if alone is not None and alone.rounding and search.ends_openly:
+        if alone is not None and alone.rounding and search.ends_with_the_loss:
             facts = replace(facts, state=_beside(bench, known))
         if alone is not None and not alone.rounding:
             others, read = search.others_neutralised(bench), state.read_changes(known.changes)
@@ -273,6 +273,12 @@ class _Search:
                 entry.item.cause = replace(entry.item.cause, alone=entry.alone)
         kept = {id(entry.item) for entry in needed}
         self._found = [entry for entry in self._found if entry not in entries or id(entry) in kept]
+
+    @property
+    def ends_with_the_loss(self) -> bool:
+        """Whether the last cause is one that a loss computed once repairs."""
+        control = self._found[-1].cause.control if self._found else None
+        return control is not None and control.kind is ControlKind.CACHED_GRADIENTS
 
     @property
     def ends_openly(self) -> bool:

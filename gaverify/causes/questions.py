@@ -39,7 +39,7 @@ def asked(task: Task, judgement: Judgement, facts: Facts) -> Facts:
             if _settled(facts):
                 break
             facts = ask(bench, facts)
-        facts = state.ask_lines(bench, facts)
+        facts = weights.ask_place(bench, state.ask_lines(bench, facts))
     return replace(facts, cleared=facts.left <= bench.rounding, failures=bench.failures)
 
 

@@ -73,7 +73,7 @@ def ask_lines(bench: Bench, facts: Facts) -> Facts:
     if state is None:
         return facts
     placeless = [c for c in state.blamed if c.writer is None or c.writer.file is None]
-    unknown = [change.name for change in placeless if change.place in ("closure", "attribute")]
+    unknown = [change.name for change in placeless if change.place in ("closure", "attribute", "buffer")]
     lines = bench.attempt("writing lines", lambda: writing_lines(bench, unknown)) if unknown else None
     if not lines:
         return facts

@@ -11,6 +11,7 @@ from gaverify.causes import draws
 from gaverify.causes.bench import Bench, Earlier
 from gaverify.causes.neutral.gradients import GradientsKept
 from gaverify.causes.sketches import fitted, sketch
+from gaverify.causes.trace.first_divergence import reweighted_operation
 from gaverify.causes.trace.state import StateWatch
 from gaverify.passes.gradients import PassResult, full_batch_gradients
 from gaverify.passes.isolation import ModelState
@@ -69,6 +70,16 @@ def tried(bench: Bench, facts: Facts, fit: WeightFit) -> Facts:
     if remedy is None:
         return replace(facts, weights=weights)
     return replace(facts, weights=weights, left=remedy.left, cleared=remedy.rounding)
+
+
+def ask_place(bench: Bench, facts: Facts) -> Facts:
+    """Finds the loss call or division that counts otherwise than the micro-batches are weighted."""
+    known = facts.weights
+    if not known.blamed or known.fit is None or not facts.cleared or facts.forward.causes:
+        return facts
+    bench, fitted = draws.given(bench, facts), known.fit.weights
+    place = bench.attempt("line of the weights", lambda: reweighted_operation(bench, known.used, fitted))
+    return replace(facts, weights=replace(known, place=place))
 
 
 def remedied(bench: Bench, fit: WeightFit) -> ControlRun:

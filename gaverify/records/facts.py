@@ -71,6 +71,7 @@ class Weights:
 
     `failure`: why that was impossible; the weights stay suspected then. `losses` are those of the micro-batches;
     `valid_targets` is empty where the loss does not tell; `ignored_targets`: whether some targets count for nothing.
+    `place` is the loss call or division whose result the fitted weights add up.
     """
 
     used: tuple[float, ...]
@@ -82,6 +83,7 @@ class Weights:
     fit: WeightFit | None = None
     remedy: ControlRun | None = None
     failure: str = ""
+    place: Operation | None = None
 
     @property
     def blamed(self) -> bool:

@@ -120,7 +120,7 @@ from gaverify.records.findings import Evidence, Finding
 from gaverify.records.weights import WeightFit, are_shares
 from gaverify.rules.empty_micro_batch import explains_weights
 from gaverify.rules.rule import Rule, controlled, measured
-from gaverify.rules.scale import factor_in_loop, shares, weights_of
+from gaverify.rules.scale import counted_at, factor_in_loop, shares, weights_of
 from gaverify.rules.wording import (
     NOT_ENOUGH,
     backward_place,
@@ -157,7 +157,8 @@ def judge(facts: Facts) -> Iterator[Finding]:
         _EQUALLY if facts.weights.weighting == "uniform" else "micro-batches of unequal weight are averaged wrongly",
         measured(
             "micro-batch-weights",
-            f"{facts.compared.largest} with weights {weights_text(facts.weights.used, each=False)}",
+            f"{facts.compared.largest} with weights {weights_text(facts.weights.used, each=False)}"
+            + counted_at(facts.weights),
             used=list(facts.weights.used),
         ),
         controlled(
@@ -168,6 +169,7 @@ def judge(facts: Facts) -> Iterator[Finding]:
             determined=fit.determined,
         ),
         *not_run(facts) if run is None else (),
+        location=facts.weights.place.location if facts.weights.place is not None else None,
         remedy=remedy + (f": {tested(run)}" if run is not None and run.rounding else ""),
         proven=run is not None and run.rounding,
     )

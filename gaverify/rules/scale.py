@@ -6,6 +6,7 @@ import math
 
 from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.comparison import Outcome
+from gaverify.records.facts import Weights
 from gaverify.records.weights import WeightFit
 
 
@@ -14,6 +15,15 @@ def factor_in_loop(loop: Record, update: UpdateComparison) -> float | None:
     if not update.judged or not _differs(update) or update.fit is None:
         return None
     return constant_factor(update.fit, loop.tolerance)
+
+
+def counted_at(weights: Weights) -> str:
+    """Names the loss call or division that counts otherwise than the micro-batches are weighted; empty if unknown."""
+    place = weights.place
+    if place is None:
+        return ""
+    line = f": `{place.source}`" if place.source else ""
+    return f"; counted by {place}{line}" + (f" ({place.caller})" if place.caller else "")
 
 
 def _differs(update: UpdateComparison) -> bool:

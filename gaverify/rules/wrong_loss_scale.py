@@ -106,7 +106,7 @@ from gaverify.records.findings import Evidence, Finding
 from gaverify.records.weights import WeightFit, is_constant
 from gaverify.rules.empty_micro_batch import explains_weights
 from gaverify.rules.rule import Rule, controlled, measured
-from gaverify.rules.scale import constant_factor, factor_in_loop
+from gaverify.rules.scale import constant_factor, counted_at, factor_in_loop
 from gaverify.rules.trailing_window_misscaled import short_by
 from gaverify.rules.wording import NOT_ENOUGH, backward_place, difference, exact, not_run, tested
 
@@ -125,8 +125,9 @@ def judge(facts: Facts) -> Iterator[Finding]:
     right = exact([weight / factor for weight in facts.weights.used])
     yield RULE.finding(
         f"the accumulated gradient is {factor:.6g} times the full-batch gradient{_meaning(facts, factor)}",
-        _measured(f"{facts.compared.largest}; ", factor, left),
+        _measured(f"{facts.compared.largest}{counted_at(facts.weights)}; ", factor, left),
         *_control(facts, right),
+        location=facts.weights.place.location if facts.weights.place is not None else None,
         remedy=_remedy(facts, factor, right),
         proven=_proven(facts),
     )

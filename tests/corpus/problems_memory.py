@@ -1,4 +1,4 @@
-"""What a loss or a layer keeps in plain attributes: queues of earlier samples, scales set once; gradients it clears.
+"""What a loss or a layer keeps in plain attributes, gradients that it clears, nodes that it lets meet.
 
 Shapes: B = 16 samples of 6 features, embeddings of 4, a queue of 32.
 """
@@ -129,13 +129,44 @@ def clears_another() -> Problem:
     return _clearing(lambda _: critic.zero_grad())
 
 
+def _of_nodes(pairs: Callable[[torch.Tensor, list[int]], torch.Tensor]) -> Problem:
+    """Graphs of 4 to 6 nodes, packed one behind the other; the loss is a mean over nodes, and over pairs of them."""
+    model = _embedding()
+    graphs = [torch.randn(4 + i % 3, 6) for i in range(12)]
+
+    def loss(model: nn.Module, graphs: Any) -> torch.Tensor:
+        counts = [len(graph) for graph in graphs]
+        return pairs(F.normalize(model(torch.cat(graphs)), dim=1), counts)
+
+    return Problem(model, loss, graphs, split=lambda batch, start, stop: batch[start:stop], batch_size=12)
+
+
+def _all_pairs(nodes: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    return (nodes @ nodes.T / 0.2).logsumexp(1).sum() / len(counts)  # planted node-pairs
+
+
+def _pairs_of_a_graph(nodes: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    parts = nodes.split(counts)
+    return sum((part @ part.T / 0.2).logsumexp(1).sum() for part in parts) / len(counts)
+
+
+def pairs_of_all_nodes() -> Problem:
+    return _of_nodes(_all_pairs)
+
+
+def pairs_within_graphs() -> Problem:
+    return _of_nodes(_pairs_of_a_graph)
+
+
 FAULTS = (
+    fault("node-pairs", pairs_of_all_nodes, "GAV103", "nodes meet those of other graphs", planted=True),
     fault("queue-moves", queue_alone, "GAV403", "later micro-batches meet the earlier ones in the queue", planted=True),
     fault("scale-set", scale_of_the_first_batch, "GAV401", "the first micro-batch sets the scale", planted=True),
     fault("cleared", clears, "GAV603", "each forward throws earlier gradients away", planted=True),
     fault("zeroed", zeroes, "GAV603", "each forward writes zeros over earlier gradients", planted=True),
 )
 TWINS = (
+    quiet("node-pairs-within", pairs_within_graphs, "nodes meet those of their own graph"),
     quiet("queue-still", queue_still, "a queue that the loop moves, once per update, is a constant of the window"),
     quiet("scale-given", scale_from_the_start, "a scale that is there from the start is a constant"),
     quiet("cleared-elsewhere", clears_another, "the gradients of another model are none of this one's"),

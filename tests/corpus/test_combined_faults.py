@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import linecache
+
 import pytest
+import torch
+import torch.nn.functional as F
 from problems import Case, fault_codes, story
 from problems_choices import FAULTS as CHOICES
 from problems_experts import COMBINED as EXPERTS
@@ -11,7 +15,9 @@ from problems_memory import COMBINED as MEMORY
 from problems_memory import FAULTS as MEMORIES
 from problems_unseen import COMBINED as UNSEEN
 from problems_unseen import FAULTS
+from torch import nn
 
+import gaverify
 from gaverify import Outcome
 
 COMBINED = (*UNSEEN, *EXPERTS, *MEMORY)
@@ -44,6 +50,33 @@ def test_a_queue_is_told_apart_from_in_batch_negatives_and_named_as_the_losss_ow
     queue = next(finding for finding in case.verify().findings if finding.code == "GAV403")
     assert queue.location is not None and queue.location.module == "criterion" and queue.location.kind == "Queue"
     assert any("restored alone, it moves" in evidence.statement for evidence in queue.evidence)
+
+
+def test_the_line_that_counts_is_named() -> None:
+    """The loss call of a mean over valid targets, and the division of a mean that is written by hand."""
+    lines = {}
+    for by_hand in (False, True):
+        finding = next(f for f in gaverify.verify(_counting(by_hand), steps=4).findings if f.severity == "fault")
+        assert finding.code == "GAV202" and finding.proven
+        assert finding.location is not None and finding.location.line is not None
+        lines[by_hand] = linecache.getline(finding.location.file, finding.location.line).strip()
+    assert "F.cross_entropy" in lines[False] and lines[True] == "return total / keep.sum()"
+
+
+def _counting(by_hand: bool) -> gaverify.Problem:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    targets = torch.randint(3, (16,))
+    targets[[1, 5, 6, 13]] = -100
+
+    def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        scores, keep = model(batch[0]), (batch[1] >= 0).to(batch[0].dtype)
+        if not by_hand:
+            return F.cross_entropy(scores, batch[1])
+        total = (scores.logsumexp(1) * keep).sum()
+        return total / keep.sum()
+
+    return gaverify.Problem(model, loss, (torch.randn(16, 6), targets))
 
 
 def test_the_share_of_a_cause_is_shown() -> None:

@@ -20,6 +20,8 @@ from gaverify.passes.task import Task
 from gaverify.records.experiment import ControlKind, ControlRun
 from gaverify.tracebacks import hands_over
 
+_SAME = 1e-4  # relative difference of rows that are the same in two batches, in the coarsest precision of a control
+
 
 class _Cut(PassProbe):
     """Cuts the forward at the outputs of module calls: leaves in the full batch, cotangents in the micro-batches."""
@@ -33,6 +35,7 @@ class _Cut(PassProbe):
         self.leaves: list[torch.Tensor] = []
         self._closed = False  # a recomputation during the backward calls modules again
         self._outputs: list[torch.Tensor] = []
+        self._given: dict[int, int] = {}  # rows of each leaf that earlier micro-batches took
 
     @contextmanager
     def around(self, k: int | None) -> Iterator[None]:
@@ -57,18 +60,40 @@ class _Cut(PassProbe):
             raise ControlFailed("the micro-batches call other modules than the full batch")
         pairs = [
             (output, cotangent)
-            for output, leaf in zip(self._outputs, self.leaves, strict=True)
-            if leaf.grad is not None and (cotangent := self._cotangent(k, leaf, output)) is not None
+            for place, (output, leaf) in enumerate(zip(self._outputs, self.leaves, strict=True))
+            if leaf.grad is not None and (cotangent := self._cotangent(k, place, leaf, output)) is not None
         ]
         if pairs:
             torch.autograd.backward([output for output, _ in pairs], [cotangent for _, cotangent in pairs])
 
-    def _cotangent(self, k: int, leaf: torch.Tensor, output: torch.Tensor) -> torch.Tensor | None:
+    def _cotangent(self, k: int, place: int, leaf: torch.Tensor, output: torch.Tensor) -> torch.Tensor | None:
         """The gradient's rows; what has none, as a temperature, is one value of the window and counts once."""
+        assert leaf.grad is not None
         if leaf.shape == output.shape and len(self._bounds) > 1:
             return leaf.grad if k == 0 else None
+        changed = [dim for dim, (a, b) in enumerate(zip(leaf.shape, output.shape, strict=False)) if a != b]
+        if leaf.dim() == output.dim() and len(changed) == 1:
+            following = self._following(k, place, changed[0], leaf, output)
+            if following is not None:
+                return following
         start, stop = self._bounds[k]
         return rows_for(leaf, output, start, stop, self._task.batch_size, leaf.grad)
+
+    def _following(self, k: int, place: int, dim: int, leaf: torch.Tensor, output: torch.Tensor) -> torch.Tensor | None:
+        """The rows behind those of earlier micro-batches, where samples have unequally many: nodes, points, tokens.
+
+        None where these are not the same values, so that they are not the same rows.
+        """
+        assert leaf.grad is not None
+        count = output.shape[dim]
+        start = self._given.get(place, 0) if k else 0
+        self._given[place] = start + count
+        if start + count > leaf.shape[dim]:
+            return None
+        with torch.no_grad():
+            apart = torch.linalg.vector_norm(leaf.narrow(dim, start, count) - output)
+            same = bool(apart <= _SAME * torch.linalg.vector_norm(output))
+        return leaf.grad.narrow(dim, start, count) if same else None
 
     def _enter(self, module: nn.Module, _: Any) -> None:
         if self._closed:

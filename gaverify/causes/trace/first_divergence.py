@@ -14,13 +14,14 @@ from gaverify.causes.bench import Bench
 from gaverify.causes.trace.dependence import Dependence
 from gaverify.causes.trace.matching import Matching
 from gaverify.causes.trace.operations import OperationTracer
-from gaverify.causes.trace.suspects import Reader
+from gaverify.causes.trace.suspects import Reader, operation_of
 from gaverify.causes.trace.traces import Result, Trace
 from gaverify.passes.gradients import forward_pass
-from gaverify.records.operations import ModuleDifference, Suspect
+from gaverify.records.operations import ModuleDifference, Operation, Suspect
 
 # In float64 rows agree to about 1e-12; a float32 fallback to about 1e-5. Faults lie far above.
 AGREE_FLOAT64, AGREE_FLOAT32 = 1e-9, 1e-3
+_APART = 10.0  # of these: fitted weights carry rounding of their own
 
 
 @dataclass
@@ -53,6 +54,43 @@ def trace_divergences(
         valid_targets: Valid targets per micro-batch, where the loss counts them.
         foreign: Generators of Python or NumPy moved differently; rows that come from outside torch are then draws.
     """
+    task = bench.task
+    full, parts, whole, losses = _traces(bench)
+    agree = AGREE_FLOAT64 if bench.rounding < 1e-5 else AGREE_FLOAT32
+    shares = [_on_host([1.0] * task.steps), _on_host([size / task.batch_size for size in task.sizes])]
+    if len(valid_targets) == task.steps and sum(valid_targets) > 0:
+        shares.append(_on_host([count / sum(valid_targets) for count in valid_targets]))
+    total = _on_host(losses)
+    candidates = [_on_host(weights), *shares]
+    gaps = [abs(float(share @ total) - whole) / max(abs(whole), 1e-300) for share in candidates]
+    gap, nearest = min(zip(gaps, candidates, strict=True), key=lambda pair: pair[0])
+    matching = Matching(full, parts, agree)
+    dependence = Dependence(matching, foreign=foreign, shares=shares, agree=agree)
+    reader = Reader(matching, dependence, task.batch_size)
+    suspects = list(reader.suspects(shares, agree, gap <= agree))
+    return Divergences(full, suspects, gap, tuple(nearest.tolist()), tuple(_modules(matching)))
+
+
+def reweighted_operation(bench: Bench, used: Sequence[float], fitted: Sequence[float]) -> Operation | None:
+    """Returns the first operation whose result adds up with the fitted weights and does not with those that are used.
+
+    That is the loss call, or the division, that counts otherwise than the micro-batches are weighted. None where no
+    single operation does.
+    """
+    full, parts, _, _ = _traces(bench)
+    agree = AGREE_FLOAT64 if bench.rounding < 1e-5 else AGREE_FLOAT32
+    matching = Matching(full, parts, agree)
+    wrong, right = [_on_host(used)], [_on_host(fitted)]
+    for index in sorted(full.live()):
+        for position in range(len(full.steps[index].results)) if full.steps[index].differentiable else ():
+            away = matching.additive(index, wrong, position) > _APART * agree
+            if away and matching.additive(index, right, position) <= _APART * agree:
+                return operation_of(full, full.steps[index])
+    return None
+
+
+def _traces(bench: Bench) -> tuple[Trace, list[Trace], float, list[float]]:
+    """Traces the full batch and every micro-batch; with their losses."""
     task, record = bench.task, bench.record
     names = {module: name for root in task.modules for name, module in root.named_modules()}
 
@@ -75,19 +113,7 @@ def trace_divergences(
         losses.append(loss)
     for trace in (full, *parts):
         _to_host(trace)
-    agree = AGREE_FLOAT64 if bench.rounding < 1e-5 else AGREE_FLOAT32
-    shares = [_on_host([1.0] * task.steps), _on_host([size / task.batch_size for size in task.sizes])]
-    if len(valid_targets) == task.steps and sum(valid_targets) > 0:
-        shares.append(_on_host([count / sum(valid_targets) for count in valid_targets]))
-    total = _on_host(losses)
-    candidates = [_on_host(weights), *shares]
-    gaps = [abs(float(share @ total) - whole) / max(abs(whole), 1e-300) for share in candidates]
-    gap, nearest = min(zip(gaps, candidates, strict=True), key=lambda pair: pair[0])
-    matching = Matching(full, parts, agree)
-    dependence = Dependence(matching, foreign=foreign, shares=shares, agree=agree)
-    reader = Reader(matching, dependence, task.batch_size)
-    suspects = list(reader.suspects(shares, agree, gap <= agree))
-    return Divergences(full, suspects, gap, tuple(nearest.tolist()), tuple(_modules(matching)))
+    return full, parts, whole, losses
 
 
 def _modules(matching: Matching) -> Iterator[ModuleDifference]:

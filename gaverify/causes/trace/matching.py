@@ -101,10 +101,12 @@ class Matching:
         """The full batch's step of a step of micro-batch k; None of a stray."""
         return self._backwards[k].get(position)
 
-    def additive(self, index: int, shares: Sequence[torch.Tensor]) -> float:
-        """How far the batch-wide results of a step are from a weighted sum of the micro-batches' results."""
+    def additive(self, index: int, shares: Sequence[torch.Tensor], only: int | None = None) -> float:
+        """How far a step's batch-wide results (or `only` one) are from a weighted sum of the micro-batches' results."""
         worst = 0.0
         for position, result in enumerate(self.full.steps[index].results):
+            if only not in (None, position):
+                continue
             parts = self.prints(index, position)
             if result.prints is None or not result.floating or parts is None or not _is_global(result):
                 continue

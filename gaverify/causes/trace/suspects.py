@@ -218,7 +218,7 @@ class Reader:
 
     def operation(self, index: int) -> Operation:
         """Where a step is, for people."""
-        return _operation(self._full, self._full.steps[index])
+        return operation_of(self._full, self._full.steps[index])
 
     def _control_flow(self, index: int) -> Suspect:
         """The line that decides: where a number was read out of a tensor just before the traces part, or they part."""
@@ -231,7 +231,7 @@ class Reader:
             decisions = _decisions(self._full, first) if first is not None else []
             trace, start = (self._full, decisions[-1]) if decisions else (trace, start)
         decisive = trace.steps[decisions[-1] if decisions else start]
-        place = _operation(trace, decisive)
+        place = operation_of(trace, decisive)
         difference, samples = self._m.rows[index] or (1.0, self._size)
         in_model = self._in_model(index) or self._in_model_of(trace, start)
         return Suspect(
@@ -305,7 +305,7 @@ def _named_call(trace: Trace, step: TracedOperation) -> ModuleCall | None:
     return next((call for call in _chain(trace, step) if call.path is not None), None)
 
 
-def _operation(trace: Trace, step: TracedOperation) -> Operation:
+def operation_of(trace: Trace, step: TracedOperation) -> Operation:
     """Where a step is, for people."""
     chain, known = _chain(trace, step), _named_call(trace, step)
     library = bool(chain) and chain[0].library
