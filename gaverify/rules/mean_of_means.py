@@ -134,6 +134,7 @@ from gaverify.rules.wording import (
 from gaverify.rules.wrong_loss_scale import factor_of
 
 RULE = Rule("GAV202", "mean-of-means")
+_DIGITS = 10.0  # times what a fit leaves over: so far its weights may be off, and digits below it mean nothing
 _EQUALLY = "micro-batches of unequal weight are averaged equally"
 
 
@@ -222,7 +223,7 @@ def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
             },
         ),
         location=backward_place(facts, update.number),
-        remedy=remedy + (_multiply(loop, update, fit) if all(weights) else ""),
+        remedy=remedy + (_multiply(loop, fit) if all(weights) else ""),
         proven=True,
     )
 
@@ -254,9 +255,7 @@ def _in_update(update: UpdateComparison, weights: tuple[float, ...], tolerance: 
     return _EQUALLY, unseen, "weight each micro-batch by its share of what the full batch's mean counts"
 
 
-def _multiply(loop: Record, update: UpdateComparison, fit: WeightFit) -> str:
-    """The factors for the losses as the script has them now; without the ratio that clipping puts between the runs."""
-    window = loop.window_of(update.number)
-    clipped = window is not None and any(event.values.get("active") for event in window.of("clip"))
-    mean = sum(fit.multipliers) / len(fit.multipliers) if clipped else 1.0
-    return f": here, multiply the losses by {exact([factor / mean for factor in fit.multipliers], loop.tolerance)}"
+def _multiply(loop: Record, fit: WeightFit) -> str:
+    """The factors for the losses as the script has them now: the fit is of the gradient before any clipping."""
+    tolerance = min(loop.tolerance, max(_DIGITS * fit.residual, 1e-10))
+    return f": here, multiply the losses by {exact(fit.multipliers, tolerance)}"

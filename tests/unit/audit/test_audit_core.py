@@ -276,6 +276,12 @@ class TestWeights:
         assert found.code == "GAV202" and "could be counted" in found.evidence[1].statement
         assert "same weight" not in found.remedy and "0.4, 0.8, 1.2, 1.6" in found.remedy
 
+    def test_losses_that_are_not_divided_either_are_multiplied_by_shares(self) -> None:
+        """Clipping after the window changes nothing of it: the sum before it was fitted."""
+        both = update(ratio=4.1, fit=fit(4.0, 0.1, right=(0.1, 0.2, 0.3, 0.4)), valid_targets=(1, 2, 3, 4))
+        (found,) = findings_for(record("BBBBCSZ BBBBCSZ", "BCSZ BCSZ", updates=(both,)))
+        assert found.code == "GAV202" and "0.1, 0.2, 0.3, 0.4" in found.remedy
+
     def test_a_running_sum_repeats_micro_batches(self) -> None:
         repeated = update(ratio=2.1, fit=fit(1.5, 0.4, right=(1e-8, -2e-8, 3e-8, 1.0)))
         (found,) = findings_for(record(RIGHT, "BSZ BSZ", updates=(repeated,)))
