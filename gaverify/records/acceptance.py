@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gaverify.records.comparison import Outcome
@@ -26,23 +25,37 @@ class Acceptance:
     refused: tuple[str, ...] = ()
 
 
-def is_accepted(outcome: Outcome, findings: Iterable[Finding]) -> bool:
-    """Returns whether a divergence is explained by faults that are all accepted; False for any other outcome."""
-    faults = [finding for finding in findings if finding.severity == "fault"]
-    return outcome is Outcome.DIVERGENT and bool(faults) and all(finding.accepted for finding in faults)
+class Settled:
+    """What a verdict and an audit come to once it is known what the user accepts and expects."""
 
+    outcome: Outcome
+    findings: tuple[Finding, ...]
+    acceptance: Acceptance
 
-def exit_code(outcome: Outcome, findings: Iterable[Finding], acceptance: Acceptance) -> int:
-    """Returns 0 for an equivalent, an accepted or an expected outcome, else 1 for divergent and 3 for inconclusive.
+    @property
+    def accepted(self) -> bool:
+        """Whether the divergence is explained by faults that are all accepted; False for any other outcome."""
+        faults = [finding for finding in self.findings if finding.severity == "fault"]
+        return self.outcome is Outcome.DIVERGENT and bool(faults) and all(finding.accepted for finding in faults)
 
-    Where a divergence is expected and the outcome is equivalent, the test of the test has failed: 1. Nothing makes an
-    inconclusive outcome a success but expecting it.
-    """
-    expected = acceptance.expected
-    if outcome is Outcome.INCONCLUSIVE:
-        return 0 if outcome is expected else outcome.exit_code
-    if acceptance.strict and acceptance.stale:
-        return 1
-    if expected is not None:
-        return 0 if outcome is expected else 1
-    return 0 if is_accepted(outcome, findings) else outcome.exit_code
+    @property
+    def exit_code(self) -> int:
+        """What the command line leaves with: 0 for an equivalent, an accepted or an expected outcome, else 1 or 3.
+
+        Where a divergence is expected and the outcome is equivalent, the test of the test has failed: 1. Nothing makes
+        an inconclusive outcome a success but expecting it.
+        """
+        expected = self.acceptance.expected
+        if self.outcome is not Outcome.INCONCLUSIVE and self.acceptance.strict and self.acceptance.stale:
+            return 1
+        if expected is self.outcome:
+            return 0
+        if expected is not None and self.outcome is not Outcome.INCONCLUSIVE:
+            return 1
+        return 0 if self.accepted else self.outcome.exit_code
+
+    def to_json(self) -> str:
+        """Returns the document that `--format json` prints."""
+        from gaverify.report.documents import answer_text
+
+        return answer_text(self)  # type: ignore[arg-type]  # one of the two answers that inherit this

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from gaverify.records.acceptance import Acceptance, exit_code, is_accepted
+from gaverify.records.acceptance import Acceptance, Settled
 from gaverify.records.audit import UpdateComparison
 from gaverify.records.comparison import Outcome
 from gaverify.records.findings import Finding
@@ -62,7 +62,7 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class AuditReport:
+class AuditReport(Settled):
     """The answer of an audit, with everything that it rests on."""
 
     script: str
@@ -93,26 +93,10 @@ class AuditReport:
     platform: str = field(default_factory=platform.platform)
 
     @property
-    def accepted(self) -> bool:
-        """Whether the divergence is explained by faults that the user accepts."""
-        return is_accepted(self.outcome, self.findings)
-
-    @property
-    def exit_code(self) -> int:
-        """What the command line leaves with."""
-        return exit_code(self.outcome, self.findings, self.acceptance)
-
-    @property
     def decisive(self) -> UpdateComparison | None:
         """The update that the outcome rests on: the first that differs, else the first."""
         differs = (update for update in self.updates if update.judged and update.outcome is Outcome.DIVERGENT)
         return next(differs, self.updates[0] if self.updates else None)
-
-    def to_json(self) -> str:
-        """Returns the document that `gaverify audit --format json` prints."""
-        from gaverify.report.documents import answer_text
-
-        return answer_text(self)
 
 
 def counts_of(windows: tuple[Window, ...]) -> tuple[WindowCount, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gaverify.records.acceptance import Acceptance, exit_code, is_accepted
+from gaverify.records.acceptance import Acceptance, Settled
 from gaverify.records.comparison import Outcome, ParameterComparison, badness
 from gaverify.records.findings import Finding
 from gaverify.records.operations import ModuleDifference
@@ -88,7 +88,7 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Verdict(Settled):
     """The answer to "does accumulation compute the full-batch gradient?", with everything that it rests on.
 
     `control_failure` says why the float64 control was impossible, where it was wanted and something else decided.
@@ -113,16 +113,6 @@ class Verdict:
     """How far forward values are apart, by module in the order of the calls; empty where no search ran."""
 
     @property
-    def accepted(self) -> bool:
-        """Whether the divergence is explained by faults that the user accepts."""
-        return is_accepted(self.outcome, self.findings)
-
-    @property
-    def exit_code(self) -> int:
-        """What the command line leaves with."""
-        return exit_code(self.outcome, self.findings, self.acceptance)
-
-    @property
     def name(self) -> str:
         """The name that the spec gives itself; "" where it has none."""
         return str((self.spec or {}).get("name") or "")
@@ -132,9 +122,3 @@ class Verdict:
         """The parameters that differ, worst first."""
         rows = (row for row in self.parameters if row.outcome is Outcome.DIVERGENT)
         return tuple(sorted(rows, key=badness, reverse=True))
-
-    def to_json(self) -> str:
-        """Returns the document that `--format json` prints."""
-        from gaverify.report.documents import answer_text
-
-        return answer_text(self)

@@ -42,20 +42,24 @@ class WeightFit:
         )
 
 
-def are_shares(fitted: tuple[float, ...], amounts: tuple[float, ...]) -> bool:
+def are_shares(fitted: Sequence[float], amounts: Sequence[float], rel_tol: float = 1e-4, abs_tol: float = 1e-6) -> bool:
     """Whether weights are the shares of some amounts."""
     total = sum(amounts)
     return (
         len(amounts) == len(fitted)
         and total > 0
         and all(
-            math.isclose(c, amount / total, rel_tol=1e-4, abs_tol=1e-6)
-            for c, amount in zip(fitted, amounts, strict=True)
+            math.isclose(weight, amount / total, rel_tol=rel_tol, abs_tol=abs_tol)
+            for weight, amount in zip(fitted, amounts, strict=True)
         )
     )
 
 
 def is_constant(values: Sequence[float], residual: float = 0.0) -> bool:
     """Whether all values are the same number, as far as a fit with this residual can tell."""
-    tolerance = max(1e-7, 10 * residual)
-    return bool(values) and all(math.isclose(value, values[0], rel_tol=tolerance) for value in values)
+    return alike(values, max(1e-7, 10 * residual))
+
+
+def alike(values: Sequence[float], rel_tol: float) -> bool:
+    """Whether all values are the same number, up to a relative tolerance."""
+    return bool(values) and all(math.isclose(value, values[0], rel_tol=rel_tol) for value in values)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import IO
 
 from gaverify.report.files import check_writable, write_whole
@@ -23,7 +23,6 @@ __all__ = [
     "format_for",
     "format_named",
     "print_answer",
-    "print_answers",
     "print_report",
     "print_summary",
     "render",
@@ -54,18 +53,6 @@ def write_reports(
     texts = [(path, format_for(path).render(report)) for path in paths]
     for path, text in texts:
         write_whole(path, text)
-
-
-def print_answers(answers: Sequence[Answer], *, show_all: bool = False, file: IO[str] | None = None) -> None:
-    """Prints each answer with a blank line between them, and a summary where there are several."""
-    stream = file or sys.stdout
-    for at, answer in enumerate(answers):
-        if at:
-            print(file=stream)
-        print_answer(answer, show_all=show_all, file=stream)
-    if len(answers) > 1:
-        print(file=stream)
-        print_summary(answers, (), stream)
 
 
 def print_answer(answer: Answer, *, show_all: bool = False, file: IO[str] | None = None) -> None:

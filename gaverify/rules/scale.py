@@ -7,7 +7,7 @@ import math
 from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.comparison import Outcome
 from gaverify.records.facts import Weights
-from gaverify.records.weights import WeightFit
+from gaverify.records.weights import WeightFit, alike, are_shares
 
 
 def factor_in_loop(loop: Record, update: UpdateComparison) -> float | None:
@@ -57,23 +57,14 @@ def weights_of(loop: Record) -> tuple[UpdateComparison, WeightFit] | None:
 
 def constant(values: tuple[float, ...], tolerance: float) -> bool:
     """Whether all values are the same number and not zero."""
-    if not values or not all(map(math.isfinite, values)) or values[0] == 0:
-        return False
-    return all(math.isclose(value, values[0], rel_tol=weight_tolerance(tolerance)) for value in values)
+    finite = bool(values) and all(map(math.isfinite, values)) and values[0] != 0
+    return finite and alike(values, weight_tolerance(tolerance))
 
 
 def shares(fitted: tuple[float, ...], amounts: tuple[int, ...], tolerance: float) -> bool:
-    """Whether weights are the shares of some amounts."""
-    total = sum(amounts)
+    """Whether weights are the shares of some amounts, as far as a fit can tell."""
     close = weight_tolerance(tolerance)
-    return (
-        len(amounts) == len(fitted)
-        and total > 0
-        and all(
-            math.isclose(weight, amount / total, rel_tol=close, abs_tol=close / len(fitted))
-            for weight, amount in zip(fitted, amounts, strict=True)
-        )
-    )
+    return are_shares(fitted, amounts, close, close / max(len(fitted), 1))
 
 
 def weight_tolerance(tolerance: float) -> float:

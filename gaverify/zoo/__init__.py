@@ -19,7 +19,6 @@ class Builtin:
         loss: In words.
         expect: The outcome at `--steps 4` with the default options.
         default_batch_size: B, where `--batch-size` is not given.
-        module: Where its `build(batch_size, …) -> Problem` stands.
     """
 
     name: str
@@ -28,63 +27,35 @@ class Builtin:
     loss: str
     expect: str
     default_batch_size: int
-    module: str
+
+    @property
+    def module(self) -> str:
+        """Where its `build(batch_size, …) -> Problem` stands."""
+        return f"gaverify.zoo.{self.name.replace('-', '_')}"
 
 
 BUILTINS: tuple[Builtin, ...] = (
+    Builtin("toy-linear", "1", "2 × 1", "squared error", "equivalent (B = 2: take --steps 2)", 2),
+    Builtin("mlp", "577", "8 × 16", "squared error", "equivalent", 8),
+    Builtin("mlp-batchnorm", "641", "8 × 16", "squared error", "divergent: BatchNorm", 8),
     Builtin(
-        name="toy-linear",
-        parameters="1",
-        batch="2 × 1",
-        loss="squared error",
-        expect="equivalent (B = 2: take --steps 2)",
-        default_batch_size=2,
-        module="gaverify.zoo.toy_linear",
+        "mnist-mlp", "567,434", "32 × 1 × 28 × 28", "cross entropy", "equivalent; --data FOLDER reads real digits", 32
     ),
     Builtin(
-        name="mlp",
-        parameters="577",
-        batch="8 × 16",
-        loss="squared error",
-        expect="equivalent",
-        default_batch_size=8,
-        module="gaverify.zoo.mlp",
+        "causal-lm",
+        "28,544",
+        "8 × 32 tokens, ragged",
+        "cross entropy, padding ignored",
+        "divergent; equivalent with --weighting tokens",
+        8,
     ),
     Builtin(
-        name="mlp-batchnorm",
-        parameters="641",
-        batch="8 × 16",
-        loss="squared error",
-        expect="divergent: BatchNorm",
-        default_batch_size=8,
-        module="gaverify.zoo.mlp_batchnorm",
-    ),
-    Builtin(
-        name="mnist-mlp",
-        parameters="567,434",
-        batch="32 × 1 × 28 × 28",
-        loss="cross entropy",
-        expect="equivalent; --data FOLDER reads real digits",
-        default_batch_size=32,
-        module="gaverify.zoo.mnist_mlp",
-    ),
-    Builtin(
-        name="causal-lm",
-        parameters="28,544",
-        batch="8 × 32 tokens, ragged",
-        loss="cross entropy, padding ignored",
-        expect="divergent; equivalent with --weighting tokens",
-        default_batch_size=8,
-        module="gaverify.zoo.causal_lm",
-    ),
-    Builtin(
-        name="gpt2",
-        parameters="126,784",
-        batch="8 sentences, ragged",
-        loss="the model's own, padding ignored",
-        expect="divergent; equivalent with --weighting tokens",
-        default_batch_size=8,
-        module="gaverify.zoo.gpt2",
+        "gpt2",
+        "126,784",
+        "8 sentences, ragged",
+        "the model's own, padding ignored",
+        "divergent; equivalent with --weighting tokens",
+        8,
     ),
 )
 

@@ -50,7 +50,7 @@ def test_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_models(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     zoo = types.ModuleType("gaverify.zoo")
-    known = Builtin("mlp", "577", "8 × [16]", "mse", "equivalent", 8, "gaverify.zoo.mlp")
+    known = Builtin("mlp", "577", "8 × [16]", "mse", "equivalent", 8)
     zoo.__dict__["BUILTINS"] = (known,)
     monkeypatch.setitem(sys.modules, "gaverify.zoo", zoo)
     assert main(["models"]) == 0

@@ -18,7 +18,7 @@ from gaverify.errors import SpecError
 from gaverify.records.comparison import Element, NotCompared, Outcome
 from gaverify.records.findings import Location
 from gaverify.records.verdict import Verdict
-from gaverify.report import FORMATS, print_answer, print_answers, print_summary, render
+from gaverify.report import FORMATS, Report, print_answer, print_report, print_summary, render
 from gaverify.report.text.layout import Layout, cells
 
 ODD_NAMES = (
@@ -58,7 +58,7 @@ def test_whole_output(sample, snapshot) -> None:
 
 def test_whole_output_of_several_runs(snapshot) -> None:
     stream = io.StringIO()
-    print_answers([samples.equivalent(), samples.divergent()], file=stream)
+    print_report(Report((samples.equivalent(), samples.divergent())), stream)
     print_summary([samples.inconclusive()], [("configs/broken.toml", "$.steps: must be at least 1")], stream)
     assert stream.getvalue() == snapshot
 
