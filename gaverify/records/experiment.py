@@ -16,6 +16,7 @@ class ControlKind(Enum):
     HELD = "a result held constant"
     FROZEN = "modules in eval mode, on stored statistics"
     CACHED_GRADIENTS = "the loss computed once over all outputs, the model backward per micro-batch"
+    OWN_CACHE = "the full batch handed to a loss that caches gradients itself"
     DECISIONS = "the full batch's decisions taken by every micro-batch"
     STATE_RESTORED = "the state restored before each micro-batch"
     STATE_PRIMED = "one forward of the full batch before both runs, whose changes stay"

@@ -142,6 +142,8 @@ def _remedy(cause: Cause) -> str:
     cached = "a two-pass cached gradient (`gaverify.remedies.CachedGradients`)"
     if run is not None and run.kind is ControlKind.CACHED_GRADIENTS and run.rounding:
         return f"{cached}: tested, gives the full-batch gradient at the memory of a micro-batch"
+    if run is not None and run.kind is ControlKind.OWN_CACHE and run.rounding:
+        return "hand the loss the full batch: it caches gradients itself, a part of the batch at a time: tested"
     held = held_remedy(cause)
     if held:
         return held

@@ -129,6 +129,52 @@ def clears_another() -> Problem:
     return _clearing(lambda _: critic.zero_grad())
 
 
+class Cached(nn.Module):
+    """A loss that runs the model without a graph first, and once more in its backward, `part` samples at a time."""
+
+    def __init__(self, model: nn.Module, part: int, *, pairs: bool) -> None:
+        super().__init__()
+        self.model, self.part, self.pairs = model, part, pairs
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = x.split(self.part)
+        with torch.no_grad():
+            found = [self.model(part) for part in parts]
+        leaves = [output.requires_grad_() for output in found]
+        rows = F.normalize(torch.cat(leaves), dim=1)
+        targets = torch.arange(len(rows))
+        scores = rows @ rows.roll(1, 1).T / 0.2 if self.pairs else rows  # planted own-cache
+        loss = F.cross_entropy(scores, targets if self.pairs else targets % 4)
+        gradients = torch.autograd.grad(loss, leaves)
+
+        def replay(weight: torch.Tensor) -> None:
+            with torch.enable_grad():
+                for part, gradient in zip(parts, gradients, strict=True):
+                    (self.model(part) * gradient * weight).sum().backward()
+
+        loss = loss.detach().requires_grad_()
+        loss.register_hook(replay)
+        return loss
+
+
+def _caching(*, part: int, pairs: bool) -> Problem:
+    model = _embedding()
+    criterion = Cached(model, part, pairs=pairs)
+    return Problem(model, lambda model, x: criterion(x), torch.randn(16, 6))
+
+
+def own_cache() -> Problem:
+    return _caching(part=32, pairs=True)
+
+
+def own_cache_of_parts() -> Problem:
+    return _caching(part=2, pairs=True)
+
+
+def own_cache_alone() -> Problem:
+    return _caching(part=32, pairs=False)
+
+
 def _of_nodes(pairs: Callable[[torch.Tensor, list[int]], torch.Tensor]) -> Problem:
     """Graphs of 4 to 6 nodes, packed one behind the other; the loss is a mean over nodes, and over pairs of them."""
     model = _embedding()
@@ -159,6 +205,8 @@ def pairs_within_graphs() -> Problem:
 
 
 FAULTS = (
+    fault("own-cache", own_cache, "GAV103", "handed a micro-batch it caches that alone", planted=True),
+    fault("own-cache-of-parts", own_cache_of_parts, "GAV103", "the same in parts that are smaller still"),
     fault("node-pairs", pairs_of_all_nodes, "GAV103", "nodes meet those of other graphs", planted=True),
     fault("queue-moves", queue_alone, "GAV403", "later micro-batches meet the earlier ones in the queue", planted=True),
     fault("scale-set", scale_of_the_first_batch, "GAV401", "the first micro-batch sets the scale", planted=True),
@@ -166,6 +214,7 @@ FAULTS = (
     fault("zeroed", zeroes, "GAV603", "each forward writes zeros over earlier gradients", planted=True),
 )
 TWINS = (
+    quiet("own-cache-alone", own_cache_alone, "a mean over samples, by whatever way its gradient comes"),
     quiet("node-pairs-within", pairs_within_graphs, "nodes meet those of their own graph"),
     quiet("queue-still", queue_still, "a queue that the loop moves, once per update, is a constant of the window"),
     quiet("scale-given", scale_from_the_start, "a scale that is there from the start is a constant"),

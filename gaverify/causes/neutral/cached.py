@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from gaverify.causes.bench import Bench, relative_difference
+from gaverify.causes.neutral.own_cache import own_cache
 from gaverify.causes.rows import ControlFailed, rows_for
 from gaverify.passes.gradients import PassProbe, accumulated_gradients, full_batch_gradients
 from gaverify.passes.task import Task
@@ -155,7 +156,7 @@ def cached_gradients(bench: Bench, inside: frozenset[int]) -> ControlRun:
     probe = bench.with_probe(cut)
     direct, _ = full_batch_gradients(task, bench.state, bench.record, lift=bench.lift, probe=probe)
     if not cut.leaves:
-        raise ControlFailed("no module output takes part in the loss")
+        return own_cache(bench)
     parts = accumulated_gradients(task, bench.state, bench.record, full, lift=bench.lift, probe=probe)
     total: dict[str, torch.Tensor | None] = {}
     for name, gradient in parts.gradients.items():
