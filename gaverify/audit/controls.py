@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from gaverify.audit.running import Runner
 from gaverify.errors import ProblemError
 from gaverify.records.audit import Record
+from gaverify.records.comparison import Outcome
 from gaverify.records.rounds import rounds_of
 from gaverify.records.weights import WeightFit
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from gaverify.audit.reading import Run
 
 _SMALL = 2.0**-24  # no gradient of a loss this much smaller meets a limit; a power of two rounds nothing
+_OTHERWISE = ((1, 1.3), (2, 1.7), (3, 2.9))  # directions of weights, and what losses are multiplied by
+_NEAR = 6e-5  # the smallest fault on record
 _MOST_HELD = 64  # micro-batches that the control with undone steps runs at most
 
 
@@ -27,6 +30,30 @@ def on_its_own(runner: Runner, full: Run, perturbed: Run, record: Record, option
     except ProblemError:
         return record
     return replace(record, updates=settled_by_weights(record.updates, full, perturbed, own))
+
+
+def floored(runner: Runner, runs: tuple[Run, Run, Run], record: Record, options: dict[str, Any]) -> Record:
+    """The control for differences near the noise floor: a floor that one run measured may be small by chance.
+
+    A gradient whose terms cancel is made of the rounding of each of them, which moved weights hardly change where they
+    are small. So the losses are multiplied by odd factors, which rounds every term otherwise, and the weights are moved
+    in more directions; the largest floor counts.
+    """
+    from gaverify.audit.judgement import compare_updates
+
+    full, perturbed, accumulated = runs
+    try:
+        again = [(runner.moved(full, options, *other), other[1]) for other in _OTHERWISE]
+    except ProblemError:
+        return record
+    return replace(record, updates=compare_updates(full, perturbed, accumulated, runner.updates, again=again))
+
+
+def near_the_floor(record: Record) -> bool:
+    """Whether all that differs differs by so little that a floor which is small by chance may be behind it."""
+    rows = [row for update in record.updates if update.differs for row in update.parameters]
+    apart = [row.relative_difference for row in rows if row.outcome is Outcome.DIVERGENT]
+    return bool(apart) and all(difference < _NEAR for difference in apart)
 
 
 def unclipped(runner: Runner, record: Record, options: dict[str, Any]) -> Record:

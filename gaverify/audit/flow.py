@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gaverify.audit.controls import on_its_own, unclipped, with_steps_undone
+from gaverify.audit.controls import floored, near_the_floor, on_its_own, unclipped, with_steps_undone
 from gaverify.audit.outcome import report_of, same_arguments
 from gaverify.audit.rank_controls import controlled_ranks
 from gaverify.audit.replay.deciding import inputs_help, parts_of, replay_helps
@@ -182,6 +182,8 @@ class _Audit:
             unaligned=accumulated.meta["unaligned"],
             numbers=tuple(int(word) for argument in self._request.accumulated for word in _NUMBER.findall(argument)),
         )
+        if near_the_floor(record):
+            record = floored(self._runner, (full, perturbed, accumulated), record, options)
         from gaverify.audit.ranks import RankedRun, rank_facts
 
         if isinstance(accumulated, RankedRun) and record.updates:

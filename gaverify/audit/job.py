@@ -57,7 +57,8 @@ class Job:
         inputs: In a replay, keep the forwards' inputs as well, or put those of the run in `source` in place.
         tail: Micro-batches of a short last window that every pass over a loader ends with; 0 leaves passes alone.
         parts: Micro-batches per batch of the full-batch run, for a replay; 0 where that is not known.
-        shrink: What every backward pass multiplies its losses' gradients by; a power of two.
+        coins: Which of the directions the weights are moved in by chance; another number moves them otherwise.
+        shrink: What every backward pass multiplies its losses' gradients by.
         world: Rank, number of ranks and port of the rendezvous, where the script is started as a launcher would.
         launcher: The words of the command that starts the script's processes; empty where gaverify runs it itself.
     """
@@ -84,6 +85,7 @@ class Job:
     parts: int = 0
     tail: int = 0
     shrink: float = 1.0
+    coins: int = 0
     world: tuple[int, int, int] | None = None
     launcher: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -39,7 +40,13 @@ _VISIBLE = 0.5  # K = 2 forgotten or divided twice is the smallest constant fact
 
 
 def compare_updates(
-    full: Run, perturbed: Run, accumulated: Run, updates: int, *, unclipped: bool = False
+    full: Run,
+    perturbed: Run,
+    accumulated: Run,
+    updates: int,
+    *,
+    unclipped: bool = False,
+    again: Sequence[tuple[Run, float]] = (),
 ) -> tuple[UpdateComparison, ...]:
     """Returns a comparison for each update that both runs made, at most `updates` of them.
 
@@ -48,11 +55,13 @@ def compare_updates(
         perturbed: The same with moved weights.
         accumulated: The accumulated run.
         updates: How many are wanted.
+        again: More runs with moved weights, and what their losses are multiplied by: the largest noise
+            floor counts.
         unclipped: Nothing can have been clipped, so that what the optimizers saw decides.
     """
     _check_parameters(full, accumulated)
     rounds = common_rounds(full.events, accumulated.events)
-    runs = Runs(full, perturbed, accumulated, labels(full, accumulated))
+    runs = Runs(full, perturbed, accumulated, labels(full, accumulated), tuple(again))
     windows = [
         {window.number: window for window in windows_of(run.events, numbered(rounds))} for run in (full, accumulated)
     ]

@@ -159,14 +159,18 @@ class Runner:
             full: The full-batch run.
             options: Fields of `Job` that all three share; `parts` is the accumulated run's.
         """
-        unit, early = float(full.meta["unit"]), not full.meta["modules"]
-        options = {**options, "source": full}
-        repeated = {**options, "parts": 1} if "parts" in options else options
-        accumulated, perturbed = self.runs(
-            self.jobs("accumulated", **options),
-            self.jobs("perturbed", unit=unit, perturb_early=early, **repeated),
-        )
+        accumulated, perturbed = self.runs(self.jobs("accumulated", source=full, **options), self._moved(full, options))
         return perturbed, accumulated
+
+    def moved(self, full: Run, options: dict[str, Any], coins: int, factor: float) -> Run:
+        """Makes another run with moved weights; `coins` says in which directions, `factor` multiplies its losses."""
+        (perturbed,) = self.runs(self._moved(full, {**options, "coins": coins, "shrink": factor}))
+        return perturbed
+
+    def _moved(self, full: Run, options: dict[str, Any]) -> list[Job]:
+        unit, early = float(full.meta["unit"]), not full.meta["modules"]
+        options = {**options, "parts": 1} if "parts" in options else options
+        return self.jobs("perturbed", source=full, unit=unit, perturb_early=early, **options)
 
     def _together(self, runs: list[Run]) -> Run:
         """Returns the processes of a run as one run."""
@@ -227,7 +231,7 @@ def _part(job: Job) -> str:
     """The part that a run plays, for the report; a control is none of the runs that it repeats."""
     if job.shares or job.synchronise or job.frozen:
         return "ranks"
-    return job.role if job.shrink == 1.0 else "unclipped"
+    return job.role if job.shrink >= 1.0 else "unclipped"
 
 
 def _summary(child: Done, members: list[Run]) -> RunSummary:

@@ -22,17 +22,19 @@ from gaverify.verdict.comparison import measure
 from gaverify.verdict.criteria import Difference, Grounds, decide
 
 _STEP_UNITS = 16.0  # weights that were stepped alike differ by a few roundings of their own size
+_ROUNDING = 1e-4  # of a gradient; the largest difference that losses multiplied by another factor may make
 _SETTING = 1e-6  # settings that differ by less were computed in another order
 
 
 @dataclass(frozen=True)
 class Runs:
-    """The three runs that are compared, and what their parameters are called."""
+    """The runs that are compared, and what their parameters are called."""
 
     full: Run
     perturbed: Run
     accumulated: Run
     names: Mapping[Place, str]
+    again: tuple[tuple[Run, float], ...] = ()  # more runs with moved weights, and what their losses are multiplied by
 
 
 @dataclass(frozen=True)
@@ -66,17 +68,19 @@ def compare_gradients(runs: Runs, round_: Round, unit: float, terms: Mapping[Pla
         terms: Σ_k ‖g_k‖ of every parameter: a sum whose terms cancel keeps their rounding.
         summed: At the first of the two.
     """
-    full, accumulated, perturbed = (
-        run.gradients(round_, summed=summed) for run in (runs.full, runs.accumulated, runs.perturbed)
-    )
+    full, accumulated = (run.gradients(round_, summed=summed) for run in (runs.full, runs.accumulated))
     places = list(dict.fromkeys([*full, *accumulated]))
     keys = {str(at): place for at, place in enumerate(places)}  # `measure` wants words
     reference = {key: full.get(place) for key, place in keys.items()}
     working = measure({key: accumulated.get(place) for key, place in keys.items()}, reference)
     floor = dict.fromkeys(keys, 0.0)
-    if perturbed:
-        moved = measure({key: perturbed.get(place) for key, place in keys.items()}, reference)
-        floor |= {row.name: row.difference for row in moved if math.isfinite(row.difference)}
+    for run, factor in ((runs.perturbed, 1.0), *runs.again):
+        perturbed = run.gradients(round_, summed=summed)
+        own = {key: _divided(perturbed.get(place), factor) for key, place in keys.items()}
+        for row in measure(own, reference) if perturbed else []:
+            # What is far apart under a factor was clipped, say: no rounding.
+            if math.isfinite(row.difference) and (factor == 1.0 or row.difference < _ROUNDING * row.scale):
+                floor[row.name] = max(row.difference, floor[row.name])
     rows = [
         decide(
             _named(row, runs.names[keys[row.name]]),
@@ -182,6 +186,10 @@ def average_difference(full: Window | None, accumulated: Window | None) -> tuple
         return ()
     optimizer = next(iter(accumulated.optimizers), 0)
     return (SettingDifference(optimizer, 0, AVERAGE, mine["decay"], theirs["decay"]),)
+
+
+def _divided(gradient: torch.Tensor | None, factor: float) -> torch.Tensor | None:
+    return gradient if gradient is None or factor == 1.0 else gradient / factor
 
 
 def _named(row: Difference, name: str) -> Difference:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from gaverify.records.audit import Record, UpdateComparison
-from gaverify.records.comparison import Outcome
+from gaverify.records.comparison import Outcome, ParameterComparison
 from gaverify.records.facts import Weights
 from gaverify.records.weights import WeightFit, alike, are_shares
 
@@ -24,6 +24,26 @@ def counted_at(weights: Weights) -> str:
         return ""
     line = f": `{place.source}`" if place.source else ""
     return f"; counted by {place}{line}" + (f" ({place.caller})" if place.caller else "")
+
+
+def factor_of_some(loop: Record, update: UpdateComparison) -> tuple[float, tuple[ParameterComparison, ...]] | None:
+    """Returns K or 1/K, and the parameters whose gradients are so many times the full batch's while all others agree.
+
+    ‖a‖ = c ‖f‖ and ‖a − f‖ = |c − 1| ‖f‖ together mean a = c f.
+    """
+    rows = tuple(row for row in update.parameters if row.outcome is Outcome.DIVERGENT)
+    agree = [row for row in update.parameters if row.outcome is Outcome.EQUIVALENT]
+    if not update.judged or update.backwards < 2 or not rows or len(rows) + len(agree) < len(update.parameters):
+        return None
+    for factor in (float(update.backwards), 1 / update.backwards):
+        if agree and all(_is_times(row, factor, loop.tolerance) for row in rows):
+            return factor, rows
+    return None
+
+
+def _is_times(row: ParameterComparison, factor: float, tolerance: float) -> bool:
+    pairs = ((row.accumulated_norm, factor), (row.difference_norm, abs(factor - 1)))
+    return all(math.isclose(size, share * row.reference_norm, rel_tol=tolerance) for size, share in pairs)
 
 
 def _differs(update: UpdateComparison) -> bool:

@@ -106,9 +106,9 @@ from gaverify.records.findings import Evidence, Finding
 from gaverify.records.weights import WeightFit, is_constant
 from gaverify.rules.empty_micro_batch import explains_weights
 from gaverify.rules.rule import Rule, controlled, measured
-from gaverify.rules.scale import constant_factor, counted_at, factor_in_loop
+from gaverify.rules.scale import constant_factor, counted_at, factor_in_loop, factor_of_some, weights_of
 from gaverify.rules.trailing_window_misscaled import short_by
-from gaverify.rules.wording import NOT_ENOUGH, backward_place, difference, exact, not_run, tested
+from gaverify.rules.wording import NOT_ENOUGH, backward_place, count, difference, exact, listed, not_run, tested
 
 RULE = Rule("GAV201", "wrong-loss-scale")
 _RESIDUAL = {True: 1e-6, False: 1e-3}  # of a fit in float64, and where no float64 control was possible
@@ -198,10 +198,34 @@ def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
         factor = factor_in_loop(loop, update)
         if factor is not None and update.fit is not None and short_by(loop, update) is None:
             yield _of_update(facts, loop, factor, update.fit, update.backwards, update)
+        elif factor is None and weights_of(loop) is None:
+            yield from _of_some(facts, loop, update)
     elif loop.steps_undone is not None and loop.steps_undone.residual < loop.tolerance:
         factor = constant_factor(loop.steps_undone, loop.tolerance)
         if factor is not None:
             yield _of_update(facts, loop, factor, loop.steps_undone, len(loop.steps_undone.weights), None)
+
+
+def _of_some(facts: Facts, loop: Record, update: UpdateComparison) -> Iterator[Finding]:
+    """The same where it is some parameters alone that get a factor: what they feel is counted in every micro-batch."""
+    found = factor_of_some(loop, update)
+    if found is None:
+        return
+    factor, rows = found
+    names, others = listed([f"`{row.name}`" for row in rows]), len(update.parameters) - len(rows)
+    often = "in every micro-batch: divide it by K, or let its gradient flow in one of them"
+    often = often if factor > 1 else "once in K micro-batches: do not divide it by K"
+    what = f"{factor:.6g} = {'K' if factor > 1 else '1/K'} times the full batch's"
+    yield RULE.finding(
+        f"the gradient of {names} in update {update.number} is {what}; {count(others, 'other parameter')} agree"
+        + ("s" if others == 1 else ""),
+        measured(
+            "comparison", difference(update), factor=factor, update=update.number, parameters=[row.name for row in rows]
+        ),
+        location=backward_place(facts, update.number),
+        remedy=f"what only these parameters feel is counted {often}",
+        proven=True,
+    )
 
 
 def _told(loop: Record, factor: float) -> int:

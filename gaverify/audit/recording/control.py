@@ -1,4 +1,4 @@
-"""The runs that change something on purpose: weights moved by their roundoff, steps undone, losses made small."""
+"""The runs that change something on purpose: weights moved by their roundoff, steps undone, losses multiplied."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ class Perturbation:
 
     Args:
         unit: Unit roundoff of the coarsest arithmetic in the script; a parameter's own may be coarser still.
+        coins: Seeds the directions.
     """
 
-    def __init__(self, unit: float) -> None:
+    def __init__(self, unit: float, coins: int = 0) -> None:
         self._unit = unit
         self._moved: dict[int, torch.Tensor] = {}  # keeps the parameters, so that no id is used again
-        self._coins = Coins(0)
+        self._coins = Coins(coins)
 
     def move(self, parameters: Iterable[torch.Tensor]) -> None:
         """Moves those that have not been moved yet."""
@@ -33,7 +34,7 @@ class Perturbation:
 
 @contextmanager
 def shrunk(losses: torch.Tensor | Sequence[torch.Tensor], factor: float) -> Iterator[None]:
-    """Multiplies what a backward pass starts from, so that every gradient is smaller by the same factor, exactly."""
+    """Multiplies what a backward pass starts from, and so every gradient; a power of two rounds nothing."""
     roots = [losses] if isinstance(losses, torch.Tensor) else list(losses)
     hooks = [root.register_hook(lambda gradient: gradient * factor) for root in roots if root.requires_grad]
     try:

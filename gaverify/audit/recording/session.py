@@ -51,7 +51,7 @@ class Session:
         self._changes = Changes(self.watch, self._event, hunting=job.by_hand)
         self._in_forward = self._in_backward = self._complete = False
         self._targets: list[tuple[torch.Tensor, int]] = []
-        self._perturbation = Perturbation(job.unit) if job.role == "perturbed" else None
+        self._perturbation = Perturbation(job.unit, job.coins) if job.role == "perturbed" else None
         self._lead = Lead(
             Path(job.source) if job.source and job.lead and job.role in ("accumulated", "perturbed") else None
         )

@@ -242,6 +242,15 @@ class TestWeights:
         (found,) = findings_for(record(RIGHT, "BSZ BSZ", updates=(update(ratio=factor, fit=fit(factor, right=right)),)))
         assert found.code == "GAV201" and said in found.summary and found.proven
 
+    @pytest.mark.parametrize(("ratio", "codes"), [(4.0, ["GAV201"]), (0.25, ["GAV201"]), (1.7, [])])
+    def test_a_factor_of_some_parameters_alone(self, ratio: float, codes: list[str]) -> None:
+        """S06: a scale that every micro-batch's loss uses, over features of the whole batch."""
+        rows = (parameter(), parameter(ratio, name="logit_scale"))
+        some = replace(update(ratio=ratio, fit=fit(1.8, 0.5, residual=0.4)), parameters=rows)
+        found = findings_for(record(RIGHT, "BSZ BSZ", updates=(some,)))
+        assert faults(found) == codes
+        assert not codes or ("`logit_scale`" in found[0].summary and "1 other parameter agrees" in found[0].summary)
+
     def test_a_short_window_over_k_is_its_own_fault(self) -> None:
         updates = (update(), update(2, 0.5, backwards=2, fit=fit(0.5, right=(2.0, 2.0), used=(1.0, 1.0))))
         events = loop("BBBBSZ BBSZ")
@@ -415,6 +424,13 @@ class TestOutcome:
     def test_a_fault_of_the_loop_is_divergent_although_gradients_agree(self) -> None:
         outcome, reason = self.outcome(record("BBBBS BBBBS", "BS BS", updates=(update(), update(2))))
         assert outcome is Outcome.DIVERGENT and "GAV602" in reason
+
+    def test_a_suspicion_alone_is_no_verdict(self) -> None:
+        """The first window may be short on purpose, and the gradients agree."""
+        suspected = record("BSZ BBBBSZ BBBBSZ", updates=(update(), update(2)))
+        assert [(f.code, f.proven) for f in findings_for(suspected)] == [("GAV601", False)]
+        outcome, reason = self.outcome(suspected)
+        assert outcome is Outcome.INCONCLUSIVE and "suspected" in reason
 
     def test_other_samples_are_inconclusive_and_counted(self) -> None:
         data = RowCheck(8, 8, 3, "argument 1")

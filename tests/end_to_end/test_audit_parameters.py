@@ -1,0 +1,34 @@
+"""Single parameters: a factor of one alone, a wrapper that renames them, a gradient whose terms cancel."""
+
+from __future__ import annotations
+
+import pytest
+from audits import audit, marked
+
+pytestmark = pytest.mark.slow
+TOWERS, CANCELLING = "train_two_towers.py", "train_cancelling.py"
+
+
+def test_a_scale_that_every_micro_batch_uses_gets_k_times_its_gradient() -> None:
+    """S06: the accumulated run enters through a wrapper, and caches the features of the other micro-batches."""
+    result = audit(TOWERS)
+    assert (result.code, result.faults) == (1, {"GAV201"}), str(result)
+    assert "`logit_scale`" in result.finding("GAV201")["summary"], str(result)
+    assert result.line("GAV201") == marked(TOWERS, "cached")
+
+
+def test_its_twin_stays_quiet() -> None:
+    result = audit(TOWERS, common="--scale once")
+    assert (result.code, result.outcome, result.faults) == (0, "equivalent", set()), str(result)
+
+
+def test_a_gradient_whose_terms_cancel_is_rounding() -> None:
+    """S13: two micro-batches' gradients of the bias are many times their sum."""
+    result = audit(CANCELLING, common="--samples 64", options=("--updates", "4"))
+    assert (result.code, result.outcome, result.faults) == (0, "equivalent", set()), str(result)
+
+
+def test_cancelling_terms_hide_no_factor() -> None:
+    result = audit(CANCELLING, common="--undivided", options=("--updates", "4"))
+    assert (result.code, result.faults) == (1, {"GAV201"}), str(result)
+    assert result.line("GAV201") == marked(CANCELLING, "loss")
