@@ -94,7 +94,8 @@ def _decided(request: Request, record: Record, findings: tuple[Finding, ...]) ->
     if record.ranks > 1 and record.together is None:
         return Outcome.INCONCLUSIVE, (
             f"the script trains in {record.ranks} processes and one of them was seen: what the others add to a "
-            f"gradient is unknown; write `--ranks {record.ranks}`, and gaverify starts all of them"
+            f"gradient is unknown; write `--ranks {record.ranks}`, and gaverify starts all of them, or "
+            "`--launcher` with your own command (`--launcher python` where the script starts them itself)"
         )
     if differing is not None and record.unaligned and not faults:
         names = ", ".join(record.unaligned)
