@@ -246,8 +246,9 @@ def _differing(update: UpdateComparison) -> str:
     total = len(update.parameters)
     text = f"{len(rows)} of {total} parameter{'s' if total > 1 else ''} differ{'s' if len(rows) == 1 else ''}"
     whole = update.relative_difference
+    ratio = f", norm ratio {update.norm_ratio:.3g}" if math.isfinite(update.norm_ratio) else ""
     return (
-        f"{text}; all together by {whole:.2g} of the full batch's gradient, norm ratio {update.norm_ratio:.3g}"
+        f"{text}; all together by {whole:.2g} of the full batch's gradient" + ratio
         if math.isfinite(whole)
         else f"{text}; not every gradient is finite and there on both sides"
     )

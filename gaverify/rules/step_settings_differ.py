@@ -47,6 +47,7 @@ karpathy/nanoGPT (a rate that is set by hand), pytorch/pytorch `torch.optim.lr_s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from gaverify.records.audit import Record, UpdateComparison
@@ -85,14 +86,14 @@ def _finding(loop: Record, update: UpdateComparison, settings: list[SettingDiffe
     names = ", ".join(dict.fromkeys(f"`{setting.name}`" for setting in settings[:_SHOWN]))
     what = f"is made with another {names}" if settings else "makes something else of the same gradient"
     shown = [
-        f"`{setting.name}` {setting.accumulated:.4g}, in the full-batch run {setting.full:.4g}"
+        "`{}` {}, in the full-batch run {}".format(setting.name, *_told_apart(setting.accumulated, setting.full))
         for setting in settings[:_SHOWN]
     ]
     moved = [stage for stage in update.stages if stage.stage is Stage.CHANGE]
     shown += [
         f"with the full batch's own gradients the weights change by {stage.norm_ratio:.4g} of what they do there"
         for stage in moved
-        if stage.outcome is Outcome.DIVERGENT
+        if stage.outcome is Outcome.DIVERGENT and math.isfinite(stage.norm_ratio)
     ]
     values = {"update": update.number, "settings": [vars(setting) for setting in settings]}
     return RULE.finding(
@@ -102,6 +103,12 @@ def _finding(loop: Record, update: UpdateComparison, settings: list[SettingDiffe
         remedy="count updates, not micro-batches: advance what the setting is computed from once per optimizer step",
         proven=True,
     )
+
+
+def _told_apart(*values: float) -> list[str]:
+    """Returns numbers with as many digits as tell them apart."""
+    texts = ([f"{value:.{digits}g}" for value in values] for digits in (4, 6, 9, 17))
+    return next(filter(lambda found: len(set(found)) == len(found), texts), [str(value) for value in values])
 
 
 def _writers(loop: Record, update: UpdateComparison, settings: list[SettingDifference]) -> list[Event]:

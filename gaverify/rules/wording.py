@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
@@ -190,7 +191,9 @@ def difference(update: UpdateComparison) -> str:
         return "no finite difference"
     text = f"relative difference {row.relative_difference:.1e} in `{row.name}`"
     text = f"with losses too small to be clipped, {text}" if update.decided is Stage.UNCLIPPED else text
-    return f"{text}; all parameters together {update.relative_difference:.1e}, norm ratio {update.norm_ratio:.3g}"
+    if math.isfinite(update.relative_difference):
+        text += f"; all parameters together {update.relative_difference:.1e}"
+    return text + (f", norm ratio {update.norm_ratio:.3g}" if math.isfinite(update.norm_ratio) else "")
 
 
 def shares(weights: Sequence[float]) -> str:

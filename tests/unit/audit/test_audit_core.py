@@ -389,6 +389,16 @@ class TestNotes:
         (found,) = findings_for(record("BSZ BSZ", "BSZ BSZ", updates=(differs,)))
         assert found.code == "GAV000" and "3 of 4 forwards" in found.evidence[1].statement
 
+    def test_a_ratio_that_is_no_number_is_left_out(self) -> None:
+        """The full batch's gradient is zero, the accumulated one is not: the whole has no norm to be held against."""
+        nothing = parameter(name="bias", reference_norm=0.0, accumulated_norm=0.0)
+        rows = (nothing, parameter(2.0, reference_norm=0.0))
+        differs = replace(update(ratio=4.0, fit=fit(1.0, 0.5, residual=0.4)), parameters=rows)
+        judged = record(RIGHT, "BSZ BSZ", updates=(differs,))
+        report = report_of(Request("train.py", ("--a",), ("--b",)), judged, findings_for(judged), (), META, {})
+        said = [report.reason, *(e.statement for found in report.findings for e in found.evidence)]
+        assert "nan" not in " ".join(said).lower(), said
+
     def test_a_gradient_on_one_side_only(self) -> None:
         row = parameter(math.nan, Outcome.DIVERGENT, why=NotCompared.MISSING_IN_ACCUMULATED)
         one_sided = UpdateComparison(1, Outcome.DIVERGENT, True, (row,), RowCheck(8, 8))

@@ -97,6 +97,13 @@ class TestSettings:
     def test_another_rate_at_the_same_update_is_a_finding(self) -> None:
         assert found(update(settings=(self.RATE,))) == ["GAV609"]
 
+    def test_numbers_are_shown_with_the_digits_that_differ(self) -> None:
+        near = SettingDifference(0, 0, "lr", 0.01, 0.0100002)
+        events = loop("FFFF1 FFFF1")
+        known = Record(windows_of(events), ledger_of(events), windows_of(loop("F1 F1")), (update(settings=(near,)),))
+        finding = next(found for found in findings_for(facts_of_loop(known)) if found.code == "GAV609")
+        assert "`lr` 0.0100002, in the full-batch run 0.01" in finding.evidence[0].statement
+
     def test_equal_settings_are_none(self) -> None:
         assert found(update()) == []
 
