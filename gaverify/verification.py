@@ -146,7 +146,7 @@ def verify(
         return _verified(problem, settings, None, progress)
     from gaverify.ranks.coordinating import coordinated, ranks_wanted
 
-    wanted = ranks_wanted(ranks, engine, timeout, problem, resolve_device(device), strategy, rtol)
+    wanted = ranks_wanted(ranks, steps, engine, timeout, problem, resolve_device(device), strategy, rtol)
     return coordinated(lambda report: _verified(problem, settings, wanted, report), progress)
 
 

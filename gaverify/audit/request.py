@@ -137,6 +137,13 @@ class Request:
         problems = []
         if self.ranks is not None and self.ranks < 2:
             problems.append(f"--ranks {self.ranks}: one process is what an audit runs without it; write 2 or more")
+        world = os.environ.get("WORLD_SIZE", "1")
+        if not self.ranked and world.isdigit() and int(world) > 1:
+            problems.append(
+                f"WORLD_SIZE={world} stands in the environment, as under a launcher: the script would wait for "
+                f"{int(world) - 1} more; unset RANK and WORLD_SIZE, or let gaverify start them: --ranks {world}, or "
+                f'--launcher "torchrun --nproc-per-node {world}"'
+            )
         if self.ranked and self.events_only:
             problems.append(f"{option} compares the gradients of several processes; leave out --events-only")
         if self.launcher and self.ranks is not None:

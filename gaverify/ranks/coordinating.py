@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 
 from gaverify.errors import ProblemError
+from gaverify.passes.batching import batch_size_of
 from gaverify.passes.problem import Problem
 from gaverify.ranks.confirming import Ranks
 from gaverify.ranks.forking import run_forked
@@ -54,6 +55,7 @@ def _engine_of(word: str | Engine) -> Engine:
 
 def ranks_wanted(
     count: int,
+    steps: int,
     engine: str | Engine,
     timeout: float | None,
     problem: Problem,
@@ -65,6 +67,7 @@ def ranks_wanted(
 
     Args:
         count: R, 2 or more.
+        steps: K, the micro-batches of each.
         engine: Or its name.
         timeout: Seconds for one window; None waits for ever.
         problem: With the live model.
@@ -85,6 +88,12 @@ def ranks_wanted(
         raise ProblemError(
             f"ranks are forked processes, which cannot compute on {where}; write device='cpu', where the same faults "
             "show, or audit the training script under its launcher"
+        )
+    total, size = count * steps, batch_size_of(problem.batch, count * steps, problem.batch_size, problem.split)
+    if total > size:
+        raise ProblemError(
+            f"{count} ranks with {steps} micro-batches each are {total} parts, which cannot be cut from a batch of "
+            f"{size} samples; lower ranks or steps, or raise the batch size"
         )
     if not torch.distributed.is_available():
         raise ProblemError("this torch was built without torch.distributed; ranks cannot be run")

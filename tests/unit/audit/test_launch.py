@@ -108,6 +108,16 @@ def test_python_is_the_one_that_runs_gaverify() -> None:
         program("no-such-launcher")
 
 
+def test_a_launcher_around_the_audit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script would wait for the other ranks until the timeout."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SpecError, match=r"WORLD_SIZE=2 .* --ranks 2"):
+        Request(__file__, ("--a",), ("--b",)).check()
+    Request(__file__, ("--a",), ("--b",), ranks=2).check()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    Request(__file__, ("--a",), ("--b",)).check()
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
