@@ -242,11 +242,7 @@ def _of_update(
     facts: Facts, loop: Record, factor: float, fit: WeightFit, count: int, update: UpdateComparison | None
 ) -> Finding:
     count = count or _told(loop, factor)
-    known = (
-        (float(count), "K: the loss is not divided by K"),
-        (1 / max(count, 1), "1/K: the loss is divided by K although it needs no division, or twice"),
-    )
-    meaning = next((f" = {text}" for value, text in known if math.isclose(factor, value, rel_tol=loop.tolerance)), "")
+    meaning = meaning_in_loop(factor, count, facts.ranks.ranks if facts.ranks is not None else 1, loop.tolerance)
     number = update.number if update is not None else 1
     what = f"the gradient of update {number}" if update is not None else "the sum over the window's micro-batches"
     left = fit.factor_residual if fit.factor_residual < loop.tolerance else fit.residual
@@ -259,3 +255,24 @@ def _of_update(
         remedy=f"multiply each micro-batch's loss by {exact([1 / factor], loop.tolerance)}{right}",
         proven=True,
     )
+
+
+def meaning_in_loop(factor: float, steps: int, ranks: int, tolerance: float) -> str:
+    """Says what a factor stands for; where as many ranks train as there are micro-batches it may be theirs as well.
+
+    Args:
+        factor: What the gradient of a training loop is times the full batch's.
+        steps: K; 0 where it is not known.
+        ranks: R.
+        tolerance: How far it was measured apart from what it stands for, relative.
+    """
+    both = (" = R", ", or a sum over the ranks where their mean was meant") if ranks == steps > 1 else ("", "")
+    twice = (" = 1/R", ", or over the ranks once more") if ranks == steps > 1 else ("", "")
+    known = (
+        (float(steps), f"K{both[0]}: the loss is not divided by K{both[1]}"),
+        (
+            1 / max(steps, 1),
+            f"1/K{twice[0]}: the loss is divided by K although it needs no division, or twice{twice[1]}",
+        ),
+    )
+    return next((f" = {text}" for value, text in known if math.isclose(factor, value, rel_tol=tolerance)), "")
