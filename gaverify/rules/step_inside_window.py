@@ -1,4 +1,4 @@
-"""GAV601 step-inside-window: the optimizer steps before the window's last backward pass.
+"""GAV601 step-inside-window (fault or note): the optimizer steps before the window's last backward pass.
 
 What it finds
 
@@ -35,7 +35,8 @@ Use instead
 
 When it is harmless
 
-An optimizer that steps inside the backward on purpose to save memory is right with K = 1; it cannot accumulate.
+Where the window is meant to grow at the start of training, as Ultralytics' warm-up does: windows of 1, 2, 3, … K are a
+note. An optimizer that steps inside the backward on purpose to save memory is right with K = 1; it cannot accumulate.
 
 References
 
@@ -45,6 +46,7 @@ huggingface/accelerate#435, thunlp/OpenPrompt#106, keras-team/keras#19990, pytor
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from gaverify.records.audit import Record
 from gaverify.records.events import Event
@@ -56,6 +58,7 @@ from gaverify.rules.rule import Rule, controlled
 from gaverify.rules.wording import counted, located, passes, place, times, updates
 
 RULE = Rule("GAV601", "step-inside-window")
+_RAMP = 3  # sizes of windows that make a ramp; two are a first window that is too short
 
 
 def judge(facts: Facts) -> Iterator[Finding]:
@@ -64,11 +67,32 @@ def judge(facts: Facts) -> Iterator[Finding]:
     if loop is None:
         return
     early = early_windows(loop)
-    if early:
+    if early and is_ramp(loop):
+        yield _ramp(loop)
+    elif early:
         yield _step(loop, early)
     moved = _moved(loop)
     if moved:
         yield _movement(loop, moved)
+
+
+def is_ramp(loop: Record) -> bool:
+    """Whether windows grow step by step and never shrink: accumulation that is warmed up on purpose."""
+    counts = [window.backwards for window in loop.complete]
+    grows = all(before <= after for before, after in pairwise(counts))
+    return grows and len(set(counts)) >= _RAMP and counts[-1] <= (loop.steps or counts[-1])
+
+
+def _ramp(loop: Record) -> Finding:
+    counts = [window.backwards for window in loop.complete]
+    return RULE.finding(
+        f"windows grow from {passes(counts[0])} to {counts[-1]}: accumulation is warmed up, which is meant",
+        counted(loop.complete[:8]),
+        severity="note",
+        location=place(loop.complete[0].steps[0]),
+        remedy="compare updates after the warm-up, or switch it off for the audit",
+        proven=False,
+    )
 
 
 def early_windows(loop: Record) -> list[tuple[Window, int]]:

@@ -235,6 +235,21 @@ class TestDivisionsByCalls:
         assert self.found(*[1.0] * 10) == []
 
 
+@pytest.mark.parametrize(
+    ("text", "severity"),
+    [
+        ("BSZ BSZ BBSZ BBBSZ BBBBSZ BBBBSZ", "note"),
+        ("BSZ BSZ BBBBSZ BBBBSZ", "fault"),
+        ("BSZ BBBSZ BBSZ BBBBSZ", "fault"),
+    ],
+    ids=["grows", "two sizes", "grows and shrinks"],
+)
+def test_accumulation_that_is_warmed_up_is_meant(text: str, severity: str) -> None:
+    found = findings_for(record(text, steps=4))
+    assert ("GAV601", severity) in {(finding.code, finding.severity) for finding in found}
+    assert len({finding.severity for finding in found if finding.code == "GAV601"}) == 1
+
+
 class TestWeights:
     @pytest.mark.parametrize(("factor", "said"), [(4.0, "= K:"), (0.25, "= 1/K:"), (1.5, "1.5 times")])
     def test_one_factor_is_a_wrong_scale(self, factor: float, said: str) -> None:
