@@ -7,7 +7,7 @@ from audits import audit, marked
 
 pytestmark = pytest.mark.slow
 SCRIPT = "train_drawing.py"
-DRAWN = ["diffusion", "mixed", "crops", "one_by_one", "ahead", "shuffled", "augmented", "stream"]
+DRAWN = ["diffusion", "mixed", "crops", "one_by_one", "ahead", "shuffled", "augmented", "stream", "sharded", "bucketed"]
 
 
 @pytest.mark.parametrize("loop", DRAWN)
@@ -21,6 +21,12 @@ def test_a_forgotten_division_is_found(loop: str) -> None:
     result = audit(SCRIPT, common=f"--loop {loop} --undivided")
     assert (result.code, result.faults) == (1, {"GAV201"}), str(result)
     assert result.line("GAV201") == marked(SCRIPT, "backward") or loop == "ahead"
+
+
+def test_a_later_shuffle_is_the_full_batchs() -> None:
+    result = audit(SCRIPT, common="--loop epochs", options=("--updates", "8"))
+    assert (result.code, result.faults) == (0, set()), str(result)
+    assert [update["judged"] for update in result.document["updates"]] == [True] * 8
 
 
 @pytest.mark.parametrize("loop", ["shuffled", "augmented"])

@@ -6,7 +6,7 @@ import random
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--batch-size", type=int, default=16)
@@ -44,6 +44,29 @@ class Stream(IterableDataset):
     def __iter__(self):
         order = torch.randperm(96, generator=torch.Generator().manual_seed(args.batch_size))
         yield from rows[order].split(args.batch_size)
+
+
+class Shards(IterableDataset):
+    """Samples of shards whose order hangs on the batch size."""
+
+    def __iter__(self):
+        order = torch.randperm(6, generator=torch.Generator().manual_seed(args.batch_size))
+        for shard in order.tolist():
+            yield from rows[shard * 16 : (shard + 1) * 16]
+
+
+class Buckets(BatchSampler):
+    """Batches of neighbours in some order, drawn batch by batch."""
+
+    def __init__(self):
+        self.batches = torch.arange(len(rows)).split(args.batch_size)
+
+    def __iter__(self):
+        for at in torch.randperm(len(self.batches)).tolist():
+            yield self.batches[at].tolist()
+
+    def __len__(self):
+        return len(self.batches)
 
 
 def train(batches, loss_of):
@@ -111,6 +134,15 @@ def ahead():
             optimizer.zero_grad()
 
 
+def epochs():
+    """Evaluates on drawn samples after every epoch, so that the next shuffle is another one for another size."""
+    loader = DataLoader(Rows(), args.batch_size, shuffle=True)
+    for _ in range(2):
+        train(loader, plain)
+        with torch.no_grad():
+            [model(torch.randn(args.batch_size, WIDTH)) for _ in range(args.accum)]
+
+
 fixed = rows.split(args.batch_size)
 shuffled = torch.Generator().manual_seed(args.batch_size)  # another order for another size
 loops = {
@@ -126,6 +158,9 @@ loops = {
     "augmented": lambda: train(
         DataLoader(Rows(0.1), args.batch_size, shuffle=True, num_workers=args.workers), diffusion
     ),
+    "sharded": lambda: train(DataLoader(Shards(), args.batch_size), plain),
+    "bucketed": lambda: train(DataLoader(Rows(), batch_sampler=Buckets()), plain),
+    "epochs": epochs,
     "stream": lambda: train(DataLoader(Stream(), batch_size=None), plain),
 }
 loops[args.loop]()
