@@ -23,7 +23,7 @@ _MOST_HELD = 64  # micro-batches that the control with undone steps runs at most
 
 def on_its_own(runner: Runner, full: Run, perturbed: Run, record: Record, options: dict[str, Any]) -> Record:
     """The control for a step that makes something else of the same gradient: with the script's own gradients."""
-    from gaverify.audit.judgement import settled_by_weights
+    from gaverify.audit.settling import settled_by_weights
 
     try:
         (own,) = runner.runs([replace(job, lead=False) for job in runner.jobs("accumulated", **options)])
@@ -62,7 +62,8 @@ def unclipped(runner: Runner, record: Record, options: dict[str, Any]) -> Record
     Dividing, centralising or summing elsewhere treats a gradient alike whatever its size; clipping lets a small one
     pass. So what the optimizers see of small gradients is what the script makes of them before it clips.
     """
-    from gaverify.audit.judgement import compare_updates, decided_without_clips
+    from gaverify.audit.judgement import compare_updates
+    from gaverify.audit.settling import decided_without_clips
 
     options = {**options, "shrink": _SMALL}
     try:
