@@ -1,4 +1,7 @@
-"""Ranks that fail in the ways that ranks do, started as torchrun starts them: --fault raise, die, hang or leave."""
+"""Ranks that fail in the ways that ranks do, started as torchrun starts them.
+
+--fault raise, die, hang, leave, other_parameters, other_code or static_graph
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,11 @@ dist.init_process_group("gloo")
 rank, ranks = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
 inputs = torch.randn(32, 4)
-width = 1 + (args.fault == "other parameters" and ranks > 1 and rank)
+width = 1 + (args.fault == "other_parameters" and ranks > 1 and rank)
 net = (
-    nn.Sequential(nn.Linear(4, 1), nn.Linear(1, width)) if args.fault == "other code" and rank else nn.Linear(4, width)
+    nn.Sequential(nn.Linear(4, 1), nn.Linear(1, width)) if args.fault == "other_code" and rank else nn.Linear(4, width)
 )
-model = nn.parallel.DistributedDataParallel(net, static_graph=args.fault == "static graph")
+model = nn.parallel.DistributedDataParallel(net, static_graph=args.fault == "static_graph")
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 size, window = args.batch_size, args.batch_size * args.accum * ranks
 for start in range(0, 32, window):
