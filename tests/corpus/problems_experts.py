@@ -80,7 +80,7 @@ class Queued(nn.Module):
         first = F.one_hot(logits.argmax(-1), EXPERTS)
         second = F.one_hot(logits.masked_fill(first.bool(), float("-inf")).argmax(-1), EXPERTS)
         place = second.cumsum(0) - 1 + first.sum(0)
-        first = first * torch.lt(first.cumsum(0) - 1, self.room)  # planted queue
+        first = first * torch.lt(first.cumsum(0) - 1, self.room)  # planted expert-queue
         second = second * torch.lt(place, self.room)
         share = logits.softmax(-1) * (first + second)
         mixed = torch.zeros_like(tokens)
@@ -185,7 +185,7 @@ def queues_with_room() -> Problem:
 _ONLY = "experts without a capacity mix nothing; the balancing loss multiplies two means over the batch"
 _QUEUE = "whether a token finds room hangs on the tokens before it, in both blocks; dropout masks follow the tokens"
 FAULTS = (
-    fault("queue", queues, "GAV102", _QUEUE, planted=True),
+    fault("expert-queue", queues, "GAV102", _QUEUE, planted=True),
     fault("balance", sorted_balanced, "GAV103", _ONLY, planted=True),
     fault("balance", grouped_balanced, "GAV103", _ONLY, planted=True),
     fault("balance", loop_balanced, "GAV103", _ONLY, planted=True),

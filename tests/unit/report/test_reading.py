@@ -74,3 +74,13 @@ def test_what_cannot_be_read_gets_a_sentence(tmp_path: Path) -> None:
     for name, words in {"latin": "is no JSON", "gone": "cannot be read: No such file", ".": "cannot be read"}.items():
         with pytest.raises(SpecError, match=words):
             read_report(tmp_path / name)
+
+
+def test_rounded_products_are_written_and_read_back() -> None:
+    verdict = samples.equivalent()
+    verdict = replace(verdict, run=replace(verdict.run, rounded=("matmul tf32",)))
+    document = json.loads(answer_text(verdict))
+    assert document["run"]["rounded"] == ["matmul tf32"]
+    assert answer_of(document).run.rounded == ("matmul tf32",)
+    del document["run"]["rounded"]
+    assert answer_of(document).run.rounded == (), "a document from before the key"

@@ -42,6 +42,7 @@ class Run(Shape):
     reference: Literal["full", "offload", "recompute"] = "full"
     reference_failed: list[Literal["full", "offload"]] = Field(default_factory=list)
     spill: bool = False
+    rounded: list[str] = Field(default_factory=list)
     environment: Annotated[Environment, Of("")]
 
 
