@@ -24,11 +24,11 @@ class Tensors:
     """The tensors that were found, with all that can change about them.
 
     Args:
-        waits: Elements from which on a tensor that may wait does.
+        waits: Elements from which on a tensor that may wait does; a million where nothing is said.
     """
 
-    def __init__(self, waits: int = _WAITS) -> None:
-        self._waits = waits
+    def __init__(self, waits: int | None = None) -> None:
+        self._waits = _WAITS if waits is None else waits
         self._restorers: list[Restore] = []
         self._waiting: dict[int, list[torch.Tensor]] = {}
         self._written: dict[int, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {}
