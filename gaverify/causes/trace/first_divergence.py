@@ -13,8 +13,9 @@ import torch
 from gaverify.causes.bench import Bench
 from gaverify.causes.trace.dependence import Dependence
 from gaverify.causes.trace.matching import Matching
+from gaverify.causes.trace.naming import operation_of
 from gaverify.causes.trace.operations import OperationTracer
-from gaverify.causes.trace.suspects import Reader, operation_of
+from gaverify.causes.trace.suspects import Reader
 from gaverify.causes.trace.traces import Result, Trace
 from gaverify.passes.gradients import forward_pass
 from gaverify.records.operations import ModuleDifference, Operation, Suspect

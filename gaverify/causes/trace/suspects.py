@@ -5,17 +5,16 @@ Shapes: B samples, K micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from gaverify.causes.trace.dependence import Dependence
 from gaverify.causes.trace.matching import Matching
-from gaverify.causes.trace.traces import DECISIONS, Frame, ModuleCall, Trace, TracedOperation, source_line
+from gaverify.causes.trace.naming import calls_around, named_call, operation_of
+from gaverify.causes.trace.parting import decisions_before, parted, strays_behind
+from gaverify.causes.trace.traces import DECISIONS, Frame, ModuleCall, Trace, TracedOperation
 from gaverify.records.operations import FunctionKey, Operation, Suspect, SuspectKind
-from gaverify.tracebacks import shown
-
-_NEAR = 6  # operations before the traces part among which a decision is looked for
 
 
 class Reader:
@@ -110,7 +109,7 @@ class Reader:
 
     def _outputs(self, index: int) -> tuple[int, ...]:
         """The positions of those outputs of the module around a step that are not the same for every batch."""
-        call = _named_call(self._full, self._full.steps[index])
+        call = named_call(self._full, self._full.steps[index])
         if call is None:
             return ()
         same = [o is not None and self._m.rows[o] is not None and not self._m.differs(o) for o in call.outputs]
@@ -175,7 +174,7 @@ class Reader:
     def _scope(self, index: int) -> tuple[str, str]:
         """Steps of one scope are held together: the same module class, or the same file outside of modules."""
         step = self._full.steps[index]
-        call = _named_call(self._full, step)
+        call = named_call(self._full, step)
         return ("module", call.kind) if call is not None else ("file", step.frame[0] if step.frame else "")
 
     def _opened(self, step: TracedOperation) -> tuple[int, ...]:
@@ -196,7 +195,7 @@ class Reader:
         """Whether a module around the step hands out samples that come from it, even where they agree by value."""
         outputs = {
             output
-            for call in _chain(self._full, self._full.steps[index])
+            for call in calls_around(self._full, self._full.steps[index])
             for output in call.outputs
             if call.path is not None and output is not None and self._m.rows[output] is not None
         }
@@ -213,7 +212,7 @@ class Reader:
         stray = (lambda i: not self._m.matched(i)) if k is None else (lambda i: self._m.whole(k, i) is None)
         return any(
             call.path is not None and any(output is not None and stray(output) for output in call.outputs)
-            for call in _chain(trace, trace.steps[position])
+            for call in calls_around(trace, trace.steps[position])
         )
 
     def operation(self, index: int) -> Operation:
@@ -224,11 +223,11 @@ class Reader:
         """The line that decides: where a number was read out of a tensor just before the traces part, or they part."""
         step = self._full.steps[index]
         trace, start = self._parting(index)
-        decisions = _decisions(trace, start)
+        decisions = decisions_before(trace, start)
         if not decisions:  # a loop that runs more often for some batches: all its rounds are strays
-            ends = [_parted(self._full, part) for part in self._m.parts]
+            ends = [parted(self._full, part) for part in self._m.parts]
             first = min((end for end in ends if end is not None), default=None)
-            decisions = _decisions(self._full, first) if first is not None else []
+            decisions = decisions_before(self._full, first) if first is not None else []
             trace, start = (self._full, decisions[-1]) if decisions else (trace, start)
         decisive = trace.steps[decisions[-1] if decisions else start]
         place = operation_of(trace, decisive)
@@ -252,84 +251,15 @@ class Reader:
     def _parting(self, index: int) -> tuple[Trace, int]:
         """The first stray that leads to a step, and the trace that holds it."""
         matched = self._m.matched
-        strays = _back(self._full, index, lambda i: not matched(i))
+        strays = strays_behind(self._full, index, lambda i: not matched(i))
         if strays:
             return self._full, min(strays)
         for k, part in enumerate(self._m.parts):
             end = part.loss if index == self._full.loss else self._m.partner(k, index)
-            strays = _back(part, end, lambda i, k=k: self._m.whole(k, i) is None)  # type: ignore[misc]
+            strays = strays_behind(part, end, lambda i, k=k: self._m.whole(k, i) is None)  # type: ignore[misc]
             if strays:
                 return part, min(strays)
         return self._full, index
-
-
-def _decisions(trace: Trace, start: int) -> list[int]:
-    """The numbers that Python code read out of tensors shortly before a step."""
-    near = range(max(start - _NEAR, 0), min(start + 1, len(trace.steps)))
-    return [i for i in near if trace.steps[i].name in DECISIONS]
-
-
-def _parted(full: Trace, part: Trace) -> int | None:
-    """Where two traces stop to hold the same operations one after the other; None where they do not."""
-    pairs = enumerate(zip(full.steps, part.steps, strict=False))
-    first = next((i for i, (step, other) in pairs if step.signature != other.signature), None)
-    if first is None and len(full.steps) != len(part.steps):
-        return min(len(full.steps), len(part.steps)) - 1
-    return first
-
-
-def _back(trace: Trace, index: int | None, stray: Callable[[int], bool]) -> set[int]:
-    """The strays from which a step computes, back to the first steps that all traces have."""
-    if index is None:
-        return set()
-    found: set[int] = {index} if stray(index) else set()
-    queue = list(trace.steps[index].inputs)
-    while queue:
-        current = queue.pop()
-        if current not in found and stray(current):
-            found.add(current)
-            queue.extend(trace.steps[current].inputs)
-    return found
-
-
-def _chain(trace: Trace, step: TracedOperation) -> list[ModuleCall]:
-    """The module calls around a step, innermost first."""
-    if step.call is None:
-        return []
-    innermost = trace.calls[step.call]
-    return [innermost, *(trace.calls[parent] for parent in reversed(innermost.parents))]
-
-
-def _named_call(trace: Trace, step: TracedOperation) -> ModuleCall | None:
-    """The innermost call of a module of the task."""
-    return next((call for call in _chain(trace, step) if call.path is not None), None)
-
-
-def operation_of(trace: Trace, step: TracedOperation) -> Operation:
-    """Where a step is, for people."""
-    chain, known = _chain(trace, step), _named_call(trace, step)
-    library = bool(chain) and chain[0].library
-    # Inside a library's module the user's line is the call of it: worth naming in a module's forward only.
-    named = step.frame is not None and (not library or any(not call.library for call in chain))
-    return Operation(
-        step.name,
-        known.path if known else None,
-        known.kind if known else "",
-        library,
-        shown(step.frame[0]) if named and step.frame else None,
-        step.frame[1] if named and step.frame else None,
-        source_line(step.frame) if named else "",
-        _caller(chain, step),
-    )
-
-
-def _caller(chain: Sequence[ModuleCall], step: TracedOperation) -> str:
-    """The loss object around a step and the nearest line of the user's own code; empty where the step is on that."""
-    if step.caller is None:
-        return ""
-    outermost = chain[-1] if chain and chain[-1].path is None and not chain[-1].library else None
-    place = f"{shown(step.caller[0])}:{step.caller[1]}"
-    return f"in `{outermost.kind}`, called at {place}" if outermost is not None else f"called at {place}"
 
 
 def _some(step: TracedOperation) -> tuple[FunctionKey, ...]:

@@ -1,0 +1,38 @@
+"""Where the traces of two batches part: a branch, or a loop that runs more often for one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gaverify.causes.trace.traces import DECISIONS, Trace
+
+_NEAR = 6  # operations before the traces part among which a decision is looked for
+
+
+def decisions_before(trace: Trace, start: int) -> list[int]:
+    """The numbers that Python code read out of tensors shortly before a step."""
+    near = range(max(start - _NEAR, 0), min(start + 1, len(trace.steps)))
+    return [i for i in near if trace.steps[i].name in DECISIONS]
+
+
+def parted(full: Trace, part: Trace) -> int | None:
+    """Where two traces stop to hold the same operations one after the other; None where they do not."""
+    pairs = enumerate(zip(full.steps, part.steps, strict=False))
+    first = next((i for i, (step, other) in pairs if step.signature != other.signature), None)
+    if first is None and len(full.steps) != len(part.steps):
+        return min(len(full.steps), len(part.steps)) - 1
+    return first
+
+
+def strays_behind(trace: Trace, index: int | None, stray: Callable[[int], bool]) -> set[int]:
+    """The strays from which a step computes, back to the first steps that all traces have."""
+    if index is None:
+        return set()
+    found: set[int] = {index} if stray(index) else set()
+    queue = list(trace.steps[index].inputs)
+    while queue:
+        current = queue.pop()
+        if current not in found and stray(current):
+            found.add(current)
+            queue.extend(trace.steps[current].inputs)
+    return found
