@@ -78,12 +78,13 @@ def profile(
     """Measures what accumulation costs and saves, for a model or for a SPEC.
 
     Saved activations, peak memory and time of the full batch, the summed loss and accumulation, each in a fresh
-    process, and whether the gradients agree.
+    process, and whether the gradients agree. With --ranks also what the ranks send each other.
 
     \b
       gaverify profile --model mnist-mlp --steps 1,2,4,8
       gaverify profile --model path/to/file.py:factory --memory 24GB --device cuda
       gaverify profile --model mlp --output plot.svg
+      gaverify profile --model mlp --ranks 2 --engine fsdp2
     """
     problems: list[str] = []
     ks = _numbers("--steps", steps, _STEPS, problems)

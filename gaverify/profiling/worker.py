@@ -11,7 +11,7 @@ import os
 import platform
 import sys
 import traceback
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import IO, Any
 
 OUT_OF_MEMORY, DOES_NOT_FIT, FAILED, REFUSED, INTERNAL = (
@@ -46,22 +46,45 @@ def _measure(job: dict[str, Any], channel: IO[str]) -> None:
     spec = Spec.model_validate_json(job["spec"])
     plan = Plan(job["strategy"], job["steps"])
     problem = _loaded(spec)
+    ranks = _checked_ranks(problem, spec, plan)
     _check_fits(problem, plan)
 
     from gaverify.profiling.measuring import WARM_UP, activation_bytes, peak_memory, update_seconds
     from gaverify.profiling.workload import compared, workload
 
     with workload(problem, spec, plan, job["optimizer"]) as work:
-        _send(channel, about=_about(work, spec, job), micro_batches=work.task.sizes, stage="memory")
-        memory = peak_memory(work)
-        _send(channel, memory=None if memory is None else vars(memory), stage="time")
-        total = WARM_UP + job["repeats"]
-        times = update_seconds(work, job["repeats"], lambda k: _send(channel, stage=f"time {k + 1}/{total}"))
-        _send(channel, seconds=times, stage="activations")
-        _send(channel, activation_bytes=activation_bytes(work), stage="verdict")
-        work.optimizer = None
-        if plan.strategy != "full-batch":
-            _send(channel, verdict=compared(work, spec))
+        with _group(spec):
+            _send(channel, about=_about(work, spec, job), micro_batches=work.task.sizes, stage="memory")
+            memory = peak_memory(work)
+            _send(channel, memory=None if memory is None else vars(memory), stage="time")
+            total = WARM_UP + job["repeats"]
+            times = update_seconds(work, job["repeats"], lambda k: _send(channel, stage=f"time {k + 1}/{total}"))
+        _send(channel, seconds=times, stage="ranks" if ranks else "activations")
+        if ranks is not None:  # they are forked, and must not inherit a group
+            _send(channel, moved=_moved(work, plan, ranks), stage="activations")
+        with _group(spec):
+            _send(channel, activation_bytes=activation_bytes(work), stage="verdict")
+            work.optimizer = None
+            if plan.strategy != "full-batch":
+                _send(channel, verdict=compared(work, spec))
+
+
+def _group(spec: Any) -> AbstractContextManager[None]:
+    """A group of world size 1, where the code of the spec may ask for one."""
+    if spec.ranks is None:
+        return nullcontext()
+    from gaverify.ranks.groups import alone
+
+    return alone()
+
+
+def _moved(work: Any, plan: Any, ranks: Any) -> dict[str, Any]:
+    from gaverify.ranks.moving import moved
+
+    work.clear()
+    found = moved(work.task, work.state, plan.steps, ranks)
+    sides = {"no_sync": found.no_sync, "every": found.every}
+    return {name: {"counts": dict(side.counts), "bytes_moved": side.bytes_moved} for name, side in sides.items()}
 
 
 class _Refusal(Exception):
@@ -85,6 +108,31 @@ def _loaded(spec: Any) -> Any:
 
 class _Unfit(Exception):
     """K micro-batches cannot be cut from this batch."""
+
+
+def _checked_ranks(problem: Any, spec: Any, plan: Any) -> Any:
+    """What to run on ranks; None without them, and for a summed loss, which has one backward pass to reduce in."""
+    if spec.ranks is None:
+        return None
+    from gaverify.errors import ProblemError
+    from gaverify.passes.devices import resolve_device
+    from gaverify.ranks.coordinating import ranks_wanted
+
+    def wanted(steps: int) -> Any:
+        return ranks_wanted(
+            spec.ranks, steps, spec.engine, spec.timeout, problem, resolve_device(spec.device), "accumulate", None
+        )
+
+    try:
+        wanted(1)
+    except ProblemError as error:
+        raise _Refusal(str(error)) from error
+    if plan.strategy == "summed-loss":
+        return None
+    try:
+        return wanted(plan.steps)
+    except ProblemError as error:
+        raise _Unfit(str(error)) from error
 
 
 def _check_fits(problem: Any, plan: Any) -> None:
@@ -132,6 +180,8 @@ def _about(work: Any, spec: Any, job: dict[str, Any]) -> dict[str, Any]:
         "gaverify": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "ranks": spec.ranks,
+        "engine": spec.engine if spec.ranks else None,
     }
 
 

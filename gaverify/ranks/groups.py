@@ -47,12 +47,15 @@ class joined:
 
 
 @contextmanager
+def alone() -> Iterator[None]:
+    """Joins a group of world size 1."""
+    with tempfile.TemporaryDirectory(prefix="gaverify-ranks-") as folder, joined(0, 1, Path(folder) / "store"):
+        yield
+
+
+@contextmanager
 def group_of_one() -> Iterator[TrafficMeter]:
     """Joins a group of world size 1, and yields what counts the collectives that the user's code asks for."""
     meter = TrafficMeter()
-    with (
-        tempfile.TemporaryDirectory(prefix="gaverify-ranks-") as folder,
-        joined(0, 1, Path(folder) / "store"),
-        meter.counting(),
-    ):
+    with alone(), meter.counting():
         yield meter

@@ -70,7 +70,7 @@ class Shard:
     shape: tuple[int, ...]
 
 
-class _Kept(ModelState):
+class Kept(ModelState):
     """A state that keeps nothing: a rank's process ends after its window."""
 
     def __init__(self) -> None: ...
@@ -103,13 +103,13 @@ def _run(window: Window, rank: int) -> RankReport:
     with calls.counting():
         # a state of its own: the parent's would set the parent's number of threads again, which were not forked
         state = ModelState(window.task.modules, (window.task.problem.loss,))
-        alone = _accumulated(window, window.task, state, own, Scaled(window.ranks))
+        alone = accumulated(window, window.task, state, own, Scaled(window.ranks))
     unused = any(gradient is None for gradient in window.reference.gradients.values())
     task = wrapped(window.task, window.engine, unused)
     with traffic.counting():
         share = window.shares[rank] if window.shares else 1.0
         probe = Synchronised(task, window.engine, own[-1], window.ranks, share)
-        together = _accumulated(window, task, _Kept(), own, probe)
+        together = accumulated(window, task, Kept(), own, probe)
     shards = {name: _shard(gradient) for name, gradient in together.gradients.items()}
     file = None
     if rank == 0 or window.engine is Engine.FSDP2:
@@ -127,7 +127,12 @@ def _run(window: Window, rank: int) -> RankReport:
     )
 
 
-def _accumulated(window: Window, task: Task, state: ModelState, own: range, probe: PassProbe) -> PassResult:
+def accumulated(window: Window, task: Task, state: ModelState, own: range, probe: PassProbe) -> PassResult:
+    """Returns the gradient of a rank's own micro-batches.
+
+    Raises:
+        ProblemError: The model or loss raised; the message says what to change where the wrapper is the reason.
+    """
     try:
         return accumulated_gradients(task, state, window.record, window.reference, probe=probe, own=own)
     except ProblemError as error:

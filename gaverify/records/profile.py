@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from gaverify.records.comparison import Outcome
+from gaverify.records.ranks import Moved
 from gaverify.records.totals import together
 
 Strategy = Literal["full-batch", "summed-loss", "accumulate"]
@@ -52,6 +53,8 @@ class Setting:
     gaverify: str
     python: str
     platform: str
+    ranks: int | None = None
+    engine: str | None = None
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,7 @@ class Row:
         outcome: The verdict against the full batch; None for the full batch itself and where nothing was compared.
         relative_difference: The largest of any parameter, in the precision that decided.
         method: Which step of the method decided.
+        moved: What the ranks send each other in a window of K micro-batches each; None without ranks.
     """
 
     strategy: Strategy
@@ -125,6 +129,7 @@ class Row:
     outcome: Outcome | None = None
     relative_difference: float | None = None
     method: str | None = None
+    moved: Moved | None = None
 
     @property
     def micro_batch(self) -> int | None:

@@ -15,7 +15,7 @@ from gaverify.records.profile import LABELS, Row
 from gaverify.report.stories import Report, Story, Table, story_of
 from gaverify.report.text.findings import told
 from gaverify.report.text.layout import clean
-from gaverify.report.text.wording import figures, number, ordered, shape
+from gaverify.report.text.wording import figures, moved_figures, number, ordered, shape
 
 _SIGNS = {Outcome.EQUIVALENT: "✅", Outcome.DIVERGENT: "❌", Outcome.INCONCLUSIVE: "⚠️"}
 _ROWS = 50
@@ -110,8 +110,10 @@ def _cells(row: ParameterComparison) -> tuple[str, ...]:
     return (text(row.name or "(unnamed)"), shape(row), *numbers, row.outcome.value)
 
 
-def _profile(rows: Iterable[Row]) -> Iterator[str]:
-    head = ("strategy", "K", "activations", "peak", "time", "result")
+def _profile(rows: Sequence[Row]) -> Iterator[str]:
+    ranks = any(row.moved for row in rows)
+    between = ("moved with no_sync", "moved, every micro-batch reduced") if ranks else ()
+    head = ("strategy", "K", "activations", "peak", "time", *between, "result")
     yield from _table(
         head,
         (
@@ -119,6 +121,7 @@ def _profile(rows: Iterable[Row]) -> Iterator[str]:
                 LABELS[row.strategy],
                 str(row.steps),
                 *figures(row),
+                *(moved_figures(row) if ranks else ()),
                 text(row.message) or (row.outcome.value if row.outcome else row.status),
             )
             for row in rows

@@ -21,8 +21,9 @@ from gaverify.report.plot import profile_svg
 from gaverify.report.stories import Answer, Story, Table, story_of
 from gaverify.report.text.findings import told
 from gaverify.report.text.layout import clean
+from gaverify.report.text.profile import moved_title
 from gaverify.report.text.report import facts_of
-from gaverify.report.text.wording import figures, number, ordered, shape, worst
+from gaverify.report.text.wording import figures, moved_figures, number, ordered, shape, worst
 
 _MODULES = 400
 """Modules that the strip of the forward order shows; the worst of neighbouring ones stand for a deeper model."""
@@ -88,6 +89,8 @@ class AnswerView:
     timeline: Sequence[tuple[str, Sequence[tuple[str, str, int, str]]]] = ()
     plot: Markup = field(default_factory=lambda: Markup(""))
     profile: Sequence[tuple[str, ...]] = ()
+    moved: Sequence[tuple[str, ...]] = ()
+    moved_title: str = ""
 
 
 def view_of(answer: Answer) -> AnswerView:
@@ -112,6 +115,8 @@ def view_of(answer: Answer) -> AnswerView:
         timeline=list(_timeline(answer.timeline)) if isinstance(answer, AuditReport) else (),
         plot=Markup(profile_svg(answer)) if isinstance(answer, Profile) and answer.rows else Markup(""),
         profile=list(_profile(answer)) if isinstance(answer, Profile) else (),
+        moved=list(_moved(answer)) if isinstance(answer, Profile) else (),
+        moved_title=moved_title(answer) if isinstance(answer, Profile) else "",
     )
 
 
@@ -255,6 +260,12 @@ def _calls(run: list[Moment]) -> tuple[str, str, int, str]:
     first = run[0]
     place = f"{first.file}:{first.line}" if first.file and first.line else first.file or ""
     return first.kind, first.kind.replace("_", "-"), len(run), clean(place)
+
+
+def _moved(profile: Profile) -> Iterator[tuple[str, ...]]:
+    for row in profile.rows:
+        if row.moved is not None:
+            yield (LABELS[row.strategy], str(row.steps), *moved_figures(row))
 
 
 def _profile(profile: Profile) -> Iterator[tuple[str, ...]]:

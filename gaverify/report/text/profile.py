@@ -13,7 +13,7 @@ from gaverify.records.profile import LABELS, Memory, Profile, Row
 from gaverify.report.text.findings import outcome_lines
 from gaverify.report.text.layout import Layout, Line, cells, columns, fact_lines, joined, pad
 from gaverify.report.text.table import STYLES
-from gaverify.report.text.wording import figures, number, percent, titled
+from gaverify.report.text.wording import figures, moved_figures, number, percent, titled
 
 _LABEL = 13
 _HEADER = ("strategy", "K × n", "activations", "peak", "time", "outcome", "rel. diff")
@@ -26,6 +26,7 @@ def profile_lines(profile: Profile, layout: Layout) -> list[Line]:
         _header(profile, layout),
         _table(profile.rows, layout),
         *(_bars(block, profile.rows, layout) for block in _BLOCKS),
+        _moved(profile, layout),
         _prediction(profile, layout),
         _conclusion(profile, layout),
     ]
@@ -76,6 +77,28 @@ def _table(rows: Sequence[Row], layout: Layout) -> list[Line]:
         if at and rows[at - 1].message:
             lines += layout.wrap(rows[at - 1].message, indent=6, style="dim")
     return lines
+
+
+def moved_title(profile: Profile) -> str:
+    """Returns what the figures of ranks are; "" where no row has any."""
+    setting = profile.setting
+    if setting is None or not any(row.moved for row in profile.rows):
+        return ""
+    return (
+        f"bytes and collectives that each of {setting.ranks} ranks under {setting.engine} moves per window of K "
+        "micro-batches (memory, time and outcome are of one process)"
+    )
+
+
+def _moved(profile: Profile, layout: Layout) -> list[Line]:
+    title = moved_title(profile)
+    if not title:
+        return []
+    rows = [row for row in profile.rows if row.moved is not None]
+    body = [(LABELS[row.strategy], str(row.steps), *moved_figures(row)) for row in rows]
+    table = columns([("strategy", "K", "with no_sync", "every micro-batch reduced"), *body], right=(1, 2, 3))
+    lines = layout.wrap(title, indent=2, style="bold")
+    return [*lines, *([("  " + "  ".join(cells_), "bold" if at == 0 else "")] for at, cells_ in enumerate(table))]
 
 
 def _name(row: Row) -> tuple[str, str]:

@@ -52,6 +52,15 @@ def figures(row: Row) -> tuple[str, str, str]:
     )
 
 
+def moved_figures(row: Row) -> tuple[str, str]:
+    """Returns what ranks move per window, with `no_sync` and with every micro-batch reduced; `-` where unknown."""
+    if row.moved is None:
+        return "-", "-"
+    sides = (row.moved.no_sync, row.moved.every)
+    low, high = (f"{bytes_text(side.bytes_moved)} in {side.count():,}" for side in sides)
+    return low, high
+
+
 def shape(row: ParameterComparison) -> str:
     """Returns the shape as `32×16`, `scalar` where it has no dimension."""
     return "×".join(str(size) for size in row.shape) or "scalar"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from xml.etree import ElementTree
 
 import pytest
-from profiles import failing, profile, row, setting
+from profiles import failing, on_ranks, profile, row, setting
 
 from gaverify.cli import main
 from gaverify.records.comparison import Outcome
@@ -23,6 +23,7 @@ from gaverify.report.text.profile import profile_lines
 CASES: list[Callable[[], Profile]] = [
     profile,
     failing,
+    on_ranks,
     lambda: profile(steps=(4,), memory_limit=None),
     lambda: profile(rows=(), setting=None, interrupted=True),
     lambda: profile(memory_limit=1000),
@@ -193,3 +194,35 @@ def test_peaks_are_drawn_where_they_follow_the_micro_batch() -> None:
 def test_a_model_name_cannot_break_the_picture() -> None:
     root = ElementTree.fromstring(profile_svg(profile(setting=setting(model='a<b>&"c'))))
     assert any('a<b>&"c' in (element.text or "") for element in root.iter())
+
+
+MOVED = """\
+  strategy    K     with no_sync  every micro-batch reduced
+  full batch  1  2.00 MB in 1               2.00 MB in 1
+  accumulate  4  2.00 MB in 1               8.00 MB in 4
+"""
+
+
+def test_what_ranks_move_stands_in_every_format() -> None:
+    text = plain(profile_lines(on_ranks(), Layout(width=200)))
+    assert " ".join(MOVED.split()) in " ".join(text.split())
+    assert "each of 2 ranks under ddp moves per window" in text
+    assert "| 2.00 MB in 1 | 8.00 MB in 4 | equivalent |" in render([on_ranks()], "markdown")
+    assert "8.00 MB in 4" in render([on_ranks()], "html")
+    document = validate_document(render([on_ranks()], "json"))
+    moved = [row.moved for row in document.rows]
+    assert moved[1] is None and moved[2] is not None
+    assert (moved[2].every.collectives, moved[2].every.bytes) == ({"all-reduce": 4}, 8_000_000)
+
+
+def test_without_ranks_nothing_is_said_of_them() -> None:
+    for form in ("markdown", "html"):
+        assert "no_sync" not in render([profile()], form)
+    assert "no_sync" not in plain(profile_lines(profile(), Layout()))
+
+
+def test_what_ranks_move_is_a_third_plot() -> None:
+    assert "Moved between ranks" in profile_svg(on_ranks()) and "Moved between ranks" not in profile_svg(profile())
+    ElementTree.fromstring(profile_svg(on_ranks()))
+    titles = re.findall(r">([\d.]+ [kM]B|0)<", profile_svg(on_ranks()).split("Moved between ranks")[1])
+    assert "8 MB" in titles

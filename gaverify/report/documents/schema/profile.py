@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from gaverify.records.prediction import Prediction, activation_line, peak_line, predict
 from gaverify.records.profile import Profile
-from gaverify.report.documents.schema.shared import Number, Of, OutcomeName, Shape
+from gaverify.report.documents.schema.shared import Number, Of, OutcomeName, Shape, TrafficItem
 
 
 class SettingItem(Shape):
@@ -31,6 +31,8 @@ class SettingItem(Shape):
     gaverify: str
     python: str
     platform: str
+    ranks: int | None = None
+    engine: str | None = None
 
 
 class MemoryItem(Shape):
@@ -54,6 +56,13 @@ class SecondsItem(Shape):
     repeats: int
 
 
+class MovedItem(Shape):
+    """What the busiest rank sends in one window: reduced by the last micro-batch only, and by every one."""
+
+    no_sync: TrafficItem
+    every: TrafficItem
+
+
 class RowItem(Shape):
     """One strategy with one K; figures are null where the row did not get so far."""
 
@@ -69,6 +78,7 @@ class RowItem(Shape):
     outcome: OutcomeName | None
     relative_difference: Number
     method: str | None
+    moved: MovedItem | None = None
 
 
 class LineItem(Shape):

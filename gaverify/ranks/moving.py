@@ -1,0 +1,73 @@
+"""What R ranks send each other in one window, with `no_sync` and without: counted, not estimated."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from gaverify.passes.batching import micro_batch_sizes
+from gaverify.passes.gradients import PassProbe, full_batch_gradients
+from gaverify.passes.isolation import ModelState
+from gaverify.passes.task import Task
+from gaverify.ranks.confirming import Ranks
+from gaverify.ranks.engines import Scaled, Synchronised, wrapped
+from gaverify.ranks.forking import run_forked
+from gaverify.ranks.groups import alone, joined
+from gaverify.ranks.rank import Kept, Window, accumulated
+from gaverify.ranks.traffic import TrafficMeter
+from gaverify.records.ranks import Moved, Traffic
+
+
+def moved(task: Task, state: ModelState, steps: int, ranks: Ranks) -> Moved:
+    """Returns the collectives and bytes of one window of the ranks.
+
+    Args:
+        task: With the whole batch; how it is cut does not count.
+        state: Restored in the end.
+        steps: K, the micro-batches of each rank.
+        ranks: What to run.
+
+    Raises:
+        ProblemError: A rank raised, died, or did not end in time.
+    """
+    sizes = micro_batch_sizes(task.batch_size, steps * ranks.count)
+    task = replace(task, sizes=sizes, strategy="accumulate")
+    with alone():  # a loss may ask `torch.distributed` for its rank
+        reference, record = full_batch_gradients(task, state)
+    with tempfile.TemporaryDirectory(prefix="gaverify-ranks-") as folder:
+        window = Window(task, record, reference, ranks.engine, ranks.count, Path(folder))
+        jobs = [(f"rank {rank} of {ranks.count}", _counts(window, rank)) for rank in range(ranks.count)]
+        found = run_forked(jobs, ranks.timeout, ranks.waiting)
+    return Moved(max((once for once, _ in found), key=_order), max((every for _, every in found), key=_order))
+
+
+def _order(traffic: Traffic) -> tuple[int, int]:
+    return traffic.bytes_moved, traffic.count()
+
+
+def _counts(window: Window, rank: int) -> Callable[[], tuple[Traffic, Traffic]]:
+    """Returns what the process of a rank does: windows that do not count, then one of each kind."""
+
+    def work() -> tuple[Traffic, Traffic]:
+        own = range(rank, len(window.task.sizes), window.ranks)
+        with joined(rank, window.ranks, window.folder / "store", window.backend), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            unused = any(gradient is None for gradient in window.reference.gradients.values())
+            task = wrapped(window.task, window.engine, unused)
+            once = Synchronised(task, window.engine, own[-1], window.ranks)
+            for _ in range(2):  # DDP sorts its buckets anew when the window after its first reduction reduces
+                _window(window, task, own, once)
+            # the last micro-batch of `once` leaves FSDP2's reduction on, as `Scaled` needs it
+            return _window(window, task, own, once), _window(window, task, own, Scaled(window.ranks))
+
+    return work
+
+
+def _window(window: Window, task: Task, own: range, probe: PassProbe) -> Traffic:
+    meter = TrafficMeter()
+    with meter.counting():
+        accumulated(window, task, Kept(), own, probe)
+    return meter.traffic
