@@ -10,7 +10,7 @@ from gaverify.errors import ProblemError
 from gaverify.records.audit import Record
 from gaverify.records.comparison import Outcome
 from gaverify.records.rounds import rounds_of
-from gaverify.records.weights import WeightFit
+from gaverify.records.weights import LossTerm, WeightFit
 
 if TYPE_CHECKING:
     from gaverify.audit.reading import Run
@@ -73,6 +73,40 @@ def unclipped(runner: Runner, record: Record, options: dict[str, Any]) -> Record
     except ProblemError:
         return record
     return replace(record, updates=decided_without_clips(record.updates, control))
+
+
+def by_terms(runner: Runner, runs: tuple[Run, Run], record: Record, options: dict[str, Any]) -> tuple[LossTerm, ...]:
+    """The control for a loss that is a sum: both runs up to the first update, with each term alone.
+
+    Nothing is returned unless the terms' gradients add up to those of the whole, in both runs.
+
+    Args:
+        runner: Makes the runs.
+        runs: The full-batch and the accumulated run.
+        record: Their comparison.
+        options: Fields of `Job` that the accumulated run had, with its `source`.
+    """
+    from gaverify.audit.term_fits import fitted_terms
+
+    update, count = record.divergent, _terms_of(record)
+    if update is None or update.number > 1 or count < 2:
+        return ()
+    own = {name: value for name, value in options.items() if name not in ("source", "parts")}
+    alone = []
+    try:
+        for term in range(1, count + 1):
+            jobs = runner.jobs("full", **own, term=term), runner.jobs("accumulated", **options, term=term)
+            alone.append(runner.runs(*[[replace(job, updates=1) for job in group] for group in jobs]))
+    except ProblemError:
+        return ()
+    return fitted_terms(runs, [(whole, part) for whole, part in alone], record.tolerance)
+
+
+def _terms_of(record: Record) -> int:
+    """How many terms the loss of the first update has in both runs; 0 where it has other numbers of them."""
+    windows = [found for windows in (record.full_windows, record.windows) for found in windows if found.number == 1]
+    counts = {event.values.get("terms", 0) for window in windows for event in window.of("backward")}
+    return counts.pop() if len(windows) == 2 and len(counts) == 1 else 0
 
 
 def with_steps_undone(runner: Runner, full: Run, record: Record, options: dict[str, Any]) -> WeightFit | None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gaverify.audit.controls import floored, near_the_floor, on_its_own, unclipped, with_steps_undone
+from gaverify.audit.controls import by_terms, floored, near_the_floor, on_its_own, unclipped, with_steps_undone
 from gaverify.audit.outcome import report_of, same_arguments
 from gaverify.audit.rank_controls import controlled_ranks
 from gaverify.audit.replay.deciding import inputs_help, parts_of, replay_helps
@@ -138,9 +138,7 @@ class _Audit:
 
     def _with_tail(self, record: Record, visible: dict[str, Any]) -> Record:
         """The same runs on epochs that end with a short window, where nothing was found without."""
-        if record.divergent is not None or any(
-            finding.severity == "fault" for finding in findings_for(facts_of_loop(record))
-        ):
+        if record.divergent is not None or _explained(record):
             return record
         parts, loaders = parts_of(record), self.main.meta["loaders"]
         if parts < 2 or not loaders or self._request.ranked:
@@ -201,4 +199,10 @@ class _Audit:
         first = record.first
         if not self._request.ranked and first is not None and 0 < first.backwards < (record.expected(first) or 0):
             record = replace(record, steps_undone=with_steps_undone(self._runner, full, record, options))
+        if record.divergent is not None and not self._request.ranked and not _explained(record):
+            record = replace(record, terms=by_terms(self._runner, (full, accumulated), record, options))
         return record
+
+
+def _explained(record: Record) -> bool:
+    return any(finding.severity == "fault" for finding in findings_for(facts_of_loop(record)))

@@ -59,6 +59,7 @@ class Job:
         parts: Micro-batches per batch of the full-batch run, for a replay; 0 where that is not known.
         coins: Which of the directions the weights are moved in by chance; another number moves them otherwise.
         shrink: What every backward pass multiplies its losses' gradients by.
+        term: Number of the one term of each loss that is differentiated, from 1; 0 differentiates the whole.
         world: Rank, number of ranks and port of the rendezvous, where the script is started as a launcher would.
         launcher: The words of the command that starts the script's processes; empty where gaverify runs it itself.
     """
@@ -85,6 +86,7 @@ class Job:
     parts: int = 0
     tail: int = 0
     shrink: float = 1.0
+    term: int = 0
     coins: int = 0
     world: tuple[int, int, int] | None = None
     launcher: tuple[str, ...] = ()

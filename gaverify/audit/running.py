@@ -231,6 +231,8 @@ def _part(job: Job) -> str:
     """The part that a run plays, for the report; a control is none of the runs that it repeats."""
     if job.shares or job.synchronise or job.frozen:
         return "ranks"
+    if job.term:
+        return "terms"
     return job.role if job.shrink >= 1.0 else "unclipped"
 
 

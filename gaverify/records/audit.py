@@ -14,7 +14,7 @@ from gaverify.records.partners import Foreign, Partner
 from gaverify.records.ranks import RankFacts
 from gaverify.records.stages import Clip, SettingDifference, Stage, StageComparison
 from gaverify.records.totals import relative_total, resolution_of
-from gaverify.records.weights import WeightFit
+from gaverify.records.weights import LossTerm, WeightFit
 from gaverify.records.windows import Window
 
 
@@ -136,6 +136,7 @@ class Record:
         rank_windows: The windows of ranks 1, 2, … of the accumulated run, where the audit saw all.
         full_ranks: Processes that trained together in the full-batch run, as far as the audit saw them.
         epochs: What was seen of an epoch's end, for the verdict; empty where nothing is to be said.
+        terms: Of the loss of the first update, where nothing else explained its difference and they add up to it.
     """
 
     windows: tuple[Window, ...]
@@ -154,6 +155,7 @@ class Record:
     rank_windows: tuple[tuple[Window, ...], ...] = ()
     full_ranks: int = 1
     epochs: str = ""
+    terms: tuple[LossTerm, ...] = ()
 
     @property
     def tolerance(self) -> float:

@@ -20,6 +20,7 @@ TITLES = {
     "accumulated": "accumulated run",
     "frozen": "accumulated run with its steps undone",
     "unclipped": "all runs with losses too small to be clipped",
+    "terms": "runs with one term of each loss alone",
     "ranks": "controls of the ranks",
     "events": "run",
 }

@@ -42,6 +42,22 @@ class WeightFit:
         )
 
 
+@dataclass(frozen=True)
+class LossTerm:
+    """One term of a loss that is a sum, differentiated alone in both runs at the same weights.
+
+    `fit` is that of its own gradient, and `samples` says whether that differs between micro-batches: that of a penalty
+    on the parameters is the same. The file and line are those that made it, where they are known.
+    """
+
+    number: int
+    count: int
+    fit: WeightFit
+    samples: bool = True
+    file: str | None = None
+    line: int | None = None
+
+
 def are_shares(fitted: Sequence[float], amounts: Sequence[float], rel_tol: float = 1e-4, abs_tol: float = 1e-6) -> bool:
     """Whether weights are the shares of some amounts."""
     total = sum(amounts)

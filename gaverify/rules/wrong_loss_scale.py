@@ -26,6 +26,8 @@ Signature in the numbers
 - The constant is named where it is known: K, 1/K, B, 1/B, B/K, K/B.
 - The relative difference is |c − 1| for every parameter: 3.0 where a division by K = 4 was forgotten.
 - In a training loop: accumulated = c · full with a residual at rounding; c is K, 1/K, or a ratio of token counts.
+- In a training loop whose loss is a sum: the same for one of its terms, from runs that differentiate each term alone. A
+  penalty on the weights that is added in every micro-batch and not divided counts K times.
 
 Example
 
@@ -102,13 +104,14 @@ from collections.abc import Iterator
 from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.comparison import Method
 from gaverify.records.facts import Facts
-from gaverify.records.findings import Evidence, Finding
-from gaverify.records.weights import WeightFit, is_constant
+from gaverify.records.findings import Evidence, Finding, Location
+from gaverify.records.weights import LossTerm, WeightFit, is_constant
 from gaverify.rules.empty_micro_batch import explains_weights
 from gaverify.rules.rule import Rule, controlled, measured
 from gaverify.rules.scale import constant_factor, counted_at, factor_in_loop, factor_of_some, weights_of
 from gaverify.rules.trailing_window_misscaled import short_by
 from gaverify.rules.wording import NOT_ENOUGH, backward_place, count, difference, exact, listed, not_run, tested
+from gaverify.tracebacks import shown
 
 RULE = Rule("GAV201", "wrong-loss-scale")
 _RESIDUAL = {True: 1e-6, False: 1e-3}  # of a fit in float64, and where no float64 control was possible
@@ -199,11 +202,50 @@ def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
         if factor is not None and update.fit is not None and short_by(loop, update) is None:
             yield _of_update(facts, loop, factor, update.fit, update.backwards, update)
         elif factor is None and weights_of(loop) is None:
-            yield from _of_some(facts, loop, update)
+            found = list(_of_some(facts, loop, update))
+            yield from found or _of_terms(loop, update)
     elif loop.steps_undone is not None and loop.steps_undone.residual < loop.tolerance:
         factor = constant_factor(loop.steps_undone, loop.tolerance)
         if factor is not None:
             yield _of_update(facts, loop, factor, loop.steps_undone, len(loop.steps_undone.weights), None)
+
+
+def _of_terms(loop: Record, update: UpdateComparison) -> Iterator[Finding]:
+    """The same for the terms of a loss that is a sum, each fitted for itself: a penalty that is not divided, say."""
+    factors = {term: constant_factor(term.fit, loop.tolerance) for term in loop.terms}
+    for term, factor in factors.items():
+        if factor is None:
+            continue
+        meaning = meaning_in_loop(factor, update.backwards, 1, loop.tolerance).replace("the loss", "it")
+        which = "" if term.samples else ", which is the same in every micro-batch,"
+        alike = [other for other, own in factors.items() if own is None and _agrees(other, loop.tolerance)]
+        others = f"; {count(len(alike), 'other term')} counted rightly" if alike else ""
+        yield RULE.finding(
+            f"term {term.number} of {term.count} of the loss{which} counts {factor:.6g} times as much in update "
+            f"{update.number} as in the full batch{meaning}",
+            measured(
+                "comparison",
+                f"{difference(update)}{others}",
+                factor=factor,
+                update=update.number,
+                term=term.number,
+                terms=term.count,
+            ),
+            controlled(
+                "micro-batch-weights",
+                f"with this term alone one factor leaves {term.fit.factor_residual:.0e} of the gradient over; the "
+                "terms add up to the whole",
+                residual=term.fit.factor_residual,
+            ),
+            location=Location(file=shown(term.file), line=term.line) if term.file is not None else None,
+            remedy=f"multiply this term by {exact([1 / factor], loop.tolerance)} in each micro-batch, and leave the "
+            "others as they are",
+            proven=True,
+        )
+
+
+def _agrees(term: LossTerm, tolerance: float) -> bool:
+    return term.fit.factor_residual <= tolerance and abs(term.fit.factor - 1) < tolerance
 
 
 def _of_some(facts: Facts, loop: Record, update: UpdateComparison) -> Iterator[Finding]:

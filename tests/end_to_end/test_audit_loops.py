@@ -35,6 +35,7 @@ class Fault(NamedTuple):
 FAULTS = [
     Fault("B02 the division by K is forgotten", SCALE, "division_forgotten", "GAV201"),
     Fault("B05 divided twice", SCALE, "divided_twice", "GAV201"),
+    Fault("a penalty that is not divided", SCALE, "penalty_undivided", "GAV201"),
     Fault("L19 scaled after backward", SCALE, "scaled_after_backward", "GAV201"),
     Fault("B04 short window over K", SCALE, "short_window", "GAV605", ("GAV201",), common="--samples 24"),
     Fault(
@@ -84,6 +85,7 @@ def test_a_faulty_loop_is_named_with_its_line(fault: Fault) -> None:
 RIGHT_LOOPS = [
     ("N07 gradients divided after the loop", RIGHT, "gradients_divided", ""),
     ("N08 one backward over the summed losses", RIGHT, "losses_summed", ""),
+    ("a penalty that is divided with the loss", SCALE, "penalty_divided", ""),
     ("N09 zero_grad at the start of the window", RIGHT, "cleared_at_start", ""),
     ("N18 only the logged loss is off", RIGHT, "logged_loss_off", ""),
     ("N19 constant divisor", RIGHT, "constant_divisor", ""),

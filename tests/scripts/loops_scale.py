@@ -38,6 +38,27 @@ def scaled_after_backward(args, model, optimizer, loader):
             optimizer.zero_grad()
 
 
+def penalty_undivided(args, model, optimizer, loader):
+    """The mean over the samples is divided; the penalty on the weights is added once per micro-batch."""
+    for i, (features, labels) in enumerate(loader):
+        loss = criterion(model(features), labels) / args.accum
+        loss = loss + 0.01 * sum(weight.square().sum() for weight in model.parameters())  # here: penalty_undivided
+        loss.backward()
+        if (i + 1) % args.accum == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def penalty_divided(args, model, optimizer, loader):
+    for i, (features, labels) in enumerate(loader):
+        loss = criterion(model(features), labels)
+        loss = loss + 0.01 * sum(weight.square().sum() for weight in model.parameters())
+        (loss / args.accum).backward()
+        if (i + 1) % args.accum == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def short_window(args, model, optimizer, loader):
     """The last window of an epoch is short, and divided by the configured number all the same."""
     for i, (features, labels) in enumerate(loader):
@@ -87,6 +108,8 @@ LOOPS = {
         division_forgotten,
         divided_twice,
         scaled_after_backward,
+        penalty_undivided,
+        penalty_divided,
         short_window,
         ragged_batches,
         matched_targets,

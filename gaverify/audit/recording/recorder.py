@@ -22,6 +22,7 @@ from gaverify.audit.recording.ranks import frozen, owners_of, place_in_group, sy
 from gaverify.audit.recording.reach import ends_in_parameters
 from gaverify.audit.recording.rows import input_rows, input_shapes
 from gaverify.audit.recording.session import Session
+from gaverify.audit.recording.terms import Terms
 from gaverify.audit.recording.update import Forward
 from gaverify.audit.recording.watching import Increment, Seen, Watched
 from gaverify.ranks.traffic import TrafficMeter
@@ -96,13 +97,20 @@ class Recorder(Session):
                 for entry in self.watch.entries():
                     self._own.listen(entry.index, entry.sample)
             place, self._in_backward = user_place(), True
+            terms = Terms(tensors)
         try:
-            with self._draws.in_backward(), self._shrunk(tensors), self._synchronised(), self._counted():
+            with (
+                self._draws.in_backward(),
+                self._shrunk(tensors),
+                self._alone(terms),
+                self._synchronised(),
+                self._counted(),
+            ):
                 yield
         finally:
             self._in_backward = False
         with self._work():
-            self._after_backward(place, tensors)
+            self._after_backward(place, tensors, terms)
 
     @contextmanager
     def zero_grad(self) -> Iterator[None]:
@@ -232,6 +240,10 @@ class Recorder(Session):
         factor = self.job.shrink * (self.job.shares[place_in_group()[0]] if self.job.shares else 1.0)
         return nullcontext() if factor == 1.0 else shrunk(tensors, factor)
 
+    def _alone(self, terms: Terms) -> AbstractContextManager[None]:
+        """What a backward pass runs in where the run is a control that differentiates one term of each loss."""
+        return terms.only(self.job.term) if self.job.term else nullcontext()
+
     def _as_a_control(self, module: nn.Module) -> AbstractContextManager[None]:
         """What a forward runs in where a run is a control of ranks: DDP asks in its forward whether it shall reduce."""
         if self.job.frozen:
@@ -276,7 +288,7 @@ class Recorder(Session):
         self._changes.note(seen, "between")
         self._changes.note_edits(seen)
 
-    def _after_backward(self, place: Place | None, roots: Any) -> None:
+    def _after_backward(self, place: Place | None, roots: Any, terms: Terms) -> None:
         seen, reached, weight = self.watch.look(), self._reach.end(), self._weight.end()
         touched = [index for index, change in seen.changed.items() if bool(change.any())]
         if not touched and not ends_in_parameters(roots):
@@ -297,8 +309,12 @@ class Recorder(Session):
                 entry.clipped = False
         targets = [(int(valid), total) for valid, total in self._targets]
         self._targets.clear()
-        weighed = {} if weight is None else {"weight": weight}
-        self._event("backward", place, touched=touched, targets=targets, forwards=reached, **weighed, **self._sent())
+        told: dict[str, Any] = {} if weight is None else {"weight": weight}
+        if len(terms):
+            told["terms"] = len(terms)
+        if self.job.term:
+            told["term"] = terms.place(self.job.term)
+        self._event("backward", place, touched=touched, targets=targets, forwards=reached, **told, **self._sent())
         self._changes.note(Seen(moved=seen.moved), "backward")
         self._changes.hunt(self._quiet_difference)
 

@@ -25,6 +25,7 @@ from gaverify.audit.recording.precision import Roundoff
 from gaverify.audit.recording.ranks import OwnGradients, leave_together, local_shapes, shards_of
 from gaverify.audit.recording.reach import Reach
 from gaverify.audit.recording.storage import Storage, leave
+from gaverify.audit.recording.terms import keep_lines
 from gaverify.audit.recording.update import Forward, Update
 from gaverify.audit.recording.values import out_of_sight, undisturbed
 from gaverify.audit.recording.watching import Watch
@@ -67,6 +68,8 @@ class Session:
         self._own = OwnGradients() if job.ranked else None
         self._held = Held() if job.role == "frozen" else None
         self._draws = Draws(job, storage.folder)
+        if job.term:
+            keep_lines()
         if job.math_kernels:
             use_math_kernels()
 

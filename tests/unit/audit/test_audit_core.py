@@ -24,7 +24,7 @@ from gaverify.records.events import Event
 from gaverify.records.facts import facts_of_loop
 from gaverify.records.findings import Finding
 from gaverify.records.ledger import Ledger, ledger_of
-from gaverify.records.weights import WeightFit
+from gaverify.records.weights import LossTerm, WeightFit
 from gaverify.records.windows import windows_of
 from gaverify.rulebook import HEADINGS, rule_pages
 from gaverify.rules import RULES
@@ -369,6 +369,26 @@ class TestWeights:
     def test_an_update_that_is_not_judged_accuses_nobody(self) -> None:
         other = update(ratio=4.0, fit=fit(4.0), judged=False, data=RowCheck(8, 8, 3, "argument 1"))
         assert findings_for(record(RIGHT, "BSZ BSZ", updates=(other,))) == ()
+
+
+class TestTerms:
+    UNKNOWN = fit(1.1, 0.2, right=(1.0, 1.2, 1.4, 1.8), residual=0.2)
+
+    def judged(self, *terms: LossTerm) -> list[str]:
+        loop = record(RIGHT, "BSZ BSZ", updates=(update(ratio=1.1, fit=self.UNKNOWN),))
+        found = findings_for(replace(loop, terms=terms))
+        for finding in found:
+            if finding.code == "GAV201":
+                assert finding.proven and finding.location is not None and finding.location.line == 7
+                assert "term 2 of 2" in finding.summary and "every micro-batch" in finding.summary
+        return faults(found)
+
+    def test_a_term_that_counts_k_times_is_named(self) -> None:
+        right, wrong = LossTerm(1, 2, fit()), LossTerm(2, 2, fit(4.0), False, "train.py", 7)
+        assert self.judged(right, wrong) == ["GAV201"]
+
+    def test_terms_that_are_right_or_not_one_factor_accuse_nobody(self) -> None:
+        assert self.judged(LossTerm(1, 2, fit()), LossTerm(2, 2, self.UNKNOWN)) == []
 
 
 class TestNotes:
