@@ -120,7 +120,7 @@ from gaverify.records.findings import Evidence, Finding
 from gaverify.records.weights import WeightFit, are_shares
 from gaverify.rules.empty_micro_batch import explains_weights
 from gaverify.rules.rule import Rule, controlled, measured
-from gaverify.rules.scale import counted_at, factor_in_loop, shares, weights_of
+from gaverify.rules.scale import counted_at, factor_in_loop, shares, weighted_term, weights_of
 from gaverify.rules.wording import (
     NOT_ENOUGH,
     backward_place,
@@ -198,18 +198,21 @@ def _meaning(facts: Facts, fitted: tuple[float, ...]) -> tuple[str, str]:
 
 def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
     """The same for the first differing update of a training loop."""
-    found = weights_of(loop)
-    if found is None:
+    found, term, update = weights_of(loop), weighted_term(loop), loop.divergent
+    if update is None or factor_in_loop(loop, update) is not None:
         return
-    update, fit = found
-    if factor_in_loop(loop, update) is not None:
+    if found is not None:
+        (update, fit), where = found, ""
+    elif term is not None:
+        fit, where = term.fit, f", in term {term.number} of {term.count} of the loss"
+    else:
         return
     total = sum(fit.multipliers)
     weights = tuple(multiplier / total for multiplier in fit.multipliers) if total else fit.multipliers
     weights = tuple(0.0 if abs(weight) < loop.tolerance else weight for weight in weights)
     summary, meaning, remedy = _in_update(update, weights, loop.tolerance)
     yield RULE.finding(
-        f"{summary} in update {update.number}",
+        f"{summary} in update {update.number}{where}",
         measured("micro-batch-weights", difference(update), update=update.number),
         Evidence(
             "micro-batch-weights",

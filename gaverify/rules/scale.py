@@ -7,7 +7,7 @@ import math
 from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.comparison import Outcome, ParameterComparison
 from gaverify.records.facts import Weights
-from gaverify.records.weights import WeightFit, alike, are_shares
+from gaverify.records.weights import LossTerm, WeightFit, alike, are_shares
 
 
 def factor_in_loop(loop: Record, update: UpdateComparison) -> float | None:
@@ -69,10 +69,21 @@ def weights_of(loop: Record) -> tuple[UpdateComparison, WeightFit] | None:
     fit = update.fit if update is not None else None
     if update is None or fit is None or fit.residual > loop.tolerance or not fit.weights or not _differs(update):
         return None
-    multipliers = fit.multipliers
-    if not all(map(math.isfinite, multipliers)) or constant(multipliers, loop.tolerance):
-        return None
-    return update, fit
+    return (update, fit) if _unequal(fit, loop.tolerance) else None
+
+
+def weighted_term(loop: Record) -> LossTerm | None:
+    """Returns the first term of the loss that alone gives the full batch's gradient with other weights."""
+    for term in loop.terms:
+        fit = term.fit
+        fits = fit.residual <= loop.tolerance < fit.factor_residual and bool(fit.weights) and not fit.vacuous
+        if term.samples and fits and _unequal(fit, loop.tolerance):
+            return term
+    return None
+
+
+def _unequal(fit: WeightFit, tolerance: float) -> bool:
+    return all(map(math.isfinite, fit.multipliers)) and not constant(fit.multipliers, tolerance)
 
 
 def constant(values: tuple[float, ...], tolerance: float) -> bool:

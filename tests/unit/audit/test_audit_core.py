@@ -387,6 +387,12 @@ class TestTerms:
         right, wrong = LossTerm(1, 2, fit()), LossTerm(2, 2, fit(4.0), False, "train.py", 7)
         assert self.judged(right, wrong) == ["GAV201"]
 
+    def test_a_term_whose_micro_batches_are_weighted_wrongly_is_named(self) -> None:
+        short = fit(1.02, 0.1, right=(0.8, 1.2, 0.8, 1.2))
+        loop = record(RIGHT, "BSZ BSZ", updates=(update(ratio=1.1, fit=self.UNKNOWN),))
+        found = findings_for(replace(loop, terms=(LossTerm(1, 2, short), LossTerm(2, 2, fit(), False))))
+        assert faults(found) == ["GAV202"] and "term 1 of 2" in found[0].summary
+
     def test_terms_that_are_right_or_not_one_factor_accuse_nobody(self) -> None:
         assert self.judged(LossTerm(1, 2, fit()), LossTerm(2, 2, self.UNKNOWN)) == []
 
