@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gaverify.audit.controls import by_terms, floored, near_the_floor, on_its_own, unclipped, with_steps_undone
+from gaverify.audit.coupling_controls import coupled
 from gaverify.audit.outcome import report_of, same_arguments
 from gaverify.audit.rank_controls import controlled_ranks
 from gaverify.audit.replay.deciding import inputs_help, parts_of, replay_helps
@@ -201,7 +202,7 @@ class _Audit:
             record = replace(record, steps_undone=with_steps_undone(self._runner, full, record, options))
         if record.divergent is not None and not self._request.ranked and not _explained(record):
             record = replace(record, terms=by_terms(self._runner, (full, accumulated), record, options))
-        return record
+        return coupled(self._runner, record, options)
 
 
 def _explained(record: Record) -> bool:

@@ -41,6 +41,8 @@ class Job:
         shares: What each rank's backward passes multiply their losses' gradients by; empty leaves them alone.
         synchronise: Let every backward pass reduce over the ranks, whatever the script asks for.
         frozen: Buffers, `model:name`, whose modules run in evaluation mode, with the statistics that they hold.
+        outputs: Keep what every module of the first update's forwards gives for each row, and what comes back for it.
+        rest_moved: Hand the loss other values of the second half of each forward's rows.
         sources: Folders of all ranks of the full-batch run: draws.
         unit: Unit roundoff by which weights are moved.
         perturb_early: Move weights when an optimizer takes them, for a script without modules.
@@ -94,6 +96,8 @@ class Job:
     shares: tuple[float, ...] = ()
     synchronise: bool = False
     frozen: tuple[str, ...] = ()
+    outputs: bool = False
+    rest_moved: bool = False
 
     @property
     def rank(self) -> int:

@@ -230,9 +230,11 @@ def _done_before(folder: Path) -> Done:
 def _part(job: Job) -> str:
     """The part that a run plays, for the report; a control is none of the runs that it repeats."""
     if job.shares or job.synchronise or job.frozen:
-        return "ranks"
+        return "coupling" if job.outputs else "ranks"
     if job.term:
         return "terms"
+    if job.outputs:
+        return "coupling"
     return job.role if job.shrink >= 1.0 else "unclipped"
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from gaverify.records.comparison import Outcome, ParameterComparison
 from gaverify.records.events import Event
+from gaverify.records.experiment import Cause
 from gaverify.records.ledger import Ledger
 from gaverify.records.partners import Foreign, Partner
 from gaverify.records.ranks import RankFacts
@@ -137,6 +138,7 @@ class Record:
         full_ranks: Processes that trained together in the full-batch run, as far as the audit saw them.
         epochs: What was seen of an epoch's end, for the verdict; empty where nothing is to be said.
         terms: Of the loss of the first update, where nothing else explained its difference and they add up to it.
+        coupling: Where samples act on each other, in modules or in the loss, with what the control runs showed.
     """
 
     windows: tuple[Window, ...]
@@ -156,6 +158,7 @@ class Record:
     full_ranks: int = 1
     epochs: str = ""
     terms: tuple[LossTerm, ...] = ()
+    coupling: tuple[Cause, ...] = ()
 
     @property
     def tolerance(self) -> float:

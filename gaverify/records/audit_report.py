@@ -22,6 +22,7 @@ TITLES = {
     "unclipped": "all runs with losses too small to be clipped",
     "terms": "runs with one term of each loss alone",
     "ranks": "controls of the ranks",
+    "coupling": "both runs with what every module gives for each row",
     "events": "run",
 }
 """How sentences call the runs of an audit."""

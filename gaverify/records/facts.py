@@ -241,6 +241,7 @@ def facts_of_loop(loop: Record) -> Facts:
         weights=weights,
         draws=Draws(loop.dealt, loop.dealt, loop.unaligned),
         buffers=buffers,
+        forward=Forward(loop.coupling),
         ranks=loop.together,
         loop=loop,
     )

@@ -28,6 +28,8 @@ Signature in the numbers
 
 Example
 
+A model:
+
     import torch
     from torch import nn
 
@@ -40,12 +42,27 @@ Example
         inputs, classes = batch
         return nn.functional.cross_entropy(model(inputs), classes)
 
+A training loop:
+
+    model = nn.Sequential(
+        nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 1)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    for epoch in range(epochs):
+        for i, (x, y) in enumerate(loader):
+            (criterion(model(x), y) / K).backward()
+            if (i + 1) % K == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
 Use instead
 
 A normalisation that looks at one sample at a time: GroupNorm, LayerNorm, RMSNorm. Where the statistics are trained
 already (fine-tuning), freeze them: `.eval()` on the layer after every `model.train()`, or FrozenBatchNorm.
 `gaverify.remedies.convert_batch_norm(model, to="group")` and `to="frozen"` do either to a whole model.
 SyncBatchNorm is no repair: it shares statistics between devices, not between micro-batches.
+
+A model:
 
     import torch
     from torch import nn
@@ -58,6 +75,19 @@ SyncBatchNorm is no repair: it shares statistics between devices, not between mi
     def loss(model, batch):
         inputs, classes = batch
         return nn.functional.cross_entropy(model(inputs), classes)
+
+A training loop:
+
+    model = nn.Sequential(
+        nn.Linear(16, 32), nn.GroupNorm(4, 32), nn.Linear(32, 1)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    for epoch in range(epochs):
+        for i, (x, y) in enumerate(loader):
+            (criterion(model(x), y) / K).backward()
+            if (i + 1) % K == 0:
+                optimizer.step()
+                optimizer.zero_grad()
 
 When it is harmless
 

@@ -29,11 +29,9 @@ controls.
 
 A training loop:
 
-    model = nn.Sequential(
-        nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 1)
-    )
     for i, (x, y) in enumerate(loader):
-        (criterion(model(x), y) / K).backward()
+        penalty = sum(p.square().sum() for p in model.parameters())
+        (criterion(model(x), y) / K + penalty).backward()
         if (i + 1) % K == 0:
             optimizer.step()
             optimizer.zero_grad()
@@ -53,11 +51,9 @@ A model:
 
 A training loop:
 
-    model = nn.Sequential(
-        nn.Linear(16, 32), nn.GroupNorm(4, 32), nn.Linear(32, 1)
-    )
     for i, (x, y) in enumerate(loader):
-        (criterion(model(x), y) / K).backward()
+        penalty = sum(p.square().sum() for p in model.parameters())
+        ((criterion(model(x), y) + penalty) / K).backward()
         if (i + 1) % K == 0:
             optimizer.step()
             optimizer.zero_grad()

@@ -61,7 +61,10 @@ class Recorder(Session):
         number = self._numbers["forward"]
         self._in_forward = True
         try:
-            with self._draws.in_forward(module if trains else None), self._as_a_control(module):
+            listening = (
+                nullcontext() if self._outputs is None or not trains else self._outputs.listening(module, args, kwargs)
+            )
+            with self._draws.in_forward(module if trains else None), self._as_a_control(module), listening:
                 yield lambda output: self._reach.listen(output, number) if trains else None
         finally:
             self._in_forward = False

@@ -20,6 +20,7 @@ from gaverify.audit.recording.dividing import Weight
 from gaverify.audit.recording.draws import Draws
 from gaverify.audit.recording.leading import Lead
 from gaverify.audit.recording.names import Names
+from gaverify.audit.recording.outputs import Outputs
 from gaverify.audit.recording.places import user_place
 from gaverify.audit.recording.precision import Roundoff
 from gaverify.audit.recording.ranks import OwnGradients, leave_together, local_shapes, shards_of
@@ -70,6 +71,7 @@ class Session:
         self._draws = Draws(job, storage.folder)
         if job.term:
             keep_lines()
+        self._outputs = Outputs(self._work, job.rest_moved) if job.outputs else None
         if job.math_kernels:
             use_math_kernels()
 
@@ -139,6 +141,9 @@ class Session:
         number = self._update.number
         if self.job.role != "events":
             self._update.write(self.storage, {at: self.watch.of(at).steps for at in self._update.steps})
+        if self._outputs is not None and number == 1:
+            self.storage.tensors("outputs", self._outputs.forwards)
+            self._outputs = None
         self._draws.close(number)
         open_forwards = [forward for entry in self.watch.entries() for forward in entry.forwards]
         oldest = min(open_forwards, default=self._numbers["forward"])

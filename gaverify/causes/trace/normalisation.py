@@ -10,14 +10,12 @@ import torch
 from torch import nn
 
 from gaverify.causes.bench import Bench
+from gaverify.passes.channels import per_channel_affine
 from gaverify.passes.gradients import PassProbe, forward_pass
 from gaverify.passes.isolation import generator_states
 from gaverify.passes.nesting import leaves
 
 _VARIANCES = ("var", "var_mean", "std", "std_mean")
-_UNEXPLAINED = 1e-5  # what a·x + b may leave over of an output before it counts as something else
-
-_ALIKE = 1e-5  # relative spread of the slopes that rounding explains, where the forward ran in float32
 
 
 def normalises_channels(bench: Bench, path: str) -> bool:
@@ -60,24 +58,6 @@ def normalises_by_variance(bench: Bench, path: str, reduction: str) -> bool:
     listener = _Listener(modules[path])
     forward_pass(bench.task, bench.state, bench.record, None, lift=bench.lift, probe=bench.with_probe(listener))
     return listener.same_shape
-
-
-def per_channel_affine(before: torch.Tensor, after: torch.Tensor) -> bool:
-    """Whether `after` is a·`before` + b with one (a, b) per channel, the slopes not all alike."""
-    if before.shape != after.shape or before.dim() < 2 or not after.is_floating_point():
-        return False
-    for channel in {1, before.dim() - 1}:
-        x = before.detach().movedim(channel, 0).flatten(1).double()
-        y = after.detach().movedim(channel, 0).flatten(1).double()
-        if x.shape[1] < 3:
-            continue
-        x, y = x - x.mean(1, keepdim=True), y - y.mean(1, keepdim=True)
-        slope = (x * y).sum(1, keepdim=True) / x.square().sum(1, keepdim=True).clamp_min(1e-300)
-        unexplained = (y - slope * x).norm() / y.norm().clamp_min(1e-300)
-        spread = slope.std() if len(slope) > 1 else slope.abs().max()
-        if float(unexplained) < _UNEXPLAINED and float(spread) > _ALIKE * float(slope.abs().max()):
-            return True
-    return False
 
 
 class _Listener(PassProbe):

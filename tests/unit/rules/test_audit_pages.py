@@ -51,6 +51,7 @@ def windows(batches, size):
 """
 TEXT, TAIL = {"GAV202", "GAV203"}, {"GAV604", "GAV605"}
 CODES = (
+    "GAV101",
     "GAV201",
     "GAV202",
     "GAV203",

@@ -38,7 +38,7 @@ class WhereItem(Shape):
 class RunItem(Shape):
     """One process of the audit."""
 
-    role: Literal["full", "perturbed", "accumulated", "frozen", "unclipped", "terms", "ranks", "events"]
+    role: Literal["full", "perturbed", "accumulated", "frozen", "unclipped", "terms", "ranks", "coupling", "events"]
     command: str
     updates: int
     seconds: Number
