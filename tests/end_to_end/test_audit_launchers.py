@@ -91,8 +91,12 @@ def test_a_rank_that_hangs(options: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "words"),
-    [("other_parameters", "appears not to match sizes"), ("static_graph", "please report a bug to PyTorch")],
+    [
+        ("other_parameters", "appears not to match sizes"),
+        ("other_code", "DDP expects same model across all ranks"),
+        ("static_graph", "please report a bug to PyTorch"),
+    ],
 )
 def test_what_torch_refuses_is_told_as_torchs(fault: str, words: str) -> None:
-    """Ranks of other shapes, and `no_sync` with a static graph, which ends in an assertion of torch's own."""
+    """Ranks of other shapes or other code, and `no_sync` with a static graph: an assertion of torch's own."""
     refused(audit("ranks_failing.py", FULL, CUT, f"--fault {fault}", RANKS), "of 2) failed: RuntimeError", words)

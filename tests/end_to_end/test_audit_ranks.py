@@ -32,6 +32,7 @@ CASES = {
     "clipped by norms of shards": ("--loop sharded_norm", 16, 2, 4, 2, {"GAV706"}),
     "clipped by the whole norm": ("--loop sharded --clip 0.05", 16, 2, 4, 2, set()),
     "statistics of each rank": ("--loop statistics", 16, 2, 8, 1, {"GAV707"}),
+    "statistics of each rank, sharded": ("--loop sharded_statistics", 16, 2, 8, 1, {"GAV707"}),
     "no statistics": ("--loop no_statistics", 16, 2, 8, 1, set()),
     "synchronised every time, sharded": ("--loop sharded_always", 16, 2, 4, 2, set()),
     "forgotten division": ("--loop undivided", 32, 2, 4, 4, {"GAV201"}),
@@ -51,6 +52,18 @@ def test_loops_of_several_ranks(name: str) -> None:
     backwards = [(call["rank"], call["update"]) for call in result.document["timeline"] if call["kind"] == "backward"]
     assert set(backwards) == {(rank, update) for rank in range(ranks) for update in (1, 2)}, result
     assert len(backwards) == 2 * ranks * steps
+
+
+def test_ranks_in_both_runs_hide_their_faults_and_it_is_said() -> None:
+    result = audit(
+        SCRIPT,
+        "--batch-size 8 --accum 1",
+        "--batch-size 4 --accum 2",
+        "--loop always",
+        ("--ranks", "2", "--full-ranks", "2"),
+    )
+    assert (result.code, result.outcome) == (0, "equivalent"), result
+    assert "both runs trained in 2 ranks, so that faults of ranks cannot show" in result.document["reason"]
 
 
 def test_one_process_without_a_launcher_is_told(tmp_path) -> None:  # type: ignore[no-untyped-def]

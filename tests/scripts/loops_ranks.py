@@ -28,9 +28,9 @@ torch.manual_seed(0)
 inputs, classes = torch.randn(64, 6), torch.randint(3, (64,))
 if args.loop in ("own_tokens", "all_tokens"):
     classes[torch.arange(64) % 8 < 3] = -100  # the first ranks have more padding
-norm: nn.Module = nn.BatchNorm1d(16) if args.loop == "statistics" else nn.LayerNorm(16)
+norm: nn.Module = nn.BatchNorm1d(16) if args.loop in ("statistics", "sharded_statistics") else nn.LayerNorm(16)
 net = nn.Sequential(nn.Linear(6, 16), nn.Dropout(args.dropout), nn.GELU(), nn.Linear(16, 3))
-if args.loop in ("statistics", "no_statistics"):
+if args.loop in ("statistics", "sharded_statistics", "no_statistics"):
     net = nn.Sequential(nn.Linear(6, 16), norm, nn.GELU(), nn.Linear(16, 3))
 sharded = args.loop.startswith("sharded")
 if sharded:

@@ -12,7 +12,8 @@ import pytest
 
 from gaverify.audit.launch import entering, program
 from gaverify.audit.members import ended_early, failed_first, folder_for, is_whole, ranks_of
-from gaverify.audit.request import Request
+from gaverify.audit.request import Request, Setting
+from gaverify.cli import main
 from gaverify.errors import SpecError
 
 HIDDEN = "import sys\nsys.hidden_one_ran = True\n"
@@ -127,8 +128,29 @@ def test_a_launcher_around_the_audit_is_told(monkeypatch: pytest.MonkeyPatch) ->
         ({"ranks": 2, "full_ranks": 3}, "write --ranks 3 beside it"),
         ({"launcher": ("no-such-launcher", "-n", "2")}, "no program `no-such-launcher`"),
         ({"launcher": ("python",), "events_only": True}, "leave out --events-only"),
+        (
+            {"launcher": ("python",), "accumulated_setting": Setting(values=(("K", "4"),))},
+            "`K` cannot be changed in the source",
+        ),
+        (
+            {"launcher": ("python",), "full_setting": Setting(values=(("run.yaml:k", "4"), ("size", "8")))},
+            "`size` cannot be changed in the source of processes that a launcher starts; use arguments",
+        ),
     ],
 )
 def test_requests_that_make_no_sense(options: dict[str, object], words: str) -> None:
     with pytest.raises(SpecError, match=words):
         Request(__file__, ("--a",), ("--b",), **options).check()  # type: ignore[arg-type]
+
+
+def test_values_of_a_configuration_file_go_with_a_launcher() -> None:
+    Request(
+        __file__, ("--a",), ("--b",), launcher=("python",), accumulated_setting=Setting(values=(("run.yaml:k", "4"),))
+    ).check()
+
+
+def test_set_beside_a_launcher_is_refused_at_the_front_door(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["audit", __file__, "--full", "--a", "--accumulated", "--b", "--launcher", "python", "--set", "K=4"]
+    assert main(words) == 2
+    err = capsys.readouterr().err
+    assert "--launcher: `K` cannot be changed in the source" in err and "Traceback" not in err

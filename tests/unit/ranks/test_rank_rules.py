@@ -9,6 +9,7 @@ from measured import record
 from ranked import GATHERED, fit, ranks
 
 from gaverify.rules import gather_without_gradient, mean_over_ranks, wrong_rank_scale
+from gaverify.rules.wording import shares
 
 RULES = (mean_over_ranks, wrong_rank_scale, gather_without_gradient)
 CASES = {
@@ -41,3 +42,19 @@ def test_a_gather_that_explains_most_is_not_proven() -> None:
 
 def test_a_run_without_ranks_has_no_such_finding() -> None:
     assert not [finding for rule in RULES for finding in rule.judge(record())]
+
+
+@pytest.mark.parametrize(
+    ("weights", "text"),
+    [
+        ((0.5338, 0.4662), "0.534, 0.466"),
+        ((1.0, -1.12e-09), "1, 0"),
+        ((3e-7, 1.5, -0.0), "0, 1.5, 0"),
+        ((1e-3, 1.0), "0.001, 1"),
+        ((2e-9, 1e-9), "2e-09, 1e-09"),
+        ((0.0, 0.0), "0, 0"),
+        ((), ""),
+    ],
+)
+def test_a_weight_that_is_rounding_of_zero_is_shown_as_zero(weights: tuple[float, ...], text: str) -> None:
+    assert shares(weights) == text
