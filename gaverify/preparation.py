@@ -60,6 +60,7 @@ def task_of(
 ) -> Task:
     """Puts model and batch where they shall run, for as long as `stack` is open."""
     target = resolve_device(device)
+    lay_on = _devices(modules)
     size = batching.batch_size_of(problem.batch, steps, problem.batch_size, problem.split)
     sizes = batching.micro_batch_sizes(size, steps)
     if target is not None or dtype is not None:
@@ -76,8 +77,15 @@ def task_of(
         sizes=sizes,
         weighting="uniform",
         device=where,
+        devices=tuple(dict.fromkeys((where, *_devices(modules)))),
+        lay_on=lay_on,
         autocast=autocast,
     )
+
+
+def _devices(modules: list[nn.Module]) -> tuple[torch.device, ...]:
+    """Where the parameters lie, each device once: a model may be spread over several."""
+    return tuple(dict.fromkeys(parameter.device for module in modules for parameter in module.parameters()))
 
 
 def _parameters(problem: Problem) -> dict[str, nn.Parameter]:

@@ -319,7 +319,7 @@ def _run_info(task: Task, judgement: Judgement, settings: _Settings) -> RunInfo:
         weights=judgement.accumulated.weights,
         weighting=weighting,
         strategy=task.strategy,
-        device=str(task.device),
+        device=" and ".join(map(str, task.devices)),
         dtype=short_name(judgement.dtype),
         seed=settings.seed,
         mode=settings.mode or "as is",

@@ -11,7 +11,7 @@ from gaverify.causes import draws
 from gaverify.causes.bench import Bench, Earlier
 from gaverify.causes.neutral.gradients import GradientsKept
 from gaverify.causes.sketches import fitted, sketch
-from gaverify.causes.trace.first_divergence import reweighted_operation
+from gaverify.causes.trace.first_divergence import branches_part, reweighted_operation
 from gaverify.causes.trace.state import StateWatch
 from gaverify.passes.gradients import PassResult, full_batch_gradients
 from gaverify.passes.isolation import ModelState
@@ -115,7 +115,11 @@ def _joint(bench: Bench, facts: Facts, fit: WeightFit | None) -> WeightFit | Non
     if fit.determined and min(map(abs, fit.weights)) < _NO_WEIGHT * max(map(abs, fit.weights)):
         return None  # a loss that picks some samples and forgets the others: a maximum, a worst group
     joint = bench.attempt("weights at moved parameters", lambda: joint_fit(bench))
-    return joint if joint is not None and _explains(bench, facts, joint) else None
+    if joint is None or not _explains(bench, facts, joint):
+        return None
+    # Where a branch fell otherwise, one factor per micro-batch explains everything until the branch falls anew.
+    parted = bench.attempt("weights at moved parameters", lambda: branches_part(bench))
+    return None if parted else joint
 
 
 def joint_fit(bench: Bench) -> WeightFit:

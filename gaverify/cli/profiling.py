@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from gaverify.records.profile import Strategy
     from gaverify.spec import Spec
 
-# options of a run that mean something else here, or nothing
-_OTHERWISE = ("--steps", "--strategy", "--optimizer", "--lr")
+# options of a run that mean something else here, or nothing: what the full batch costs is what is measured
+_OTHERWISE = ("--steps", "--strategy", "--optimizer", "--lr", "--reference", "--expect")
 _STEPS = "1,2,4,8"
 
 

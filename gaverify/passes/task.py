@@ -34,11 +34,24 @@ class Task(Weighing):
     parameters: dict[str, nn.Parameter]
     modules: list[nn.Module]
     device: torch.device
+    devices: tuple[torch.device, ...] = ()  # all that the model lies on, that of `device` first
+    lay_on: tuple[torch.device, ...] = ()  # where the user had put it
     autocast: torch.dtype | None = None
     strategy: str = "accumulate"
     math_kernels: bool = False
     fitting: Fitting = field(default_factory=Fitting)
     progress: Callable[[str], None] = field(default=lambda _: None)
+
+    def __post_init__(self) -> None:
+        self.devices = self.devices or (self.device,)
+
+    @contextmanager
+    def autocasting(self, *, enabled: bool = True) -> Iterator[None]:
+        """Autocast as it was asked for, on every kind of device that the model lies on; nothing where it was not."""
+        with ExitStack() as stack:
+            for kind in dict.fromkeys(device.type for device in self.devices) if self.autocast is not None else ():
+                stack.enter_context(torch.autocast(kind, self.autocast, enabled=enabled))
+            yield
 
     def bounds(self) -> Iterator[tuple[int, int]]:
         """Yields `start, stop` of each micro-batch."""
@@ -86,11 +99,16 @@ def _left_behind(task: Task, text: str) -> str:
     """A hint where tensors of several devices meet: those that the loss and the model hold themselves nobody moved."""
     if "on the same device" not in text and not ("input type" in text.lower() and "weight type" in text.lower()):
         return ""
+    if len(task.lay_on) > 1:
+        places = " and ".join(map(str, task.lay_on))
+        if len(task.devices) == 1:
+            return f"; the model lay on {places} and `device` moved it to {task.device}: leave `device` out"
+        return f"; gaverify leaves the model on {places} and the batch where it is: the loss has to move the rest"
     held = [(name, get()) for name, get in variables(task.problem.loss)]
     for root in task.modules:
         for path, module in root.named_modules():
             held += [(f"{path}.{name}" if path else name, value) for name, value in vars(module).items()]
-    names = [f"`{name}`" for name, value in held if any(leaf.device != task.device for leaf in _tensors_in(value))]
+    names = [f"`{name}`" for name, value in held if any(leaf.device not in task.devices for leaf in _tensors_in(value))]
     what = ", ".join(dict.fromkeys(names)) or "tensors that the loss or the model makes without a device"
     return f"; gaverify moves model and batch to {task.device}; move the rest yourself: {what}"
 
@@ -136,9 +154,7 @@ def micro_batch_of(task: Task, start: int, stop: int, where: str) -> Any:
 @hands_over
 def loss_of(task: Task, batch: Any, where: str) -> torch.Tensor:
     """Runs the user's loss and returns it as a scalar tensor with a graph."""
-    with ExitStack() as stack:
-        if task.autocast is not None:
-            stack.enter_context(torch.autocast(task.device.type, task.autocast))
+    with task.autocasting():
         value = task.problem.loss(task.problem.model, batch)
     if isinstance(value, Mapping) and "loss" in value:
         value = value["loss"]

@@ -37,19 +37,20 @@ class Control:
 
 @contextmanager
 def in_float64(task: Task, state: ModelState) -> Iterator[tuple[Task, ModelState]]:
-    """Gives the task in float64: the same weights, batch and draws, on the CPU where the device has no float64."""
-    device = task.device if widest(task.device) is torch.float64 else torch.device("cpu")
+    """Gives the task in float64: the same weights, batch and draws, all on the CPU where a device has no float64."""
+    there = all(widest(device) is torch.float64 for device in task.devices)
+    device = None if there else torch.device("cpu")  # None: each tensor where it is
+    devices = task.devices if device is None else (device,)
     default = torch.get_default_dtype()
     with ExitStack() as stack:
         stack.enter_context(converted(task.modules, device=device, dtype=torch.float64))
         torch.set_default_dtype(torch.float64)
         stack.callback(torch.set_default_dtype, default)
-        if task.autocast is not None:
-            stack.enter_context(torch.autocast(task.device.type, enabled=False))
+        stack.enter_context(task.autocasting(enabled=False))
         batch = fresh(task.problem.batch, device, torch.float64)
         split = task.problem.split and placed(task.problem.split, device, torch.float64)
         problem = Problem(task.problem.model, task.problem.loss, batch, split, task.problem.batch_size)
-        lifted = replace(task, problem=problem, device=device, autocast=None)
+        lifted = replace(task, problem=problem, device=devices[0], devices=devices, autocast=None)
         yield lifted, ModelState(task.modules, (task.problem.loss,))
 
 

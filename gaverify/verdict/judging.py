@@ -232,7 +232,8 @@ def _decide(task: Task, judgement: Judgement, exact: bool) -> None:
         unit = max(unit, unit_roundoff(task.autocast))
     products = {kind for part in (judgement.full, judgement.accumulated) for kind in part.observed[0].products if kind}
     if judgement.dtype is torch.float32:
-        judgement.rounded = rounded_products(task.device, products)
+        for device in task.devices:
+            judgement.rounded |= rounded_products(device, products)
     # What agrees to float32's own rounding does so however products are rounded; what is left open is judged by theirs.
     coarse = max(unit, rounded_unit(judgement.rounded))
     rows = list(judgement.working.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,6 +48,6 @@ def _in_a_loss(work: Callable[[], Any]) -> Any:
         results.append(work())
         return torch.ones((), requires_grad=True)
 
-    task: Any = SimpleNamespace(problem=Problem(nn.Identity(), loss, None), autocast=None)
+    task: Any = SimpleNamespace(problem=Problem(nn.Identity(), loss, None), autocasting=nullcontext)
     loss_of(task, None, "the batch")
     return results[0]

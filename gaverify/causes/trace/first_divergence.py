@@ -15,6 +15,7 @@ from gaverify.causes.trace.dependence import Dependence
 from gaverify.causes.trace.matching import Matching
 from gaverify.causes.trace.naming import operation_of
 from gaverify.causes.trace.operations import OperationTracer
+from gaverify.causes.trace.parting import goes_another_way
 from gaverify.causes.trace.suspects import Reader
 from gaverify.causes.trace.traces import Result, Trace
 from gaverify.passes.gradients import forward_pass
@@ -88,6 +89,12 @@ def reweighted_operation(bench: Bench, used: Sequence[float], fitted: Sequence[f
             if away and matching.additive(index, right, position) <= _APART * agree:
                 return operation_of(full, full.steps[index])
     return None
+
+
+def branches_part(bench: Bench) -> bool:
+    """Whether a number that Python code read sends some micro-batch another way than the full batch."""
+    full, parts, _, _ = _traces(bench)
+    return any(goes_another_way(full, part) for part in parts)
 
 
 def _traces(bench: Bench) -> tuple[Trace, list[Trace], float, list[float]]:

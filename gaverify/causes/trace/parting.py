@@ -24,6 +24,16 @@ def parted(full: Trace, part: Trace) -> int | None:
     return first
 
 
+def goes_another_way(one: Trace, other: Trace) -> bool:
+    """Whether Python code read numbers, and the losses then depend on operations that only one of two traces ran.
+
+    A loop that runs more often over more samples runs the same lines.
+    """
+    read = any(step.name in DECISIONS for step in (*one.steps, *other.steps))
+    ran = [{trace.steps[index].signature for index in trace.live()} for trace in (one, other)]
+    return read and ran[0] != ran[1]
+
+
 def strays_behind(trace: Trace, index: int | None, stray: Callable[[int], bool]) -> set[int]:
     """The strays from which a step computes, back to the first steps that all traces have."""
     if index is None:

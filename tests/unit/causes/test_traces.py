@@ -5,12 +5,15 @@ Shapes: fingerprints of (variants, rows, 3); here the three numbers of a row are
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from gaverify.causes.trace.dependence import Dependence
 from gaverify.causes.trace.fingerprints import Layout, fingerprint, layout_of, moments
 from gaverify.causes.trace.matching import Matching
+from gaverify.causes.trace.parting import goes_another_way
 from gaverify.causes.trace.suspects import Reader
 from gaverify.causes.trace.traces import ModuleCall, Result, Trace, TracedOperation
 
@@ -204,3 +207,31 @@ def test_what_differs_is_read_in_the_order_in_which_the_steps_before_it_agreed()
     found = Matching(full, parts, AGREE)
     assert found.order == {0: 0, 1: 0}
     assert found.rows[1] is not None and found.rows[1][1] == 2, "samples 2 and 3 lose tokens"
+
+
+def read_and_maybe_halved(reading: str, halved: bool) -> Trace:
+    """A loss that a number of which is read, and which is halved on a further line or not."""
+    steps = [
+        ("input", (), [1.0, 2.0], "rows"),
+        ("mean", (0,), [1.5], "global"),
+        (reading, (1,), [1.5], "global"),
+        ("mul", (1,), [0.75], "global"),
+    ]
+    made = trace(*steps[: 4 if halved else 3])
+    made.loss = 3 if halved else 1
+    return made
+
+
+def test_a_branch_that_falls_otherwise_is_another_way() -> None:
+    read = "_local_scalar_dense"
+    assert goes_another_way(read_and_maybe_halved(read, False), read_and_maybe_halved(read, True))
+    assert goes_another_way(read_and_maybe_halved(read, True), read_and_maybe_halved(read, False))
+    assert not goes_another_way(read_and_maybe_halved(read, True), read_and_maybe_halved(read, True))
+    assert not goes_another_way(read_and_maybe_halved("neg", False), read_and_maybe_halved("neg", True)), "nothing read"
+
+
+def test_a_loop_over_more_samples_goes_the_same_way() -> None:
+    full, part = (read_and_maybe_halved("_local_scalar_dense", True) for _ in range(2))
+    full.add(replace(full.steps[3], inputs=(3,)))
+    full.loss = 4
+    assert not goes_another_way(full, part)
