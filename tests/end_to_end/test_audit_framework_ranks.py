@@ -30,7 +30,7 @@ def test_transformers_under_torchrun() -> None:
 
     if int(transformers.__version__.partition(".")[0]) < 5:
         pytest.skip("the Trainer of then averaged over each rank's tokens")
-    result = cut("hf_trainer.py", "torchrun --nproc-per-node 2", common="--dropout 0.1")
+    result = cut("hf_trainer.py", "torchrun --standalone --nproc-per-node 2", common="--dropout 0.1")
     assert (result.code, result.outcome, result.faults) == (0, "equivalent", set()), str(result)
     assert result.update(1)["relative_difference"] < 1e-6
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,13 +10,13 @@ from pathlib import Path
 import pytest
 import readme
 import torch
-from audits import audit, refused
+from audits import SCRIPTS, audit, refused
 
 pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed"),
     pytest.mark.slow,
 ]
-TORCHRUN = ("--launcher", "torchrun --nproc-per-node 2")
+TORCHRUN = ("--launcher", "torchrun --standalone --nproc-per-node 2")
 RANKS = ("--ranks", "2")
 FULL, CUT = "--batch-size 8", "--batch-size 2 --accum 2"
 
@@ -25,7 +26,8 @@ def nothing_is_left() -> Iterator[None]:
     yield
     if Path("/proc/self/cmdline").exists():
         lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if _is_there(path)]
-        assert not [line for line in lines if b"ranks_failing.py" in line or b"ranks_spawned.py" in line]
+        scripts = [os.fsencode(SCRIPTS / name) for name in ("ranks_failing.py", "ranks_spawned.py")]
+        assert not [line for line in lines if any(script in line for script in scripts)]
 
 
 def _is_there(path: Path) -> bool:

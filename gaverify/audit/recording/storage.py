@@ -39,9 +39,14 @@ class Storage:
         self._events.flush()
 
     def finish(self, meta: Mapping[str, Any]) -> None:
-        """Writes the closing record; only a run that has one is complete."""
+        """Writes the closing record; only a run that has one is complete.
+
+        Its name appears when it is whole: the parent looks for those of the ranks while they write them.
+        """
         self._events.flush()
-        (self.folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+        unfinished = self.folder / "meta.unfinished"
+        unfinished.write_text(json.dumps(meta), encoding="utf-8")
+        unfinished.replace(self.folder / "meta.json")
 
     def give_up(self, error: BaseException) -> NoReturn:
         """Ends the process because the recorder failed: a full disk, or a fault in gaverify."""
