@@ -1,4 +1,4 @@
-"""Single parameters: a factor of one alone, a wrapper that renames them, a gradient whose terms cancel."""
+"""Single parameters: a factor of one alone, a wrapper that renames them, terms that cancel, float32 master copies."""
 
 from __future__ import annotations
 
@@ -32,3 +32,14 @@ def test_cancelling_terms_hide_no_factor() -> None:
     result = audit(CANCELLING, common="--undivided", options=("--updates", "4"))
     assert (result.code, result.faults) == (1, {"GAV201"}), str(result)
     assert result.line("GAV201") == marked(CANCELLING, "loss")
+
+
+@pytest.mark.parametrize("loop", ["right", "forgotten"])
+def test_master_weights_are_judged_by_the_gradients_that_they_are_given(loop: str) -> None:
+    """The optimizer steps float32 copies; the backward passes fill the bfloat16 weights."""
+    result = audit("master_weights.py", common=f"--loop {loop}")
+    if loop == "right":
+        assert (result.code, result.outcome, result.faults) == (0, "equivalent", set()), str(result)
+    else:
+        assert (result.code, result.faults) == (1, {"GAV201"}), str(result)
+        assert result.line("GAV201") == marked("master_weights.py", "loss")
