@@ -9,7 +9,7 @@ import pytest
 import torch
 from audits import SCRIPTS, Audited, folder, gaverify, marked, refused
 
-from gaverify.audit import processes
+from gaverify.audit import ending, processes
 from gaverify.audit.job import Job
 from gaverify.audit.outputs import view
 
@@ -31,7 +31,7 @@ def no_view(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(job: Job, command: str) -> processes.Child:
         if job.files != "view":
             return original(job, command)
-        raise processes.NoView("not allowed here")
+        raise ending.NoView("not allowed here")
 
     monkeypatch.setattr(processes, "_start", start)
 
