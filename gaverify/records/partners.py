@@ -73,6 +73,9 @@ def partners_of(
 ) -> tuple[Partner, ...]:
     """Returns the optimizers that had made another number of steps when a window's loss ran through their models.
 
+    A step that one run makes before that loss, the other run has to make after it: one that it never makes is missing,
+    which is another fault than its order.
+
     Args:
         full: The events of the full-batch run.
         accumulated: Those of the accumulated run.
@@ -91,15 +94,16 @@ def partners_of(
         if optimizer in part.optimizers or not trained & seen:
             continue
         met = _steps_before(full, optimizer, forwards[0][0]), _steps_before(accumulated, optimizer, forwards[1][0])
-        if met[0] != met[1]:
+        made = _steps(full, optimizer), _steps(accumulated, optimizer)
+        if met[0] != met[1] and min(made) >= max(met):
             found.append(Partner(optimizer, *met))
     return tuple(found)
 
 
+def _steps(events: Sequence[Event], optimizer: int) -> int:
+    return sum(event.kind == "step" and event.values["optimizer"] == optimizer for event in events)
+
+
 def _steps_before(events: Sequence[Event], optimizer: int, forward: Event) -> int:
-    count = 0
-    for event in events:
-        if event is forward:
-            break
-        count += event.kind == "step" and event.values["optimizer"] == optimizer
-    return count
+    at = next((at for at, event in enumerate(events) if event is forward), len(events))
+    return _steps(events[:at], optimizer)

@@ -7,7 +7,7 @@ wherever the script does them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -16,7 +16,9 @@ from gaverify.audit.recording.sampling import Sample
 from gaverify.audit.recording.values import plain
 
 _CERTAIN = 2
-"""Moves of the weights after which a script without a step of an optimizer is taken to move them itself."""
+"""Moves of the weights after which a script without an optimizer is taken to move them itself."""
+_CERTAIN_BESIDE_AN_OPTIMIZER = 256
+"""The same beside an optimizer that holds them: the script may move weights between micro-batches of one window."""
 
 
 class ByHand:
@@ -64,10 +66,13 @@ class Unannounced:
         self._differentiated = False
         self.moves = 0
 
-    @property
-    def certain(self) -> bool:
-        """Whether the script moves its weights itself."""
-        return self.moves >= _CERTAIN
+    def certain(self, held: Callable[[], bool]) -> bool:
+        """Whether the script moves its weights itself.
+
+        Args:
+            held: Tells whether an optimizer, which has not stepped so far, holds them; asked only where it matters.
+        """
+        return self.moves >= _CERTAIN and (self.moves >= _CERTAIN_BESIDE_AN_OPTIMIZER or not held())
 
     def differentiated(self) -> None:
         """A gradient was computed: what moves the weights after it may be a step."""

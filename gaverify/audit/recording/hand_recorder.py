@@ -114,12 +114,17 @@ class HandRecorder(Recorder):
             self._adopt(module)
         elif not self.steps:
             self._unannounced.look(module)
-            if self._unannounced.certain:
+            if self._unannounced.certain(lambda: self._holds(module)):
                 self.finish(Ending.BY_HAND, 0)
         super()._before_forward(module, args, kwargs)
         if self.job.by_hand and self._perturbation is not None:
             for entry in self.watch.entries():
                 entry.optimizer.take()  # moved by their roundoff: no step of the script's
+
+    def _holds(self, module: nn.Module) -> bool:
+        """Whether an optimizer of torch's holds parameters of a module."""
+        held = {id(parameter) for parameter in self.watch.all_parameters()}
+        return any(id(parameter) in held for parameter in module.parameters())
 
     def _adopt(self, module: nn.Module) -> None:
         known = {id(parameter) for parameter in self.watch.all_parameters()}

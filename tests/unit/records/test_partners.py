@@ -71,3 +71,7 @@ class TestPartners:
     def test_a_network_that_the_loss_never_meets_is_no_partner(self) -> None:
         full, accumulated, whole, part = windows("Gg Cc Gg Cc", "GCGC gc GCGC gc")
         assert partners_of(full, accumulated, (whole[2], part[2]), MODELS) == ()
+
+    def test_a_step_that_one_run_never_makes_is_no_other_order(self) -> None:
+        full, accumulated, whole, part = windows("Cc Gg Cc Gg", "CGCG g CGCG g")
+        assert partners_of(full, accumulated, (whole[2], part[2]), MODELS) == ()
