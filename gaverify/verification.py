@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +23,6 @@ from gaverify.passes.isolation import (
     mode_set,
     seed_everything,
 )
-from gaverify.passes.precision import short_name
 from gaverify.passes.problem import Loss, Problem, Split
 from gaverify.passes.reference import Fitting
 from gaverify.passes.task import Task
@@ -33,17 +32,15 @@ from gaverify.records.comparison import NotCompared, Outcome, ParameterCompariso
 from gaverify.records.facts import Facts
 from gaverify.records.ranks import Engine
 from gaverify.records.reference import Reference
-from gaverify.records.verdict import RunInfo, Verdict
+from gaverify.records.verdict import Verdict
 from gaverify.rules import findings_for
 from gaverify.sources import with_excerpts
 from gaverify.verdict.judging import Judgement, judge
+from gaverify.verdict.settings import Settings, Weighting, run_info
 from gaverify.verdict.tracing import traced
-from gaverify.version import __version__
 
 if TYPE_CHECKING:
     from gaverify.ranks.confirming import Ranks
-
-Weighting = str | list[float] | tuple[float, ...] | Callable[..., float]
 
 
 def verify(
@@ -122,25 +119,25 @@ def verify(
     total = steps * (ranks or 1)
     check_weighting(weighting, total)
     check_choices(mode=mode, strategy=strategy, rtol=rtol, atol=atol, exact=exact)
-    settings = _Settings(
-        total,
-        weighting,
-        device,
-        dtype_of(dtype),
-        seed,
-        mode,
-        dtype_of(autocast),
-        strategy,
-        rtol,
-        atol,
-        ignore_index,
-        trace,
-        optimizer,
-        lr,
-        diagnose,
-        exact,
-        reference_of(reference),
-        spill,
+    settings = Settings(
+        steps=total,
+        weighting=weighting,
+        device=device,
+        dtype=dtype_of(dtype),
+        seed=seed,
+        mode=mode,
+        autocast=dtype_of(autocast),
+        strategy=strategy,
+        rtol=rtol,
+        atol=atol,
+        ignore_index=ignore_index,
+        trace=trace,
+        optimizer=optimizer,
+        lr=lr,
+        diagnose=diagnose,
+        exact=exact,
+        reference=reference_of(reference),
+        spill=spill,
     )
     if ranks is None:
         return _verified(problem, settings, None, progress)
@@ -150,31 +147,7 @@ def verify(
     return coordinated(lambda report: _verified(problem, settings, wanted, report), progress)
 
 
-@dataclass(frozen=True)
-class _Settings:
-    """What `verify` was asked to do, checked; `steps` counts the micro-batches of all ranks together."""
-
-    steps: int
-    weighting: Weighting
-    device: str | torch.device | None
-    dtype: torch.dtype | None
-    seed: int
-    mode: str | None
-    autocast: torch.dtype | None
-    strategy: str
-    rtol: float | None
-    atol: float | None
-    ignore_index: int
-    trace: bool
-    optimizer: str
-    lr: float | None
-    diagnose: bool
-    exact: bool
-    reference: Reference
-    spill: bool
-
-
-def _verified(problem: Problem, settings: _Settings, ranks: Ranks | None, progress: Progress | None) -> Verdict:
+def _verified(problem: Problem, settings: Settings, ranks: Ranks | None, progress: Progress | None) -> Verdict:
     """Verifies in this process, or, in a coordinator that may join process groups, on ranks."""
     started = time.perf_counter()
     modules = [module for module in (problem.model, problem.loss) if isinstance(module, nn.Module)]
@@ -207,7 +180,7 @@ def _verified(problem: Problem, settings: _Settings, ranks: Ranks | None, progre
         outcome=outcome,
         parameters=tuple(_shaped(row, task.parameters) for row in judgement.rows),
         findings=findings,
-        run=_run_info(task, judgement, settings),
+        run=run_info(task, judgement, settings),
         method=judgement.method,
         resolution=judgement.resolution,
         timings={**judgement.timings, "total": time.perf_counter() - started},
@@ -218,7 +191,7 @@ def _verified(problem: Problem, settings: _Settings, ranks: Ranks | None, progre
     )
 
 
-def _judged(task: Task, settings: _Settings, ranks: Ranks | None) -> tuple[Judgement, Facts]:
+def _judged(task: Task, settings: Settings, ranks: Ranks | None) -> tuple[Judgement, Facts]:
     if ranks is not None:
         from gaverify.ranks.flow import judge_on_ranks
 
@@ -303,33 +276,3 @@ def _shaped(row: ParameterComparison, parameters: Mapping[str, nn.Parameter]) ->
     """The row with its parameter's shape: one without a gradient on either side was measured without knowing it."""
     unknown = row.why is NotCompared.UNUSED
     return row._replace(shape=tuple(parameters[row.name].shape)) if unknown else row
-
-
-def _run_info(task: Task, judgement: Judgement, settings: _Settings) -> RunInfo:
-    parameters = {id(p): p for module in task.modules for p in module.parameters()}
-    weighting = task.weighting
-    if not isinstance(weighting, str):
-        weighting = getattr(weighting, "__name__", "function") if callable(weighting) else "numbers"
-    return RunInfo(
-        model=task.problem.name or type(task.problem.model).__name__,
-        parameters=sum(p.numel() for p in parameters.values()),
-        trainable=sum(p.numel() for p in task.parameters.values()),
-        batch_size=task.batch_size,
-        micro_batches=task.sizes,
-        weights=judgement.accumulated.weights,
-        weighting=weighting,
-        strategy=task.strategy,
-        device=" and ".join(map(str, task.devices)),
-        dtype=short_name(judgement.dtype),
-        seed=settings.seed,
-        mode=settings.mode or "as is",
-        torch=torch.__version__,
-        gaverify=__version__,
-        autocast=short_name(task.autocast) if task.autocast else None,
-        reference=task.fitting.way,
-        reference_failed=tuple(task.fitting.failed),
-        spill=task.fitting.spill,
-        rounded=tuple(f"{kind} {to}" for kind, to in judgement.rounded.items()),
-        loss_full=judgement.full.loss,
-        loss_accumulated=judgement.accumulated.loss,
-    )
