@@ -64,6 +64,14 @@ class AttentionOverBatch(Body):
         return weights @ h if not self.healthy else h * weights[..., :1]
 
 
+class FusedAttentionOverBatch(Body):
+    """Samples attend to each other in a fused kernel, which could draw a dropout mask and draws none."""
+
+    def between(self, h: torch.Tensor) -> torch.Tensor:
+        heads = h.reshape(-1, 1, 2, 4) if self.healthy else h.reshape(1, 1, -1, 8)
+        return F.scaled_dot_product_attention(heads, heads, heads).reshape(h.shape)  # planted fused-attention
+
+
 class TopOfBatch(Body):
     """Keeps the strongest activations of the whole batch, three per sample on average (BatchTopK)."""
 
@@ -284,6 +292,10 @@ def _attention(healthy: bool) -> Problem:
     return body(AttentionOverBatch, healthy)
 
 
+def _fused_attention(healthy: bool) -> Problem:
+    return body(FusedAttentionOverBatch, healthy)
+
+
 def _normed(*between: nn.Module) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), *between, nn.Linear(8, 4))
@@ -384,6 +396,13 @@ FAULTS = (
         planted=True,
     ),
     fault("attention", lambda: _attention(False), "GAV102", "a matrix of all pairs inside the model", planted=True),
+    fault(
+        "fused-attention",
+        lambda: _fused_attention(False),
+        "GAV102",
+        "a fused kernel that could draw and does not",
+        planted=True,
+    ),
     fault("batch-top-k", lambda: body(TopOfBatch, False), "GAV102", "one threshold for the whole batch", planted=True),
     fault(
         "packed-sums",
@@ -432,6 +451,7 @@ FAULTS = (
 
 TWINS = (
     quiet("whitening", lambda: body(Whitening, True), "no whitening"),
+    quiet("fused-attention", lambda: _fused_attention(True), "attention within each sample"),
     quiet("batch-top-k", lambda: body(TopOfBatch, True), "a threshold per sample"),
     quiet("packed-sums", lambda: body(Packed, True), "statistics of the sample itself"),
     quiet("data-dependent-branch", lambda: body(Branching, True), "each sample decides for itself"),

@@ -20,6 +20,7 @@ from gaverify.causes.trace.fingerprints import described, layout_of
 from gaverify.causes.trace.traces import INPUT, Frame, ModuleCall, Result, Trace, TracedOperation, same_result
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.modes import FunctionMode, OperationMode, operation_name
+from gaverify.passes.randomness.operations import draws_unseen, generator_key
 from gaverify.records.operations import FunctionKey
 from gaverify.tracebacks import Owner, calling_frame, owner_of
 
@@ -29,7 +30,7 @@ _UNWRITTEN = ("empty", "new_empty")  # factories whose results hold whatever the
 
 @cache
 def _traits(func: Any) -> tuple[str, bool, bool]:
-    """Name, whether the result is a view of an argument, whether the operation is random."""
+    """Name, whether the result is a view of an argument, whether the operation may draw random numbers."""
     returns = func._schema.returns
     view = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
     return operation_name(func), view, torch.Tag.nondeterministic_seeded in func.tags
@@ -103,15 +104,17 @@ class OperationTracer(PassProbe):
 
     def _operate(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs an operation, which gaverify's own mode handles first, and notes it."""
+        name, view, may_draw = _traits(func)
+        before = generator_key(args, kwargs) if may_draw else None
         result = func(*args, **kwargs)
-        self._record(func, args, kwargs, result)
+        if not view:
+            # attention without dropout could draw and does not: then its generator stays where it was
+            drew = may_draw and (generator_key(args, kwargs) != before or draws_unseen(func, args, kwargs))
+            self._record(name, drew, args, kwargs, result)
         return result
 
-    def _record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def _record(self, name: str, random: bool, args: Any, kwargs: Any, result: Any) -> None:
         """Notes one operation of the forward, gradients that the forward asks for included."""
-        name, view, random = _traits(func)
-        if view:
-            return
         tensors = list(_tensors((args, kwargs)))
         self._note_inputs(tensors)
         writers = tuple(dict.fromkeys(self._writers[p] for t in tensors if (p := _address(t)) in self._writers))

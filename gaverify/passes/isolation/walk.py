@@ -116,7 +116,7 @@ class Walk:
             (containers.CONTAINERS, self._container),
             (containers.BYTES, self._bytes),
             (self._ndarray, self._array),
-            ((tuple, frozenset), self._entries),
+            ((tuple, frozenset), self._fixed),
             (FunctionType, self._function),
             (_WRAPPERS, self._wrapper),
             (type, self._class),
@@ -199,6 +199,10 @@ class Walk:
 
     def _entries(self, value: Any) -> Children:
         return value if len(value) <= _ENTRIES else ()
+
+    def _fixed(self, value: Any) -> Children:
+        """The entries of a tuple; a subclass may count and iterate otherwise, or refuse to."""
+        return self._entries(containers.entries_of(value, _ENTRIES + 1))
 
     def _function(self, function: FunctionType) -> Children:
         restore, held = functions.keep_function(function)

@@ -6,6 +6,7 @@ import functools
 import gc
 import random
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -44,6 +45,24 @@ def test_entries_of_a_large_container_are_kept_but_not_followed() -> None:
     large[0] = None
     state.restore()
     assert all(one is other for one, other in zip(large, kept, strict=True))
+
+
+def test_entries_of_a_tuple_whose_class_refuses_to_be_counted_are_kept() -> None:
+    """Irreps of e3nn are a tuple whose `len` raises."""
+
+    class Uncounted(tuple[Sample, ...]):
+        def __len__(self) -> int:
+            raise NotImplementedError
+
+        def __iter__(self) -> Iterator[Sample]:
+            raise NotImplementedError
+
+    sample = Sample()
+    held = Uncounted((sample,))
+    state = ModelState([], (lambda: held,))
+    sample.seen = 3
+    state.restore()
+    assert sample.seen == 0
 
 
 def test_nothing_of_a_huge_container_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
