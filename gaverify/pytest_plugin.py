@@ -61,9 +61,15 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Col
 
 
 def _may_be_spec(file: Path) -> bool:
-    """Whether a file of a folder is meant as a spec: a broken one is, and tells so; another tool's settings are not."""
+    """Whether a file of a folder is meant as a spec: a broken one is, and tells so; another tool's settings are not.
+
+    The options of `gaverify audit` share keys with specs (`steps`, `seed`) and name a script or module in place of a
+    model. A table whose only known key is a misspelt `model` is a spec: dropped in silence it would look as if it had
+    passed.
+    """
     if file.name == "pyproject.toml":
         return False
+    import difflib
     import tomllib
 
     from gaverify.spec import Spec
@@ -72,7 +78,10 @@ def _may_be_spec(file: Path) -> bool:
         table = tomllib.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError):
         return True
-    return not table or any(key.replace("-", "_") in Spec.model_fields for key in table)
+    keys = {key.replace("-", "_") for key in table}
+    if keys & {"script", "module"} and "model" not in keys:
+        return False
+    return not keys or not keys.isdisjoint(Spec.model_fields) or bool(difflib.get_close_matches("model", keys))
 
 
 class SpecFile(pytest.File):
@@ -104,17 +113,24 @@ class SpecItem(pytest.Item):
 
     def setup(self) -> None:
         """Verifies. pytest calls what goes wrong here an error, not a failure: nothing was found about the model."""
-        from gaverify.errors import GaverifyError, SpecError
+        from gaverify.errors import GaverifyError, SpecError, exit_call
+        from gaverify.guarding import guarded
 
+        shown = self.nodeid.partition("::")[0]
         if isinstance(self.entry, SpecError):
-            pytest.fail(str(self.entry), pytrace=False)
+            pytest.fail(str(self.entry).replace(f"{self.path}: ", f"{shown}: "), pytrace=False)
+        failure = ""
         try:
-            self.verdict = self._verified(self.entry)
-        except (GaverifyError, SystemExit) as error:
-            text = str(error) if isinstance(error, GaverifyError) else f"the model's code left Python ({error!r})"
-            pytest.fail(f"{self.path.name}: {text}", pytrace=False)
+            with guarded():
+                self.verdict = self._verified(self.entry)
+        except GaverifyError as error:
+            failure = str(error)
+        except SystemExit as error:
+            failure = f"the model's code left Python with {exit_call(error)}; nothing was compared"
+        if failure:  # not inside the `except`: pytest would print the whole chain of exceptions
+            pytest.fail(f"{shown}: {failure}", pytrace=False)
         if self.verdict.exit_code not in (0, 1):
-            pytest.fail(f"{_shown(self.verdict)}\n", pytrace=False)
+            raise _Judged(self.verdict)
 
     def _verified(self, spec: Spec) -> Verdict:
         from dataclasses import replace
@@ -130,24 +146,20 @@ class SpecItem(pytest.Item):
     def runtest(self) -> None:
         """Passes or raises, by the verdict's exit code."""
         if self.verdict.exit_code:
-            raise _Divergent(self.verdict)
+            raise _Judged(self.verdict)
         for sentence in _remarks(self.verdict):
             self.user_properties.append((_ACCEPTED, sentence))
-
-    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """Returns the report in place of a traceback through pytest's and gaverify's own code."""
-        if isinstance(excinfo.value, _Divergent):
-            return _shown(excinfo.value.verdict, self.path)
-        return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Path, int | None, str]:
         """Where the item stands, for pytest's headings."""
         return self.path, None, f"gaverify {self.nodeid.partition('::')[0]}"
 
 
-class _Divergent(Exception):
+class _Judged(Exception):
+    """Carries a verdict that is no success to the hooks that show it."""
+
     def __init__(self, verdict: Verdict) -> None:
-        super().__init__("divergent")
+        super().__init__(verdict.outcome.value)
         self.verdict = verdict
 
 
@@ -176,6 +188,9 @@ def pytest_runtest_makereport(
         entry = next((e for e in reversed(call.excinfo.traceback) if e.path == item.path), call.excinfo.traceback[-1])
         report.longrepr = _shown(verdict, entry.path, entry.lineno + 1)  # type: ignore[assignment]
         report.sections.insert(0, ("called at", f"{entry.path}:{entry.lineno + 1}"))
+    if isinstance(item, SpecItem) and call.excinfo is not None and isinstance(call.excinfo.value, _Judged):
+        # the report in place of a traceback through pytest's and gaverify's own code
+        report.longrepr = _shown(call.excinfo.value.verdict, item.path)  # type: ignore[assignment]
     if isinstance(item, SpecItem) and call.when == "setup":
         item.config.stash.setdefault(_TIMES, {})[item.nodeid] = call.duration
     return report

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from gaverify.cli.failures import say
 from gaverify.errors import GaverifyError, SpecError
 
 if TYPE_CHECKING:
@@ -54,9 +55,9 @@ def _settle(file: Path, spec: Spec, verdict: Verdict, reason: str, *, only_print
         return 0
     entries, problems = entries_for(verdict.findings, reason)
     for problem in problems:
-        click.echo(f"gaverify: warning: {file}: {problem}", err=True)
+        say(f"{file}: {problem}", "warning")
     if not entries or verdict.outcome.value != "divergent":
-        click.echo(f"gaverify: warning: {file}: {verdict.outcome.value}; there is no cause to accept", err=True)
+        say(f"{file}: {verdict.outcome.value}; there is no cause to accept", "warning")
         return verdict.exit_code
     text = "".join(map(_table, entries))
     if only_print:

@@ -75,6 +75,8 @@ def read_options(file: Path, params: Sequence[click.Parameter]) -> AuditFile:
 
     table = _table(file)
     known = {_key(param): param for param in params if param.name not in _NOT_KEYS}
+    if "model" in table and "script" not in table and "module" not in table:
+        raise SpecError("is a spec, not the options of an audit; run it with `gaverify run`", str(file))
     problems = [_unknown(key, known) for key in table if key not in known and key not in _OWN]
     given = {str(param.name): _unset(param) for param in known.values()}
     for key, param in known.items():

@@ -15,6 +15,7 @@ from gaverify.cli.failures import INTERRUPTED
 from gaverify.cli.options import complete_specs, overrides_from, plain_options
 from gaverify.cli.progress import DelayedProgress
 from gaverify.cli.showing import output_options, show
+from gaverify.cli.streams import tell
 from gaverify.errors import SpecError
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def profile(
     found = replace(found, source=str(spec_file or ""))
     show([found], form, outputs)
     if found.interrupted:
-        click.echo("gaverify: interrupted; the report holds the rows that were done", err=True)
+        tell("gaverify: interrupted; the report holds the rows that were done")
         return INTERRUPTED
     return found.exit_code
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from gaverify.cli.failures import Invocation, say
+
 if TYPE_CHECKING:
     from gaverify.records.audit_report import AuditReport
     from gaverify.records.verdict import Verdict
@@ -73,7 +75,7 @@ def exit_code_of(answers: Sequence[Verdict | AuditReport], project: Project | No
 
     stale = unused(answers, project) if project is not None and len(answers) > 1 else ()
     for sentence in stale:
-        click.echo(f"gaverify: warning: {sentence}", err=True)
+        say(sentence, "warning")
     codes = {answer.exit_code for answer in answers}
     if stale and project is not None and (strict or project.strict):
         codes.add(1)
@@ -120,8 +122,6 @@ def show(
 
 def _command() -> str:
     """The words of this call, for whoever reads a report and wants to see it happen."""
-    from gaverify.cli.failures import Invocation
-
     context = click.get_current_context(silent=True)
     invocation = context.find_object(Invocation) if context is not None else None
     return shlex.join(["gaverify", *invocation.words]) if invocation is not None else ""
@@ -141,4 +141,4 @@ def _tell_github(answers: Sequence[Answer], form: str, errors: Sequence[tuple[st
             with open(summary, "a", encoding="utf-8") as stream:
                 stream.write(report.render(answers, "markdown", errors=errors))
         except OSError as error:
-            click.echo(f"gaverify: warning: the job's summary was not written: {error.strerror or error}", err=True)
+            say(f"the job's summary was not written: {error.strerror or error}", "warning")

@@ -8,9 +8,9 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
-from typing import NoReturn, TextIO
+from typing import TextIO
 
-from gaverify.errors import HardExit
+from gaverify.guarding import guarded
 from gaverify.tracebacks import Owner, calling_frame, owner_of, shown
 
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), 127, *range(128, 160))}
@@ -53,12 +53,12 @@ def open_closed_streams() -> None:
 
 @contextmanager
 def guests() -> Iterator[None]:
-    """While the user's code runs: its output goes to stderr, a warning is told once, `os._exit` is no way out."""
+    """While the user's code runs: its output goes to stderr, a warning is told once, the process stays as it is."""
     with ExitStack() as stack:
         stack.enter_context(redirect_stdout(sys.stderr))
         stack.enter_context(_descriptor_redirected())
         stack.enter_context(_each_warning_once())
-        stack.enter_context(_no_hard_exit())
+        stack.enter_context(guarded())
         yield
 
 
@@ -115,20 +115,3 @@ def _each_warning_once() -> Iterator[None]:
         yield
     finally:
         warnings.showwarning = before
-
-
-@contextmanager
-def _no_hard_exit() -> Iterator[None]:
-    """Makes `os._exit` raise in this process; children that were forked leave by it, as they must."""
-    leave, own = os._exit, os.getpid()
-
-    def refuse(status: int) -> NoReturn:
-        if os.getpid() != own:
-            leave(status)
-        raise HardExit(status)
-
-    os._exit = refuse
-    try:
-        yield
-    finally:
-        os._exit = leave

@@ -90,8 +90,8 @@ def _unknown(argument: str, name: str, accepted: list[str]) -> str:
     if not accepted:
         return f"`{name}` takes no argument `{argument}`, nor any other"
     near = difflib.get_close_matches(argument, accepted, n=1)
-    advice = f"did you mean `{near[0]}`? " if near else ""
-    return f"`{name}` takes no argument `{argument}`; {advice}It takes {', '.join(f'`{word}`' for word in accepted)}"
+    advice = f"did you mean `{near[0]}`? It" if near else "it"
+    return f"`{name}` takes no argument `{argument}`; {advice} takes {', '.join(f'`{word}`' for word in accepted)}"
 
 
 def _unused(option: str, name: str) -> str:

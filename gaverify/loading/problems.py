@@ -186,7 +186,7 @@ def _check_bare_options(spec: Spec, reason: str) -> None:
     if given:
         raise ProblemError(
             f"`{spec.model}` {reason}; {', '.join(given)} {'is' if len(given) == 1 else 'are'} for a factory that "
-            "returns a bare torch.nn.Module: leave out"
+            "returns a bare torch.nn.Module: leave it out"
         )
 
 

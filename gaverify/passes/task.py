@@ -161,8 +161,9 @@ def loss_of(task: Task, batch: Any, where: str) -> torch.Tensor:
     elif not isinstance(value, torch.Tensor) and hasattr(value, "loss"):
         value = value.loss
     if not isinstance(value, torch.Tensor):
+        kind = "None" if value is None else f"a {type(value).__name__}"
         raise ProblemError(
-            f"the loss on {where} is a {type(value).__name__}; return a scalar tensor, or an object with `.loss`"
+            f"the loss on {where} is {kind}; return a scalar tensor, or an object with `.loss`"
             + (" (without `.item()`)" if isinstance(value, float) else "")
         )
     if value.numel() != 1:

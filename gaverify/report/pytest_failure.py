@@ -21,14 +21,18 @@ class _Crash(NamedTuple):
 
 
 class ReportText:
-    """A verdict as pytest shows a failure: its lines in pytest's own colours."""
+    """A verdict as pytest shows a failure: its lines in pytest's own colours.
+
+    pytest-xdist sends no object from its workers but its text, and pytest's summary shows the first line of that: so
+    the text begins with the sentence that the summary takes from `reprcrash` otherwise.
+    """
 
     def __init__(self, verdict: Verdict, path: str, line: int) -> None:
         self.lines = _lines(verdict)
         self.reprcrash = _Crash(path, line, f"{verdict.outcome.value}: {sentence(verdict)}")
 
     def __str__(self) -> str:
-        return plain(self.lines).rstrip("\n")
+        return f"{self.reprcrash.message}\n\n" + plain(self.lines).rstrip("\n")
 
     def toterminal(self, tw: Any) -> None:
         """Writes the report with pytest's writer, which knows whether it may colour."""

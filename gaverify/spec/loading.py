@@ -112,6 +112,8 @@ def _read(file: Path) -> tuple[dict[str, Any], str]:
         return {}, f"cannot be read: {error.strerror or error}"
     except RecursionError:
         return {}, "lists or tables stand too deep in each other; a spec needs one level"
+    if "model" not in table and not table.keys().isdisjoint(("script", "module")):
+        return {}, "holds the options of an audit, not a spec; run it with `gaverify audit`"
     return _resolve(table, file.parent), ""
 
 
@@ -188,7 +190,10 @@ def _normalise(table: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]
     for key, value in table.items():
         field = key.replace("-", "_")
         if field not in Spec.model_fields:
-            near = difflib.get_close_matches(field.lower(), Spec.model_fields, n=1)
+            missing = ["model"] if "model" not in table else []  # what lacks is likelier than what is there
+            near = difflib.get_close_matches(field.lower(), missing, cutoff=0.8) or difflib.get_close_matches(
+                field.lower(), Spec.model_fields, n=1
+            )
             known = ", ".join(name.replace("_", "-") for name in Spec.model_fields)
             advice = f"did you mean `{near[0].replace('_', '-')}`?" if near else f"the keys are {known}"
             problems.append(f"$.{key}: unknown key; {advice}")

@@ -28,6 +28,14 @@ def make():  # all samples are the same: nothing can be seen
     return model, lambda m, b: m(b[0]).square().mean(), (torch.ones(8, 4),)
 """
 
+LEAVES = """
+import os
+def make():
+    os._exit(0)
+def fail():
+    raise ValueError("no model today")
+"""
+
 
 @pytest.fixture
 def project(pytester: pytest.Pytester) -> pytest.Pytester:
@@ -54,6 +62,7 @@ def test_specs_are_items(project: pytest.Pytester) -> None:
     assert re.search(r"gaverify: accepted divergences", text)
     assert "configs/known.toml: GAV101 batch-statistics at `1` (BatchNorm1d): ghost batch norm" in text
     assert "FAILED configs/wrong.toml::gaverify - divergent: 3 of 6 parameters differ" in text
+    assert "ERROR configs/open.toml::gaverify - inconclusive: " in text
     assert "pytest_plugin.py" not in text  # nobody wants to read our traceback
     assert "other.toml" not in text
     assert "skipped" not in text
@@ -64,6 +73,25 @@ def test_nothing_is_collected_unasked(project: pytest.Pytester) -> None:
     result = run(project, "--gaverify", "configs/other.toml")  # named: then it is meant
     result.assert_outcomes(errors=1)
     assert "unknown key" in result.stdout.str()
+
+
+def test_a_folder_may_hold_audits_and_misspelt_specs(pytester: pytest.Pytester) -> None:
+    pytester.mkdir("all")
+    for name, text in {
+        "audit": 'script = "train.py"\nsteps = 4\nseed = 3\n',  # keys that a spec has, too
+        "misspelt": 'modle = "mlp"\n',
+        "leaves": 'model = "leaves.py:make"\n',
+        "raises": 'model = "leaves.py:fail"\n',
+    }.items():
+        (pytester.path / "all" / f"{name}.toml").write_text(text)
+    (pytester.path / "all" / "leaves.py").write_text(LEAVES)
+    result = run(pytester, "--gaverify", "all")
+    result.assert_outcomes(errors=3)  # `os._exit(0)` would end pytest with 0
+    text = result.stdout.str()
+    assert result.ret == 1 and "audit.toml" not in text
+    assert "all/misspelt.toml: $.modle: unknown key; did you mean `model`?" in text
+    assert "left Python with os._exit(0) at all/leaves.py:4" in text
+    assert "raised ValueError at" in text and "The above exception" not in text
 
 
 @pytest.mark.slow
@@ -122,6 +150,7 @@ def test_xdist(project: pytest.Pytester) -> None:
     result.assert_outcomes(passed=2, failed=1, errors=2)
     text = result.stdout.str()
     assert "DIVERGENT  3 of 6" in text and "ghost batch norm" in text
+    assert "FAILED configs/wrong.toml::gaverify - divergent: 3 of 6 parameters differ" in text
 
 
 def test_it_can_be_switched_off(project: pytest.Pytester) -> None:

@@ -67,6 +67,7 @@ def test_keys_are_the_commands_options(tmp_path: Path) -> None:
         ('script = "a"\nexpect = "red"', "$.expect: must be one of"),
         ('script = "a"\naccept = [{ code = "GAV101" }]', "`reason` is missing"),
         ("script = ", "not TOML"),
+        ('model = "mlp"\nsteps = 4', "is a spec, not the options of an audit; run it with `gaverify run`"),
     ],
 )
 def test_wrong_files_get_a_sentence(tmp_path: Path, text: str, words: str) -> None:

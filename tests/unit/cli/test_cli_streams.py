@@ -52,6 +52,11 @@ def forks():
     return nn.Linear(3, 1), lambda model, batch: model(batch).mean(), torch.randn(8, 3)
 
 
+def wanders():
+    os.chdir("/")
+    return nn.Linear(3, 1), lambda model, batch: model(batch).mean(), torch.randn(8, 3)
+
+
 def stops():
     raise GeneratorExit
 
@@ -148,6 +153,14 @@ def test_a_forked_child_leaves_as_it_likes(file: str) -> None:
     assert os._exit is leave
 
 
+def test_a_factory_that_wanders_changes_no_place(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in "ab":
+        (tmp_path / f"{name}.toml").write_text(f'model = "{os.path.relpath(file)}:wanders"\n')
+    assert main(["run", "a.toml", "b.toml", "--output", "report.md"]) == 0
+    assert "b.toml" in (tmp_path / "report.md").read_text() and Path.cwd() == tmp_path
+
+
 def test_harmless_text_keeps_what_people_write() -> None:
     assert harmless("a × ‖b‖\tc\n") == "a × ‖b‖\tc\n"
     assert harmless("\x07\x9b\x7f\r") == r"\x07\x9b\x7f\x0d"
@@ -160,6 +173,16 @@ def test_harmless_text_keeps_what_people_write() -> None:
 def test_a_stderr_that_is_full_or_closed_changes_no_exit_code(words: str, code: int) -> None:
     done = subprocess.run(["bash", "-c", f"{sys.executable} -m gaverify {words}"], check=False)
     assert done.returncode == code
+
+
+@pytest.mark.slow
+def test_a_warning_for_a_full_stderr_changes_no_exit_code(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.toml").write_text('model = "mlp-batchnorm"\nexpect = "divergent"\n')
+    project = '[tool.gaverify]\naccept = [{ code = "GAV102", location = "x", reason = "known" }]\n'
+    (tmp_path / "pyproject.toml").write_text(project)  # a stale entry, of which a warning tells
+    call = f"{sys.executable} -m gaverify run a.toml b.toml 2>/dev/full"
+    assert subprocess.run(["bash", "-c", call], check=False, cwd=tmp_path).returncode == 0
 
 
 def test_a_full_stderr_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

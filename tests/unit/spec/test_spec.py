@@ -143,6 +143,21 @@ def test_all_problems_of_all_files(tmp_path: Path) -> None:
     assert len(caught.value.problems) == 6
 
 
+def test_options_of_an_audit_are_told_apart(tmp_path: Path) -> None:
+    file = tmp_path / "audit.toml"
+    file.write_text('script = "train.py"\nfull = "--batch 8"\n')
+    with pytest.raises(SpecError) as caught:
+        load_specs([file])
+    assert caught.value.problems == ("holds the options of an audit, not a spec; run it with `gaverify audit`",)
+
+
+def test_a_misspelt_model_is_the_model_that_lacks() -> None:
+    with pytest.raises(SpecError, match="did you mean `model`"):
+        parse_spec({"modle": "mlp"}, "a.toml")
+    with pytest.raises(SpecError, match="did you mean `mode`"):
+        parse_spec({"model": "mlp", "modle": "mlp"}, "a.toml")
+
+
 def test_what_is_read_and_what_is_not(tmp_path: Path) -> None:
     """A byte-order mark is no fault; a file without end, or nested too deep for Python's reader, is one."""
     (tmp_path / "a.toml").write_bytes(b'\xef\xbb\xbfmodel = "a"')
