@@ -7,6 +7,7 @@ the others stay neutralised, which tells what difference it makes, and drops wha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -82,7 +83,7 @@ def _others_released(live: Bench, bench: Bench, facts: Facts, search: _Search) -
 def _beside(bench: Bench, known: State) -> State:
     """Blames state that moves beside a cached gradient: that computes the loss once, so that such state cannot show."""
     moved = bench.attempt("state beside", lambda: state.moved_beside(bench))
-    if moved is None or moved <= bench.rounding:
+    if moved is None or not bench.rounding < moved < math.inf:  # infinite: without gradients nothing is compared
         return known
     read = state.read_changes(known.changes)
     named = tuple(change for change in read if change.place in ("parameter", "buffer")) or read

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,8 +11,9 @@ from gaverify.causes.bench import FORESEEN, Bench, relative_difference
 from gaverify.causes.narrowing import released
 from gaverify.causes.neutral.priming import Primed
 from gaverify.causes.neutral.state import StateHeld, StateRestored
+from gaverify.causes.trace.state import Frame, StateWatch
 from gaverify.causes.trace.writing_lines import writing_lines
-from gaverify.passes.gradients import PassProbe, accumulated_gradients, full_batch_gradients
+from gaverify.passes.gradients import PassProbe, accumulated_gradients, forward_pass, full_batch_gradients
 from gaverify.records.experiment import ControlKind, ControlRun
 from gaverify.records.facts import Facts, State, StateChange
 from gaverify.records.operations import Operation
@@ -38,12 +40,14 @@ def ask(bench: Bench, facts: Facts) -> Facts:
     state = replace(facts.state, control=found)
     if not found.rounding:
         return replace(facts, state=state)
-    remedies = (found,) if found.kind in (ControlKind.STATE_RESTORED, ControlKind.STATE_PRIMED) else ()
     if found.kind is ControlKind.STATE_PRIMED:
         first = tuple(change for change in changes if change.place in ("parameter", "buffer")) or changes
     else:
         first = blamed(bench, changes, facts.left)
-    state = replace(state, blamed=first, remedies=remedies)
+    if found.kind is ControlKind.STATE_HELD:
+        found = bench.attempt("state initialised", lambda: _primed_and_held(bench, changes, first)) or found
+    remedies = () if found.kind is ControlKind.STATE_HELD else (found,)
+    state = replace(state, control=found, blamed=first, remedies=remedies)
     return replace(facts, state=state, left=found.left, cleared=True)
 
 
@@ -171,6 +175,38 @@ def _primed(bench: Bench) -> ControlRun | None:
         return bench.run("one forward of the full batch before the window", probe, kind=ControlKind.STATE_PRIMED)
     except FORESEEN:
         return None
+
+
+def _primed_and_held(bench: Bench, changes: Sequence[StateChange], first: Sequence[StateChange]) -> ControlRun | None:
+    """Lets both runs start from one forward of the full batch, and holds the state still from there on.
+
+    State that is held from the beginning is never initialised: a codebook that k-means sets from the first batch, and a
+    moving average moves later, would be trained as the zeros that it begins as.
+
+    Args:
+        bench: Where to run.
+        changes: Everything that a forward changes and may read.
+        first: What matters of it.
+
+    Returns:
+        The control run; None where it leaves something, or where the first forward writes as every later one does.
+    """
+    task, state = bench.task, bench.state
+    primed = Primed(task, state, lift=bench.lift)
+    names = {change.name for change in first}
+
+    def writes(*before: PassProbe) -> Counter[tuple[str, str, Frame]]:
+        watch = StateWatch(task, state)
+        probe = bench.without(*before).with_probe(watch)
+        forward_pass(task, state, bench.record, None, lift=bench.lift, probe=probe)
+        return Counter({key: count for key, count in watch.writes.items() if key[0] in names})
+
+    if not writes() - writes(primed):
+        return None
+    held = StateHeld(task, [change.name for change in changes])
+    what = "one forward of the full batch before the window, and the state held still from there on,"
+    run = bench.without(primed).run(what, held, kind=ControlKind.STATE_PRIMED_AND_HELD)
+    return run if run.rounding else None
 
 
 def _unexplained(control: ControlRun) -> float:

@@ -20,6 +20,7 @@ class ControlKind(Enum):
     DECISIONS = "the full batch's decisions taken by every micro-batch"
     STATE_RESTORED = "the state restored before each micro-batch"
     STATE_PRIMED = "one forward of the full batch before both runs, whose changes stay"
+    STATE_PRIMED_AND_HELD = "one forward of the full batch before both runs, writes to state without effect after it"
     STATE_HELD = "writes to state without effect"
     DRAWS_HELD = "every random draw held constant"
     WEIGHTS = "other micro-batch weights"

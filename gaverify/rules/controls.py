@@ -89,8 +89,8 @@ def held_remedy(cause: Cause) -> str:
 
 
 def paired_remedy(suspect: Suspect) -> str:
-    """The repair of partners (mixup): operations that only move rows; empty for others."""
-    if suspect.culprit.name.partition(".")[0] not in _MOVES_ROWS:
+    """The repair of partners (mixup): operations that only move rows; empty for others, as for a choice of rows."""
+    if suspect.kind == "control-flow" or suspect.culprit.name.partition(".")[0] not in _MOVES_ROWS:
         return ""
     return "pair the samples before the window is cut, so that partners travel in one micro-batch with their targets"
 

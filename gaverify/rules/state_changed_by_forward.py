@@ -107,6 +107,7 @@ from gaverify.rules.wording import listed
 
 RULE = Rule("GAV401", "state-changed-by-forward")
 _PLACES = {"closure": "variable"}  # what a place is called in a sentence, where it is not its own name
+_PRIMED = (ControlKind.STATE_PRIMED, ControlKind.STATE_PRIMED_AND_HELD)
 _SHOWN = 3  # changed values that are written out
 
 
@@ -123,6 +124,7 @@ def judge(facts: Facts) -> Iterator[Finding]:
     summary = f"the forward changes {names}, which the next micro-batch reads"
     if primed(state):
         summary = f"the first forward sets {names} by the batch that it is given"
+        summary += ", and every later one moves it on" if _moves_on(state) else ""
     yield RULE.finding(
         summary,
         *evidence_for(facts, state, blamed),
@@ -181,13 +183,21 @@ def is_proven(facts: Facts, state: State) -> bool:
 def primed(state: State) -> bool:
     """Whether what the forward changes is set once, from the first batch, so that one forward before repairs it."""
     run = state.control
-    return run is not None and run.kind is ControlKind.STATE_PRIMED and run.rounding
+    return run is not None and run.kind in _PRIMED and run.rounding
+
+
+def _moves_on(state: State) -> bool:
+    """Whether what the first forward sets is moved by later ones as well, so that it has to be held still, too."""
+    return state.control is not None and state.control.kind is ControlKind.STATE_PRIMED_AND_HELD
 
 
 def remedy_for(state: State) -> str:
     """The repair that was run."""
+    first = "run one full batch through the model first, without a step"
+    if primed(state) and _moves_on(state):
+        return f"{first}, and update the state once per window, after the optimizer step: tested with the state held"
     if primed(state):
-        return "run one full batch through the model first, without a step: tested, equivalent"
+        return f"{first}: tested, equivalent"
     if state.alone > 0 or state.beside > 0:
         return "update the state once per window, after the optimizer step: tested together with the other repairs"
     if state.remedies:

@@ -61,6 +61,43 @@ class Calibrated(nn.Module):
         return (x / self.size).tanh()
 
 
+class MovingCodebook(nn.Module):
+    """The first samples of the first batch become the codes; every batch then pulls the nearest codes to itself."""
+
+    def __init__(self, channels: int, *, ready: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.zeros(3, channels))
+        self.register_buffer("ready", torch.tensor(ready))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen = x.detach()
+        if not self.ready:
+            self.set(seen[:: max(len(seen) // 3, 1)][:3])
+            self.ready.fill_(True)
+        nearest = torch.cdist(seen, self.codes).argmin(1)
+        pulled = [seen[nearest == i].mean(0) if (nearest == i).any() else code for i, code in enumerate(self.codes)]
+        self.set(0.5 * self.codes + 0.5 * torch.stack(pulled))
+        return x + 0.1 * (x - self.codes[nearest]) ** 2
+
+    def set(self, codes: torch.Tensor) -> None:
+        self.codes.copy_(codes)
+
+
+class Queue(nn.Module):
+    """Every batch enters a queue and meets all of it; a table is made in the first forward and never read."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.register_buffer("keys", torch.zeros(4, channels))
+        self.register_buffer("table", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table == 0:
+            self.table.fill_(1.0)
+        self.keys.copy_(torch.cat([self.keys, x.detach()])[-4:])
+        return x + 0.1 * (x @ self.keys.T).tanh().sum(1, keepdim=True)
+
+
 class Moving(nn.Module):
     """Moves with every forward: one forward before repairs nothing."""
 
@@ -110,3 +147,19 @@ def test_state_that_moves_with_every_forward_is_not_repaired_so() -> None:
     verdict = gaverify.verify(network(Moving(6)), loss, batch(), steps=4)
     assert fault_codes(verdict) == {"GAV401"}, story(verdict)
     assert not any("through the model first" in finding.remedy for finding in verdict.findings), story(verdict)
+
+
+def test_state_that_is_set_first_and_moves_later_is_set_and_then_held() -> None:
+    """A codebook held from the beginning would be trained as zeros: no repair."""
+    verdict = gaverify.verify(network(MovingCodebook(6)), loss, batch(), steps=4)
+    (finding,) = [finding for finding in verdict.findings if finding.severity == "fault"]
+    assert finding.code == "GAV401" and finding.proven and "codes" in finding.summary, story(verdict)
+    assert finding.summary.startswith("the first forward sets"), finding.summary
+    assert "one full batch through the model first" in finding.remedy and "once per window" in finding.remedy
+
+
+def test_a_queue_is_not_set_first_although_something_else_is() -> None:
+    verdict = gaverify.verify(network(Queue(6)), loss, batch(), steps=4)
+    assert fault_codes(verdict) == {"GAV401"}, story(verdict)
+    (finding,) = [finding for finding in verdict.findings if finding.severity == "fault"]
+    assert "keys" in finding.summary and "through the model first" not in finding.remedy, story(verdict)

@@ -5,6 +5,7 @@ State is compared by value: the kernel of BatchNorm moves its running statistics
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -102,6 +103,7 @@ class StateWatch(PassProbe):
         self.clears_gradients = False
         self.clearing: Operation | None = None  # what changed a gradient first, with its line
         self._writers: dict[str, tuple[str, Frame]] = {}
+        self.writes: Counter[tuple[str, str, Frame]] = Counter()  # name, operation and line, and how often it wrote
 
     @contextmanager
     def around(self, k: int | None) -> Iterator[None]:
@@ -152,7 +154,7 @@ class StateWatch(PassProbe):
     def _assigned(self, module: nn.Module, name: str, frame: Frame) -> None:
         path = self._paths.get(id(module))
         if path is not None:
-            self._writers[f"{path}.{name}" if path else name] = ("assignment", frame)
+            self._note(f"{path}.{name}" if path else name, "assignment", frame)
 
     @hands_over
     def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -165,7 +167,11 @@ class StateWatch(PassProbe):
         if name == _GRADIENT:
             self._cleared(operation, frame)
         else:
-            self._writers[name] = (operation, frame)
+            self._note(name, operation, frame)
+
+    def _note(self, name: str, operation: str, frame: Frame) -> None:
+        self._writers[name] = (operation, frame)
+        self.writes[name, operation, frame] += 1
 
     def _cleared(self, operation: str, frame: Frame) -> None:
         """Notes the first line that changes the gradients of earlier micro-batches."""

@@ -103,6 +103,13 @@ def test_partners_are_paired_before_the_window_is_cut() -> None:
         assert ("pair the samples before the window is cut" in finding.remedy) is told
 
 
+def test_a_choice_of_rows_is_no_pairing() -> None:
+    """Experts with a capacity take the first tokens that are sent to them: nobody is anybody's partner."""
+    held = ControlRun("the output of `0` held constant", 1e-16, True)
+    finding = only(divergent(causes=(cause(Operation("index", "0"), control=held, kind="control-flow"),)))
+    assert "pair the samples" not in finding.remedy and "one sample at a time" in finding.remedy
+
+
 @pytest.mark.parametrize(
     ("control", "text"),
     [
