@@ -13,6 +13,7 @@ from gaverify.records.comparison import Outcome
 from gaverify.records.findings import Finding
 from gaverify.records.verdict import Verdict
 from gaverify.spec.accepting import Accept, Project
+from gaverify.tracebacks import portable
 
 Answer = TypeVar("Answer", Verdict, AuditReport)
 
@@ -75,9 +76,12 @@ def entries_for(findings: Iterable[Finding], reason: str) -> tuple[list[Accept],
 
 
 def _pattern(finding: Finding) -> str:
-    """The place of a finding as a pattern that fits it: the module; else the file, without the line, which moves."""
+    """The place of a finding as a pattern that fits it: the module; else the file, without the line, which moves.
+
+    The file is named as any machine knows it: the entry is written on a desk and read in CI.
+    """
     place = finding.location
-    text = "*" if place is None else place.module if place.module else place.file or "*"
+    text = "*" if place is None else place.module or (portable(place.file) if place.file else "*")
     return "".join(f"[{character}]" if character in "*?[" and text != "*" else character for character in text)
 
 
@@ -92,7 +96,9 @@ def _fits(entry: Accept, finding: Finding) -> bool:
     if entry.code != finding.code:
         return False
     place = finding.location
-    names = [""] if place is None else ["(root)" if place.module == "" else place.module or "", place.file or ""]
-    if place is not None and place.file is not None and place.line is not None:
-        names.append(f"{place.file}:{place.line}")
+    if place is None:
+        return entry.location == "*"
+    names = ["(root)" if place.module == "" else place.module or ""]
+    for file in (place.file, portable(place.file)) if place.file else ():
+        names += [file, f"{file}:{place.line}"] if place.line is not None else [file]
     return entry.location == "*" or any(name and fnmatchcase(name, entry.location) for name in names)

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from enum import IntEnum
 from functools import cache
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
@@ -191,6 +192,25 @@ class LineHunt:
 def _place(frame: FrameType) -> Place:
     """File and line that a frame is at; absolute, as a script may change its folder before anybody reads it."""
     return os.path.abspath(frame.f_code.co_filename), frame.f_lineno
+
+
+def repository_of(folder: Path) -> Path | None:
+    """Returns the nearest folder upwards that holds `.git`; None where there is none."""
+    return next((candidate for candidate in (folder, *folder.parents) if (candidate / ".git").exists()), None)
+
+
+def portable(filename: str) -> str:
+    """Returns a path that names the same file on another machine and from another current folder.
+
+    A library's file is named from `site-packages` on, a file in a repository from the repository on; any other stays as
+    it is.
+    """
+    for folder in _LIBRARIES:
+        if folder in filename:
+            return filename.rpartition(folder)[2].replace(os.sep, "/")
+    path = Path(os.path.abspath(filename))
+    root = repository_of(path.parent)
+    return filename if root is None else path.relative_to(root).as_posix()
 
 
 def shown(filename: str) -> str:

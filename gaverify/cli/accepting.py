@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gaverify.cli.failures import say
+from gaverify.cli.failures import Invocation, report_failure, say
 from gaverify.errors import GaverifyError, SpecError
 
 if TYPE_CHECKING:
@@ -26,23 +26,31 @@ _REASON = "known when `gaverify baseline` was run; write here why it is wanted"
 @click.option("--reason", metavar="TEXT", default=_REASON, help="Why the divergences are wanted.")
 @click.option("--print", "only_print", is_flag=True, help="Print the entries and write nothing.")
 @click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
-def baseline(specs: tuple[Path, ...], reason: str, only_print: bool) -> int:
+@click.pass_obj
+def baseline(invocation: Invocation | None, /, specs: tuple[Path, ...], reason: str, only_print: bool) -> int:
     """Verifies SPECS and appends an entry of `accept` to each for every cause that is found and not accepted yet.
 
     A divergence without a known cause, and what could not be decided, are told and not accepted: the exit code is then
-    that of `gaverify run`.
+    that of `gaverify run`. A spec that cannot be verified is told, too, and does not stop the others.
     """
     from gaverify.cli.running import verified
-    from gaverify.spec import load_specs
+    from gaverify.spec import read_specs
     from gaverify.spec.accepting import project_settings
 
     if not reason.strip():
         raise SpecError("--reason: must be text that is not empty")
-    loaded, project = load_specs(specs), project_settings()
+    project = project_settings()
     code = 0
-    for file, spec in loaded:
-        verdict = verified(spec, project, str(file))
-        code = max(code, _settle(file, spec, verdict, reason, only_print=only_print))
+    for file, spec in read_specs(specs):
+        try:
+            if isinstance(spec, SpecError):
+                raise spec
+            verdict = verified(spec, project, str(file))
+            left = _settle(file, spec, verdict, reason, only_print=only_print)
+        except (Exception, SystemExit) as error:
+            # the problems of a spec name their file themselves
+            left = report_failure(error, invocation or Invocation(), "" if error is spec else str(file))
+        code = max(code, left)
     return code
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from gaverify.records.findings import Finding
 from gaverify.report.stories import Story
+from gaverify.tracebacks import repository_of
 
 
 @dataclass(frozen=True)
@@ -42,15 +43,7 @@ def _files(story: Story) -> Iterator[str]:
 
 def _place(file: str, line: int, text: str) -> Place:
     path = Path(os.path.abspath(file))
-    root = _root(path.parent)
+    root = repository_of(path.parent) or Path.cwd()
     if path.is_relative_to(root):
         return Place(path.relative_to(root).as_posix(), line, True, text)
     return Place(path.as_posix(), line, False, text)
-
-
-def _root(folder: Path) -> Path:
-    """The repository that a folder lies in; the current folder where it lies in none."""
-    for candidate in (folder, *folder.parents):
-        if (candidate / ".git").exists():
-            return candidate
-    return Path.cwd()

@@ -21,6 +21,7 @@ from gaverify.report.places import Place, place_of
 from gaverify.report.stories import Report, Story, story_of
 from gaverify.report.text.layout import clean
 from gaverify.rulebook import RulePage, rule_pages
+from gaverify.tracebacks import portable
 from gaverify.version import __version__
 
 _SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
@@ -112,7 +113,10 @@ def _fingerprint(story: Story, finding: Finding, place: Place | None, seen: Coun
     """A hash of what stays when lines move: code, file, module and the line's text; equal ones are numbered."""
     where = finding.location
     parts = [finding.code, (where.module if where else None) or ""]
-    parts += [place.path, " ".join(place.text.split())] if place is not None else [story.title]
+    if place is None:
+        parts.append(story.title)
+    else:  # a library's folder is another one on every machine
+        parts += [place.path if place.inside else portable(place.path), " ".join(place.text.split())]
     key = "\0".join(parts)
     seen[key] += 1
     return hashlib.sha256(f"{key}\0{seen[key]}".encode("utf-8", "backslashreplace")).hexdigest()

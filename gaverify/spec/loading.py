@@ -20,6 +20,12 @@ from gaverify.spec.sentences import joined, option_name, sentence
 _LARGEST = 1 << 20
 """Bytes of a spec file; what is larger, or has no end, is none."""
 
+_OTHER_COMMANDS = {
+    ".py": "is Python, not a spec; verify a model with `--model {file}:factory`, a script with `gaverify audit {file}`",
+    ".json": "is JSON, not a spec; `gaverify report {file}` shows a saved report",
+}
+"""What people name in place of a spec, by its ending, and the command that takes it."""
+
 _OF_TRACE = ("optimizer", "lr")
 """Fields that only `trace` reads."""
 
@@ -96,6 +102,8 @@ def _files(paths: Iterable[str | Path]) -> Iterator[tuple[Path, str]]:
 
 def _read(file: Path) -> tuple[dict[str, Any], str]:
     """Returns the table, with paths resolved, and "" or the reason why there is none."""
+    if file.suffix in _OTHER_COMMANDS:
+        return {}, _OTHER_COMMANDS[file.suffix].format(file=file)
     try:
         with file.open("rb") as stream:
             raw = stream.read(_LARGEST + 1)

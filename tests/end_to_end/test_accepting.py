@@ -54,4 +54,10 @@ def test_a_baseline_refuses_what_it_cannot_write(spec: Path, capsys: pytest.Capt
     assert "write each of its entries as a table" in capsys.readouterr().err
     assert spec.read_text() == inline
     assert main(["baseline", str(spec), "--reason", " "]) == 2
-    assert main(["baseline", "gone.toml"]) == 2
+    spec.with_name("0.toml").write_text('modle = "mlp"\n')
+    spec.with_name("1.toml").write_text('model = "gone.py:factory"\n')
+    spec.write_text('model = "mlp-batchnorm"\n')
+    assert main(["baseline", "gone.toml", "."]) == 2  # and the last of them is written all the same
+    err = capsys.readouterr().err
+    assert all(f"gaverify: error: {name}.toml: " in err for name in ("gone", "0", "1"))
+    assert "[[accept]]" in spec.read_text()

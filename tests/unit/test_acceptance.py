@@ -60,6 +60,24 @@ def test_the_exit_code(findings: list[Finding], entries: list[Accept], code: int
         assert settled(verdict(*findings), accept, project).exit_code == code, why
 
 
+def test_an_entry_names_its_file_on_every_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".git").mkdir()
+    inner = tmp_path / "src"
+    inner.mkdir()
+    library = "/opt/{}/lib/python3/site-packages/zoo/net.py"
+    for here, there, pattern in (
+        (library.format("desk"), library.format("ci"), "zoo/net.py"),
+        (str(inner / "net.py"), str(inner / "net.py"), "src/net.py"),
+        ("net.py", "src/net.py", "src/net.py"),  # from src/, then from the repository
+    ):
+        monkeypatch.chdir(inner)
+        ((made,), _) = entries_for([fault(None, file=here, line=3)], "on purpose")
+        assert made.location == pattern
+        monkeypatch.chdir(tmp_path)
+        assert settled(verdict(fault(None, file=there, line=4)), [made], Project()).exit_code == 0
+    assert settled(verdict(fault(None, file="lib/net.py", line=4)), [made], Project()).exit_code == 1
+
+
 def test_inconclusive_is_never_accepted() -> None:
     made = settled(verdict(fault(), outcome=Outcome.INCONCLUSIVE), [entry()], Project())
     assert made.exit_code == 3 and not made.accepted

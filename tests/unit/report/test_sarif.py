@@ -120,6 +120,16 @@ def test_fingerprints_survive_moved_lines_and_tell_findings_apart(tmp_path: Path
     assert len({result["partialFingerprints"]["gaverify/v1"] for result in twice}) == 2
 
 
+def test_a_library_s_line_has_one_fingerprint_on_every_machine(tmp_path: Path) -> None:
+    made = set()
+    for machine in ("desk", "ci"):
+        file = tmp_path / machine / "site-packages" / "zoo" / "net.py"
+        file.parent.mkdir(parents=True)
+        file.write_text("a = 1\nb = a.mean(0)\n")
+        made.add(placed(found_in(file, 2))["partialFingerprints"]["gaverify/v1"])
+    assert len(made) == 1
+
+
 def test_a_result_of_a_profile_says_what_diverged() -> None:
     (result,) = log(profiles.failing())["results"]
     assert profiles.failing().outcome is Outcome.DIVERGENT and "rows diverge" in result["message"]["text"]

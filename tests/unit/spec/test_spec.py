@@ -151,6 +151,14 @@ def test_options_of_an_audit_are_told_apart(tmp_path: Path) -> None:
     assert caught.value.problems == ("holds the options of an audit, not a spec; run it with `gaverify audit`",)
 
 
+@pytest.mark.parametrize(("name", "words"), [("net.py", "--model {}:factory"), ("out.json", "gaverify report {}")])
+def test_what_is_no_spec_is_told_where_it_belongs(name: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(SpecError) as caught:
+        load_specs([tmp_path / name])
+    assert words.format(tmp_path / name) in str(caught.value)
+
+
 def test_a_misspelt_model_is_the_model_that_lacks() -> None:
     with pytest.raises(SpecError, match="did you mean `model`"):
         parse_spec({"modle": "mlp"}, "a.toml")
