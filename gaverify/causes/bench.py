@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import torch
 
+from gaverify.causes.earlier import Earlier
 from gaverify.causes.rows import ControlFailed
 from gaverify.causes.sketches import Sketches, fitted, sketched
 from gaverify.errors import GaverifyError
@@ -38,19 +39,11 @@ ROUNDING_FLOAT64, ROUNDING_FLOAT32 = 2.4e-7, 1e-4
 
 
 @dataclass(frozen=True)
-class Earlier:
-    """What is kept of a pass of the full batch: a sketch of its gradient, and its loss."""
-
-    gradient: torch.Tensor
-    loss: float
-
-
-@dataclass(frozen=True)
 class Bench:
     """Where control runs happen: the task in the deciding precision, its state, its draws.
 
     `neutral` has what is neutralised in every run; `failures` notes which question could not be asked, and why;
-    `earlier` is a pass of the full batch that was made before.
+    `earlier` is a pass of the full batch that was made before, with nothing neutralised.
     """
 
     task: Task
@@ -108,6 +101,32 @@ class Bench:
             accumulated = accumulated_gradients(self.task, self.state, self.record, full, lift=self.lift, probe=probe)
         left = relative_difference(accumulated.gradients, full.gradients)
         return ControlRun(what, left, left <= self.rounding, right, kind)
+
+    def accumulated(self, full: PassResult, probe: PassProbe | None = None) -> Gradients:
+        """Returns what the micro-batches accumulate, with one probe more."""
+        probe = self.with_probe(probe)
+        return accumulated_gradients(self.task, self.state, self.record, full, lift=self.lift, probe=probe).gradients
+
+    def against_full_batch(self, accumulate: Callable[[PassResult], Gradients], *, exactly: bool = True) -> float:
+        """Returns how far what a repair accumulates is from the gradient of the full batch, which it leaves as it is.
+
+        An earlier pass of the full batch is not run again where its sketch shows that nothing but rounding is left.
+
+        Args:
+            accumulate: Runs the repaired micro-batches; it is given the full-batch pass, perhaps without gradients.
+            exactly: Whether more than rounding is measured; else the sketch tells its size to a few percent.
+        """
+        earlier, found = self.earlier, None
+        if earlier is not None and not self.neutral and earlier.comparable:
+            found = accumulate(earlier.full)
+            left = earlier.difference(found)
+            if left <= self.rounding or not exactly:
+                return left
+        probe = self.with_probe(None)
+        full, _ = full_batch_gradients(self.task, self.state, self.record, lift=self.lift, probe=probe)
+        if not _any(full.gradients):
+            raise ControlFailed("every gradient of the full batch is zero, so that nothing is left to compare")
+        return relative_difference(found if found is not None else accumulate(full), full.gradients)
 
     def sketched(
         self, full: PassResult, probe: PassProbe | None, *, release: bool = False, target: torch.Tensor | None = None

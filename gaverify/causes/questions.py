@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from gaverify.causes import backward, coupling, draws, operations, state, weights
 from gaverify.causes.bench import Bench
+from gaverify.causes.earlier import kept
 from gaverify.passes.task import Task
 from gaverify.records.facts import Facts
 from gaverify.verdict.control import in_float64
@@ -32,7 +33,7 @@ def asked(task: Task, judgement: Judgement, facts: Facts) -> Facts:
         state_, control = judgement.state, judgement.control
         if control is not None:
             task, state_ = stack.enter_context(in_float64(task, state_))
-        earlier = weights.kept(control.full) if control is not None else None
+        earlier = kept(control.full) if control is not None else None
         bench = Bench(task, state_, judgement.record, control is not None, earlier=earlier)
         facts = replace(facts, left=facts.compared.total)
         for ask in QUESTIONS:

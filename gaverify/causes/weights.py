@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 
 from gaverify.causes import draws
-from gaverify.causes.bench import Bench, Earlier
+from gaverify.causes.bench import Bench
+from gaverify.causes.earlier import kept
 from gaverify.causes.neutral.gradients import GradientsKept
 from gaverify.causes.sketches import fitted, sketch
 from gaverify.causes.trace.first_divergence import branches_part, reweighted_operation
@@ -84,7 +85,10 @@ def ask_place(bench: Bench, facts: Facts) -> Facts:
 
 def remedied(bench: Bench, fit: WeightFit) -> ControlRun:
     """Runs the accumulation with the fitted weights."""
-    return bench.weighted(fit.weights).run("with these weights", kind=ControlKind.WEIGHTS)
+    there, what = bench.weighted(fit.weights), "with these weights"
+    there.task.progress(f"control: {what}")
+    left = there.against_full_batch(there.accumulated)
+    return ControlRun(what, left, left <= there.rounding, kind=ControlKind.WEIGHTS)
 
 
 def weighed(bench: Bench, facts: Facts, fit: WeightFit | None) -> WeightFit | None:
@@ -150,15 +154,8 @@ def _fitted(bench: Bench, watch: StateWatch) -> tuple[WeightFit, Repeatability]:
 
     earlier = bench.earlier or kept(run())
     full = run()
-    norm = float(torch.linalg.vector_norm(earlier.gradient)) or 1.0
+    norm = earlier.norm or 1.0
     again = sketch(list(full.gradients.values()))
     backward = float(torch.linalg.vector_norm(again.to(earlier.gradient.device) - earlier.gradient)) / norm
     forward = abs(full.loss - earlier.loss) / max(abs(earlier.loss), 1e-300)
     return fitted([bench.sketched(full, probe, release=True, target=again)[0]]), Repeatability(forward, backward)
-
-
-def kept(full: PassResult) -> Earlier:
-    """Keeps a sketch of the full batch's gradient, and leaves its memory to the next pass."""
-    earlier = Earlier(sketch(list(full.gradients.values())), full.loss)
-    full.gradients = dict.fromkeys(full.gradients)
-    return earlier

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from gaverify.causes.bench import Bench, relative_difference
+from gaverify.causes.bench import Bench
 from gaverify.causes.neutral.own_cache import own_cache
 from gaverify.causes.rows import ControlFailed, rows_for
-from gaverify.passes.gradients import PassProbe, accumulated_gradients, full_batch_gradients
+from gaverify.passes.gradients import Gradients, PassProbe, PassResult, accumulated_gradients, full_batch_gradients
 from gaverify.passes.task import Task
 from gaverify.records.experiment import ControlKind, ControlRun
 from gaverify.tracebacks import hands_over
@@ -151,16 +151,19 @@ def cached_gradients(bench: Bench, inside: frozenset[int]) -> ControlRun:
     # one backward over the summed losses would leave no place for the cotangents
     task = replace(bench.task, strategy="accumulate")
     task.progress("control: cached gradients")
-    full, _ = full_batch_gradients(task, bench.state, bench.record, lift=bench.lift, probe=bench.with_probe(None))
     cut = _Cut(task, inside)
     probe = bench.with_probe(cut)
     direct, _ = full_batch_gradients(task, bench.state, bench.record, lift=bench.lift, probe=probe)
     if not cut.leaves:
         return own_cache(bench)
-    parts = accumulated_gradients(task, bench.state, bench.record, full, lift=bench.lift, probe=probe)
-    total: dict[str, torch.Tensor | None] = {}
-    for name, gradient in parts.gradients.items():
-        own = direct.gradients[name]
-        total[name] = own if gradient is None else gradient if own is None else gradient + own
-    left = relative_difference(total, full.gradients)
+
+    def together(full: PassResult) -> Gradients:
+        parts = accumulated_gradients(task, bench.state, bench.record, full, lift=bench.lift, probe=probe)
+        total: dict[str, torch.Tensor | None] = {}
+        for name, gradient in parts.gradients.items():
+            own = direct.gradients[name]
+            total[name] = own if gradient is None else gradient if own is None else gradient + own
+        return total
+
+    left = bench.against_full_batch(together)
     return ControlRun("cached gradients", left, left <= bench.rounding, kind=ControlKind.CACHED_GRADIENTS)

@@ -6,7 +6,7 @@ Shapes: B samples; a tensor whose dimension d has B·m rows gives B numbers per 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -16,6 +16,8 @@ from gaverify.passes.fingerprints import real_numbers, summaries
 _LARGE = 1e3  # from which on values count by their order of magnitude
 _HUGE = 1e30  # stands for infinity
 _PIECE = 1 << 15
+LayoutKind = Literal["rows", "global", "matrix", "selected"]
+LAYOUT_KINDS: tuple[LayoutKind, ...] = get_args(LayoutKind)
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Layout:
     (several dimensions grow with the batch), "selected" (one dimension depends on which samples there are).
     """
 
-    kind: Literal["rows", "global", "matrix", "selected"]
+    kind: LayoutKind
     dim: int = 0
     fold: int = 1
 

@@ -5,13 +5,14 @@ Shapes: B samples, K micro-batches with samples `start` to `stop - 1`; fingerpri
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from gaverify.causes.bench import Bench
 from gaverify.causes.trace.dependence import Dependence
+from gaverify.causes.trace.fingerprints import LAYOUT_KINDS, LayoutKind
 from gaverify.causes.trace.matching import Matching
 from gaverify.causes.trace.naming import operation_of
 from gaverify.causes.trace.operations import OperationTracer
@@ -23,6 +24,7 @@ from gaverify.records.operations import ModuleDifference, Operation, Suspect
 
 # In float64 rows agree to about 1e-12; a float32 fallback to about 1e-5. Faults lie far above.
 AGREE_FLOAT64, AGREE_FLOAT32 = 1e-9, 1e-3
+_ADDED_UP: tuple[LayoutKind, ...] = ("global",)  # layouts of what adds up over the micro-batches
 _APART = 10.0  # of these: fitted weights carry rounding of their own
 
 
@@ -79,7 +81,7 @@ def reweighted_operation(bench: Bench, used: Sequence[float], fitted: Sequence[f
     That is the loss call, or the division, that counts otherwise than the micro-batches are weighted. None where no
     single operation does.
     """
-    full, parts, _, _ = _traces(bench)
+    full, parts, _, _ = _traces(bench, _ADDED_UP)
     agree = AGREE_FLOAT64 if bench.rounding < 1e-5 else AGREE_FLOAT32
     matching = Matching(full, parts, agree)
     wrong, right = [_on_host(used)], [_on_host(fitted)]
@@ -93,17 +95,19 @@ def reweighted_operation(bench: Bench, used: Sequence[float], fitted: Sequence[f
 
 def branches_part(bench: Bench) -> bool:
     """Whether a number that Python code read sends some micro-batch another way than the full batch."""
-    full, parts, _, _ = _traces(bench)
+    full, parts, _, _ = _traces(bench, ())
     return any(goes_another_way(full, part) for part in parts)
 
 
-def _traces(bench: Bench) -> tuple[Trace, list[Trace], float, list[float]]:
-    """Traces the full batch and every micro-batch; with their losses."""
+def _traces(
+    bench: Bench, described: Collection[LayoutKind] = LAYOUT_KINDS
+) -> tuple[Trace, list[Trace], float, list[float]]:
+    """Traces the full batch and every micro-batch; with their losses, and fingerprints of the layouts `described`."""
     task, record = bench.task, bench.record
     names = {module: name for root in task.modules for name, module in root.named_modules()}
 
     def traced(k: int | None, template: Trace | None = None, plan: Trace | None = None) -> tuple[Trace, float]:
-        tracer = OperationTracer(names, task.batch_size, task.sizes[0], template, plan)
+        tracer = OperationTracer(names, task.batch_size, task.sizes[0], template, plan, described)
         probe = bench.with_probe(tracer)
         loss = forward_pass(task, bench.state, record, k, lift=bench.lift, probe=probe)
         return tracer.finish(loss), float(loss)

@@ -6,7 +6,7 @@ Shapes: B samples, n of a micro-batch; a result with B·m rows along one dimensi
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -16,7 +16,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
-from gaverify.causes.trace.fingerprints import described, layout_of
+from gaverify.causes.trace.fingerprints import LAYOUT_KINDS, LayoutKind, described, layout_of
 from gaverify.causes.trace.traces import INPUT, Frame, ModuleCall, Result, Trace, TracedOperation, same_result
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.modes import FunctionMode, OperationMode, operation_name
@@ -46,6 +46,7 @@ class OperationTracer(PassProbe):
         template: An earlier trace of a micro-batch without fingerprints, whose shapes tell where the samples lie; None
             records shapes only.
         plan: The layouts found by the trace of the full batch; the micro-batches follow them.
+        described: Of results with these layouts fingerprints are kept; reading every row costs more than the forward.
     """
 
     def __init__(
@@ -55,8 +56,10 @@ class OperationTracer(PassProbe):
         count: int,
         template: Trace | None = None,
         plan: Trace | None = None,
+        described: Collection[LayoutKind] = LAYOUT_KINDS,
     ) -> None:
         self.trace = Trace()
+        self._described = described
         self._names, self._size, self._count = names, batch_size, count
         self._template, self._plan = template, plan
         self._stack: list[int] = []
@@ -170,11 +173,11 @@ class OperationTracer(PassProbe):
         elif self._template is not None:
             seen = same_result(self._template, step, position)
             result.layout = layout_of(shape, seen.shape, self._size, self._count) if seen is not None else None
-        written = not name.startswith(_UNWRITTEN)
-        if written and result.layout is not None and tensor.layout is torch.strided:
+        layout, written = result.layout, not name.startswith(_UNWRITTEN)
+        if written and layout is not None and layout.kind in self._described and tensor.layout is torch.strided:
             with _disable_current_modes():
                 whole = name == INPUT or tensor.dtype is torch.bool
-                result.prints, result.moments = described(tensor, result.layout, integers=whole, summed=name != INPUT)
+                result.prints, result.moments = described(tensor, layout, integers=whole, summed=name != INPUT)
         return result
 
     def _enter(self, module: nn.Module, _: Any) -> None:
