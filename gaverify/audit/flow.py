@@ -96,6 +96,7 @@ class _Audit:
 
     def __init__(self, request: Request, runner: Runner) -> None:
         self._request, self._runner = request, runner
+        self._collated: dict[str, Any] = {}  # the field of `Job`, where batches had to be cut as they were collated
 
     def events_only(self) -> Record:
         """One run, its calls alone."""
@@ -117,6 +118,7 @@ class _Audit:
             again = {**way, **visible}
             record = self._against(self._runner.full(**again), again, {"parts": parts_of(first)})
             if record.updates and record.updates[0].data.same:
+                self._collated = {"collated": True} if "collated" in way else {}
                 return record
             unaligned |= record.unaligned
         self.main = main
@@ -129,13 +131,16 @@ class _Audit:
         ways = []
         if replay_helps(record, full.meta, self.main.meta):
             ways.append({"replay": True})
+            if full.meta["loaders"]:  # their collation may draw, which would be other draws for micro-batches
+                ways.append({"replay": True, "collated": True})
         if inputs_help(record, full.meta):
             ways.append({"replay": True, "inputs": True})
         return ways
 
     def _epochs(self) -> str:
         unseen = self.main.meta["loaders"] and not self.main.meta["epochs"]
-        return "; no epoch's end was reached (`--tail` makes one)" if unseen else ""
+        cut = "; micro-batches were rows of the full batch's batches, and padded like those" if self._collated else ""
+        return cut + ("; no epoch's end was reached (`--tail` makes one)" if unseen else "")
 
     def _with_tail(self, record: Record, visible: dict[str, Any]) -> Record:
         """The same runs on epochs that end with a short window, where nothing was found without."""
@@ -149,7 +154,7 @@ class _Audit:
         tail: dict[str, Any] = {"parts": parts, "tail": parts // 2}
         # A whole window, the short one, and the first of the next epoch:
         self._runner.updates = max(self._request.updates, 3)
-        again = {"replay": True, **visible}
+        again = {"replay": True, **self._collated, **visible}
         full = self._runner.full(**again, **tail)
         record = self._against(full, again, tail)
         return replace(record, epochs=f"; with epochs whose last window has {parts // 2} of {parts} micro-batches")

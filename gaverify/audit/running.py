@@ -241,7 +241,7 @@ def _part(job: Job) -> str:
 def _summary(child: Done, members: list[Run]) -> RunSummary:
     job, run = child.job, members[0]
     disk = sum(member.disk_bytes for member in members)
-    what = "inputs" if job.inputs else "samples and draws"
+    what = "inputs" if job.inputs else "batches and draws" if job.collated else "samples and draws"
     given = [f"with the full-batch run's {what}"] if job.replay and job.source else []
     ended = " ".join(filter(None, (run.meta["reason"], run.meta["status"])))
     how = ", ".join(

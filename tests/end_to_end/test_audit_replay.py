@@ -35,6 +35,20 @@ def test_workers_draw_for_themselves(loop: str) -> None:
     assert (result.code, result.faults) == (0, set()), str(result)
 
 
+class TestDrawsOfACollateFunction:
+    """Masks that are drawn when a batch is collated would be others for its micro-batches: they are its rows."""
+
+    def test_the_right_loop_is_equivalent(self) -> None:
+        result = audit(SCRIPT, common="--loop masked")
+        assert (result.code, result.faults) == (0, set()), str(result)
+        assert "rows of the full batch's batches, and padded like those" in result.document["reason"]
+
+    def test_a_forgotten_division_is_found(self) -> None:
+        result = audit(SCRIPT, common="--loop masked --undivided")
+        assert (result.code, result.faults) == (1, {"GAV201"}), str(result)
+        assert result.line("GAV201") == marked(SCRIPT, "backward")
+
+
 def test_partners_from_the_whole_batch_are_told_with_their_line() -> None:
     result = audit(SCRIPT, common="--loop partners")
     assert result.code == 3, str(result)

@@ -114,6 +114,18 @@ def plain(batch):
     return mse_loss(model(batch), batch.sin())
 
 
+def collate(samples):
+    """Hides entries by chance, as the collators of masked language models do."""
+    batch = torch.stack(samples)
+    return torch.where(torch.rand_like(batch) < 0.3, 0.0, batch), batch
+
+
+def masked(batch):
+    """The hidden entries are to be restored."""
+    seen, whole = batch
+    return mse_loss(model(seen), whole)
+
+
 def get_batch():
     """Samples by their drawn indices."""
     return rows[torch.randint(len(rows), (args.batch_size,))]
@@ -157,6 +169,9 @@ loops = {
     ),
     "augmented": lambda: train(
         DataLoader(Rows(0.1), args.batch_size, shuffle=True, num_workers=args.workers), diffusion
+    ),
+    "masked": lambda: train(
+        DataLoader(Rows(), args.batch_size, shuffle=True, collate_fn=collate, num_workers=args.workers), masked
     ),
     "sharded": lambda: train(DataLoader(Shards(), args.batch_size), plain),
     "bucketed": lambda: train(DataLoader(Rows(), batch_sampler=Buckets()), plain),

