@@ -1,4 +1,7 @@
-"""Where samples of a micro-batch first part from themselves in the full batch: in a module, or in the loss.
+"""Where samples of a micro-batch first part from themselves in the full batch: in a module, or in a loss.
+
+A loss is looked for at a level: the script's own code between its models (`SCRIPT`), or the own code of modules that
+hand out a number. What comes back from such code to the calls that it makes tells whether samples meet in it.
 
 Shapes: n rows of a micro-batch, which lie at n places among the N rows of a forward of the full-batch run.
 """
@@ -7,39 +10,60 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from gaverify.audit.job import SCRIPT
 from gaverify.audit.reading import Run
 from gaverify.audit.recording.matching import Matcher
 from gaverify.records.operations import Operation, Suspect
 
 _COMPUTED = 1e-4  # two computations of the same row differ by rounding, rows in other company by far more
 _ROUNDINGS = 64.0  # in coarse arithmetic that many roundings count as the same
+_DEEPEST = 4  # levels below the script at which a loss is looked for
 
 Forward = dict[str, Any]
 Pair = tuple[Forward, Forward, Sequence[int]]
 """A forward of the full-batch run, one of a micro-batch, and the places of its rows in the first."""
 
 
-def pairs_of(full: Run, accumulated: Run) -> list[Pair]:
+def pairs_of(full: Run, accumulated: Run) -> list[Pair | None]:
     """Returns every forward of the accumulated run's first update with the one of the full batch that holds its rows.
 
-    Empty where the rows of any of them are not found.
+    None stands for a forward that hands out nothing for each row: a loss that is a module with something to train.
+    Empty where the rows of any forward are not found.
     """
     whole, part = outputs_of(full), outputs_of(accumulated)
     matcher = Matcher(full.rows(1))
-    pairs: list[Pair] = []
+    pairs: list[Pair | None] = []
+    seen: Counter[frozenset[str]] = Counter()
     for prints, forward in zip(accumulated.rows(1), part, strict=False):
-        names = {call["path"] for call in forward["calls"]}
-        among = [at for at, other in enumerate(whole) if {call["path"] for call in other["calls"]} == names]
-        spot = matcher.find(among, prints)
-        if spot is None or len(spot.places) != forward["rows"]:
+        names = _names(forward)
+        among = [at for at, other in enumerate(whole) if _names(other) == names]
+        seen[names] += 1
+        if not among:
             return []
-        pairs.append((whole[spot.forward], forward, spot.places))
+        if prints:
+            spot = matcher.find(among, prints)
+            found = (whole[spot.forward], spot.places) if spot is not None else None
+        else:  # the script hands on what other models gave it, in the order of the full batch's forwards
+            candidate = whole[among[(seen[names] - 1) % len(among)]]
+            places = _places(candidate, forward)
+            found = (candidate, places) if places else None
+        if not _hands_out_rows(forward):
+            pairs.append(None)
+        elif found is None or len(found[1]) != forward["rows"]:
+            return []
+        else:
+            pairs.append((found[0], forward, found[1]))
     return pairs
+
+
+def spots_of(pairs: Sequence[Pair | None]) -> tuple[tuple[int, tuple[int, ...]] | None, ...]:
+    """Returns for every forward the number of the full batch's and the places of its rows in that."""
+    return tuple(None if pair is None else (pair[0]["number"], tuple(pair[2])) for pair in pairs)
 
 
 def outputs_of(run: Run) -> list[Forward]:
@@ -48,16 +72,16 @@ def outputs_of(run: Run) -> list[Forward]:
     return torch.load(path, weights_only=True) if path.exists() else []  # type: ignore[no-any-return]
 
 
-def first_module(pairs: Sequence[Pair], unit: float) -> Suspect | None:
+def first_module(pairs: Sequence[Pair | None], unit: float) -> Suspect | None:
     """Returns the first call whose inputs agree row by row and whose outputs do not; None where there is none.
 
     Calls are in the order in which they end, so that a module comes before the one around it. A call that agrees for
     the first micro-batch and only later parts depends on what was there before, and not on who sits beside a row.
     """
     allowed = _allowed(unit)
-    parted: dict[tuple[str, int], tuple[float, int, dict[str, Any]]] = {}
+    parted: dict[tuple[str, int], tuple[float, int, dict[str, Any], dict[str, Any]]] = {}
     agreed_first: set[tuple[str, int]] = set()
-    for number, pair in enumerate(pairs):
+    for number, pair in enumerate(filter(None, pairs)):
         for key, whole, part in _calls(pair):
             inputs = _apart(pair, whole["inputs"], part["inputs"])
             outputs = _apart(pair, whole["outputs"], part["outputs"])
@@ -67,54 +91,107 @@ def first_module(pairs: Sequence[Pair], unit: float) -> Suspect | None:
             if apart <= allowed:
                 agreed_first |= {key} if number == 0 else set()
                 continue
-            most, samples, _ = parted.get(key, (0.0, 0, whole))
-            parted[key] = max(most, apart), samples + int((outputs > allowed).sum()), whole
-    for key, (apart, samples, call) in parted.items():
+            most, samples, _, _ = parted.get(key, (0.0, 0, whole, part))
+            parted[key] = max(most, apart), samples + int((outputs > allowed).sum()), whole, part
+    for key, (apart, samples, call, other) in parted.items():
         if key not in agreed_first:
-            file, line = call["place"] or (None, None)
+            file, line = first_meeting(call["meetings"], other["meetings"]) or call["place"] or (None, None)
             operation = Operation(call["kind"], call["path"], call["kind"], file=file, line=line)
             return Suspect("rows", operation, None, apart, samples, True, bool(call["scales"]))
     return None
 
 
-def agree(pairs: Sequence[Pair], unit: float) -> bool:
-    """Whether what the models hand out was seen for every micro-batch and is the full batch's, row by row."""
-    for pair in pairs:
-        last = [(whole, part) for _, whole, part in _calls(pair)][-1:]
-        apart = [_apart(pair, whole["outputs"], part["outputs"]) for whole, part in last]
-        if not apart or apart[0] is None or float(apart[0].max()) > _allowed(unit):
-            return False
-    return bool(pairs)
+def first_meeting(whole: Sequence[Any], part: Sequence[Any]) -> tuple[str, int] | None:
+    """Returns the first line in which rows of the full batch meet; rather one in which those of a micro-batch do."""
+    lines = [tuple(place) for place in whole]
+    both = [place for place in lines if place in {tuple(other) for other in part}]
+    return next(iter([*both, *lines]), None)  # type: ignore[arg-type]
 
 
-def loss_apart(pairs: Sequence[Pair], unit: float) -> float:
+def levels(forwards: Sequence[Forward]) -> Iterator[tuple[str, ...]]:
+    """Yields the levels at which a loss may stand, from the script inwards to modules that hand out a number."""
+    level: tuple[str, ...] = (SCRIPT,)
+    for _ in range(_DEEPEST):
+        yield level
+        calls = [call for forward in forwards for call in forward["calls"]]
+        level = tuple(dict.fromkeys(call["path"] for call in calls if call["numbers"] and call["under"] in level))
+        if not level:
+            return
+
+
+def agree(pairs: Sequence[Pair | None], unit: float, level: Collection[str] = (SCRIPT,)) -> bool:
+    """Whether what the calls of a level hand out is the full batch's for every micro-batch, row by row."""
+    seen = False
+    for pair in filter(None, pairs):
+        for whole, part in _under(pair, level):
+            apart = _apart(pair, whole["outputs"], part["outputs"])
+            if apart is not None and float(apart.max()) > _allowed(unit):
+                return False
+            seen = seen or apart is not None
+    return seen
+
+
+def loss_apart(pairs: Sequence[Pair | None], unit: float, level: Collection[str] = (SCRIPT,)) -> float:
     """Returns what a loss gives back for the rows of a micro-batch against the full batch's, but for one factor.
 
     Relative to the norm of the latter, for the micro-batch where that is largest; 0 where it is rounding for the first.
     """
-    found = [_left(pair) for pair in pairs]
+    found = [_left(pair, level) for pair in filter(None, pairs)]
     if not found or not found[0] > _allowed(unit):
         return 0.0
     return max(found)
 
 
-def feels_the_rest(full: Sequence[Forward], moved: Sequence[Forward], unit: float) -> bool:
+def feels_the_rest(
+    full: Sequence[Forward], moved: Sequence[Forward], unit: float, level: Collection[str] = (SCRIPT,)
+) -> bool:
     """Whether what the loss gives back for the first half of the rows changes with the values of the other half."""
     for whole, other in zip(full, moved, strict=False):
         half = range(whole["rows"] // 2)
-        if len(half) and _left((whole, other, half)) > _allowed(unit):
+        if len(half) and _left((whole, other, half), level) > _allowed(unit):
             return True
     return False
 
 
-def writers_of(pairs: Sequence[Pair]) -> dict[str, list[str]]:
+def writers_of(pairs: Sequence[Pair | None]) -> dict[str, list[str]]:
     """Returns the buffers that modules write in their own forward, by the path of the module."""
-    calls = [call for whole, _, _ in pairs for call in whole["calls"] if call["changed"]]
+    calls = [call for whole, _, _ in filter(None, pairs) for call in whole["calls"] if call["changed"]]
     return {call["path"]: call["changed"] for call in calls}
 
 
 def _allowed(unit: float) -> float:
     return max(_COMPUTED, _ROUNDINGS * unit)
+
+
+def _names(forward: Forward) -> frozenset[str]:
+    return frozenset(call["path"] for call in forward["calls"])
+
+
+def _hands_out_rows(forward: Forward) -> bool:
+    """Whether the outermost module, or one of those that it calls, hands out something with as many rows."""
+    inner = {SCRIPT, *(call["path"] for call in forward["calls"] if call["under"] == SCRIPT)}
+    shapes = [
+        shape
+        for call in forward["calls"]
+        if call["under"] in inner
+        for shape in (output["shape"] for output in call["outputs"].values())
+    ]
+    return any(size and forward["rows"] and size % forward["rows"] == 0 for shape in shapes for size in shape[:2])
+
+
+def _places(whole: Forward, part: Forward) -> tuple[int, ...]:
+    """The places of rows that are inputs of an outermost module, found by their projections; empty where they are not.
+
+    Shapes: (n, 1, 3) of the micro-batch against (1, N, 3) of the full batch.
+    """
+    inputs = [forward["calls"][-1]["inputs"] for forward in (whole, part)]
+    for path in inputs[0].keys() & inputs[1].keys():
+        a, b = (side[path]["along"][0] for side in inputs)
+        if len(a) == whole["rows"] and len(b) == part["rows"]:
+            apart = (b[:, None] - a[None]).abs().amax(2) / a[:, 2].abs().max().clamp_min(1e-300)
+            if float(apart.amin(1).max()) <= _COMPUTED:
+                return tuple(apart.argmin(1).tolist())
+    return ()
 
 
 def _calls(pair: Pair) -> Iterator[tuple[tuple[str, int], dict[str, Any], dict[str, Any]]]:
@@ -132,6 +209,13 @@ def _calls(pair: Pair) -> Iterator[tuple[tuple[str, int], dict[str, Any], dict[s
             yield key, known[key], call
 
 
+def _under(pair: Pair, level: Collection[str]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """The calls of both forwards that code of a level makes."""
+    for _, whole, part in _calls(pair):
+        if whole["under"] in level:
+            yield whole, part
+
+
 def _apart(pair: Pair, whole: dict[str, Any], part: dict[str, Any]) -> torch.Tensor | None:
     """How far the rows of some tensors are apart, relative to the largest row, shape (n,); None where nothing tells."""
     worst: torch.Tensor | None = None
@@ -146,11 +230,13 @@ def _apart(pair: Pair, whole: dict[str, Any], part: dict[str, Any]) -> torch.Ten
     return worst
 
 
-def _left(pair: Pair) -> float:
-    """What one factor leaves between the gradients of the same rows, over all that a model hands out."""
-    whole, part = pair[0]["gradients"], pair[1]["gradients"]
-    found = [_rows(pair, whole[path], part[path]) for path in sorted(whole.keys() & part.keys())]
-    pieces = [(a[..., :2].flatten(), b[..., :2].flatten()) for a, b in filter(None, found)]
+def _left(pair: Pair, level: Collection[str]) -> float:
+    """What one factor leaves between the gradients of the same rows, over all that code of a level takes in."""
+    pieces = []
+    for call, other in _under(pair, level):
+        whole, part = call["gradients"], other["gradients"]
+        found = [_rows(pair, whole[path], part[path]) for path in sorted(whole.keys() & part.keys())]
+        pieces += [(a[..., :2].flatten(), b[..., :2].flatten()) for a, b in filter(None, found)]
     if not pieces:
         return 0.0
     a, b = (torch.cat(side) for side in zip(*pieces, strict=True))
@@ -165,15 +251,8 @@ def _rows(pair: Pair, whole: dict[str, Any], part: dict[str, Any]) -> tuple[torc
     for dim in range(min(len(wide), len(narrow), 2)):
         entries = wide[dim] // full["rows"] if full["rows"] else 0
         rest = [(*shape[:dim], *shape[dim + 1 :]) for shape in (wide, narrow)]
-        if (
-            entries
-            and rest[0] == rest[1]
-            and (wide[dim], narrow[dim])
-            == (
-                entries * full["rows"],
-                entries * micro["rows"],
-            )
-        ):
+        counts = entries * full["rows"], entries * micro["rows"]
+        if entries and rest[0] == rest[1] and (wide[dim], narrow[dim]) == counts:
             there = whole["along"][dim].reshape(full["rows"], entries, 3)[list(places)]
             here = part["along"][dim].reshape(micro["rows"], entries, 3)
             return there, here[: len(there)]

@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from gaverify.audit.coupling import agree, feels_the_rest, first_module, loss_apart, outputs_of, pairs_of, writers_of
+import torch
+
+from gaverify.audit.coupling import (
+    Pair,
+    agree,
+    feels_the_rest,
+    first_meeting,
+    first_module,
+    levels,
+    loss_apart,
+    outputs_of,
+    pairs_of,
+    spots_of,
+    writers_of,
+)
+from gaverify.audit.job import Job
 from gaverify.audit.ranks import left_by
-from gaverify.audit.reading import Run
+from gaverify.audit.reading import Run, labels
 from gaverify.audit.running import Runner
 from gaverify.errors import ProblemError
 from gaverify.records.audit import Record, UpdateComparison
-from gaverify.records.events import Event
 from gaverify.records.experiment import Cause, ControlKind, ControlRun
 from gaverify.records.facts import facts_of_loop
 from gaverify.records.operations import Operation, Suspect
 from gaverify.records.rounds import rounds_of
 from gaverify.rules import findings_for
+from gaverify.rules.wording import listed
 from gaverify.verdict.criteria import floors_allowed
 
-_NOT_HELD = (
-    "a script's loss cannot be held from outside; every output agrees for each sample, and given other outputs for "
-    "half of the samples the loss gives the other half other gradients"
-)
 _AGREE = 64.0  # gradients that agree are some roundings apart
+_MOST = 3  # causes that are looked for behind one another
+_NOT_ASKED = "terms of the loss that are scaled unlike would look the same, and could not be told apart"
 
 
 def coupled(runner: Runner, record: Record, options: dict[str, Any]) -> Record:
@@ -49,59 +62,113 @@ def coupled(runner: Runner, record: Record, options: dict[str, Any]) -> Record:
         return record
 
 
+@dataclass(frozen=True)
+class _Held:
+    """What a pair of runs holds: buffers whose modules run in evaluation mode, and code that is held."""
+
+    frozen: tuple[str, ...] = ()
+    code: tuple[str, ...] = ()
+
+
 class _Bench:
-    """Runs the script again, with what the search asks for."""
+    """Runs the script again up to its first update, with what the search asks for."""
 
     def __init__(self, runner: Runner, options: dict[str, Any], record: Record, update: UpdateComparison) -> None:
         self._runner, self.record, self.update = runner, record, update
         self._options = {**options, "eager": True, "outputs": True}
         self._own = {name: value for name, value in self._options.items() if name not in ("source", "parts")}
 
-    def both(self, frozen: tuple[str, ...] = ()) -> tuple[Run, Run]:
-        """Returns the full-batch run and the accumulated one, with the owners of some buffers in evaluation mode."""
-        full = self._runner.full(**self._own, frozen=frozen)
-        (accumulated,) = self._runner.runs(
-            self._runner.jobs("accumulated", **{**self._options, "source": full, "frozen": frozen})
-        )
-        return full, accumulated
+    def both(self, held: _Held, pairs: Sequence[Pair | None] = ()) -> tuple[Run, Run]:
+        """Returns the full-batch run and the accumulated one; `pairs` tell whose rows are given to which forward."""
+        full = self._full(frozen=held.frozen, held=held.code)
+        options = {**self._options, "source": full, "frozen": held.frozen, "held": held.code, "spots": spots_of(pairs)}
+        return full, self._run(self._runner.jobs("accumulated", **options))
 
-    def moved(self, frozen: tuple[str, ...]) -> Run:
-        """Returns the full-batch run in which the loss is given other values of the second half of the rows."""
-        return self._runner.full(**self._own, frozen=frozen, rest_moved=True)
+    def feels(self, full: Run, held: _Held, level: tuple[str, ...]) -> bool:
+        """Whether a loss gives other gradients to half of the rows where the other half has other values."""
+        moved = self._full(frozen=held.frozen, moved=level)
+        return feels_the_rest(outputs_of(full), outputs_of(moved), self.record.unit, level)
 
-    def is_rounding(self, left: float) -> bool:
+    def control(self, full: Run, accumulated: Run, what: str, kind: ControlKind) -> ControlRun:
+        """Returns what a control leaves, apart from parameters that the held code reads without a call of a module."""
+        path = accumulated.folder / "held.pt"
+        own = torch.load(path, weights_only=True) if path.exists() else {}
+        left_out = {(at, position) for at, positions in own.items() for position in positions}
+        if left_out:
+            names = labels(full, accumulated)
+            what += f" (but for its own {listed([f'`{names[place]}`' for place in sorted(left_out)], 1)})"
+        left = left_by(full, accumulated, left_out)
+        return ControlRun(what, left, self._is_rounding(left), kind=kind)
+
+    @property
+    def weights_excluded(self) -> bool:
+        """Whether no scale of any term of the loss explains the difference."""
+        counts = {event.values.get("terms", 0) for window in self.record.windows for event in window.of("backward")}
+        return max(counts, default=0) < 2 or bool(self.record.terms)
+
+    def _full(self, **options: Any) -> Run:
+        return self._run(self._runner.jobs("full", **{**self._own, **options}))
+
+    def _run(self, jobs: list[Job]) -> Run:
+        (run,) = self._runner.runs([replace(job, updates=1) for job in jobs])
+        return run
+
+    def _is_rounding(self, left: float) -> bool:
         """Whether a control left no more than two runs of equal gradients are apart."""
         unit = self.record.unit
         return left <= max(_AGREE * unit, floors_allowed(unit) * self.update.noise)
 
 
 def _causes(bench: _Bench) -> Iterator[Cause]:
-    """Yields the first module that parts, and what parts with that one held; else, or behind it, the loss."""
-    full, accumulated = bench.both()
-    pairs = pairs_of(full, accumulated)
-    frozen: tuple[str, ...] = ()
-    suspect = first_module(pairs, bench.record.unit)
-    if suspect is not None:
-        writers = writers_of(pairs)
-        frozen = _statistics(full, writers) if suspect.operation.module in writers else ()
-        if not frozen:
-            yield Cause(suspect, None)
-            return
-        full, accumulated = bench.both(frozen)
-        pairs, left = pairs_of(full, accumulated), left_by(full, accumulated)
+    """Yields what parts first, then with that held what parts next, until nothing but rounding is left."""
+    held, whole = _Held(), bench.update.relative_difference
+    full, accumulated = bench.both(held)
+    first = pairs = pairs_of(full, accumulated)
+    if not pairs:
+        return
+    for _ in range(_MOST):
+        suspect = first_module(pairs, bench.record.unit)
+        if suspect is not None:
+            held, what, kind = _holding(suspect, held, full, writers_of(pairs))
+        else:
+            level = next((level for level in levels(outputs_of(full)) if _loss_apart(pairs, bench, level)), ())
+            suspect = _loss(full, accumulated, pairs, bench, level) if level else None
+            if suspect is None:
+                return
+            feels = bench.feels(full, held, level)
+            if not feels:
+                if not bench.weights_excluded:
+                    return
+                suspect = replace(suspect, kind="non-additive")
+            held = replace(held, code=tuple(dict.fromkeys((*held.code, *level))))
+            what, kind = "the loss computed once over all outputs", ControlKind.CACHED_GRADIENTS
+        full, accumulated = bench.both(held, first)
+        control = bench.control(full, accumulated, what, kind)
+        pairs = pairs_of(full, accumulated)
         following = first_module(pairs, bench.record.unit)
-        if following is not None and following.operation == suspect.operation:
-            yield Cause(suspect, None)  # it does the same in evaluation mode: its buffers are not what couples
+        if following is not None and following.operation == suspect.operation and kind is ControlKind.FROZEN:
+            # It does the same in evaluation mode: its buffers are not what couples.
+            held, what, kind = _holding(suspect, replace(held, frozen=()), full, {})
+            full, accumulated = bench.both(held, first)
+            control, pairs = bench.control(full, accumulated, what, kind), pairs_of(full, accumulated)
+        statistics = suspect.statistics or kind is ControlKind.FROZEN
+        yield Cause(replace(suspect, statistics=statistics), control, explained=1 - control.left / whole)
+        if control.rounding or not suspect.in_model:
             return
-        control = ControlRun(_named(frozen), left, bench.is_rounding(left), kind=ControlKind.FROZEN)
-        yield Cause(replace(suspect, statistics=True), control)
-        if following is not None:
-            yield Cause(following, None)
-        if control.rounding or following is not None:
-            return
-    apart = loss_apart(pairs, bench.record.unit) if agree(pairs, bench.record.unit) else 0.0
-    if apart and feels_the_rest(outputs_of(full), outputs_of(bench.moved(frozen)), bench.record.unit):
-        yield Cause(_loss(accumulated, apart), None, failure=_NOT_HELD)
+
+
+def _holding(suspect: Suspect, held: _Held, full: Run, writers: dict[str, list[str]]) -> tuple[_Held, str, ControlKind]:
+    """What holds a module as well: evaluation mode where it keeps statistics, else what it does for the full batch."""
+    path = suspect.operation.module or ""
+    frozen = _statistics(full, writers) if path in writers else ()
+    if frozen:
+        return replace(held, frozen=frozen), _named(frozen), ControlKind.FROZEN
+    what = f"what `{path or '(root)'}` gives and gives back held at the full batch's"
+    return replace(held, code=(*held.code, path)), what, ControlKind.FULL_BATCH
+
+
+def _loss_apart(pairs: Sequence[Pair | None], bench: _Bench, level: tuple[str, ...]) -> float:
+    return loss_apart(pairs, bench.record.unit, level) if agree(pairs, bench.record.unit, level) else 0.0
 
 
 def _statistics(run: Run, writers: dict[str, list[str]]) -> tuple[str, ...]:
@@ -118,8 +185,19 @@ def _named(frozen: tuple[str, ...]) -> str:
     return ", ".join(f"`{owner or '(root)'}`" for owner in owners) + " in evaluation mode"
 
 
-def _loss(run: Run, apart: float) -> Suspect:
-    """The loss, at the line of its first backward pass."""
-    event: Event = next(event for event in run.events if event.kind == "backward")
-    operation = Operation("gradient of the loss", file=event.file, line=event.line)
-    return Suspect("rows", operation, None, apart, 0, False, False)
+def _loss(full: Run, accumulated: Run, pairs: Sequence[Pair | None], bench: _Bench, level: tuple[str, ...]) -> Suspect:
+    """The loss, at the line in which rows first meet; else where it is made, or differentiated."""
+    lines: list[list[Any]] = []
+    for run in (full, accumulated):
+        event = next(event for event in run.events if event.kind == "backward")
+        inside = [
+            place
+            for forward in outputs_of(run)
+            for call in forward["calls"]
+            if call["path"] in level
+            for place in call["meetings"]
+        ]
+        lines.append([*inside, *event.values.get("met", ()), event.place])
+    file, line = first_meeting(*lines) or (None, None)
+    operation = Operation("gradient of the loss", file=file, line=line)
+    return Suspect("rows", operation, None, _loss_apart(pairs, bench, level), 0, False, False)

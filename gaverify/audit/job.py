@@ -24,6 +24,9 @@ RECORDER_FAILED = 98
 SCRIPT_FAILED = 96
 """Exit status of a child whose script raised."""
 
+SCRIPT = "(script)"
+"""Stands for the script's own code among the paths of modules."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -42,7 +45,11 @@ class Job:
         synchronise: Let every backward pass reduce over the ranks, whatever the script asks for.
         frozen: Buffers, `model:name`, whose modules run in evaluation mode, with the statistics that they hold.
         outputs: Keep what every module of the first update's forwards gives for each row, and what comes back for it.
-        rest_moved: Hand the loss other values of the second half of each forward's rows.
+        moved: Paths of modules, or `SCRIPT`: what the calls that they make give them has other values in the second
+            half of each forward's rows.
+        held: Paths of modules, or `SCRIPT`, whose own code gives and gives back what it did in the full-batch run.
+        spots: For each forward of the first update where its rows lie in the full-batch run: the number of the forward
+            there, and their places in it; None where the forward belongs to the held code.
         sources: Folders of all ranks of the full-batch run: draws.
         unit: Unit roundoff by which weights are moved.
         perturb_early: Move weights when an optimizer takes them, for a script without modules.
@@ -99,7 +106,9 @@ class Job:
     synchronise: bool = False
     frozen: tuple[str, ...] = ()
     outputs: bool = False
-    rest_moved: bool = False
+    moved: tuple[str, ...] = ()
+    held: tuple[str, ...] = ()
+    spots: tuple[tuple[int, tuple[int, ...]] | None, ...] = ()
 
     @property
     def rank(self) -> int:
@@ -132,7 +141,7 @@ class Job:
         """Reads what `write` wrote."""
         words = json.loads(path.read_text(encoding="utf-8"))
         words["arguments"] = tuple(words["arguments"])
-        for name in ("launcher", "sources", "shares", "frozen"):
+        for name in ("launcher", "sources", "shares", "frozen", "moved", "held", "spots"):
             words[name] = tuple(words.get(name, ()))
         words["world"] = tuple(words["world"]) if words.get("world") else None
         for name in ("environment", "values"):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -260,11 +260,17 @@ def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and float(torch.linalg.vector_norm(a - b)) <= _BUFFER_NOISE * scale
 
 
-def left_by(full: Run, accumulated: Run) -> float:
-    """Returns ‖accumulated − full‖ / ‖full‖ of the first update's summed gradients; NaN where there are none."""
+def left_by(full: Run, accumulated: Run, left_out: Collection[Place] = ()) -> float:
+    """Returns ‖accumulated − full‖ / ‖full‖ of the first update's summed gradients; NaN where there are none.
+
+    Args:
+        full: The full-batch run.
+        accumulated: The accumulated run.
+        left_out: Parameters that are not compared.
+    """
     round_ = rounds_of(accumulated.events)[0]
     sides = [run.gradients(round_, summed=True) for run in (full, accumulated)]
-    keys = [{str(place): gradient for place, gradient in side.items()} for side in sides]
+    keys = [{str(place): gradient for place, gradient in side.items() if place not in left_out} for side in sides]
     rows = measure({name: keys[1].get(name) for name in keys[0]}, keys[0])
     return relative_total((row.difference, row.reference) for row in rows) if rows else math.nan
 

@@ -24,6 +24,7 @@ class ControlKind(Enum):
     STATE_HELD = "writes to state without effect"
     DRAWS_HELD = "every random draw held constant"
     WEIGHTS = "other micro-batch weights"
+    FULL_BATCH = "what code gives and gives back, taken from the full batch"
     HOOKS = "hooks left out"
     GRADIENTS_KEPT = "gradients that a forward clears put back"
     REPLACED = "another layer in the place of one"

@@ -234,6 +234,7 @@ def facts_of_loop(loop: Record) -> Facts:
         weights = Weights(used, SCRIPT, update.sizes, (), counts, update.ignored_targets, update.fit)
     drifted = next((other for other in loop.updates if other.judged and other.drifted), None)
     buffers = Buffers(dict.fromkeys(drifted.drifted, math.nan), drifted.number) if drifted is not None else Buffers()
+    controls = [cause.control for cause in loop.coupling if cause.control is not None]
     return Facts(
         steps=update.backwards if update is not None else 0,
         batch_size=update.data.full if update is not None else 0,
@@ -242,6 +243,7 @@ def facts_of_loop(loop: Record) -> Facts:
         draws=Draws(loop.dealt, loop.dealt, loop.unaligned),
         buffers=buffers,
         forward=Forward(loop.coupling),
+        cleared=bool(controls) and controls[-1].rounding,
         ranks=loop.together,
         loop=loop,
     )

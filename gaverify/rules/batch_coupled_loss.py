@@ -140,6 +140,8 @@ def _remedy(cause: Cause) -> str:
     """The repair that was run, else the one that holds for every loss over the outputs of a model."""
     run = cause.control
     cached = "a two-pass cached gradient (`gaverify.remedies.CachedGradients`)"
+    if cause.suspect.kind == "non-additive":
+        cached = f"take what it needs of the batch (a mean, a deviation) once over the window; or {cached}"
     if run is not None and run.kind is ControlKind.CACHED_GRADIENTS and run.rounding:
         return f"{cached}: tested, gives the full-batch gradient at the memory of a micro-batch"
     if run is not None and run.kind is ControlKind.OWN_CACHE and run.rounding:

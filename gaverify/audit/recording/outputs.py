@@ -5,21 +5,24 @@ Shapes: B rows of a forward; a tensor inside a model may have several entries of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from gaverify.audit.recording.names import plain_name
+from gaverify.audit.job import SCRIPT
+from gaverify.audit.recording.calls import Call, listening
+from gaverify.audit.recording.graph import meetings
 from gaverify.audit.recording.places import user_place
 from gaverify.audit.recording.rows import input_shapes
 from gaverify.audit.recording.values import plain
 from gaverify.passes.channels import per_channel_affine
 from gaverify.passes.fingerprints import real_numbers, summaries
 from gaverify.passes.nesting import leaves, rebuilt
+from gaverify.tracebacks import Place
 
 _MOST = 64  # tensors of one call that are looked at
 
@@ -29,38 +32,75 @@ class Outputs:
 
     Args:
         work: What to run the recorder's own code in.
-        rest_moved: Give the loss other values of the second half of the rows, to see whether the first half feels it.
+        moved: Paths of modules, or `SCRIPT`: what the calls that these make hand them gets other values in the second
+            half of the rows, to see whether the first half feels it.
     """
 
-    def __init__(self, work: Callable[[], AbstractContextManager[None]], rest_moved: bool) -> None:
-        self._work, self._rest_moved = work, rest_moved
+    def __init__(self, work: Callable[[], AbstractContextManager[None]], moved: Collection[str] = ()) -> None:
+        self._work, self._moved = work, moved
         self.forwards: list[dict[str, Any]] = []
+        self._handed_out: set[Any] = set()  # the operations that made what models hand the script
 
     @contextmanager
     def listening(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
         """Surrounds the forward of an outermost module."""
         shapes = input_shapes(args, kwargs)
-        rows = shapes[0][0] if shapes else 0
-        forward: dict[str, Any] = {"rows": rows, "calls": [], "gradients": {}}
+        forward: dict[str, Any] = {"rows": shapes[0][0] if shapes else 0, "number": len(self.forwards), "calls": []}
         self.forwards.append(forward)
-        with ExitStack() as hooks:
-            for name, module in model.named_modules():
-                if isinstance(module, torch.jit.ScriptModule):
-                    continue
-                call = _Call(self._work, plain_name(name), forward["calls"])
-                hooks.callback(module.register_forward_pre_hook(call.begins, with_kwargs=True).remove)
-                hooks.callback(module.register_forward_hook(call.ends).remove)
-            if not isinstance(model, torch.jit.ScriptModule):
-                hooks.callback(model.register_forward_hook(partial(self._handed_out, forward)).remove)
+        inner: dict[str, _Inner] = {}
+        with listening(model, partial(self._begins, inner), partial(self._ends, forward, inner)):
             yield
 
-    def _handed_out(self, forward: dict[str, Any], model: nn.Module, args: Any, output: Any) -> Any:
-        """Listens for the gradients of what a model hands out."""
-        if self._rest_moved and forward["rows"] > 1:
+    def meetings(self, roots: Any) -> list[Place]:
+        """Returns the lines between the models and what is differentiated in which rows meet."""
+        with self._work():
+            tensors = [leaf for _, leaf in leaves(roots, "") if isinstance(leaf, torch.Tensor)]
+            counts = {forward["rows"] * times for forward in self.forwards for times in (1, 2)} - {0, 1, 2}
+            return meetings([tensor.grad_fn for tensor in tensors], self._handed_out, counts)
+
+    def _begins(self, inner: dict[str, _Inner], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with self._work():
+            tensors = _tensors((args, kwargs))
+            first = next((values for _, tensor in tensors if (values := plain(tensor)) is not None), None)
+            alone = not any(True for _ in call.module.children())
+            call.kept["inputs"], call.kept["state"] = _rows(tensors), _state(call.module)
+            call.kept["first"] = first.clone() if alone and first is not None else None
+            inner[call.path] = _Inner({tensor.grad_fn for _, tensor in tensors})
+            if call.under in inner:
+                inner[call.under].roots |= {tensor.grad_fn for _, tensor in tensors}
+
+    def _ends(self, forward: dict[str, Any], inner: dict[str, _Inner], call: Call, output: Any) -> Any:
+        with self._work():
+            tensors, graph = _tensors(output), inner[call.path]
+            made = {tensor.grad_fn for _, tensor in tensors}
+            counts = {forward["rows"] * times for times in (1, 2)} - {0, 1, 2}
+            result, first = plain(tensors[0][1]) if len(tensors) == 1 else None, call.kept["first"]
+            before = call.kept["state"]
+            gradients: dict[str, Any] = {}
+            forward["calls"].append(
+                {
+                    "path": call.path,
+                    "under": call.under,
+                    "kind": type(call.module).__name__,
+                    "place": user_place(),
+                    "meetings": meetings(graph.roots | made, graph.ends, counts),
+                    "inputs": call.kept["inputs"],
+                    "outputs": _rows(tensors),
+                    "numbers": any(tensor.dim() == 0 and tensor.requires_grad for _, tensor in tensors),
+                    "gradients": gradients,
+                    "changed": [n for n, value in _state(call.module).items() if not _same(value, before.get(n))],
+                    "scales": first is not None and result is not None and per_channel_affine(first, result),
+                }
+            )
+            if call.under in inner:
+                inner[call.under].ends |= made
+            if call.under == SCRIPT:
+                self._handed_out |= made
+        if call.under in self._moved and forward["rows"] > 1:
             output = rebuilt(output, partial(_moved, forward["rows"]))
         for path, tensor in _tensors(output):
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._came_back, forward["gradients"], path))
+                tensor.register_hook(partial(self._came_back, gradients, path))
         return output
 
     def _came_back(self, gradients: dict[str, Any], path: str, gradient: torch.Tensor) -> None:
@@ -72,41 +112,11 @@ class Outputs:
             gradients[path] = found if before is None else {**found, "along": _added(before["along"], found["along"])}
 
 
-class _Call:
-    """The calls of one module."""
+class _Inner:
+    """The operations at the borders of a module's own code: what it is given, and what the calls in it are given."""
 
-    def __init__(
-        self, work: Callable[[], AbstractContextManager[None]], path: str, calls: list[dict[str, Any]]
-    ) -> None:
-        self._work, self._path, self._calls = work, path, calls
-        self._open: list[tuple[dict[str, Any], dict[str, torch.Tensor], torch.Tensor | None]] = []
-
-    def begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Before a call: its inputs, which it may change, and the state that it holds."""
-        with self._work():
-            tensors = _tensors((args, kwargs))
-            first = next((values for _, tensor in tensors if (values := plain(tensor)) is not None), None)
-            alone = not any(True for _ in module.children())
-            self._open.append((_rows(tensors), _state(module), first.clone() if alone and first is not None else None))
-
-    def ends(self, module: nn.Module, args: Any, output: Any) -> None:
-        """After a call."""
-        with self._work():
-            inputs, before, first = self._open.pop()
-            tensors = _tensors(output)
-            result = plain(tensors[0][1]) if len(tensors) == 1 else None
-            changed = [name for name, value in _state(module).items() if not _same(value, before.get(name))]
-            self._calls.append(
-                {
-                    "path": self._path,
-                    "kind": type(module).__name__,
-                    "place": user_place(),
-                    "inputs": inputs,
-                    "outputs": _rows(tensors),
-                    "changed": changed,
-                    "scales": first is not None and result is not None and per_channel_affine(first, result),
-                }
-            )
+    def __init__(self, given: set[Any]) -> None:
+        self.ends, self.roots = given, set[Any]()
 
 
 def _tensors(nested: Any) -> list[tuple[str, torch.Tensor]]:

@@ -7,8 +7,8 @@ weights (but in the runs that move or hold them on purpose) and exceptions pass 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -61,10 +61,11 @@ class Recorder(Session):
         number = self._numbers["forward"]
         self._in_forward = True
         try:
-            listening = (
-                nullcontext() if self._outputs is None or not trains else self._outputs.listening(module, args, kwargs)
-            )
-            with self._draws.in_forward(module if trains else None), self._as_a_control(module), listening:
+            with (
+                self._draws.in_forward(module if trains else None),
+                self._as_a_control(module),
+                self._listening(module, args, kwargs) if trains else nullcontext(),
+            ):
                 yield lambda output: self._reach.listen(output, number) if trains else None
         finally:
             self._in_forward = False
@@ -101,6 +102,9 @@ class Recorder(Session):
                     self._own.listen(entry.index, entry.sample)
             place, self._in_backward = user_place(), True
             terms = Terms(tensors)
+            met = [] if self._outputs is None else [*self._outputs.meetings(tensors), *filter(None, [terms.made])]
+            if self._holding is not None:
+                self._holding.differentiated(tensors)
         try:
             with (
                 self._draws.in_backward(),
@@ -113,7 +117,7 @@ class Recorder(Session):
         finally:
             self._in_backward = False
         with self._work():
-            self._after_backward(place, tensors, terms)
+            self._after_backward(place, tensors, terms, met)
 
     @contextmanager
     def zero_grad(self) -> Iterator[None]:
@@ -247,6 +251,16 @@ class Recorder(Session):
         """What a backward pass runs in where the run is a control that differentiates one term of each loss."""
         return terms.only(self.job.term) if self.job.term else nullcontext()
 
+    @contextmanager
+    def _listening(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
+        """What a forward runs in where a run looks for what couples samples, or holds it."""
+        with ExitStack() as stack:
+            if self._holding is not None:
+                stack.enter_context(self._holding.listening(module, args, kwargs))
+            if self._outputs is not None:
+                stack.enter_context(self._outputs.listening(module, args, kwargs))
+            yield
+
     def _as_a_control(self, module: nn.Module) -> AbstractContextManager[None]:
         """What a forward runs in where a run is a control of ranks: DDP asks in its forward whether it shall reduce."""
         if self.job.frozen:
@@ -291,7 +305,7 @@ class Recorder(Session):
         self._changes.note(seen, "between")
         self._changes.note_edits(seen)
 
-    def _after_backward(self, place: Place | None, roots: Any, terms: Terms) -> None:
+    def _after_backward(self, place: Place | None, roots: Any, terms: Terms, met: Sequence[Place]) -> None:
         seen, reached, weight = self.watch.look(), self._reach.end(), self._weight.end()
         touched = [index for index, change in seen.changed.items() if bool(change.any())]
         if not touched and not ends_in_parameters(roots):
@@ -315,6 +329,8 @@ class Recorder(Session):
         told: dict[str, Any] = {} if weight is None else {"weight": weight}
         if len(terms):
             told["terms"] = len(terms)
+        if met:
+            told["met"] = met
         if self.job.term:
             told["term"] = terms.place(self.job.term)
         self._event("backward", place, touched=touched, targets=targets, forwards=reached, **told, **self._sent())

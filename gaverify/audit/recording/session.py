@@ -18,6 +18,8 @@ from gaverify.audit.recording.changes import Changes
 from gaverify.audit.recording.control import Held, Perturbation, use_math_kernels
 from gaverify.audit.recording.dividing import Weight
 from gaverify.audit.recording.draws import Draws
+from gaverify.audit.recording.graph import keep_lines
+from gaverify.audit.recording.holding import Holding
 from gaverify.audit.recording.leading import Lead
 from gaverify.audit.recording.names import Names
 from gaverify.audit.recording.outputs import Outputs
@@ -26,7 +28,6 @@ from gaverify.audit.recording.precision import Roundoff
 from gaverify.audit.recording.ranks import OwnGradients, leave_together, local_shapes, shards_of
 from gaverify.audit.recording.reach import Reach
 from gaverify.audit.recording.storage import Storage, leave
-from gaverify.audit.recording.terms import keep_lines
 from gaverify.audit.recording.update import Forward, Update
 from gaverify.audit.recording.values import out_of_sight, undisturbed
 from gaverify.audit.recording.watching import Watch
@@ -69,9 +70,11 @@ class Session:
         self._own = OwnGradients() if job.ranked else None
         self._held = Held() if job.role == "frozen" else None
         self._draws = Draws(job, storage.folder)
-        if job.term:
+        if job.term or job.outputs:
             keep_lines()
-        self._outputs = Outputs(self._work, job.rest_moved) if job.outputs else None
+        self._outputs = Outputs(self._work, job.moved) if job.outputs else None
+        source = Path(job.source) if job.source else None
+        self._holding = Holding(self._work, job.held, source, job.spots) if job.held else None
         if job.math_kernels:
             use_math_kernels()
 
@@ -144,6 +147,10 @@ class Session:
         if self._outputs is not None and number == 1:
             self.storage.tensors("outputs", self._outputs.forwards)
             self._outputs = None
+        if self._holding is not None and number == 1:
+            own = {at: self._holding.own(self.watch.parameters(at)) for at in range(len(self.watch))}
+            self.storage.tensors("held", self._holding.kept() if self.job.source is None else own)
+            self._holding = None
         self._draws.close(number)
         open_forwards = [forward for entry in self.watch.entries() for forward in entry.forwards]
         oldest = min(open_forwards, default=self._numbers["forward"])

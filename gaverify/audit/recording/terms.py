@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from gaverify.tracebacks import Owner, Place, owner_of
+from gaverify.audit.recording.graph import line_of
+from gaverify.tracebacks import Place
 
 MOST = 4
 """Terms that are told apart; those of a longer sum after the first three count as one."""
 _SUMS = ("AddBackward0", "SubBackward0")
 _DEEPEST = 64  # operations from the root down to the sum
-_LINE = re.compile(r'File "(.+?)", line (\d+)')
 
 _Edge = tuple[Any, int]  # a node of the graph, and which of its operands
 
@@ -32,7 +31,8 @@ class Terms:
 
     def __init__(self, roots: Any) -> None:
         alone = isinstance(roots, torch.Tensor) and roots.dim() == 0
-        edges = _addends(_first_sum(roots.grad_fn if alone else None))
+        self._made = _unscaled(roots.grad_fn if alone else None)
+        edges = _addends(self._made if self._made is not None and self._made.name() in _SUMS else None)
         self._groups = [[edge] for edge in edges[: MOST - 1]] + [edges[MOST - 1 :]] * (len(edges) >= MOST)
 
     def __len__(self) -> int:
@@ -58,22 +58,23 @@ class Terms:
         if number > len(self._groups):
             return None
         node, slot = self._groups[number - 1][0]
-        return _line_of(node.next_functions[slot][0].metadata.get("traceback_", ()))
+        return line_of(node.next_functions[slot][0])
+
+    @property
+    def made(self) -> Place | None:
+        """The user's line that made the loss: behind what only scales it."""
+        return line_of(self._made)
 
 
-def keep_lines() -> None:
-    """Lets torch note with every operation the lines that called it."""
-    torch.autograd.set_detect_anomaly(True, check_nan=False)
-
-
-def _first_sum(node: Any) -> Any:
+def _unscaled(node: Any) -> Any:
+    """Returns the operation that made a number, behind those that only scale it."""
     for _ in range(_DEEPEST):
         if node is None or not _is_number(node):
             return None
         operands = [child for child, _ in node.next_functions if child is not None]
-        if len(operands) > 1:
-            return node if node.name() in _SUMS else None
-        node = operands[0] if operands else None
+        if len(operands) != 1 or not _is_number(operands[0]):
+            return node
+        node = operands[0]
     return None
 
 
@@ -108,8 +109,3 @@ def _stopping(slot: int) -> Callable[[Sequence[Any], Any], tuple[Any, ...]]:
         )
 
     return stopped
-
-
-def _line_of(stack: Sequence[str]) -> Place | None:
-    lines = [(match[1], int(match[2])) for entry in stack if (match := _LINE.search(entry))]
-    return next((place for place in reversed(lines) if owner_of(place[0]) is Owner.USER), None)

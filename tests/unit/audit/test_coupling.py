@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from gaverify.audit.coupling import Pair, agree, feels_the_rest, first_module, loss_apart, writers_of
+from gaverify.audit.job import SCRIPT
 from gaverify.audit.recording.outputs import Outputs
 from gaverify.records.audit import Record
 from gaverify.records.experiment import Cause, ControlKind, ControlRun
@@ -51,7 +52,7 @@ def contrastive(found: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(unit @ unit.roll(1, 1).T, torch.arange(len(unit), device="cpu"))
 
 
-def listened(model: nn.Module, pieces: tuple[torch.Tensor, ...], loss: Loss, moved: bool = False) -> list[Any]:
+def listened(model: nn.Module, pieces: tuple[torch.Tensor, ...], loss: Loss, moved: tuple[str, ...] = ()) -> list[Any]:
     outputs = Outputs(nullcontext, moved)
     for piece in pieces:
         with outputs.listening(model, (piece,), {}):
@@ -114,7 +115,7 @@ def test_a_factor_is_no_coupling() -> None:
 def test_only_a_coupled_loss_feels_the_rest_of_the_batch(loss: Loss, feels: bool) -> None:
     torch.manual_seed(0)
     model = nn.Linear(6, 4)
-    plain, moved = (listened(model, (SAMPLES,), loss, rest) for rest in (False, True))
+    plain, moved = (listened(model, (SAMPLES,), loss, rest) for rest in ((), (SCRIPT,)))
     assert feels_the_rest(plain, moved, UNIT) == feels
 
 
@@ -127,7 +128,7 @@ def test_a_term_that_is_not_divided_parts_and_feels_nothing() -> None:
     assert loss_apart(pairs(nn.GroupNorm(2, 8), each, other), UNIT) > 0.01
     torch.manual_seed(0)
     model = nn.Linear(6, 4)
-    plain, moved = (listened(model, (SAMPLES,), other, rest) for rest in (False, True))
+    plain, moved = (listened(model, (SAMPLES,), other, rest) for rest in ((), (SCRIPT,)))
     assert not feels_the_rest(plain, moved, UNIT)
 
 

@@ -1,0 +1,90 @@
+"""What the graph of autograd tells of a script's code: its parameters, and the lines in which rows of a batch meet."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from gaverify.tracebacks import Owner, Place, owner_of
+
+_LINE = re.compile(r'File "(.+?)", line (\d+)')
+
+
+def keep_lines() -> None:
+    """Lets torch note with every operation the lines that called it."""
+    torch.autograd.set_detect_anomaly(True, check_nan=False)
+
+
+def line_of(node: Any) -> Place | None:
+    """Returns the user's line that ran an operation, where the process keeps the lines of all operations."""
+    stack: Sequence[str] = node.metadata.get("traceback_", ()) if node is not None else ()
+    lines = [(match[1], int(match[2])) for entry in stack if (match := _LINE.search(entry))]
+    return next((place for place in reversed(lines) if owner_of(place[0]) is Owner.USER), None)
+
+
+def parameters_behind(roots: Iterable[Any], ends: Collection[Any]) -> list[torch.Tensor]:
+    """Returns the leaves that roots are computed from, but for what lies behind `ends`.
+
+    Args:
+        roots: Operations.
+        ends: Operations behind which nothing is looked at.
+    """
+    leaves = (getattr(node, "variable", None) for node in _behind(roots, ends))
+    return [leaf for leaf in leaves if leaf is not None]
+
+
+def meetings(roots: Iterable[Any], ends: Collection[Any], rows: Collection[int]) -> list[Place]:
+    """Returns the user's lines in which rows of a batch meet, in the order in which they ran.
+
+    They meet where something with rows becomes something without that is given back to rows or kept in another shape
+    than a number (a mean, a deviation), and in a matrix whose two dimensions both count rows.
+
+    Args:
+        roots: Operations, from which the graph is looked at.
+        ends: Operations behind which nothing is looked at; they are looked at as operands.
+        rows: How many rows a tensor may have.
+    """
+    found: dict[int, Place] = {}
+    roots = list(roots)
+    edges = [(None, root, 0) for root in roots]
+    edges += [(node, child, slot) for node in _behind(roots, ends) for child, slot in node.next_functions]
+    for reader, node, slot in edges:
+        shape = _shape(node, slot)
+        if shape is None or node in ends:
+            continue
+        operands = [_shape(*edge) for edge in node.next_functions]
+        mixed = _is_matrix(shape, rows) and not any(_is_matrix(other, rows) for other in operands)
+        reduced = _without(shape, rows) and any(other and other[0] in rows for other in operands)
+        kept = shape not in ((), (1,)) or any(size in rows for size in _shape(reader, 0) or ())
+        place = line_of(node) if mixed or (reduced and kept) else None
+        if place is not None:
+            found[node._sequence_nr()] = place
+    return list(dict.fromkeys(found[number] for number in sorted(found)))
+
+
+def _behind(roots: Iterable[Any], ends: Collection[Any]) -> Iterator[Any]:
+    """Yields the operations from some roots on, each once, without `ends` and what lies behind them."""
+    waiting = [root for root in roots if root is not None and root not in ends]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        following = {child for child, _ in node.next_functions if child is not None} - seen
+        seen |= following
+        waiting += [child for child in following if child not in ends]
+
+
+def _shape(node: Any, slot: int) -> tuple[int, ...] | None:
+    outputs = getattr(node, "_input_metadata", ())
+    return tuple(outputs[slot].shape) if slot < len(outputs) else None
+
+
+def _is_matrix(shape: tuple[int, ...] | None, rows: Collection[int]) -> bool:
+    return shape is not None and any(size in rows and shape.count(size) > 1 for size in shape)
+
+
+def _without(shape: tuple[int, ...], rows: Collection[int]) -> bool:
+    return not any(size in rows for size in shape)

@@ -1,0 +1,100 @@
+"""Trains where samples of a batch meet: in the loss, in the model, in what the loop computes; and where they do not."""
+
+import torch
+from points import loader_for, options
+from torch import nn
+from torch.nn import functional as F
+
+
+def contrastive(found, others, scale):
+    logits = scale * F.normalize(found, dim=1) @ F.normalize(others, dim=1).T  # here: contrastive
+    return F.cross_entropy(logits, torch.arange(len(logits)))
+
+
+class Towers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = (nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 6)) for _ in range(2))
+        self.scale = nn.Parameter(torch.tensor(5.0))
+
+    def forward(self, features):
+        return self.left(features[:, :8]), self.right(features[:, 8:])
+
+
+class Scored(Towers):
+    def forward(self, features):
+        return {"loss": contrastive(*super().forward(features), self.scale)}
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, features):
+        steps = features.unflatten(1, (2, 8))
+        mixed, _ = self.attention(steps, steps, steps)  # here: attention
+        return self.head(mixed.mean(1))
+
+
+def compared(model, features, labels):
+    return contrastive(*model(features), model.scale)
+
+
+def scored(model, features, labels):
+    return model(features)["loss"]
+
+
+def attention(model, features, labels):
+    return F.cross_entropy(model(features), labels)
+
+
+def advantages(model, features, labels):
+    gained = features.sum(1)
+    gained = (gained - gained.mean()) / gained.std()
+    chosen = model(features)[0].log_softmax(1).gather(1, labels[:, None])[:, 0]
+    loss = -(gained * chosen).mean()  # here: advantages
+    return loss
+
+
+def cached(args, model, optimizer, loader):
+    """Both passes of a cached gradient, written out."""
+    window = []
+    for features, _ in loader:
+        window.append(features)
+        if len(window) < args.accum:
+            continue
+        with torch.no_grad():
+            found = [torch.cat(side).requires_grad_() for side in zip(*map(model, window), strict=True)]
+        contrastive(*found, model.scale).backward()
+        parts = zip(*(side.grad.split(args.batch_size) for side in found), strict=True)
+        for features, gradients in zip(window, parts, strict=True):
+            torch.autograd.backward(model(features), gradients)
+        optimizer.step()
+        optimizer.zero_grad()
+        window = []
+
+
+def plain(args, model, optimizer, loader, loss_of):
+    for i, (features, labels) in enumerate(loader):
+        (loss_of(model, features, labels) / args.accum).backward()
+        if (i + 1) % args.accum == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+LOSSES = {loss.__name__: loss for loss in (compared, scored, attention, advantages)}
+
+if __name__ == "__main__":
+    parser = options(__doc__)
+    parser.add_argument("--loop", choices=[*LOSSES, "cached"], default="compared")
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    model = {"scored": Scored, "attention": Attending}.get(args.loop, Towers)()
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
+    loader = loader_for(args)
+    if args.loop == "cached":
+        cached(args, model, optimizer, loader)
+    else:
+        plain(args, model, optimizer, loader, LOSSES[args.loop])
