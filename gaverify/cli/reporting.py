@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,9 +46,11 @@ def _check(documents: tuple[Path, ...], form: str, outputs: tuple[Path, ...]) ->
     from gaverify.report import format_for
 
     check_outputs(outputs)
-    sources = {path.resolve() for path in documents}
+    sources = {os.path.realpath(path) for path in documents}
     problems = [
-        f"`{path}` would overwrite the document that it is made of" for path in outputs if path.resolve() in sources
+        f"`{path}` would overwrite the document that it is made of"
+        for path in outputs
+        if os.path.realpath(path) in sources
     ]
     if len(documents) == 2:
         asked = dict.fromkeys([form, *(format_for(path).name for path in outputs)])
@@ -69,6 +72,9 @@ def _read(documents: tuple[Path, ...], show_all: bool) -> Report:
             found.append(read_report(path))
         except SpecError as error:
             problems += [f"`{error.source}` {problem}" for problem in error.problems]
+    if len(found) == 2:
+        empty = [path for path, report in zip(documents, found, strict=True) if not report.answers]
+        problems += [f"`{path}` holds errors alone and no answer to compare" for path in empty]
     if problems:
         raise SpecError(problems)
     last = found[-1]
@@ -77,12 +83,9 @@ def _read(documents: tuple[Path, ...], show_all: bool) -> Report:
 
 
 def _show(whole: Report, form: str, outputs: tuple[Path, ...]) -> None:
-    from gaverify.report import format_for, format_named, print_report
-    from gaverify.report.files import write_whole
+    from gaverify.report import format_named, print_report, write_all
 
-    texts = [(path, format_for(path).render(whole)) for path in outputs]
-    for path, text in texts:
-        write_whole(path, text)
+    write_all(whole, outputs)
     if form == "text":
         print_report(whole)
     else:

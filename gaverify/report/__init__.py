@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import IO
 
+from gaverify.errors import SpecError
 from gaverify.report.files import check_writable, write_whole
 from gaverify.report.formats import FORMATS, format_for, format_named
 from gaverify.report.stories import Answer, Report, story_of
@@ -26,6 +27,7 @@ __all__ = [
     "print_report",
     "print_summary",
     "render",
+    "write_all",
     "write_reports",
 ]
 
@@ -47,12 +49,22 @@ def write_reports(
     """Writes a report to each path in the format of its ending; every file is written whole or not at all.
 
     Raises:
-        SpecError: An unknown ending, or a file that cannot be written.
+        SpecError: An unknown ending, or files that cannot be written; the others are there all the same.
     """
-    report = Report(tuple(answers), tuple(errors), show_all)
+    write_all(Report(tuple(answers), tuple(errors), show_all), paths)
+
+
+def write_all(report: Report, paths: Iterable[str | os.PathLike[str]]) -> None:
+    """Writes a report as `write_reports` does."""
     texts = [(path, format_for(path).render(report)) for path in paths]
+    problems: list[str] = []
     for path, text in texts:
-        write_whole(path, text)
+        try:
+            write_whole(path, text)
+        except SpecError as error:
+            problems += error.problems
+    if problems:
+        raise SpecError(problems)
 
 
 def print_answer(answer: Answer, *, show_all: bool = False, file: IO[str] | None = None) -> None:

@@ -68,12 +68,14 @@ def _differing(sides: Sequence[dict[str, str]]) -> Iterator[tuple[str, str, str]
 
 
 def _findings(stories: Sequence[Story | None]) -> Iterator[tuple[str, str, str]]:
-    sides = [
-        {f"{finding.code} {finding.name}": finding.summary for finding in (story.findings if story else ())}
-        for story in stories
-    ]
+    sides: list[dict[str, list[str]]] = [{}, {}]
+    for side, story in zip(sides, stories, strict=True):
+        for finding in story.findings if story else ():  # a code may be found at several places
+            text = f"{finding.summary} (accepted)" if finding.accepted else finding.summary
+            side.setdefault(f"{finding.code} {finding.name}", []).append(text)
     for label in sorted(sides[0].keys() | sides[1].keys()):
-        yield label, sides[0].get(label, "not found"), sides[1].get(label, "not found")
+        before, after = ("; ".join(side.get(label, ["not found"])) for side in sides)
+        yield label, before, after
 
 
 def _parameters(stories: Sequence[Story | None]) -> tuple[tuple[tuple[str, str, str], ...], int]:
@@ -128,7 +130,10 @@ def _changed(comparison: Comparison, layout: Layout) -> list[Line]:
     if not comparison.parameters:
         return []
     total = len(comparison.parameters)
-    lines = layout.wrap(f"{comparison.changed:,} of {total:,} parameters have another outcome", indent=2)
+    lines = layout.wrap(
+        f"{comparison.changed:,} of {total:,} {'parameter has' if total == 1 else 'parameters have'} another outcome",
+        indent=2,
+    )
     shown = comparison.parameters[: min(comparison.changed, _SHOWN)]
     cells = [
         [layout.shorten(name, 40), before, after] for name, before, after in (("parameter", "before", "after"), *shown)

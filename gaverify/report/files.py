@@ -20,12 +20,13 @@ def check_writable(paths: Iterable[str | os.PathLike[str]]) -> None:
         SpecError: With a sentence for each path that has an unknown ending, cannot be written or is named twice.
     """
     problems: list[str] = []
-    seen: set[Path] = set()
+    seen: set[str] = set()
     for path in map(Path, paths):
         problems += _problems(path)
-        if path.resolve() in seen:
+        real = os.path.realpath(path)  # Path.resolve raises on links that lead to each other
+        if real in seen:
             problems.append(f"`{path}` is named twice: one report would overwrite the other")
-        seen.add(path.resolve())
+        seen.add(real)
     if problems:
         raise SpecError(problems)
 
@@ -40,7 +41,7 @@ def _problems(path: Path) -> list[str]:
         problems.append(f"`{path}` is a folder, not a file to write a report to")
     elif path.exists() and not os.access(path, os.W_OK):
         problems.append(f"`{path}` may not be written")
-    folder = path.resolve().parent
+    folder = Path(os.path.realpath(path)).parent
     if not folder.is_dir():
         problems.append(f"`{path}` cannot be written: there is no folder `{folder}`")
     elif not os.access(folder, os.W_OK | os.X_OK):
@@ -57,7 +58,7 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
     Raises:
         SpecError: The folder is gone, full or may not be written.
     """
-    target = Path(path).resolve()  # through a symbolic link to the file it names, as a plain write would
+    target = Path(os.path.realpath(path))  # through a symbolic link to the file it names, as a plain write would
     temporary = ""
     try:
         descriptor, temporary = tempfile.mkstemp(prefix=".gaverify-", suffix=".tmp", dir=target.parent)

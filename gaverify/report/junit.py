@@ -31,14 +31,15 @@ class _Case:
 
 
 def junit_text(report: Report) -> str:
-    """Returns the document; each (source, message) of the errors becomes a suite with one `error`."""
+    """Returns the document; each source of an error becomes a suite with one `error` that holds all its messages."""
     root = ElementTree.Element("testsuites", name="gaverify")
     for answer in report.answers:
         root.append(_suite(story_of(answer)))
-    for source, message in report.errors:
+    for source in dict.fromkeys(source for source, _ in report.errors):
+        messages = [message for told, message in report.errors if told == source]
         suite = ElementTree.SubElement(root, "testsuite", name=clean(source))
         case = ElementTree.SubElement(suite, "testcase", classname=clean(source), name="verdict", time="0.000")
-        _child(case, "error", "no-verdict", message)
+        _child(case, "error", "no-verdict", "; ".join(messages), "\n".join(messages[1:] and messages))
         _count(suite)
     for key in ("tests", "failures", "errors", "skipped"):
         root.set(key, str(sum(int(suite.get(key, "0")) for suite in root)))

@@ -28,7 +28,8 @@ def markdown_text(report: Report) -> str:
     """Returns the whole report."""
     stories = [story_of(answer) for answer in report.answers]
     if report.before:
-        return "\n".join(_comparisons(report)) + "\n"
+        errors = [f"\n- ⛔ error after: {text(source)}: {text(message)}" for source, message in report.errors]
+        return "\n".join([*_comparisons(report), *errors]) + "\n"
     parts = _overview(stories, report.errors) if len(stories) != 1 or report.errors else []
     for story in stories:
         parts += _story(story, report.show_all)

@@ -94,9 +94,10 @@ def _files(paths: Iterable[str | Path]) -> Iterator[tuple[Path, str]]:
         if not found:
             yield path, "the folder holds no *.toml file; `gaverify init` writes one"
         for file in found:
-            if file.resolve() in seen:
+            real = os.path.realpath(file)  # Path.resolve raises on links that lead to each other
+            if real in seen:
                 continue
-            seen.add(file.resolve())
+            seen.add(real)
             yield file, "" if os.path.exists(file) else "there is no such file or folder"
 
 

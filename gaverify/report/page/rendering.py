@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,8 +39,9 @@ def html_text(report: Report) -> str:
     script = _file("page.js")
     hashed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     text = _template().render(
-        answers=[*views, *map(view_of, before)],
+        answers=[*views, *(replace(view, title=f"{view.title}, before") for view in map(view_of, before))],
         comparisons=compared(before, saved) if before else [],
+        runs=len(report.answers) + len(before) + len({source for source, _ in report.errors}),
         errors=[(view_text(source), view_text(message)) for source, message in report.errors],
         style=Markup(_file("page.css")),
         script=Markup(script),

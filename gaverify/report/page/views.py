@@ -85,6 +85,7 @@ class AnswerView:
     tables: Sequence[TableView]
     command: str
     forward: Sequence[ModuleView] = ()
+    forward_begins: str = ""
     weights: Sequence[tuple[str, Markup]] = ()
     timeline: Sequence[tuple[str, Sequence[tuple[str, str, int, str]]]] = ()
     plot: Markup = field(default_factory=lambda: Markup(""))
@@ -111,6 +112,7 @@ def view_of(answer: Answer) -> AnswerView:
         tables=[_table(table, culprits) for table in story.tables],
         command=clean(story.command),
         forward=list(_forward(answer.modules, culprits)) if isinstance(answer, Verdict) else (),
+        forward_begins=_first_to_differ(answer.modules) if isinstance(answer, Verdict) else "",
         weights=list(_weights(answer, story)),
         timeline=list(_timeline(answer.timeline)) if isinstance(answer, AuditReport) else (),
         plot=Markup(profile_svg(answer)) if isinstance(answer, Profile) and answer.rows else Markup(""),
@@ -155,10 +157,16 @@ def _finding(finding: Finding, before: float) -> FindingView:
 
 
 def _before_and_after(finding: Finding, before: float) -> Markup:
-    """The difference as the user's code makes it, without the suspect in both runs, and with each repair that ran."""
+    """The difference as the user's code makes it, without the suspect in both runs, and with each repair that ran.
+
+    All are differences of the whole gradient. `difference` stands in other evidence as well, where it is that of the
+    values of the forward; `before` is the largest of a parameter, for want of the whole gradient's.
+    """
     values = [evidence.values for evidence in finding.evidence]
     left = next((_number(v.get("left", v.get("residual"))) for v in values if "left" in v or "residual" in v), math.nan)
-    own = next((_number(v["difference"]) for v in values if "difference" in v), before)
+    harm = [_number(e.values.get("difference")) for e in finding.evidence if e.probe == "harm"]
+    alone = [_number(v.get("alone")) for v in values if "left" in v]
+    own = next((size for size in (*harm, *alone) if size > 0), before)
     if math.isnan(left) or not own > 0:
         return Markup("")
     bars = [("as it is", own, "divergent"), ("control run", left, "equivalent" if finding.proven else "inconclusive")]
@@ -233,6 +241,14 @@ def _forward(modules: Sequence[ModuleDifference], culprits: set[str]) -> Iterato
             round(scale.at(most.difference), 1),
             any(module.module in culprits for module in piece),
         )
+
+
+def _first_to_differ(modules: Sequence[ModuleDifference]) -> str:
+    """The first module whose outputs differ, and not one that only holds it: a block differs as its layers do."""
+    names = [module.module for module in modules if module.difference > 0]
+    holders = {name[:at] for name in names for at, character in enumerate(name) if character == "."} | {""}
+    first = next((name for name in names if name not in holders), next(iter(names), ""))
+    return clean(first or "(root)")
 
 
 def _weights(answer: Answer, story: Story) -> Iterator[tuple[str, Markup]]:

@@ -33,7 +33,10 @@ def report_lines(report: Report, layout: Layout) -> list[Line]:
     if report.before:
         from gaverify.report.comparing import compared, comparison_lines
 
-        return comparison_lines(compared(report.before, report.answers), layout)
+        lines = comparison_lines(compared(report.before, report.answers), layout)
+        for source, message in report.errors:  # of the later report: what could not be run is in no pair
+            lines += [[], *layout.wrap(f"error after: {source}: {message}", indent=4, style="bold red")]
+        return lines
     blocks = [answer_lines(answer, layout, report.show_all) for answer in report.answers]
     if len(report.answers) != 1 or report.errors:
         blocks.append(summary_lines([story_of(answer) for answer in report.answers], report.errors, layout))

@@ -28,7 +28,8 @@ def summary_lines(stories: Sequence[Story], errors: Sequence[tuple[str, str]], l
         body[0][0] = (f"  {'error':<14}", "bold red")
         lines += body
     counts = [(sum(story.outcome is outcome for story in stories), outcome.value) for outcome in Outcome]
-    counts.append((len(errors), "error" if len(errors) == 1 else "errors"))
-    total = len(stories) + len(errors)
+    failed = len({source for source, _ in errors})  # a spec may have several sentences, and is one run
+    counts.append((failed, "error" if failed == 1 else "errors"))
+    total = len(stories) + failed
     text = ", ".join(f"{count} {word}" for count, word in counts if count) or "nothing was run"
     return lines + layout.wrap(f"{total} {'run' if total == 1 else 'runs'}: {text}", indent=2)

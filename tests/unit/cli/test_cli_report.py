@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,29 @@ def test_answers_of_one_title_are_pairs(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["report", *files]) == 0
     out = capsys.readouterr().out
     assert out.count("not in this report") == 2 and out.index("a.toml") < out.index("b.toml") < out.index("c.toml")
+
+
+def test_what_could_not_be_run_and_twin_findings_are_in_the_pair(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    twins = [replace(samples.batchnorm(), summary=f"`{name}` normalises") for name in ("first", "second")]
+    files = [str(tmp_path / name) for name in ("before.json", "after.json", "empty.json")]
+    errors = [("b.toml", "no `model`"), ("b.toml", "no `steps`")]
+    for file, answers, failed in (
+        (files[0], [samples.equivalent(source="a.toml")], ()),
+        (files[1], [samples.divergent(source="a.toml", findings=twins)], errors),
+        (files[2], [], errors),
+    ):
+        Path(file).write_text(render(answers, "json", errors=failed))
+    page = tmp_path / "page.html"
+    assert main(["report", *files[:2], "--output", str(page)]) == 2
+    out = capsys.readouterr().out
+    assert "`first` normalises; `second` normalises" in out and "error after: b.toml: no `steps`" in out
+    assert "a.toml, before" in page.read_text() and "3 runs" in page.read_text()  # both, and one that failed twice
+    assert main(["report", *files[:2], "--format", "markdown"]) == 2
+    assert "error after: b.toml: no `model`" in capsys.readouterr().out
+    assert main(["report", files[2], files[1]]) == 2
+    assert "`" + files[2] + "` holds errors alone" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,10 @@ def test_control_before_and_after() -> None:
     measured = Evidence("operations", "measured", "88 %", {"difference": 0.88})
     made = page(samples.divergent(findings=(replace(samples.batchnorm(), evidence=(measured, control)),)))
     assert "as it is: 8.8e-01, control run: 8.0e-08" in made
+    whole = Evidence("control", "control", "frozen: proven", {"left": 8e-8, "alone": 0.05})
+    of_values = replace(measured, values={"difference": 7.7})  # of the forward, which the bars do not show
+    made = page(samples.divergent(findings=(replace(samples.batchnorm(), evidence=(of_values, whole)),)))
+    assert "as it is: 5.0e-02, control run: 8.0e-08" in made
     assert "control run: " not in page(samples.divergent())
 
 
@@ -158,6 +162,12 @@ def test_the_forward_shows_where_values_part() -> None:
     text = Reader(page(samples.divergent(modules=modules))).text
     assert "the first that differ are those of 1" in text
     assert "0 the same values 1 cause 1.1e+00 2 6.7e-01" in text
+    deep = [ModuleDifference(f"{block}{layer}", 0.0) for block in range(400) for layer in ("", ".norm", ".out")]
+    deep[900:903] = [
+        ModuleDifference(f"300{layer}", size) for layer, size in (("", 0.1), (".norm", 0.9), (".out", 1.2))
+    ]
+    text = Reader(page(samples.divergent(modules=tuple(deep)))).text
+    assert "the first that differ are those of 300.norm" in text  # neither the block, nor the worst of its neighbours
     agreeing = tuple(ModuleDifference(name, 0.0) for name in "012")
     assert "where values part" not in Reader(page(samples.divergent(modules=agreeing))).text
     many = tuple(ModuleDifference(f"layers.{at}", 0.5) for at in range(5000))

@@ -73,6 +73,32 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
     assert "EQUIVALENT" in (tmp_path / "real.txt").read_text()
 
 
+def test_links_that_lead_to_each_other_are_a_problem_and_no_fault(tmp_path: Path) -> None:
+    (tmp_path / "loop.json").symlink_to(tmp_path / "loop.json")
+    with pytest.raises(SpecError, match="could not be written"):
+        check_writable([tmp_path / "loop.json"])
+        write_reports([samples.equivalent()], [tmp_path / "gone" / "loop.json"])
+
+
+def test_a_report_that_cannot_be_written_costs_no_other(tmp_path: Path) -> None:
+    paths = [tmp_path / "gone" / "a.json", tmp_path / "b.md", tmp_path / "gone" / "c.xml"]
+    with pytest.raises(SpecError) as caught:
+        write_reports([samples.equivalent()], paths)
+    assert len(caught.value.problems) == 2 and "equivalent" in paths[1].read_text()
+
+
+def test_sentences_of_one_spec_are_one_run() -> None:
+    errors = [("a.toml", "no `model`"), ("a.toml", "no `steps`"), ("b.toml", "not TOML")]
+    stream = io.StringIO()
+    print_summary([samples.equivalent()], errors, stream)
+    assert "3 runs: 1 equivalent, 2 errors" in stream.getvalue()
+    root = ElementTree.fromstring(render([samples.equivalent()], "junit", errors=errors))
+    assert root.attrib["errors"] == "2" and [suite.attrib["name"] for suite in root][1:] == ["a.toml", "b.toml"]
+    error = root[1].find("testcase/error")
+    assert error is not None and error.attrib["message"] == "no `model`; no `steps`"
+    assert "3 runs" in render([samples.equivalent()], "html", errors=errors)
+
+
 @pytest.mark.parametrize("twice", ["a.json", "../{}/a.json"])
 def test_a_file_that_is_named_twice_is_refused(tmp_path: Path, twice: str) -> None:
     with pytest.raises(SpecError, match="named twice"):

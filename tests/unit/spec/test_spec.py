@@ -143,6 +143,13 @@ def test_all_problems_of_all_files(tmp_path: Path) -> None:
     assert len(caught.value.problems) == 6
 
 
+def test_links_that_lead_to_each_other(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").symlink_to(tmp_path / "b.toml")
+    (tmp_path / "b.toml").symlink_to(tmp_path / "a.toml")
+    with pytest.raises(SpecError, match="there is no such file"):
+        load_specs([tmp_path])
+
+
 def test_options_of_an_audit_are_told_apart(tmp_path: Path) -> None:
     file = tmp_path / "audit.toml"
     file.write_text('script = "train.py"\nfull = "--batch 8"\n')
