@@ -6,7 +6,9 @@ Buffers that a forward writes and training does not read: running statistics of 
 After K micro-batches they hold other values than after the full batch, whether the gradients agree or not.
 
 In a training loop: buffers (running statistics, counters) that differ after the update, and moving averages of the
-weights that are updated inside a window.
+weights that are updated inside a window: torch's, a library's, or tensors of a script's own that are found by becoming
+d · (old value) + (1 − d) · (weights). Inside the first window such tensors may still be the weights themselves; the
+second shows.
 
 Why gradients diverge
 
@@ -162,7 +164,7 @@ def _average(loop: Record) -> Iterator[Finding]:
         f"the moving average of the weights is updated {times(total)} in the window of update {inside[0].update}",
         measured("events", f"{len(inside)} updates before the last backward pass of their windows", inside=len(inside)),
         severity="note",
-        location=located(inside),
+        location=located([*inside, *(event for each in loop.windows for event in each.of("average"))]),
         remedy="update the average once per optimizer step",
         proven=True,
     )

@@ -13,8 +13,8 @@ Signature in the numbers
 
 A number of a parameter group (`lr`, `momentum`, `weight_decay`, a beta) or the optimizer's own count of steps that
 differs between the runs at the same update; the same of the decay by which a moving average of the weights is updated
-(`torch.optim.swa_utils.AveragedModel`); or weights that change otherwise although the optimizer was given the full
-batch's own gradients.
+(`torch.optim.swa_utils.AveragedModel`, or one that is kept by hand); or weights that change otherwise although the
+optimizer was given the full batch's own gradients.
 
 Example
 
@@ -115,7 +115,7 @@ def _writers(loop: Record, update: UpdateComparison, settings: list[SettingDiffe
     """The last events that set something before the update's step, latest first; then the step itself."""
     window = loop.window_of(update.number)
     if window is not None and settings and all(setting.name == AVERAGE for setting in settings):
-        return list(reversed(window.of("average")))
+        return [*reversed(window.of("average")), *(event for each in loop.windows for event in each.of("average"))]
     seen = [event for window in loop.windows if window.number <= update.number for event in window.events]
     setters = [event for window in loop.windows for event in window.of("settings") if event.file is not None]
     return [*setters[:1], *(event for event in reversed(seen) if event.kind in ("scheduler", "step"))]

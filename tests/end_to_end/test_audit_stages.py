@@ -35,6 +35,32 @@ class TestSettings:
 
 
 @slow
+class TestAveragesByHand:
+    """L10 without a call of torch's: tensors, copied modules and objects of a script's own."""
+
+    SCRIPT = "loops_averages.py"
+
+    def test_one_that_is_made_anew_for_every_micro_batch(self) -> None:
+        result = audit(self.SCRIPT, common="--average replaced --when after")
+        assert (result.code, result.faults, result.notes) == (0, set(), {"GAV402"}), str(result)
+        assert result.line("GAV402") == marked(self.SCRIPT, "after"), str(result)
+        assert "4 times in the window of update 2" in result.finding("GAV402")["summary"]
+
+    def test_one_whose_decay_counts_micro_batches(self) -> None:
+        result = audit(self.SCRIPT, common="--average warmed --when before")
+        assert (result.code, result.faults) == (1, {"GAV609"}), str(result)
+        assert result.line("GAV609") == marked(self.SCRIPT, "before"), str(result)
+        assert result.line("GAV402") == marked(self.SCRIPT, "before"), str(result)
+
+    def test_every_way_to_write_one_is_quiet_once_per_update(self) -> None:
+        """A snapshot, a frozen teacher and counters beside them, and a loss that uses what the average gives."""
+        result = audit(self.SCRIPT, common="--average together --when update --target")
+        assert (result.code, result.outcome, result.faults, result.notes) == (0, "equivalent", set(), set()), str(
+            result
+        )
+
+
+@slow
 class TestStepsThatDivide:
     """S12: where the weights change alike there is no fault; Adam hides a factor and takes nothing out."""
 

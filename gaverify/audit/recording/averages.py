@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,8 +12,47 @@ from gaverify.audit.recording.sampling import Sample
 _UNITS = 16.0  # roundings of a weight that an average may be off by
 
 
+class Fit(NamedTuple):
+    """An update of an average, read as new = decay · old + (1 − decay) · weights.
+
+    `slack` is how far rounding may have moved the decay; `exact` says that rounding alone is left over.
+    """
+
+    decay: float
+    slack: float
+    exact: bool
+
+
+def rounding(weights: torch.Tensor, unit: float) -> float:
+    """Returns how far an average may be off by rounding.
+
+    Args:
+        weights: Some elements of the weights, shape (S,).
+        unit: The distance from 1 to the next number in the average's format.
+    """
+    return _UNITS * unit * float(torch.linalg.vector_norm(weights))
+
+
+def fitted(old: torch.Tensor, now: torch.Tensor, weights: torch.Tensor, allowed: float) -> Fit | None:
+    """Returns the decay that explains an update best; None where old average and weights are alike, as any would do.
+
+    Args:
+        old: Some elements of the average before the update, shape (S,).
+        now: The same after it.
+        weights: The same elements of the weights that it follows.
+        allowed: What `rounding` gives for them.
+    """
+    apart = old - weights
+    size = float(torch.linalg.vector_norm(apart))
+    if not size > allowed:
+        return None
+    decay = float((now - weights) @ apart) / size**2
+    left = float(torch.linalg.vector_norm(now - weights - decay * apart))
+    return Fit(decay, allowed / size, left <= allowed)
+
+
 class Average:
-    """One update of an averaged copy of a model: new = decay · old + (1 − decay) · weights.
+    """One update of an averaged copy of a model whose call is known.
 
     Args:
         average: The averaged copy, before the update.
@@ -31,10 +70,7 @@ class Average:
         """
         if len(self._old) != len(self._weights):
             return {}
-        apart = self._old - self._weights
-        size, weights = float(torch.linalg.vector_norm(apart)), float(torch.linalg.vector_norm(self._weights))
         kinds = [torch.finfo(p.dtype).eps for p in self._average.parameters if p.is_floating_point()]
-        slack = _UNITS * max(kinds, default=1.0) * weights
-        if not size > slack:
-            return {}
-        return {"decay": float((self._average.weights() - self._weights) @ apart) / size**2, "slack": slack / size}
+        allowed = rounding(self._weights, max(kinds, default=1.0))
+        found = fitted(self._old, self._average.weights(), self._weights, allowed)
+        return {} if found is None else {"decay": found.decay, "slack": found.slack}

@@ -8,11 +8,16 @@ from typing import Any, Literal
 
 import torch
 
+from gaverify.audit.recording.followers import Followers
+from gaverify.audit.recording.places import Callers
 from gaverify.audit.recording.watching import Seen, Watch
 from gaverify.tracebacks import LineHunt, Owner, Place
 
-What = Literal["moved", "edited", "settings"]
-"""What was done by hand: weights moved or gradients cleared, gradients changed, settings changed."""
+What = Literal["moved", "edited", "settings", "averaged"]
+"""What was done by hand: weights moved or gradients cleared, gradients or settings changed, an average updated."""
+
+_AVERAGE_HUNTS = 8
+"""Stretches of lines that are watched for the update of an average: a right script updates it after its step."""
 
 _ONE_FACTOR = 1e-2  # what rounding, in bfloat16 too, leaves over where all gradients were multiplied by one number
 
@@ -24,13 +29,17 @@ class Changes:
         watch: The optimizers.
         event: Writes an event: kind, place, values.
         hunting: Look for the line from the first time on.
+        averages: The averages of the weights.
     """
 
-    def __init__(self, watch: Watch, event: Callable[..., Any], hunting: bool = False) -> None:
-        self._watch, self._event = watch, event
+    def __init__(self, watch: Watch, event: Callable[..., Any], averages: Followers, hunting: bool = False) -> None:
+        self._watch, self._event, self._averages = watch, event, averages
+        self._average_hunts = _AVERAGE_HUNTS
+        self._callers = Callers()
         self._hunt: LineHunt | None = None
         self._hunting = set[What](["moved"] if hunting else [])
         self._what: What | None = None  # that was done by the line that the hunt has found
+        self._where: Place | None = None  # the line that stands for it
         self._places: dict[What, Place] = {}
         self._settings: dict[int, list[dict[str, float]]] = {}
 
@@ -61,6 +70,13 @@ class Changes:
             self._event("edited", self._place_of("edited"), optimizers=changed, factors=factors)
             self._hunting.add("edited")
 
+    def note_averages(self) -> None:
+        """Records updates of averages of the weights; the line of one inside a window is known once one was seen."""
+        for move in self._averages.look():
+            self._event("average", self._place_of("averaged"), **move.values())
+        if self._averages.moving:
+            self._hunting.add("averaged")
+
     def note_settings(self) -> None:
         """Records that settings of optimizers were changed by hand; the line is known from the second time on."""
         changed = self._watch.changed_settings(self._settings)
@@ -73,25 +89,36 @@ class Changes:
         """Takes the settings as they are: a scheduler, or a step, has changed them."""
         self._settings = self._watch.settings()
 
-    def differ(self) -> bool:
-        """Whether what is hunted for has happened since the last look; remembers only what it was."""
-        self._what = None
+    def differ(self, place: Place) -> bool:
+        """Whether what is hunted for has happened since the last look; remembers only what it was, and where.
+
+        Args:
+            place: The line that has run last.
+        """
+        self._what, self._where = None, place
         if self._watch.changed_settings(self._settings):
             self._what = "settings"
         elif self._watch.differs():
             self._what = "moved"
         elif "edited" in self._hunting and self._watch.edited():
             self._what = "edited"
+        elif "averaged" in self._hunting and self._averages.moved():
+            self._what, self._where = "averaged", self._callers.place(place)
         return self._what is not None
 
-    def hunt(self, changed: Callable[[], bool]) -> None:
+    def hunt(self, changed: Callable[[Place], bool]) -> None:
         """Starts to watch lines where a change without a known line was seen before; not while a debugger does.
 
         Args:
             changed: Calls `differ`.
         """
-        if self._hunting - set(self._places) and sys.gettrace() is None:
-            self._hunt = LineHunt(lambda _: changed(), Owner.USER)
+        wanted = self._hunting - set(self._places)
+        if wanted == {"averaged"}:
+            self._average_hunts -= 1
+            wanted = wanted if self._average_hunts >= 0 else set()
+        if wanted and sys.gettrace() is None:
+            self._callers = Callers()
+            self._hunt = LineHunt(changed, Owner.USER)
             self._hunt.start(running=True)
 
     def settle(self) -> None:
@@ -99,7 +126,7 @@ class Changes:
         if self._hunt is not None:
             self._hunt.stop()
             if self._hunt.found is not None and self._what is not None:
-                self._places.setdefault(self._what, self._hunt.found)
+                self._places.setdefault(self._what, self._where or self._hunt.found)
             self._hunt = None
 
     def _place_of(self, what: What) -> Place | tuple[None, None]:

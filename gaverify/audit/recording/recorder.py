@@ -183,6 +183,7 @@ class Recorder(Session):
         yield
         with self._work():
             self._event("average", **update.decay())
+            self._averages.forget()
 
     def simple(self, kind: Kind, **values: Any) -> None:
         """Notes a call that needs nothing measured."""
@@ -346,9 +347,9 @@ class Recorder(Session):
         reduced = sizes[Collective.REDUCE] + sizes[Collective.SCATTER]
         return {"reduced": reduced, "sent": traffic.bytes_moved, "collectives": counts}
 
-    def _quiet_difference(self) -> bool:
+    def _quiet_difference(self, place: Place) -> bool:
         with self._work():
-            return self._changes.differ()
+            return self._changes.differ(place)
 
     def _before_step(self, optimizer: Any, place: Place | None, lead: bool) -> None:
         with self._work():
@@ -359,6 +360,8 @@ class Recorder(Session):
                 self._close_update()
             seen = self.watch.look()
             self._changes.note(seen, "backward" if self._in_backward else "between")
+            self._changes.note_averages()
+            self._averages.search()
             self.steps += 1
             entry = self.watch.of(index)
             entry.steps += 1

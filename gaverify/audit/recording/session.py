@@ -20,6 +20,7 @@ from gaverify.audit.recording.dividing import Weight
 from gaverify.audit.recording.draws import Draws
 from gaverify.audit.recording.graph import keep_lines
 from gaverify.audit.recording.holding import Holding
+from gaverify.audit.recording.followers import Followers
 from gaverify.audit.recording.leading import Lead
 from gaverify.audit.recording.names import Names
 from gaverify.audit.recording.outputs import Outputs
@@ -51,7 +52,8 @@ class Session:
         self._lock = threading.RLock()
         self._busy = False  # the recorder's own calls, and calls inside a recorded one, are not recorded
         self._searching: Any = None  # the optimizer whose step evaluates its closure again
-        self._changes = Changes(self.watch, self._event, hunting=job.by_hand)
+        self._averages = Followers(self.watch, job.role in ("full", "accumulated", "events"))
+        self._changes = Changes(self.watch, self._event, self._averages, hunting=job.by_hand)
         self._in_forward = self._in_backward = self._complete = False
         self._targets: list[tuple[torch.Tensor, int]] = []
         self._perturbation = Perturbation(job.unit, job.coins) if job.role == "perturbed" else None
@@ -112,6 +114,7 @@ class Session:
                 return
             self._closed = True
             self._changes.settle()
+            self._changes.note_averages()
             self._close_update()
             self._event("end", reason=reason.value)
             self.storage.finish({**self._meta(reason), "status": code})
@@ -132,6 +135,7 @@ class Session:
     def _begin(self) -> None:
         """A new forward or backward: what was done after the last step is over."""
         self._changes.settle()
+        self._changes.note_averages()
         self._changes.note_settings()
         if self._complete:
             self._stop()

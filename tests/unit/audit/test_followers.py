@@ -1,0 +1,179 @@
+"""Averages of the weights that nobody announces: tensors that become d · old + (1 − d) · weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from gaverify.audit.recording.followers import Followers, Move
+from gaverify.audit.recording.places import Callers
+from gaverify.audit.recording.watching import Watch
+
+DECAY = 0.9
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.Linear(8, 2))
+
+
+class Training:
+    """A model that takes steps, and what is kept beside it."""
+
+    def __init__(self, keep: Callable[[nn.Module], object]) -> None:
+        self.model = network()
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-2)
+        self.watch = Watch()
+        self.watch.add(self.optimizer)
+        self.kept = keep(self.model)
+        self.followers = Followers(self.watch)
+        self.followers.search()
+
+    def step(self) -> None:
+        self.model(torch.randn(4, 6, device="cpu")).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @torch.no_grad()
+    def look(self) -> list[Move]:
+        return self.followers.look()
+
+
+def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def in_place(kept: dict[str, torch.Tensor], model: nn.Module, decay: float = DECAY) -> None:
+    for name, value in model.state_dict().items():
+        kept[name].mul_(decay).add_(value, alpha=1 - decay)
+
+
+def anew(kept: dict[str, torch.Tensor], model: nn.Module, decay: float = DECAY) -> None:
+    for name, value in model.state_dict().items():
+        kept[name] = decay * kept[name] + (1 - decay) * value
+
+
+def through_data(kept: nn.Module, model: nn.Module, decay: float = DECAY) -> None:
+    for old, new in zip(kept.parameters(), model.parameters(), strict=True):
+        old.data = old.data * decay + new.data * (1 - decay)
+
+
+WAYS = [(tensors, in_place), (tensors, anew), (copy.deepcopy, through_data)]
+
+
+@pytest.mark.parametrize(("keep", "update"), WAYS)
+class TestAverages:
+    def test_each_update_is_seen_with_its_decay(self, keep: Callable, update: Callable) -> None:
+        training = Training(keep)
+        assert training.look() == []
+        for _ in range(2):
+            training.step()
+            assert training.look() == []  # the weights moved, the average did not
+            for _ in range(3):
+                update(training.kept, training.model)
+                (move,) = training.look()
+                assert move.decay is not None and abs(move.decay - DECAY) < move.slack + 1e-9 < 1e-2
+
+    def test_two_averages_are_two(self, keep: Callable, update: Callable) -> None:
+        training = Training(lambda model: (keep(model), keep(model)))
+        training.step()
+        update(training.kept[0], training.model)
+        update(training.kept[1], training.model, 0.5)
+        decays = [move.decay for move in training.look()]
+        assert decays == [pytest.approx(0.5, abs=1e-3), pytest.approx(DECAY, abs=1e-3)]
+
+    def test_it_asks_quietly_whether_one_has_moved(self, keep: Callable, update: Callable) -> None:
+        training = Training(keep)
+        training.step()
+        update(training.kept, training.model)
+        assert training.look() and training.followers.moving
+        assert not training.followers.moved()
+        update(training.kept, training.model)
+        assert training.followers.moved()
+        assert training.look() and not training.followers.moved()
+
+
+def forget(kept: dict[str, torch.Tensor], model: nn.Module) -> None:
+    """Does nothing: a frozen teacher."""
+
+
+def take(kept: dict[str, torch.Tensor], model: nn.Module) -> None:
+    kept |= {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def shrink(kept: dict[str, torch.Tensor], model: nn.Module) -> None:
+    for value in kept.values():
+        value.mul_(DECAY)
+
+
+def wander(kept: dict[str, torch.Tensor], model: nn.Module) -> None:
+    for value in kept.values():
+        value.add_(torch.randn_like(value), alpha=1e-3)
+
+
+@pytest.mark.parametrize("update", [forget, take, shrink, wander])
+def test_other_copies_are_no_averages(update: Callable[[dict[str, torch.Tensor], nn.Module], None]) -> None:
+    training = Training(tensors)
+    for _ in range(3):
+        training.step()
+        update(training.kept, training.model)  # type: ignore[arg-type]
+        assert training.look() == []
+    assert not training.followers.moving
+
+
+def test_an_average_that_was_recorded_by_its_call_is_not_seen_again() -> None:
+    training = Training(tensors)
+    training.step()
+    in_place(training.kept, training.model)  # type: ignore[arg-type]
+    training.followers.forget()
+    assert training.look() == []
+
+
+def test_a_script_without_copies_is_searched_a_few_times_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    searches = []
+    monkeypatch.setattr("gaverify.audit.recording.followers.gc.get_objects", lambda: searches.append(1) or [])
+    training = Training(lambda model: None)
+    for _ in range(9):
+        training.step()
+        training.followers.search()
+        training.look()
+    assert len(searches) == 3
+
+
+def test_an_average_in_float32_of_weights_in_bfloat16() -> None:
+    training = Training(lambda model: None)
+    training.model.bfloat16()
+    kept = {name: value.float() for name, value in training.model.state_dict().items()}
+    training.followers.search()
+    with torch.no_grad():
+        for parameter in training.model.parameters():
+            parameter.add_(torch.ones_like(parameter), alpha=0.05)
+    for name, value in training.model.state_dict().items():
+        kept[name].lerp_(value.float(), 1 - DECAY)
+    (move,) = training.look()
+    assert move.decay == pytest.approx(DECAY, abs=1e-4)
+
+
+class TestCallers:
+    """The line of the loop stands for what happens deep in the methods that it calls."""
+
+    @contextmanager
+    def inner(self, callers: Callers) -> Iterator[tuple[str, int]]:
+        yield callers.place((__file__, 1))
+
+    def deep(self, callers: Callers) -> tuple[str, int]:
+        return callers.place((__file__, 1))
+
+    def test_it_is_the_line_of_the_loop(self) -> None:
+        callers = Callers()
+        file, line = self.deep(callers)
+        assert file == __file__ and line > 1
+
+    def test_in_the_loop_itself_it_is_the_last_line(self) -> None:
+        callers = Callers()
+        assert callers.place((__file__, 7)) == (__file__, 7)
