@@ -18,9 +18,9 @@ from gaverify.audit.recording.changes import Changes
 from gaverify.audit.recording.control import Held, Perturbation, use_math_kernels
 from gaverify.audit.recording.dividing import Weight
 from gaverify.audit.recording.draws import Draws
+from gaverify.audit.recording.followers import Followers
 from gaverify.audit.recording.graph import keep_lines
 from gaverify.audit.recording.holding import Holding
-from gaverify.audit.recording.followers import Followers
 from gaverify.audit.recording.leading import Lead
 from gaverify.audit.recording.names import Names
 from gaverify.audit.recording.outputs import Outputs
