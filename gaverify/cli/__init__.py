@@ -16,6 +16,7 @@ import click
 
 from gaverify.cli.accepting import baseline
 from gaverify.cli.auditing import audit
+from gaverify.cli.collector import leave_to_the_system
 from gaverify.cli.doctoring import doctor
 from gaverify.cli.explaining import explain, rules
 from gaverify.cli.failures import Invocation, report_failure, report_interrupt
@@ -119,6 +120,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, OSError):
             silence(sys.stdout)  # a full disk behind it: what is left in its buffer would fail again on exit
         return report_failure(error, invocation)
+    finally:
+        if argv is None:
+            leave_to_the_system()
 
 
 def _run(words: list[str], invocation: Invocation) -> int:

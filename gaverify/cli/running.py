@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from gaverify.cli.collector import paused
 from gaverify.cli.failures import Invocation, failure_message, report_failure, report_interrupt
 from gaverify.cli.options import complete_specs, overrides_from, spec_options
 from gaverify.cli.progress import DelayedProgress
@@ -147,6 +148,7 @@ def _verify_one(spec: Spec) -> Verdict:
 
         check_name(spec.model)  # before torch is imported: a name that does not exist is answered at once
     with guests(), DelayedProgress(spec.model) as progress:
-        from gaverify.verification import verify_spec  # inside, as importing torch may warn
+        with paused():
+            from gaverify.verification import verify_spec  # inside, as importing torch may warn
 
         return verify_spec(spec, progress=progress.report)
