@@ -21,6 +21,8 @@ def _module(kind: str) -> Any:
 
 def _is_available(kind: str) -> bool:
     module = _module(kind)
+    if kind == "mps" and not hasattr(module, "is_available"):  # torch 2.4 and 2.5 tell it elsewhere
+        return torch.backends.mps.is_available()
     return module is not None and bool(module.is_available())
 
 
@@ -29,7 +31,7 @@ def _is_initialised(kind: str) -> bool:
     module = _module(kind)
     if hasattr(module, "is_initialized"):
         return bool(module.is_initialized())
-    return module is not None and bool(module.is_available())
+    return _is_available(kind)
 
 
 def _devices_of(kind: str) -> list[torch.device]:

@@ -38,7 +38,10 @@ def wrapped(task: Task, engine: Engine, unused: bool) -> Task:
 
 
 def _sharded(task: Task) -> Task:
-    from torch.distributed.fsdp import fully_shard
+    try:
+        from torch.distributed.fsdp import fully_shard
+    except ImportError:  # torch 2.4 and 2.5
+        from torch.distributed._composable.fsdp import fully_shard  # type: ignore
 
     model = task.problem.model
     for block in _blocks(model):

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ from gaverify.errors import ProblemError
 from gaverify.passes.gradients import Gradients, PassProbe, PassResult, accumulated_gradients
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.randomness import DrawRecord
+from gaverify.passes.shards import is_sharded, offset_of_shard
 from gaverify.passes.task import Task
 from gaverify.ranks.engines import Scaled, Synchronised, wrapped
 from gaverify.ranks.groups import joined
@@ -151,16 +153,12 @@ def _hint(error: ProblemError) -> str:
 
 
 def _shard(gradient: torch.Tensor | None) -> Shard:
-    from torch.distributed.tensor import DTensor
-
     if gradient is None:
         return Shard(None, (), ())
-    if not isinstance(gradient, DTensor):
+    if not is_sharded(gradient):
         return Shard(gradient, (0,) * gradient.dim(), tuple(gradient.shape))
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    _, offset = compute_local_shape_and_global_offset(gradient.shape, gradient.device_mesh, gradient.placements)
-    return Shard(gradient.to_local(), tuple(offset), tuple(gradient.shape))
+    sharded: Any = gradient
+    return Shard(sharded.to_local(), offset_of_shard(sharded), tuple(sharded.shape))
 
 
 def sampled(gradient: torch.Tensor | None) -> torch.Tensor:

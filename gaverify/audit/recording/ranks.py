@@ -15,6 +15,7 @@ import torch
 
 from gaverify.audit.recording.sampling import Sample
 from gaverify.audit.recording.values import plain
+from gaverify.passes.shards import is_sharded, offset_of_shard
 
 _PATIENCE = 20.0  # seconds that a rank waits for the others before it ends; one of them may have failed
 _LEFT = "left-{}"
@@ -97,16 +98,7 @@ def frozen(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 def shards_of(parameters: list[torch.Tensor]) -> dict[int, tuple[int, ...]]:
     """Returns where the shard of this process begins in each sharded parameter, by position; empty where none is."""
-    kept: list[tuple[int, Any]] = [(at, parameter.data) for at, parameter in enumerate(parameters)]
-    sharded = {at: data for at, data in kept if hasattr(data, "placements")}
-    if not sharded:
-        return {}
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    return {
-        at: tuple(compute_local_shape_and_global_offset(data.shape, data.device_mesh, data.placements)[1])
-        for at, data in sharded.items()
-    }
+    return {at: offset_of_shard(kept.data) for at, kept in enumerate(parameters) if is_sharded(kept.data)}
 
 
 def place_in_group() -> tuple[int, int]:
@@ -120,7 +112,7 @@ def place_in_group() -> tuple[int, int]:
 def local_shapes(parameters: list[torch.Tensor]) -> dict[int, tuple[int, ...]]:
     """Returns the shape of the shard of this process of each sharded parameter, by position."""
     kept: list[tuple[int, Any]] = [(at, parameter.data) for at, parameter in enumerate(parameters)]
-    return {at: tuple(data.to_local().shape) for at, data in kept if hasattr(data, "placements")}
+    return {at: tuple(data.to_local().shape) for at, data in kept if is_sharded(data)}
 
 
 def leave_together(meeting: Path, rank: int, ranks: int) -> None:

@@ -92,7 +92,7 @@ KERNELS: tuple[Flag, ...] = (
     (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
     (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
     (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
-    *(flag for kind in ("cpu", *ACCELERATORS) for flag in _autocast(kind)),
+    *(flag for kind in ("cpu", *ACCELERATORS) if torch.amp.is_autocast_available(kind) for flag in _autocast(kind)),
 )
 
 

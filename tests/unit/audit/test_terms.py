@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -26,6 +27,10 @@ def alone(loss: torch.Tensor, parameter: nn.Parameter) -> list[list[float]]:
     return found
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.ones(1, requires_grad=True, device="cpu").sum().grad_fn, "_input_metadata"),
+    reason="torch 2.4 does not tell the shapes of a node's operands: a loss has no terms there",
+)
 class TestTerms:
     def test_a_sum_below_a_scale_is_taken_apart_in_its_order(self) -> None:
         w = weight()
