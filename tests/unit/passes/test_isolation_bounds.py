@@ -124,7 +124,11 @@ def test_parameters_are_not_copied_unless_something_writes_to_them() -> None:
     assert [tensor is model.weight for tensor in state.written] == [True]
 
 
-@pytest.mark.parametrize("value", [random, torch, numpy, nn.functional.relu, random.random, gaverify.verify], ids=repr)
+@pytest.mark.parametrize(
+    "value",
+    [random, torch, numpy, nn.functional.relu, random.random, gaverify.verify],
+    ids=["random", "torch", "numpy", "relu", "random.random", "verify"],
+)
 def test_libraries_are_not_followed(value: Any) -> None:
     """The function that names it, its attributes and classes, and nothing behind it."""
     assert len(_seen(value)) < 7

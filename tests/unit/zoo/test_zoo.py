@@ -265,7 +265,11 @@ def test_missing_data(tmp_path: Path) -> None:
     assert "there is no folder" in refused("mnist-mlp", data=str(tmp_path / "none"))
 
 
-@pytest.mark.parametrize("content", [b"no gzip", gzip.compress(idx(4))[:-9], gzip.compress(idx(4))[:12] + b"\xff" * 30])
+@pytest.mark.parametrize(
+    "content",
+    [b"no gzip", gzip.compress(idx(4))[:-9], gzip.compress(idx(4))[:12] + b"\xff" * 30],
+    ids=["no gzip", "cut off", "garbled"],
+)
 def test_damaged_gzip_files_are_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.gz").write_bytes(content)
     with pytest.raises(ProblemError, match=r"a.gz` is no whole gzip file"):
