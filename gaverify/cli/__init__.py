@@ -19,7 +19,7 @@ from gaverify.cli.auditing import audit
 from gaverify.cli.collector import leave_to_the_system
 from gaverify.cli.doctoring import doctor
 from gaverify.cli.explaining import explain, rules
-from gaverify.cli.failures import Invocation, report_failure, report_interrupt
+from gaverify.cli.failures import Invocation, interrupts_noted, report_failure, report_interrupt
 from gaverify.cli.listing import models, schema
 from gaverify.cli.profiling import profile
 from gaverify.cli.reporting import report
@@ -108,7 +108,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # NumPy is optional for torch and for gaverify; torch warns about it at every import all the same
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     try:
-        code = _run(words, invocation)
+        with interrupts_noted():
+            code = _run(words, invocation)
         sys.stdout.flush()
         return code
     except (KeyboardInterrupt, click.Abort):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gaverify.cli.failures import Invocation, report_failure, say
+from gaverify.cli.failures import INTERRUPTED, Invocation, report_failure, say
 from gaverify.errors import GaverifyError, SpecError
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ def baseline(invocation: Invocation | None, /, specs: tuple[Path, ...], reason: 
         except (Exception, SystemExit) as error:
             # the problems of a spec name their file themselves
             left = report_failure(error, invocation or Invocation(), "" if error is spec else str(file))
+            if left == INTERRUPTED:
+                return left
         code = max(code, left)
     return code
 

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import errno
+import os
 import shlex
+import signal
+import threading
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 
 import click
 
@@ -21,6 +27,34 @@ def say(message: str, label: str = "error") -> None:
     """Prints the message on stderr, each line with `gaverify: error: ` in front."""
     for line in message.splitlines() or [""]:
         tell(f"gaverify: {label}: {line}")
+
+
+_received: list[int] = []
+"""The SIGINTs of this call of `main`."""
+
+
+@contextmanager
+def interrupts_noted() -> Iterator[None]:
+    """Remembers that Ctrl-C came, for `report_failure`; it still raises KeyboardInterrupt.
+
+    A library may turn that exception into one of its own: pydantic does while it builds a class, and imports do.
+    """
+    _received.clear()
+    if threading.current_thread() is not threading.main_thread() or (
+        signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    ):
+        yield
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        _received.append(number)
+        signal.default_int_handler(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @dataclass(frozen=True)
@@ -39,6 +73,8 @@ def report_failure(error: BaseException, invocation: Invocation, source: str = "
         invocation: How gaverify was called.
         source: The spec, where there are several.
     """
+    if _received:
+        return report_interrupt()
     if isinstance(error, click.ClickException):
         return _report_usage(error)
     if invocation.debug:
@@ -79,7 +115,17 @@ def as_foreseen(error: BaseException) -> GaverifyError | None:
         return GaverifyError(f"the model's code left Python with {exit_call(error)}; nothing was compared")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return GaverifyError(f"cannot write: {error.strerror}")
+    if isinstance(error, FileNotFoundError) and _folder_is_gone():
+        return GaverifyError("the folder that this was started in has been removed; change to another one")
     return None
+
+
+def _folder_is_gone() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def report_interrupt() -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from gaverify.cli.collector import paused
-from gaverify.cli.failures import Invocation, failure_message, report_failure, report_interrupt
+from gaverify.cli.failures import INTERRUPTED, Invocation, failure_message, report_failure, report_interrupt
 from gaverify.cli.options import complete_specs, overrides_from, spec_options
 from gaverify.cli.progress import DelayedProgress
 from gaverify.cli.showing import check_outputs, exit_code_of, output_options, show, strict_option
@@ -117,13 +117,14 @@ def _verify_all(
             if isinstance(spec, SpecError):
                 raise spec
             verdict = verified(spec, project, "" if source == _COMMAND_LINE else source, strict=strict)
-        except KeyboardInterrupt:
-            code = report_interrupt()
-            failures += [_Failure(left, "interrupted before there was a verdict", code) for left, _ in jobs[at:]]
-            return
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
             # the problems of a spec name their file themselves
-            code = report_failure(error, invocation, source if len(jobs) > 1 and error is not spec else "")
+            where = source if len(jobs) > 1 and error is not spec else ""
+            interrupted = isinstance(error, KeyboardInterrupt)
+            code = report_interrupt() if interrupted else report_failure(error, invocation, where)
+            if code == INTERRUPTED:
+                failures += [_Failure(left, "interrupted before there was a verdict", code) for left, _ in jobs[at:]]
+                return
             sentences = error.problems if error is spec else (failure_message(error),)
             failures += [_Failure(source, sentence, code) for sentence in sentences]
             continue

@@ -6,14 +6,13 @@ Shapes: R ranks, K micro-batches each; S sampled elements of all gradients toget
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
+from gaverify.children import working_folder
 from gaverify.passes.gradients import Gradients, PassResult
 from gaverify.passes.precision import unit_roundoff
 from gaverify.passes.randomness import DrawRecord
@@ -110,8 +109,8 @@ def _window(
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
     shares: tuple[float, ...] = (),
 ) -> tuple[list[RankReport], Gradients]:
-    with tempfile.TemporaryDirectory(prefix="gaverify-ranks-") as folder:
-        window = Window(task, record, reference, ranks.engine, ranks.count, Path(folder), around=around, shares=shares)
+    with working_folder("gaverify-ranks-") as folder:
+        window = Window(task, record, reference, ranks.engine, ranks.count, folder, around=around, shares=shares)
         jobs = [(f"rank {rank} of {ranks.count}", rank_task(window, rank)) for rank in range(ranks.count)]
         reports = run_forked(jobs, ranks.timeout, ranks.waiting)
         return reports, merged(reports, list(task.parameters))

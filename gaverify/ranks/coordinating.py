@@ -6,11 +6,13 @@ a group of world size 1 in the coordinator, and that of the R ranks in theirs.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 
+from gaverify.children import ended_as_interrupted, working_folder
 from gaverify.errors import ProblemError
 from gaverify.passes.batching import batch_size_of
 from gaverify.passes.problem import Problem
@@ -29,14 +31,20 @@ def coordinated(work: Callable[[Progress | None], Answer], progress: Progress | 
     Raises:
         GaverifyError: What `work` raised.
     """
-    if progress is None:
-        (answer,) = run_forked([("the verification", lambda: work(None))])
-        return answer  # type: ignore[no-any-return]
-    relay = Relay(progress)
+    relay = None if progress is None else Relay(progress)
     try:
-        (answer,) = run_forked([("the verification", lambda: work(relay.send))], waiting=relay.drain)
+        with ended_as_interrupted(), working_folder("gaverify-ranks-") as folder:
+
+            def judged() -> Answer:
+                # temporary files of a process that is killed would stay; the folder around them goes with this one
+                tempfile.tempdir = str(folder)
+                return work(None if relay is None else relay.send)
+
+            waiting = (lambda: None) if relay is None else relay.drain
+            (answer,) = run_forked([("the verification", judged)], waiting=waiting)
     finally:
-        relay.close()
+        if relay is not None:
+            relay.close()
     return answer  # type: ignore[no-any-return]
 
 

@@ -100,8 +100,9 @@ def _settle(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died before it was asked for
         os._exit(1)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as in the background of a script, or under nohup
+            signal.signal(number, signal.SIG_DFL)
     # a thread of the parent, such as a progress bar's, may hold the lock of its stream at the fork, for ever here
     sys.stdout = sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, errors="replace")
     import torch

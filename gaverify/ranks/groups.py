@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
+from gaverify.children import working_folder
 from gaverify.ranks.traffic import TrafficMeter
 
 _LOOPBACK = "lo"
@@ -49,7 +49,7 @@ class joined:
 @contextmanager
 def alone() -> Iterator[None]:
     """Joins a group of world size 1."""
-    with tempfile.TemporaryDirectory(prefix="gaverify-ranks-") as folder, joined(0, 1, Path(folder) / "store"):
+    with working_folder("gaverify-ranks-") as folder, joined(0, 1, folder / "store"):
         yield
 
 

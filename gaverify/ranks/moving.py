@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
+from gaverify.children import working_folder
 from gaverify.passes.batching import micro_batch_sizes
 from gaverify.passes.gradients import PassProbe, full_batch_gradients
 from gaverify.passes.isolation import ModelState
@@ -37,8 +36,8 @@ def moved(task: Task, state: ModelState, steps: int, ranks: Ranks) -> Moved:
     task = replace(task, sizes=sizes, strategy="accumulate")
     with alone():  # a loss may ask `torch.distributed` for its rank
         reference, record = full_batch_gradients(task, state)
-    with tempfile.TemporaryDirectory(prefix="gaverify-ranks-") as folder:
-        window = Window(task, record, reference, ranks.engine, ranks.count, Path(folder))
+    with working_folder("gaverify-ranks-") as folder:
+        window = Window(task, record, reference, ranks.engine, ranks.count, folder)
         jobs = [(f"rank {rank} of {ranks.count}", _counts(window, rank)) for rank in range(ranks.count)]
         found = run_forked(jobs, ranks.timeout, ranks.waiting)
     return Moved(max((once for once, _ in found), key=_order), max((every for _, every in found), key=_order))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import time
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +15,7 @@ from typing import Any
 import pytest
 
 import gaverify
+from gaverify.__main__ import start
 from gaverify.cli import main
 from gaverify.cli.options import overrides_from, read_value
 from gaverify.errors import InternalError, ProblemError
@@ -187,7 +191,7 @@ def test_a_broken_spec_is_a_row_and_the_others_run(
     assert [Path(error["source"]).name for error in document["errors"]] == ["0b.toml", "0b.toml", "gone.toml"]
     assert "$.steps: must be" in document["errors"][0]["message"]
     out, err = capsys.readouterr()
-    assert out.count("  error  ") == 3 and "3 errors" in out
+    assert out.count("  error  ") == 3 and "4 runs: 1 equivalent, 1 divergent, 2 errors" in out  # one spec has two
     assert err.count("0b.toml: $.steps") == 1 and err.count("gone.toml") == 1
 
 
@@ -210,6 +214,49 @@ def test_ctrl_c_between_specs_is_told_in_the_reports(fake: Fake, tmp_path: Path)
     document = json.loads(file.read_text())
     assert len(document["verdicts"]) == 1 and document["outcome"] == "inconclusive"
     assert [error["message"] for error in document["errors"]] == ["interrupted before there was a verdict"] * 2
+
+
+def test_ctrl_c_that_a_library_turned_into_its_own_error(
+    fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def verify(spec: Spec) -> Verdict:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(10)
+        except KeyboardInterrupt as error:
+            raise RuntimeError("SchemaError: KeyboardInterrupt") from error
+        raise AssertionError("unreachable")
+
+    fake.verify = verify
+    assert main(["run", str(specs(tmp_path, "equivalent", "equivalent"))]) == 130
+    err = capsys.readouterr().err
+    assert len(fake.specs) == 1 and "interrupted" in err and "fault in gaverify" not in err
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    fake.verify = raising(RuntimeError("another call"))
+    assert main(["run", "--model", "m"]) == 70
+
+
+def test_ctrl_c_while_the_command_line_is_imported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupted(types.ModuleType):
+        def __getattr__(self, name: str) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "gaverify.cli", Interrupted("gaverify.cli"))
+    assert start() == 130
+    assert capsys.readouterr().err == "gaverify: interrupted; nothing was decided\n"
+
+
+def test_a_folder_that_is_gone_is_a_sentence(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert main(["run", "--model", "m"]) == 2
+    assert "has been removed; change to another one" in capsys.readouterr().err
 
 
 def raising(error: BaseException) -> Callable[[Spec], Verdict]:
