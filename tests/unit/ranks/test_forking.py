@@ -63,13 +63,19 @@ def test_a_failure_ends_the_others_at_once(task: object, error: type[Exception],
 
 def test_the_earliest_failure_is_told() -> None:
     """A rank that loses its connection because another one failed must not hide the other's sentence."""
+    reading, writing = os.pipe()
 
     def later() -> None:
+        os.read(reading, 1)  # the other is about to raise, however late it was started
         time.sleep(0.1)
         raise ProblemError("connection closed by peer")
 
+    def first() -> None:
+        os.write(writing, b"!")
+        raise ProblemError("the batch is too small")
+
     with pytest.raises(ProblemError, match="the batch is too small"):
-        run_forked([("a", later), ("b", _refuse)])
+        run_forked([("later", later), ("first", first)])
 
 
 def test_a_task_that_does_not_end_is_ended() -> None:
