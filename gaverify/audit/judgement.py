@@ -220,6 +220,7 @@ def _comparison(
 ) -> UpdateComparison:
     backwards = window.of("backward") if window is not None else ()
     forwards = window.of("forward") if window is not None else ()
+    counted = tuple(event.values.get("counted", math.nan) for event in backwards)
     valid = tuple(max((count for count, _ in event.values.get("targets", ())), default=-1) for event in backwards)
     return UpdateComparison(
         number=number,
@@ -230,6 +231,7 @@ def _comparison(
         backwards=len(backwards),
         sizes=tuple(event.values.get("rows") or 0 for event in forwards),
         valid_targets=valid if valid and min(valid) >= 0 else (),
+        counted=counted if all(map(math.isfinite, counted)) else (),
         ignored_targets=any(count < total for event in backwards for count, total in event.values.get("targets", ())),
         learning_rates=_rates(accumulated),
         learning_rates_full=_rates(full),

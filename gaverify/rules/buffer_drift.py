@@ -25,7 +25,8 @@ Signature in the numbers
 
 - The difference of a buffer after both strategies, relative to its norm: 0.71 for the first window of a moving
   average with m = 0.1 and K = 4 that starts from zero (1 − 0.1 / (1 − 0.9^4) = 0.71).
-- It is a note: the verdict on the gradients stands beside it.
+- It is a note: the verdict on the gradients stands beside it. Where an update differs, nothing else explains it and an
+  average moved inside its window (a momentum encoder that the loss uses), it is suspected.
 - In a training loop: Gradients agree or not; the named buffers differ by more than rounding after the same update.
 
 Example
@@ -124,9 +125,11 @@ import math
 from collections.abc import Iterator
 
 from gaverify.records.audit import Record
+from gaverify.records.events import Event
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Finding
 from gaverify.rules.rule import Rule, measured
+from gaverify.rules.scale import factor_in_loop, weights_of
 from gaverify.rules.wording import count, listed, located, times
 
 RULE = Rule("GAV402", "buffer-drift")
@@ -158,13 +161,32 @@ def _average(loop: Record) -> Iterator[Finding]:
     inside = loop.inside("average")
     if not inside:
         return
-    window = loop.window_of(inside[0].update)
+    suspected = _blamed(loop, inside)
+    number = suspected or inside[0].update
+    window = loop.window_of(number)
     total = len(window.of("average")) if window is not None else len(inside)
     yield RULE.finding(
-        f"the moving average of the weights is updated {times(total)} in the window of update {inside[0].update}",
-        measured("events", f"{len(inside)} updates before the last backward pass of their windows", inside=len(inside)),
-        severity="note",
+        f"the moving average of the weights is updated {times(total)} in the window of update {number}",
+        measured(
+            "events",
+            f"{len(inside)} updates before the last backward pass of their windows"
+            + (f"; if the loss uses what the average gives, update {suspected} differs by that" if suspected else ""),
+            inside=len(inside),
+        ),
+        severity="fault" if suspected else "note",
         location=located([*inside, *(event for each in loop.windows for event in each.of("average"))]),
         remedy="update the average once per optimizer step",
-        proven=True,
+        proven=not suspected,
     )
+
+
+def _blamed(loop: Record, inside: list[Event]) -> int | None:
+    """The first update that differs, if an average moved in its window and neither weights nor a factor explain it.
+
+    In the first window an average that begins as the weights stays what it is: its updates there change nothing.
+    """
+    update = loop.divergent
+    if update is None or update.number < 2 or all(event.update != update.number for event in inside):
+        return None
+    explained = weights_of(loop) is not None or factor_in_loop(loop, update) is not None
+    return None if explained else update.number

@@ -26,7 +26,8 @@ Signature in the numbers
   tokens.
 - The one best factor for everything is close to 1, so that the norm alone does not give it away: the gradient has
   the wrong direction.
-- In a training loop: g_full = Σ c_k g_k exactly, with unequal c_k: the shares of valid targets, or n_k/N.
+- In a training loop: g_full = Σ c_k g_k exactly, with unequal c_k: the shares of valid targets, or n_k/N. Where no
+  loss of torch's counts targets, what a loss is divided by is read from the gradient behind it: 1/n_k in each row.
 
 Example
 
@@ -240,6 +241,12 @@ def _in_update(update: UpdateComparison, weights: tuple[float, ...], tolerance: 
             _EQUALLY,
             "; they are the shares of valid targets",
             "sum the losses and divide by the valid targets of the whole window",
+        )
+    if shares(weights, update.counted, tolerance):
+        return (
+            _EQUALLY,
+            "; they are the shares of what each micro-batch's loss is divided by",
+            "sum the losses and divide by what the whole window counts",
         )
     if not any(weights[:-1]):
         return (

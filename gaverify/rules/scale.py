@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.comparison import Outcome, ParameterComparison
@@ -92,7 +93,7 @@ def constant(values: tuple[float, ...], tolerance: float) -> bool:
     return finite and alike(values, weight_tolerance(tolerance))
 
 
-def shares(fitted: tuple[float, ...], amounts: tuple[int, ...], tolerance: float) -> bool:
+def shares(fitted: tuple[float, ...], amounts: Sequence[float], tolerance: float) -> bool:
     """Whether weights are the shares of some amounts, as far as a fit can tell."""
     close = weight_tolerance(tolerance)
     return are_shares(fitted, amounts, close, close / max(len(fitted), 1))

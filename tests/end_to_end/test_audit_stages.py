@@ -61,6 +61,22 @@ class TestAveragesByHand:
 
 
 @slow
+class TestTokensCountedByHand:
+    """GAV202 where no loss of torch's counts the targets: log-softmax, gather and a mask."""
+
+    def test_each_micro_batch_by_its_own_tokens(self) -> None:
+        result = audit("loops_tokens.py")
+        assert (result.code, result.faults) == (1, {"GAV202"}), str(result)
+        assert result.line("GAV202") == marked("loops_tokens.py", "tokens"), str(result)
+        for words in ("0.2759, 0.2069, 0.2414, 0.2759", "what each micro-batch's loss is divided by"):
+            assert words in result.text("GAV202"), str(result)  # 16, 12, 14 and 16 of 58 tokens
+
+    def test_by_those_of_the_window_it_agrees(self) -> None:
+        result = audit("loops_tokens.py", common="--by window")
+        assert (result.code, result.outcome, result.faults) == (0, "equivalent", set()), str(result)
+
+
+@slow
 class TestStepsThatDivide:
     """S12: where the weights change alike there is no fault; Adam hides a factor and takes nothing out."""
 

@@ -95,7 +95,7 @@ class Recorder(Session):
             self._draws.enter_backward()
             self.watch.let_go()
             self._reach.begin()
-            if self.job.role == "events":
+            if self.job.role == "events" or (self.job.role == "accumulated" and not self._targets):
                 self._weight.begin(tensors)
             if self._own is not None:
                 for entry in self.watch.entries():
@@ -327,7 +327,9 @@ class Recorder(Session):
                 entry.clipped = False
         targets = [(int(valid), total) for valid, total in self._targets]
         self._targets.clear()
-        told: dict[str, Any] = {} if weight is None else {"weight": weight}
+        told: dict[str, Any] = {"weight": weight} if weight is not None and self.job.role == "events" else {}
+        if self._weight.counted is not None and not targets:
+            told["counted"] = self._weight.counted
         if len(terms):
             told["terms"] = len(terms)
         if met:

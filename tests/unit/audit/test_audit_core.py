@@ -536,3 +536,52 @@ def test_every_rule_has_its_page(rule: Any) -> None:
 
 def test_the_rulebook_holds_every_code_of_the_audit() -> None:
     assert {rule.RULE.code for rule in RULES} <= {page.code for page in rule_pages()}
+
+
+class TestWhatALossCounts:
+    """GAV202 says what the fitted weights are; what no loss of torch's counts is read from the division."""
+
+    AMOUNTS = (16.0, 12.0, 14.0, 16.0)
+
+    def found(self, **fields: Any) -> Finding:
+        total = sum(self.AMOUNTS)
+        right = tuple(amount * 4 / total for amount in self.AMOUNTS)
+        differing = update(ratio=1.02, fit=fit(1.02, 0.1, right), **fields)
+        return next(f for f in findings_for(record("BBBBSZ", "BSZ", updates=(differing,))) if f.code == "GAV202")
+
+    def test_by_what_the_losses_are_divided(self) -> None:
+        found = self.found(counted=tuple(4 * amount for amount in self.AMOUNTS))
+        assert "what each micro-batch's loss is divided by" in found.evidence[1].statement
+        assert found.remedy is not None and "divide by what the whole window counts" in found.remedy
+
+    def test_by_other_amounts_it_is_not_named(self) -> None:
+        found = self.found(counted=(2.0, 2.0, 2.0, 3.0))
+        assert "divided by" not in found.evidence[1].statement
+        assert "0.2759, 0.2069, 0.2414, 0.2759" in found.evidence[1].statement
+
+    def test_unknown_it_says_so(self) -> None:
+        assert "no loss was seen whose targets could be counted" in self.found().evidence[1].statement
+
+
+class TestAnAverageThatTheLossUses:
+    """Suspected where the window in which it moved is the first that differs, and nothing else explains it."""
+
+    LOOP = ("BABABABASZ BABABABASZ", "BSAZ BSAZ")
+
+    def code(self, *updates: UpdateComparison) -> list[str]:
+        return faults(findings_for(record(*self.LOOP, updates=updates)))
+
+    def test_it_is_suspected_in_the_second_update(self) -> None:
+        differing = update(2, 1.01, fit=fit(1.01, 0.1, residual=0.05))
+        assert self.code(update(), differing) == ["GAV402"]
+        (found,) = findings_for(record(*self.LOOP, updates=(update(), differing)))
+        assert not found.proven
+
+    def test_where_a_factor_explains_the_difference_it_is_not(self) -> None:
+        assert self.code(update(), update(2, 4.0, fit=fit(4.0, right=(0.25,) * 4))) == ["GAV201"]
+
+    def test_in_the_first_update_it_is_not(self) -> None:
+        assert self.code(update(1, 1.01, fit=fit(1.01, 0.1, residual=0.05)), update(2)) == []
+
+    def test_where_all_updates_agree_it_is_a_note(self) -> None:
+        assert self.code(update(), update(2)) == []
