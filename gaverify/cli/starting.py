@@ -101,7 +101,7 @@ def init(file: Path, model: str | None, kind: str | None, force: bool) -> int:
     \b
       gaverify init --model net.py:Net             # a class: its batch is found out where that is possible
       gaverify init --model checkpoints/last.pt    # a checkpoint: what it holds, and how it is loaded
-      gaverify init --kind dataloader              # a template that runs as it is, to put your own in
+      gaverify init --kind dataloader              # a template with a stand-in, to put your own in
     """
     factory = file.with_name(f"{re.sub(r'[^0-9A-Za-z_]', '_', file.stem)}_model.py")
     with guests():

@@ -47,6 +47,8 @@ def kind_of(name: str) -> Kind:
             return Kind.TRANSFORMERS
         raise SpecError(_folder_that_is_no_model(name, place), "model")
     if ":" in name or name.endswith(".py"):
+        if wrong := _malformed(name):
+            raise SpecError(wrong, "model")
         return Kind.FACTORY
     if _HUB.fullmatch(name) and not os.path.exists(place.parent):
         return Kind.TRANSFORMERS
@@ -75,6 +77,17 @@ def check_name(name: str) -> None:
         raise SpecError(no_module(place, top), "model")
     if top == place and not found.submodule_search_locations:
         check_attribute(parsed(Path(found.origin or "")), place, attribute)
+
+
+def _malformed(name: str) -> str:
+    """What is wrong with a name that has a colon; "" where only the import can tell."""
+    place, _, attribute = os.path.splitdrive(name)[1].rpartition(":")
+    if ":" in place:
+        return f"`{name}` has more than one colon; write `package.module:factory` or `file.py:factory`"
+    if re.fullmatch(r"\.+[\w.]*", place) and not place.endswith(".py"):
+        plain = place.strip(".") or "package.module"
+        return f"`{name}` is relative to a package, and there is none here; write `{plain}:{attribute or 'factory'}`"
+    return ""
 
 
 def _file_that_is_no_model(name: str) -> str:
@@ -109,6 +122,10 @@ def _nothing(name: str) -> str:
     file = Path(name + ".py")
     if file.is_file():
         return f"`{name}` names a module without a factory; write `{file}:{first_function(str(file))}`"
+    if "/" in name or os.sep in name:
+        if os.path.exists(name):
+            return f"`{name}` is a file that holds no factory; write `file.py:factory`"
+        return f"there is no file or folder `{name}`; paths start from the current folder"
     try:
         find_builtin(name)
     except SpecError as error:
