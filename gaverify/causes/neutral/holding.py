@@ -62,15 +62,31 @@ class Held(PassProbe):
             return result
         name = key[0]
         in_place = name.endswith("_") and not name.endswith("__")
-        if in_place or not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
+        if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
             raise ControlFailed(f"the result of `{name}` cannot be held constant")
         with _disable_current_modes():  # a trace shall not see the copies: they are no operations of the user's
             if k is None:
                 self._values[key] = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), result)
-                return tree_map_only(torch.Tensor, torch.clone, self._values[key])
-            if key not in self._values:
+                held = tree_map_only(torch.Tensor, torch.clone, self._values[key])
+            elif key not in self._values:
                 raise ControlFailed("the micro-batches call other torch functions than the full batch")
-            return rows_of_all(self._values[key], result, *self._bounds[k], self._size, self._order)
+            else:
+                held = rows_of_all(self._values[key], result, *self._bounds[k], self._size, self._order)
+            return _written(result, held) if in_place else held
+
+
+def _written(target: Any, value: Any) -> torch.Tensor:
+    """Puts a constant where a call wrote in place: other code may hold the tensor itself.
+
+    Raises:
+        ControlFailed: It is trained, or shares its memory with others.
+    """
+    if not isinstance(target, torch.Tensor) or target._is_view() or (target.is_leaf and target.requires_grad):
+        raise ControlFailed("what a call writes into trained or shared memory cannot be held constant")
+    if target.grad_fn is not None:
+        target.detach_()
+    with torch.no_grad():
+        return target.copy_(value)
 
 
 class OutputHeld(PassProbe):

@@ -38,8 +38,8 @@ def _normalises_later(bench: Bench, module: nn.Module, inputs: tuple[Any, ...]) 
     finally:
         bench.state.restore()
         restore()
-    first = _first_tensor(inputs)
-    return first is not None and isinstance(output, torch.Tensor) and per_channel_affine(first, output)
+    first, given = _first_tensor(inputs), _first_tensor(output)
+    return first is not None and given is not None and per_channel_affine(first, given)
 
 
 def _first_tensor(inputs: Any) -> torch.Tensor | None:
@@ -80,8 +80,8 @@ class _Listener(PassProbe):
 
     def _hear(self, _: nn.Module, inputs: Any, output: Any) -> None:
         self.first = self.first or inputs
-        first = _first_tensor(inputs)
-        if first is not None and isinstance(output, torch.Tensor):
-            self.same_shape = self.same_shape or first.shape == output.shape
+        first, given = _first_tensor(inputs), _first_tensor(output)  # a flow hands out a determinant beside it
+        if first is not None and given is not None:
+            self.same_shape = self.same_shape or first.shape == given.shape
             with torch._C.DisableTorchFunction():
-                self.affine = self.affine or per_channel_affine(first, output)
+                self.affine = self.affine or per_channel_affine(first, given)
