@@ -34,8 +34,10 @@ T = TypeVar("T")
 # What a run may end with that is no fault of gaverify's: the user's code raised, a control does not fit, no memory.
 FORESEEN = (GaverifyError, torch.OutOfMemoryError, MemoryError)
 # What rounding leaves: 4 u of float32 where a cast inside the model hides from the lift, far less in pure float64;
-# without a float64 control the runs carry float32 rounding themselves.
-ROUNDING_FLOAT64, ROUNDING_FLOAT32 = 2.4e-7, 1e-4
+# without a float64 control the runs carry float32 rounding themselves, 2e-7 to 7e-6 of correct models. What a control
+# leaves of a small difference is rounding only where it is a small part of it, too.
+ROUNDING_FLOAT64, ROUNDING_FLOAT32, _LEAST_FLOAT32 = 2.4e-7, 1e-4, 1e-6
+_SMALL_PART = 0.01
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,8 @@ class Bench:
     """Where control runs happen: the task in the deciding precision, its state, its draws.
 
     `neutral` has what is neutralised in every run; `failures` notes which question could not be asked, and why;
-    `earlier` is a pass of the full batch that was made before, with nothing neutralised.
+    `earlier` is a pass of the full batch that was made before, with nothing neutralised; `total` is the relative
+    difference that is looked into.
     """
 
     task: Task
@@ -53,6 +56,7 @@ class Bench:
     neutral: tuple[PassProbe, ...] = ()
     failures: dict[str, str] = field(default_factory=dict)
     earlier: Earlier | None = None
+    total: float = math.inf
 
     def attempt(self, name: str, ask: Callable[[], T]) -> T | None:
         """Returns what `ask` finds; None where the user's code, a kernel or memory did not let it, which is noted."""
@@ -78,11 +82,15 @@ class Bench:
     @property
     def rounding(self) -> float:
         """The relative difference that rounding explains."""
-        return ROUNDING_FLOAT64 if self.lift or self._double else ROUNDING_FLOAT32
+        if self.exact:
+            return ROUNDING_FLOAT64
+        return min(ROUNDING_FLOAT32, max(_LEAST_FLOAT32, _SMALL_PART * self.total))
 
     @property
-    def _double(self) -> bool:
-        return all(p.dtype in (torch.float64, torch.complex128) for p in self.task.parameters.values())
+    def exact(self) -> bool:
+        """Whether the runs are in float64."""
+        double = (torch.float64, torch.complex128)
+        return self.lift or all(p.dtype in double for p in self.task.parameters.values())
 
     def run(
         self, what: str, probe: PassProbe | None = None, *, fit: bool = False, kind: ControlKind = ControlKind.HELD

@@ -162,8 +162,25 @@ class _Search:
                 break
             if control.fit is not None and not control.fit.vacuous:
                 self._residual = control.fit.residual
+        if not self.cleared:
+            self._held_whole()
         if self.cleared:
             self._released()
+
+    def _held_whole(self) -> None:
+        """Tries the other controls of the last cause, where the one that helped left something and no more was found.
+
+        Partners may enter a module at two places, of which that control holds one.
+        """
+        last = self._found[-1] if self._found else None
+        if last is None or not last.helps or last.neutral is None:
+            return
+        bench, suspect = self._with(self._found[:-1], self._bench), last.cause.suspect
+        whole = proof.try_suspect(bench, suspect, self._before, self._residual, all_of_it=True)
+        control = whole.cause.control if whole is not None else None
+        if whole is not None and control is not None and control.rounding:
+            self._found[-1] = _Neutralised(whole.cause, whole.neutral, True)
+            self.left = control.left
 
     def close(self) -> None:
         """Gives a last cause that cached gradients repair a probe of its own, so that others can be released beside it.

@@ -30,7 +30,9 @@ class Tried:
     helps: bool = True
 
 
-def try_suspect(bench: Bench, suspect: Suspect, left: float, residual: float) -> Tried | None:
+def try_suspect(
+    bench: Bench, suspect: Suspect, left: float, residual: float, *, all_of_it: bool = False
+) -> Tried | None:
     """Runs the controls that fit the suspect until one helps; None where none could tell anything.
 
     A control that does not help by itself may still be one of several causes: the best of them is returned then, with
@@ -41,6 +43,7 @@ def try_suspect(bench: Bench, suspect: Suspect, left: float, residual: float) ->
         suspect: Whom to try.
         left: The relative difference before.
         residual: What the best micro-batch weights left over before: wrong weights may hide that a control helps.
+        all_of_it: Go on after a control that helps and leaves something, until one leaves nothing.
     """
     failures: list[str] = []
     best: Tried | None = None
@@ -53,7 +56,7 @@ def try_suspect(bench: Bench, suspect: Suspect, left: float, residual: float) ->
         fit = control.fit
         weighted = fit.residual / residual if fit is not None and not fit.vacuous and residual > 0 else 1.0
         explained = 1.0 - min(control.left / max(left, 1e-300), weighted)
-        if control.rounding or explained > 1.0 - _HELPS:
+        if control.rounding or (explained > 1.0 - _HELPS and not all_of_it):
             remedies = tuple(_remedies(bench, suspect, neutral)) if control.rounding else ()
             return Tried(Cause(suspect, control, remedies, explained), neutral, tuple(failures))
         if neutral is not None and (best is None or explained > best.cause.explained):

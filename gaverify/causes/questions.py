@@ -34,8 +34,8 @@ def asked(task: Task, judgement: Judgement, facts: Facts) -> Facts:
         if control is not None:
             task, state_ = stack.enter_context(in_float64(task, state_))
         earlier = kept(control.full) if control is not None else None
-        bench = Bench(task, state_, judgement.record, control is not None, earlier=earlier)
         facts = replace(facts, left=facts.compared.total)
+        bench = Bench(task, state_, judgement.record, control is not None, earlier=earlier, total=facts.left)
         for ask in QUESTIONS:
             if _settled(facts):
                 break

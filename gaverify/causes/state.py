@@ -34,18 +34,17 @@ def ask(bench: Bench, facts: Facts) -> Facts:
     changes = read_changes(facts.state.changes if facts.state is not None else ())
     if facts.state is None or not changes:
         return facts
-    found = bench.attempt("state", lambda: _controlled(bench, changes))
-    if found is None:
+    tried = bench.attempt("state", lambda: _controlled(bench, changes))
+    if tried is None:
         return facts
+    found, once = tried
     state = replace(facts.state, control=found)
     if not found.rounding:
         return replace(facts, state=state)
-    if found.kind is ControlKind.STATE_PRIMED:
-        first = tuple(change for change in changes if change.place in ("parameter", "buffer")) or changes
-    else:
-        first = blamed(bench, changes, facts.left)
+    first = tuple(c for c in once if c.place in ("parameter", "buffer")) or once or blamed(bench, changes, facts.left)
     if found.kind is ControlKind.STATE_HELD:
-        found = bench.attempt("state initialised", lambda: _primed_and_held(bench, changes, first)) or found
+        set_first = bench.attempt("state initialised", lambda: _primed_and_held(bench, changes, first))
+        found = set_first or found
     remedies = () if found.kind is ControlKind.STATE_HELD else (found,)
     state = replace(state, control=found, blamed=first, remedies=remedies)
     return replace(facts, state=state, left=found.left, cleared=True)
@@ -148,33 +147,39 @@ def blamed(bench: Bench, changes: tuple[StateChange, ...], left: float) -> tuple
     return tuple(change for change in changes if change in needed)
 
 
-def _controlled(bench: Bench, changes: Sequence[StateChange]) -> ControlRun:
-    """The control run with the state initialised once, restored, or held where that comes nearer."""
-    primed = _primed(bench)
-    if primed is not None and primed.rounding:
-        return primed
+def _controlled(bench: Bench, changes: Sequence[StateChange]) -> tuple[ControlRun, tuple[StateChange, ...]]:
+    """The control run with the state initialised once, restored, or held where that comes nearer.
+
+    Beside it, what is set only once where that is enough: it is blamed without further runs.
+    """
+    primed, once = _primed(bench, changes)
+    if primed is not None and primed.rounding and once:
+        return primed, once
     restored = _restored(bench)
     if restored.rounding:
-        return restored
+        return restored, ()
     still = StateHeld(bench.task, [change.name for change in changes])
     try:
         held = bench.run("state held still", still, fit=True, kind=ControlKind.STATE_HELD)
     except FORESEEN:  # a counter that stays at zero stops the model
-        return restored
-    return held if held.rounding or _unexplained(held) < _NEARER * _unexplained(restored) else restored
+        return restored, ()
+    return (held if held.rounding or _unexplained(held) < _NEARER * _unexplained(restored) else restored), ()
 
 
-def _primed(bench: Bench) -> ControlRun | None:
-    """Lets both runs start from what one forward of the full batch leaves; None where that does not run.
+def _primed(bench: Bench, changes: Sequence[StateChange]) -> tuple[ControlRun | None, tuple[StateChange, ...]]:
+    """Lets both runs start from what one forward of the full batch leaves; no run where that does not go.
 
-    State that initialises itself from the first batch (scales, a codebook) agrees then, and state that moves with every
-    forward does not.
+    State that initialises itself from the first batch (scales, a codebook) agrees then. What later forwards still
+    change is not set once, even where it makes no difference by chance: a threshold that moves between two samples.
     """
+    watch = StateWatch(bench.task, bench.state)
     try:
-        probe = Primed(bench.task, bench.state, lift=bench.lift)
-        return bench.run("one forward of the full batch before the window", probe, kind=ControlKind.STATE_PRIMED)
+        there = bench.without(Primed(bench.task, bench.state, lift=bench.lift))
+        run = there.run("one forward of the full batch before the window", watch, kind=ControlKind.STATE_PRIMED)
     except FORESEEN:
-        return None
+        return None, ()
+    moving = {change.name for change in watch.changes()}
+    return run, tuple(change for change in changes if change.name not in moving)
 
 
 def _primed_and_held(bench: Bench, changes: Sequence[StateChange], first: Sequence[StateChange]) -> ControlRun | None:

@@ -108,7 +108,7 @@ def means(bench: Bench, facts: Facts, fit: WeightFit | None) -> bool:
 
 
 def _explains(bench: Bench, facts: Facts, fit: WeightFit) -> bool:
-    most = EXPLAINED_FLOAT64 if bench.rounding < 1e-5 else EXPLAINED_FLOAT32
+    most = EXPLAINED_FLOAT64 if bench.exact else EXPLAINED_FLOAT32
     return fit.residual < min(most, _NOTHING_LEFT * facts.compared.total)
 
 

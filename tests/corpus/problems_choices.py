@@ -80,80 +80,6 @@ def layer_norm_of_nodes() -> Problem:
     return _graphs(True)
 
 
-class NodeNorm(nn.Module):
-    """Mean and deviation of all nodes of the batch, which are the samples, summed in place and read back by index."""
-
-    def __init__(self, healthy: bool) -> None:
-        super().__init__()
-        self.healthy = healthy
-        self.gain = nn.Parameter(torch.ones(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        graph = torch.arange(len(x)) if self.healthy else torch.zeros(len(x), dtype=torch.long)
-        wide = torch.stack([x, x.flip(1)], 1)  # two nodes each
-        centred = wide - self.mean(wide, graph)
-        return (self.gain * centred / (self.mean(centred.square(), graph) + 0.1).sqrt()).sum(1) + x
-
-    def mean(self, wide: torch.Tensor, graph: torch.Tensor) -> torch.Tensor:
-        total = wide.new_zeros(int(graph.max()) + 1, 8)
-        count = wide.new_zeros(len(total), 1)
-        total.index_add_(0, graph, wide.sum(1))  # planted node-norm
-        count.index_add_(0, graph, torch.full_like(wide[:, 0, :1], 2.0))
-        return (total / count)[graph][:, None]
-
-
-def _nodes(healthy: bool) -> Problem:
-    torch.manual_seed(0)
-    return classified(nn.Sequential(nn.Linear(6, 8), NodeNorm(healthy), nn.Linear(8, 4)), 6)
-
-
-def node_norm() -> Problem:
-    return _nodes(False)
-
-
-def norm_of_own_nodes() -> Problem:
-    return _nodes(True)
-
-
-class Determined(nn.Module):
-    """A normalisation of a flow: the normalised samples, and the logarithm of the determinant beside them."""
-
-    def __init__(self, healthy: bool) -> None:
-        super().__init__()
-        self.healthy = healthy
-        self.register_buffer("mean", torch.zeros(8))
-        self.register_buffer("variance", torch.ones(8))
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        mean, variance = self.mean, self.variance
-        if self.training and not self.healthy:
-            mean, variance = x.mean(0), x.var(0)  # planted determined
-        return (x - mean) / (variance + 0.1).sqrt(), -0.5 * (variance + 0.1).log().sum().expand(len(x))
-
-
-class Flow(nn.Module):
-    def __init__(self, healthy: bool) -> None:
-        super().__init__()
-        self.inner, self.norm, self.outer = nn.Linear(6, 8), Determined(healthy), nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        normed, determinant = self.norm(self.inner(x))
-        return self.outer(normed) + determinant[:, None]
-
-
-def _flow(healthy: bool) -> Problem:
-    torch.manual_seed(0)
-    return classified(Flow(healthy), 6)
-
-
-def flow_norm() -> Problem:
-    return _flow(False)
-
-
-def stored_flow_norm() -> Problem:
-    return _flow(True)
-
-
 class Larger(nn.Module):
     """Divides by the larger of two deviations, the batch's and the sample's: no scaling of channels."""
 
@@ -252,8 +178,6 @@ FAULTS = (
     fault("class-wise", class_wise_backward, "GAV104", "the backward divides by the batch's counts", planted=True),
     fault("step-size", adaptive_steps, "GAV102", "the error is a norm over the batch", planted=True),
     fault("graph-norm", graph_norm, "GAV102", "graphs reach across the micro-batches", planted=True, module=""),
-    fault("node-norm", node_norm, "GAV102", "sums that are written in place are held, too", planted=True, module="1"),
-    fault("determined", flow_norm, "GAV101", "a normalisation that hands out two tensors", planted=True, module="norm"),
     fault("larger-deviation", larger_deviation, "GAV101", "a variance over the batch", planted=True, module="1"),
 )
 TWINS = (
@@ -261,7 +185,5 @@ TWINS = (
     quiet("class-wise", sample_wise_backward, "the backward divides by the number of samples"),
     quiet("step-size", fixed_steps, "the same steps for every batch"),
     quiet("graph-norm", layer_norm_of_nodes, "each node has a mean of its own"),
-    quiet("node-norm", norm_of_own_nodes, "the nodes of each sample have statistics of their own"),
-    quiet("determined", stored_flow_norm, "stored statistics"),
     quiet("larger-deviation", own_deviation, "each sample has a deviation of its own"),
 )

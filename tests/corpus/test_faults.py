@@ -11,6 +11,7 @@ import problems_experts
 import problems_losses
 import problems_memory
 import problems_state
+import problems_statistics
 import problems_traps
 import problems_unseen
 import problems_weights
@@ -25,6 +26,7 @@ from gaverify.report.text.wording import sentence
 _FAMILIES = (
     problems_backward,
     problems_choices,
+    problems_statistics,
     problems_coupling,
     problems_experts,
     problems_losses,

@@ -60,7 +60,7 @@ def trace_divergences(
     """
     task = bench.task
     full, parts, whole, losses = _traces(bench)
-    agree = AGREE_FLOAT64 if bench.rounding < 1e-5 else AGREE_FLOAT32
+    agree = AGREE_FLOAT64 if bench.exact else AGREE_FLOAT32
     shares = [_on_host([1.0] * task.steps), _on_host([size / task.batch_size for size in task.sizes])]
     if len(valid_targets) == task.steps and sum(valid_targets) > 0:
         shares.append(_on_host([count / sum(valid_targets) for count in valid_targets]))
@@ -82,7 +82,7 @@ def reweighted_operation(bench: Bench, used: Sequence[float], fitted: Sequence[f
     single operation does.
     """
     full, parts, _, _ = _traces(bench, _ADDED_UP)
-    agree = AGREE_FLOAT64 if bench.rounding < 1e-5 else AGREE_FLOAT32
+    agree = AGREE_FLOAT64 if bench.exact else AGREE_FLOAT32
     matching = Matching(full, parts, agree)
     wrong, right = [_on_host(used)], [_on_host(fitted)]
     for index in sorted(full.live()):
