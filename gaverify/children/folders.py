@@ -1,4 +1,7 @@
-"""Working folders that go with the process that made them, or with the next run where that process was killed."""
+"""Temporary folders that are removed when the process that made them ends.
+
+Where that process was killed and could not remove its folder, the next run does.
+"""
 
 from __future__ import annotations
 

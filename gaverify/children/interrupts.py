@@ -1,4 +1,4 @@
-"""Signals that would end gaverify at once become the exception of Ctrl-C."""
+"""Lets SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does, so that `finally` blocks run before the end."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def _settle(file: Path, spec: Spec, verdict: Verdict, reason: str, *, only_print
 
 
 def _table(entry: Accept) -> str:
-    """The entry as TOML; a JSON string is a TOML string, too."""
+    """Returns the entry as a TOML table; strings are written by `json`, as every JSON string is a TOML string."""
     lines = ["", "[[accept]]", *(f"{key} = {json.dumps(value)}" for key, value in _pairs(entry))]
     return "\n".join(lines) + "\n"
 
@@ -91,7 +91,7 @@ def _pairs(entry: Accept) -> Sequence[tuple[str, str | bool]]:
 
 
 def _append(file: Path, spec: Spec, text: str, added: int) -> None:
-    """Appends the tables to the spec, if it then reads as before with these entries more."""
+    """Appends the tables to the spec's file, after checking that the new text is TOML with just these entries more."""
     from gaverify.report.files import write_whole
     from gaverify.spec import parse_spec
 

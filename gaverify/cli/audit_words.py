@@ -1,4 +1,4 @@
-"""The words of an audit's options as what they mean; a word that means nothing becomes a problem."""
+"""Turns the words of an audit's options into numbers and settings; a word that cannot be read becomes a problem."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Collects nothing meanwhile, and afterwards as before."""
+    """Switches the garbage collector off inside the block, and on again behind it if it was on."""
     enabled = gc.isenabled()
     gc.disable()
     try:

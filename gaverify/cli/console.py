@@ -12,7 +12,7 @@ NARROW = 72
 
 
 def console(**options: Any) -> Any:
-    """Returns a rich console whose reader may leave: rich itself would exit with 1, which reads as divergent."""
+    """Returns a rich console that raises BrokenPipeError when its reader leaves; rich would exit with 1 (divergent)."""
     from rich.console import Console
 
     class Quiet(Console):

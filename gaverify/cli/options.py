@@ -63,7 +63,7 @@ _OPTIONS: tuple[tuple[str, str, str], ...] = (
 
 
 def spec_options(command: Command) -> Command:
-    """Adds one option per field of `Spec`; one that is left out is None and overrides nothing."""
+    """Adds one option per field of `Spec` to a command; an option that is not given is None and overrides nothing."""
     command = click.option("--diagnose/--no-diagnose", default=None, help="Look for the cause.  [on]")(command)
     command = click.option("--exact/--no-exact", default=None, help="Ask float64 for every parameter.  [off]")(command)
     command = click.option("--spill/--no-spill", default=None, help="Full-batch gradients on disk, in TMPDIR.  [off]")(
@@ -74,7 +74,7 @@ def spec_options(command: Command) -> Command:
 
 
 def plain_options(command: Command, without: Sequence[str] = ()) -> Command:
-    """Adds the options with a value, but for those that mean something else to the command."""
+    """Adds the options that take a value, all but those of `without`, which mean something else to the command."""
     for flag, metavar, text in reversed(_OPTIONS):
         if flag == "--model":
             command = click.option("--model-arg", "model_args", metavar="NAME=VALUE", multiple=True, help=_ARGUMENT)(
@@ -100,7 +100,7 @@ def complete_specs(ctx: click.Context, parameter: click.Parameter, start: str) -
 
 
 def complete_devices(ctx: click.Context, parameter: click.Parameter, start: str) -> list[CompletionItem]:
-    """Offers the words for devices; which are there only torch knows, and it takes too long to ask."""
+    """Offers the words for devices, present or not: asking torch which are there takes too long for a completion."""
     return [CompletionItem(word) for word in ("cpu", "cuda", "xpu", "mps", "auto") if word.startswith(start)]
 
 

@@ -126,7 +126,7 @@ def _measured(spec: Spec, strategies: Sequence[Strategy], steps: Sequence[int], 
 
 
 def _spec(file: Path | None, overrides: dict[str, Any], problems: Sequence[str]) -> Spec:
-    """The spec, unless there are problems; then all of them are raised, its own among them."""
+    """Returns the spec; raises one SpecError with the options' problems and the spec's own where there are any."""
     try:
         spec = _read_spec(file, overrides)
     except SpecError as error:
@@ -139,7 +139,11 @@ def _spec(file: Path | None, overrides: dict[str, Any], problems: Sequence[str])
 
 
 def _read_spec(file: Path | None, overrides: dict[str, Any]) -> Spec:
-    """The spec of the file or of the options; K and strategy are the profile's own, numbers as weights depend on K."""
+    """Returns the spec of the file or of the options.
+
+    A profile has its own values of K and its own strategies, so those of the spec are not used. Weights that are listed
+    one by one fit a single K and are refused.
+    """
     from gaverify.spec import load_specs, parse_spec
 
     if isinstance(overrides.get("weighting"), tuple):

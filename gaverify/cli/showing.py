@@ -1,4 +1,4 @@
-"""What every command does with its answers in the end: files first, then stdout, then what a CI service reads."""
+"""The end of every command: writes the report files, then prints to stdout, then tells the CI service."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def show(
 
 
 def _command() -> str:
-    """The words of this call, for whoever reads a report and wants to see it happen."""
+    """Returns the command line of this call, which reports show so that a reader can run it again."""
     context = click.get_current_context(silent=True)
     invocation = context.find_object(Invocation) if context is not None else None
     return shlex.join(["gaverify", *invocation.words]) if invocation is not None else ""

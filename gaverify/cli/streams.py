@@ -1,4 +1,8 @@
-"""Stdout is the report's, stderr may be gone: what the user's code does to either must not change the verdict."""
+"""Keeps the output streams in order while the user's code runs in this process.
+
+Standard output belongs to the report: what the user's code prints goes to standard error instead. Standard error may be
+closed or full: a message that cannot be written there is dropped and changes no exit code.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ _CONTROL = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), 127, 
 
 
 def harmless(text: str) -> str:
-    """Returns a text that a terminal shows and does not obey: colours, titles and bells become visible escapes."""
+    """Returns the text with every control character (colours, window titles, the bell) written out as an escape."""
     return text.translate(_CONTROL)
 
 
@@ -31,7 +35,7 @@ def tell(line: str) -> None:
 
 
 def silence(stream: TextIO | None) -> None:
-    """Points a stream at nothing, so that Python's own flush on exit does not complain about what it still holds."""
+    """Points a stream at /dev/null, so that Python's flush on exit cannot fail on what the stream still holds."""
     with suppress(OSError, ValueError, AttributeError):
         target = stream.fileno()  # type: ignore[union-attr]
         nothing = os.open(os.devnull, os.O_WRONLY)
@@ -40,7 +44,7 @@ def silence(stream: TextIO | None) -> None:
 
 
 def open_closed_streams() -> None:
-    """Opens what the caller has closed (`2>&-`) on nothing; else the next file that is opened would be the stderr."""
+    """Opens descriptors that the caller has closed (`2>&-`) on /dev/null; the next open file would get their number."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)

@@ -1,4 +1,8 @@
-"""Takes what people have at hand: a criterion of outputs and targets, a loader for a batch, a `training_step`."""
+"""Makes a loss and a batch of what a factory may return in their place.
+
+A criterion such as `nn.MSELoss()` becomes a loss of (model, batch), a data loader its first batch, and a module with a
+`training_step` brings the loss itself.
+"""
 
 from __future__ import annotations
 

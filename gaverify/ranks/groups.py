@@ -1,4 +1,4 @@
-"""Process groups of processes on this machine."""
+"""Lets a process join a group of `torch.distributed` whose members all run on this machine."""
 
 from __future__ import annotations
 

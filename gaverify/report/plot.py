@@ -94,7 +94,7 @@ def _panel(left: float, title: str, rows: Sequence[Row], unit: Callable[[float],
 
 
 def _line(name: str, places: Sequence[tuple[str, float, list[float]]], start: float, *, marked: bool) -> str:
-    """One strategy, from the full batch as its K = 1 on; the full batch itself goes right across."""
+    """Draws one strategy's line. It starts at the full batch, which is K = 1; the full batch's own line is level."""
     own = [(x, ys) for strategy, x, ys in places if strategy == name]
     path = "M" + " ".join(f"{x:.1f} {ys[1]:.1f}" for strategy, x, ys in places if strategy in (name, "full-batch"))
     if name == "full-batch":

@@ -1,4 +1,4 @@
-"""Values as JSON. Numbers that are not finite have none; they become null."""
+"""Values as JSON. JSON cannot write NaN and infinity, so such numbers become null."""
 
 from __future__ import annotations
 

@@ -36,7 +36,11 @@ def finding_lines(finding: Finding, layout: Layout) -> list[Line]:
 
 
 def told(finding: Finding) -> tuple[str, str]:
-    """Returns the summary, with its place in front unless it names it; file and line where it names only the module."""
+    """Returns a finding's summary, and file and line where they have to be shown on a line of their own.
+
+    The summary gets the finding's place in front unless it names the place already. Where it names the module but not
+    the file and line, these are the second value; else that is "".
+    """
     place, text = finding.location, finding.summary
     if place is None or not str(place):
         return text, ""
