@@ -37,7 +37,6 @@ from gaverify.verdict.criteria import floors_allowed
 
 _AGREE = 64.0  # gradients that agree are some roundings apart
 _MOST = 3  # causes that are looked for behind one another
-_NOT_ASKED = "terms of the loss that are scaled unlike would look the same, and could not be told apart"
 
 
 def coupled(runner: Runner, record: Record, options: dict[str, Any]) -> Record:
@@ -128,20 +127,10 @@ def _causes(bench: _Bench) -> Iterator[Cause]:
         return
     for _ in range(_MOST):
         suspect = first_module(pairs, bench.record.unit)
-        if suspect is not None:
-            held, what, kind = _holding(suspect, held, full, writers_of(pairs))
-        else:
-            level = next((level for level in levels(outputs_of(full)) if _loss_apart(pairs, bench, level)), ())
-            suspect = _loss(full, accumulated, pairs, bench, level) if level else None
-            if suspect is None:
-                return
-            feels = bench.feels(full, held, level)
-            if not feels:
-                if not bench.weights_excluded:
-                    return
-                suspect = replace(suspect, kind="non-additive")
-            held = replace(held, code=tuple(dict.fromkeys((*held.code, *level))))
-            what, kind = "the loss computed once over all outputs", ControlKind.CACHED_GRADIENTS
+        if suspect is None:
+            yield from _loss_causes(bench, (full, accumulated), held, first)
+            return
+        held, what, kind = _holding(suspect, held, full, writers_of(pairs))
         full, accumulated = bench.both(held, first)
         control = bench.control(full, accumulated, what, kind)
         pairs = pairs_of(full, accumulated)
@@ -153,7 +142,28 @@ def _causes(bench: _Bench) -> Iterator[Cause]:
             control, pairs = bench.control(full, accumulated, what, kind), pairs_of(full, accumulated)
         statistics = suspect.statistics or kind is ControlKind.FROZEN
         yield Cause(replace(suspect, statistics=statistics), control, explained=1 - control.left / whole)
-        if control.rounding or not suspect.in_model:
+        if control.rounding:
+            return
+
+
+def _loss_causes(bench: _Bench, runs: tuple[Run, Run], held: _Held, first: Sequence[Pair | None]) -> Iterator[Cause]:
+    """Yields the loss, where it gives back to samples what depends on the others, or on what the loop computes of them.
+
+    The second is only known by the control, and where no scale of a term can be behind it.
+    """
+    pairs, unit = pairs_of(*runs), bench.record.unit
+    for level in levels(outputs_of(runs[0])):
+        apart = loss_apart(pairs, unit, level) if agree(pairs, unit, level) else 0.0
+        feels = apart > 0 and bench.feels(runs[0], held, level)
+        if not feels and not (apart and bench.weights_excluded):
+            continue
+        more = replace(held, code=tuple(dict.fromkeys((*held.code, *level))))
+        what, kind = "the loss computed once over all outputs", ControlKind.CACHED_GRADIENTS
+        control = bench.control(*bench.both(more, first), what, kind)
+        if feels or control.rounding:
+            suspect = Suspect("rows", _loss(*runs, level), None, apart, 0, False, False)
+            suspect = suspect if feels else replace(suspect, kind="non-additive")
+            yield Cause(suspect, control, explained=1 - control.left / bench.update.relative_difference)
             return
 
 
@@ -165,10 +175,6 @@ def _holding(suspect: Suspect, held: _Held, full: Run, writers: dict[str, list[s
         return replace(held, frozen=frozen), _named(frozen), ControlKind.FROZEN
     what = f"what `{path or '(root)'}` gives and gives back held at the full batch's"
     return replace(held, code=(*held.code, path)), what, ControlKind.FULL_BATCH
-
-
-def _loss_apart(pairs: Sequence[Pair | None], bench: _Bench, level: tuple[str, ...]) -> float:
-    return loss_apart(pairs, bench.record.unit, level) if agree(pairs, bench.record.unit, level) else 0.0
 
 
 def _statistics(run: Run, writers: dict[str, list[str]]) -> tuple[str, ...]:
@@ -185,19 +191,13 @@ def _named(frozen: tuple[str, ...]) -> str:
     return ", ".join(f"`{owner or '(root)'}`" for owner in owners) + " in evaluation mode"
 
 
-def _loss(full: Run, accumulated: Run, pairs: Sequence[Pair | None], bench: _Bench, level: tuple[str, ...]) -> Suspect:
+def _loss(full: Run, accumulated: Run, level: tuple[str, ...]) -> Operation:
     """The loss, at the line in which rows first meet; else where it is made, or differentiated."""
     lines: list[list[Any]] = []
     for run in (full, accumulated):
         event = next(event for event in run.events if event.kind == "backward")
-        inside = [
-            place
-            for forward in outputs_of(run)
-            for call in forward["calls"]
-            if call["path"] in level
-            for place in call["meetings"]
-        ]
+        calls = [call for forward in outputs_of(run) for call in forward["calls"] if call["path"] in level]
+        inside = [place for call in calls for place in call["meetings"]]
         lines.append([*inside, *event.values.get("met", ()), event.place])
     file, line = first_meeting(*lines) or (None, None)
-    operation = Operation("gradient of the loss", file=file, line=line)
-    return Suspect("rows", operation, None, _loss_apart(pairs, bench, level), 0, False, False)
+    return Operation("gradient of the loss", file=file, line=line)

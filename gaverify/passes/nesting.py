@@ -28,6 +28,16 @@ def rebuilt(node: Any, change: Callable[[Any], Any]) -> Any:
     return with_children(node, [rebuilt(child, change) for _, child in entries])
 
 
+def changed(node: Any, change: Callable[[str, Any], Any], path: str = "") -> Any:
+    """Returns the same nested containers around `change(path, leaf)`; those in which nothing changes, as they are."""
+    entries = children(node)
+    if entries is None:
+        return change(path, node)
+    found = [changed(child, change, f"{path}{key}") for key, child in entries]
+    same = all(new is old for new, (_, old) in zip(found, entries, strict=True))
+    return node if same else with_children(node, found)
+
+
 def is_array(leaf: Any) -> bool:
     """Whether `leaf` is a tensor or an array with a shape that can be sliced."""
     return isinstance(leaf, torch.Tensor) or (hasattr(leaf, "__array__") and hasattr(leaf, "shape"))

@@ -23,7 +23,7 @@ from gaverify.audit.recording.calls import Call, listening
 from gaverify.audit.recording.graph import parameters_behind
 from gaverify.audit.recording.rows import input_shapes
 from gaverify.audit.recording.values import plain
-from gaverify.passes.nesting import children, leaves, with_children
+from gaverify.passes.nesting import changed, leaves
 
 Spots = Sequence[tuple[int, Sequence[int]] | None]
 _FILE = "held"
@@ -96,11 +96,11 @@ class Holding:
     def _changed(self, change: Callable[[str, torch.Tensor], torch.Tensor], nested: Any) -> Any:
         """Returns the same nested containers around what `change` makes of each tensor that has a graph."""
 
-        def changed(path: str, leaf: Any) -> Any:
+        def followed(path: str, leaf: Any) -> Any:
             follows = isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and leaf.is_floating_point()
             return change(path, leaf) if follows else leaf
 
-        return _rebuilt("", nested, changed)
+        return changed(nested, followed)
 
     def _handed_on(self, number: int, name: str, path: str, tensor: torch.Tensor) -> torch.Tensor:
         """What held code hands on has the full batch's values; its gradient flows into the held code."""
@@ -171,13 +171,3 @@ def rows_at(whole: torch.Tensor, shape: tuple[int, ...], rows: int, places: Sequ
             found: torch.Tensor = split.index_select(dim, index).flatten(dim, dim + 1)
             return found
     return None
-
-
-def _rebuilt(path: str, node: Any, change: Callable[[str, Any], Any]) -> Any:
-    """Returns nested containers around other leaves; those in which nothing changes as they are."""
-    entries = children(node)
-    if entries is None:
-        return change(path, node)
-    found = [_rebuilt(f"{path}{key}", child, change) for key, child in entries]
-    same = all(new is old for new, (_, old) in zip(found, entries, strict=True))
-    return node if same else with_children(node, found)

@@ -21,7 +21,7 @@ from gaverify.audit.recording.rows import input_shapes
 from gaverify.audit.recording.values import plain
 from gaverify.passes.channels import per_channel_affine
 from gaverify.passes.fingerprints import real_numbers, summaries
-from gaverify.passes.nesting import leaves, rebuilt
+from gaverify.passes.nesting import changed, leaves, rebuilt
 from gaverify.tracebacks import Place
 
 _MOST = 64  # tensors of one call that are looked at
@@ -98,10 +98,15 @@ class Outputs:
                 self._handed_out |= made
         if call.under in self._moved and forward["rows"] > 1:
             output = rebuilt(output, partial(_moved, forward["rows"]))
-        for path, tensor in _tensors(output):
-            if tensor.requires_grad:
-                tensor.register_hook(partial(self._came_back, gradients, path))
-        return output
+        return changed(output, partial(self._listened, gradients))
+
+    def _listened(self, gradients: dict[str, Any], path: str, leaf: Any) -> Any:
+        """Returns what a call gives as a view: what flows back to it from inside the call is not the caller's."""
+        if not isinstance(leaf, torch.Tensor) or leaf.grad_fn is None:
+            return leaf
+        view = leaf.view_as(leaf)
+        view.register_hook(partial(self._came_back, gradients, path))
+        return view
 
     def _came_back(self, gradients: dict[str, Any], path: str, gradient: torch.Tensor) -> None:
         with self._work():

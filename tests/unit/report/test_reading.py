@@ -12,6 +12,7 @@ import pytest
 import samples
 
 from gaverify.errors import SpecError
+from gaverify.records.partners import Foreign, Partner
 from gaverify.records.ranks import Collective, Engine, RankFacts, Traffic
 from gaverify.records.weights import WeightFit
 from gaverify.report import render
@@ -35,6 +36,18 @@ def test_what_is_read_is_what_was_written(answer) -> None:
     assert type(again) is type(answer)
     assert answer_text(again) == text
     assert render([again], "text", show_all=True) == render([answer], "text", show_all=True)
+
+
+def test_whose_passes_and_which_partners_are_told() -> None:
+    answer = samples.audited()
+    update = replace(answer.updates[1], foreign=Foreign(1, (0, 2), 1e-8), partners=(Partner(0, 1, 0),))
+    document = json.loads(answer_text(replace(answer, updates=(answer.updates[0], update))))
+    without, told = document["updates"]
+    assert (without["foreign"], without["partners"]) == (None, [])
+    assert told["foreign"] == {"optimizer": 1, "passes": [0, 2], "residual": 1e-8}
+    assert told["partners"] == [{"optimizer": 0, "full": 1, "accumulated": 0}]
+    again = answer_of(document).updates[1]
+    assert (again.foreign, again.partners) == (update.foreign, update.partners)
 
 
 def test_several_answers_and_errors(tmp_path: Path) -> None:

@@ -120,6 +120,22 @@ class SettingItem(Shape):
     accumulated: Number
 
 
+class ForeignItem(Shape):
+    """Backward passes, from 0, that an optimizer's step uses although they are another's; what is left without them."""
+
+    optimizer: int
+    passes: list[int]
+    residual: Number
+
+
+class PartnerItem(Shape):
+    """Another optimizer, and how many steps it had made in each run when the update's loss was computed."""
+
+    optimizer: int
+    full: int
+    accumulated: int
+
+
 class UpdateItem(Shape):
     """One optimizer update of both runs."""
 
@@ -148,6 +164,8 @@ class UpdateItem(Shape):
     clips: list[ClipItem] = Field(default_factory=list)
     clips_full: list[ClipItem] = Field(default_factory=list)
     settings: list[SettingItem] = Field(default_factory=list)
+    foreign: ForeignItem | None = None
+    partners: list[PartnerItem] = Field(default_factory=list)
     parameters: list[Parameter]
 
 
