@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from gaverify.audit.job import Role
 from gaverify.audit.running import Runner
 from gaverify.errors import ProblemError
 from gaverify.records.audit import Record
@@ -76,9 +77,10 @@ def unclipped(runner: Runner, record: Record, options: dict[str, Any]) -> Record
 
 
 def by_terms(runner: Runner, runs: tuple[Run, Run], record: Record, options: dict[str, Any]) -> tuple[LossTerm, ...]:
-    """The control for a loss that is a sum: both runs up to the first update, with each term alone.
+    """The control for a loss that is a sum: both runs up to the update that differs, with each term alone.
 
-    Nothing is returned unless the terms' gradients add up to those of the whole, in both runs.
+    Nothing is returned unless the terms' gradients add up to those of the whole, in both runs. Behind the first update
+    the full batch's steps are led as well: its term alone would train other weights.
 
     Args:
         runner: Makes the runs.
@@ -88,23 +90,29 @@ def by_terms(runner: Runner, runs: tuple[Run, Run], record: Record, options: dic
     """
     from gaverify.audit.term_fits import fitted_terms
 
-    update, count = record.divergent, _terms_of(record)
-    if update is None or update.number > 1 or count < 2:
+    update = record.divergent
+    count = _terms_of(record, update.number) if update is not None else 0
+    if update is None or count < 2:
         return ()
     own = {name: value for name, value in options.items() if name not in ("source", "parts")}
+    role: Role = "full"
+    if update.number > 1:
+        role, own = "perturbed", {**options, **({"parts": 1} if "parts" in options else {})}
     alone = []
     try:
         for term in range(1, count + 1):
-            jobs = runner.jobs("full", **own, term=term), runner.jobs("accumulated", **options, term=term)
-            alone.append(runner.runs(*[[replace(job, updates=1) for job in group] for group in jobs]))
+            jobs = runner.jobs(role, **own, term=term), runner.jobs("accumulated", **options, term=term)
+            alone.append(runner.runs(*[[replace(job, updates=update.number) for job in group] for group in jobs]))
     except ProblemError:
         return ()
-    return fitted_terms(runs, [(whole, part) for whole, part in alone], record.tolerance)
+    return fitted_terms(runs, [(whole, part) for whole, part in alone], record.tolerance, update.number)
 
 
-def _terms_of(record: Record) -> int:
-    """How many terms the loss of the first update has in both runs; 0 where it has other numbers of them."""
-    windows = [found for windows in (record.full_windows, record.windows) for found in windows if found.number == 1]
+def _terms_of(record: Record, update: int) -> int:
+    """How many terms the loss of an update has in both runs; 0 where it has other numbers of them."""
+    windows = [
+        found for windows in (record.full_windows, record.windows) for found in windows if found.number == update
+    ]
     counts = {event.values.get("terms", 0) for window in windows for event in window.of("backward")}
     return counts.pop() if len(windows) == 2 and len(counts) == 1 else 0
 

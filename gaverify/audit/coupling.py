@@ -164,7 +164,8 @@ def _allowed(unit: float) -> float:
 
 
 def _names(forward: Forward) -> frozenset[str]:
-    return frozenset(call["path"] for call in forward["calls"])
+    """The paths in a model; which of its modules are called may hang on the samples (experts)."""
+    return frozenset(forward["modules"])
 
 
 def _hands_out_rows(forward: Forward) -> bool:

@@ -15,25 +15,29 @@ from gaverify.records.rounds import common_rounds
 from gaverify.records.weights import LossTerm
 
 
-def fitted_terms(runs: tuple[Run, Run], alone: Sequence[tuple[Run, Run]], tolerance: float) -> tuple[LossTerm, ...]:
+def fitted_terms(
+    runs: tuple[Run, Run], alone: Sequence[tuple[Run, Run]], tolerance: float, update: int = 1
+) -> tuple[LossTerm, ...]:
     """Returns the terms that have a gradient; none unless those of all terms add up to what both runs had.
 
     Args:
         runs: The full-batch and the accumulated run.
         alone: The same with one term of each loss alone, in the order of the terms.
         tolerance: What rounding leaves over, relative.
+        update: The update that is looked at.
     """
     rounds = common_rounds(runs[0].events, runs[1].events)
-    if not rounds:
+    if len(rounds) < update:
         return ()
-    pairs = [tuple(run.samples(rounds[0]) for run in pair) for pair in alone]
+    round_ = rounds[update - 1]
+    pairs = [tuple(run.samples(round_) for run in pair) for pair in alone]
     for at, run in enumerate(runs):
-        if not add_up(run.samples(rounds[0]), [pair[at] for pair in pairs], tolerance):
+        if not add_up(run.samples(round_), [pair[at] for pair in pairs], tolerance):
             return ()
     found = []
     for number, (pair, (full, accumulated)) in enumerate(zip(alone, pairs, strict=True), 1):
         fit = fit_of(full, accumulated)
-        passes = [event for event in pair[1].events if event.kind == "backward" and event.update == 1]
+        passes = [event for event in pair[1].events if event.kind == "backward" and event.update in accumulated.updates]
         if fit is None or not passes:
             continue
         place = passes[-1].values.get("term") or (None, None)

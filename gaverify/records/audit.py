@@ -139,7 +139,7 @@ class Record:
         rank_windows: The windows of ranks 1, 2, … of the accumulated run, where the audit saw all.
         full_ranks: Processes that trained together in the full-batch run, as far as the audit saw them.
         epochs: What was seen of an epoch's end, for the verdict; empty where nothing is to be said.
-        terms: Of the loss of the first update, where nothing else explained its difference and they add up to it.
+        terms: Of the loss of the first update that differs, where nothing else explained it and they add up to it.
         coupling: Where samples act on each other, in modules or in the loss, with what the control runs showed.
     """
 

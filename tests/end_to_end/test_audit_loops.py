@@ -36,6 +36,7 @@ FAULTS = [
     Fault("B02 the division by K is forgotten", SCALE, "division_forgotten", "GAV201"),
     Fault("B05 divided twice", SCALE, "divided_twice", "GAV201"),
     Fault("a penalty that is not divided", SCALE, "penalty_undivided", "GAV201"),
+    Fault("a penalty that is not divided, from update 2 on", SCALE, "penalty_later", "GAV201"),
     Fault("L19 scaled after backward", SCALE, "scaled_after_backward", "GAV201"),
     Fault("B04 short window over K", SCALE, "short_window", "GAV605", ("GAV201",), common="--samples 24"),
     Fault(

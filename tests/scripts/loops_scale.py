@@ -49,6 +49,18 @@ def penalty_undivided(args, model, optimizer, loader):
             optimizer.zero_grad()
 
 
+def penalty_later(args, model, optimizer, loader):
+    """The same behind a warm-up of one update."""
+    for i, (features, labels) in enumerate(loader):
+        loss = criterion(model(features), labels) / args.accum
+        strength = 0.01 if i >= args.accum else 0.0
+        loss = loss + strength * sum(weight.square().sum() for weight in model.parameters())  # here: penalty_later
+        loss.backward()
+        if (i + 1) % args.accum == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def penalty_divided(args, model, optimizer, loader):
     for i, (features, labels) in enumerate(loader):
         loss = criterion(model(features), labels)
@@ -109,6 +121,7 @@ LOOPS = {
         divided_twice,
         scaled_after_backward,
         penalty_undivided,
+        penalty_later,
         penalty_divided,
         short_window,
         ragged_batches,

@@ -16,6 +16,7 @@ from torch import nn
 from gaverify.audit.job import SCRIPT
 from gaverify.audit.recording.calls import Call, listening
 from gaverify.audit.recording.graph import meetings
+from gaverify.audit.recording.names import plain_name
 from gaverify.audit.recording.places import user_place
 from gaverify.audit.recording.rows import input_shapes
 from gaverify.audit.recording.values import plain
@@ -45,7 +46,9 @@ class Outputs:
     def listening(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
         """Surrounds the forward of an outermost module."""
         shapes = input_shapes(args, kwargs)
-        forward: dict[str, Any] = {"rows": shapes[0][0] if shapes else 0, "number": len(self.forwards), "calls": []}
+        rows, number = shapes[0][0] if shapes else 0, len(self.forwards)
+        paths = [plain_name(name) for name, _ in model.named_modules()]
+        forward: dict[str, Any] = {"rows": rows, "number": number, "modules": paths, "calls": []}
         self.forwards.append(forward)
         inner: dict[str, _Inner] = {}
         with listening(model, partial(self._begins, inner), partial(self._ends, forward, inner)):
