@@ -127,7 +127,8 @@ class _Audit:
     def _ways(self, record: Record, full: Run) -> list[dict[str, Any]]:
         """The fields of `Job` with which the runs may be given the same data, those that change least first."""
         if self._request.ranked:
-            return []
+            drew = full.meta["loop_draws"] or self.main.meta["loop_draws"]
+            return self._ranked_ways(record, full) if drew and replay_helps(record, full.meta, self.main.meta) else []
         ways = []
         if replay_helps(record, full.meta, self.main.meta):
             ways.append({"replay": True})
@@ -136,6 +137,13 @@ class _Audit:
         if inputs_help(record, full.meta):
             ways.append({"replay": True, "inputs": True})
         return ways
+
+    def _ranked_ways(self, record: Record, full: Run) -> list[dict[str, Any]]:
+        """What the loops of ranks draw is dealt to them; their loaders hand out their samples as they do."""
+        from gaverify.audit.replay.ordering import orders
+
+        same = record.updates[0].data.same
+        return [{"replay": True, "order": order} for order in orders(full, self.main, same=same)]
 
     def _epochs(self) -> str:
         unseen = self.main.meta["loaders"] and not self.main.meta["epochs"]

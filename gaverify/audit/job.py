@@ -64,6 +64,7 @@ class Job:
         by_hand: The script moves its weights itself: what it takes away from them stands for the gradient.
         replay: Keep the loaders' samples and the loop's draws ("full"), or take those of the run in `source`.
         collated: In a replay, cut micro-batches from the batches as they were collated: their collation draws.
+        order: In a replay by several ranks, how they share the samples of a batch, which their own loaders hand out.
         inputs: In a replay, keep the forwards' inputs as well, or put those of the run in `source` in place.
         tail: Micro-batches of a short last window that every pass over a loader ends with; 0 leaves passes alone.
         parts: Micro-batches per batch of the full-batch run, for a replay; 0 where that is not known.
@@ -93,6 +94,7 @@ class Job:
     by_hand: bool = False
     replay: bool = False
     collated: bool = False
+    order: Literal["", "turns", "blocks"] = ""
     inputs: bool = False
     parts: int = 0
     tail: int = 0

@@ -19,6 +19,8 @@ CASES = {
     "dropout": ("--dropout 0.3", 16, 2, 4, 2, set()),
     "dropout where ranks take turns": ("--dropout 0.3 --strided", 16, 2, 4, 2, set()),
     "forgotten division where ranks take turns": ("--loop undivided --strided --dropout 0.3", 16, 2, 4, 2, {"GAV201"}),
+    "noise of the loop where ranks take turns": ("--noise 0.5 --strided", 16, 2, 4, 2, set()),
+    "forgotten division beside noise of the loop": ("--noise 0.5 --loop undivided", 16, 2, 4, 2, {"GAV201"}),
     "clipping": ("--clip 0.05", 16, 2, 4, 2, set()),
     "synchronised every time": ("--loop always", 16, 2, 4, 2, set()),
     "tokens of all ranks": ("--loop all_tokens", 8, 2, 4, 1, set()),

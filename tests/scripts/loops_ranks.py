@@ -19,6 +19,7 @@ parser.add_argument("--batch-size", type=int, default=4)
 parser.add_argument("--accum", type=int, default=1)
 parser.add_argument("--dropout", type=float, default=0.0)
 parser.add_argument("--strided", action="store_true")
+parser.add_argument("--noise", type=float, default=0.0)
 parser.add_argument("--clip", type=float, default=0.0)
 args = parser.parse_args()
 
@@ -71,8 +72,11 @@ for start in range(0, len(inputs) - window + 1, window):
         if args.strided:  # as a `DistributedSampler` hands them out: the ranks take turns
             rows = slice(start + k * ranks * size + rank, start + (k + 1) * ranks * size, ranks)
         forward = net if args.loop == "unwrapped" else model
+        fed = inputs[rows]
+        if args.noise:
+            fed = fed + args.noise * torch.randn(len(fed), 6)
         with synchronised(k == K - 1):
-            loss_of(forward(inputs[rows]), classes[rows]).backward()
+            loss_of(forward(fed), classes[rows]).backward()
     if args.loop == "sharded_norm":
         shards = [parameter.grad.to_local() for parameter in model.parameters()]  # type: ignore[union-attr]
         length = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(shard) for shard in shards]))

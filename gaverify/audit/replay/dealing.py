@@ -9,6 +9,8 @@ drew there between two backward passes, and every m-th draw of a place makes a r
                   Windows are told apart by the optimizer's steps, which are as many in both runs
     one by one    a single number for each sample, in a loop over the samples: the next one
 
+Several ranks share the rows that follow: each takes the next ones, block by block, or they take turns, row by row.
+
 No torch.
 """
 
@@ -42,12 +44,29 @@ class Kept:
 
 
 class Part(NamedTuple):
-    """The part of a draw that belongs to a micro-batch; a dimension of −1 means all of it."""
+    """The part of a draw that belongs to a micro-batch, every `step`-th row; a dimension of −1 means all of it."""
 
     draw: Kept
     dim: int = -1
     start: int = 0
     size: int = 0
+    step: int = 1
+
+    @property
+    def rows(self) -> range:
+        """Which rows of the draw."""
+        return range(self.start, self.start + self.size * self.step, self.step)
+
+
+class Share(NamedTuple):
+    """Which of the ranks draws, of how many, and whether they take turns row by row."""
+
+    rank: int = 0
+    ranks: int = 1
+    turns: bool = False
+
+
+_ALONE = Share()
 
 
 class Unalignable(Exception):
@@ -71,7 +90,7 @@ class _Row:
             raise Unalignable("the full-batch run drew several times at this place in this window")
         return Part(here[min((self._visits[steps] - 1) // max(parts, 1), len(here) - 1)])
 
-    def rows(self, shape: tuple[int, ...]) -> Part:
+    def rows(self, shape: tuple[int, ...], share: Share) -> Part:
         while self._at < len(self._draws):
             draw = self._draws[self._at]
             if len(draw.shape) != len(shape):
@@ -80,9 +99,12 @@ class _Row:
             if len(changed) != 1:
                 raise Unalignable("its shape follows the batch in more than one dimension")
             dim = changed[0]
-            if self._taken + shape[dim] <= draw.shape[dim]:
-                start, self._taken = self._taken, self._taken + shape[dim]
-                return Part(draw, dim, start, shape[dim])
+            size, start = shape[dim], self._taken
+            if start + size * share.ranks <= draw.shape[dim]:
+                self._taken += size * share.ranks
+                if share.turns:
+                    return Part(draw, dim, start + share.rank, size, share.ranks)
+                return Part(draw, dim, start + share.rank * size, size)
             self._at, self._taken = self._at + 1, 0
         raise Unalignable("the full-batch run drew fewer rows at this place")
 
@@ -97,17 +119,19 @@ class _Place:
             rows.get(interval, 0) > 1 and count % rows[interval] == 0 for interval, count in counts.items()
         )
 
-    def find(self, steps: int, operation: str, shape: tuple[int, ...], parts: int) -> Part:
+    def find(self, steps: int, operation: str, shape: tuple[int, ...], parts: int, share: Share) -> Part:
         first = self._draws[0]
         visit, self._visits = self._visits, self._visits + 1
         if first.operation != operation or len(first.shape) != len(shape):
             raise Unalignable("the full-batch run drew something else at this place")
         if self._single and first.shape == shape:
+            if share.ranks > 1:
+                raise Unalignable("a number for each sample is not dealt to several ranks")
             if visit >= len(self._draws):
                 raise Unalignable("the full-batch run drew less often at this place")
             return Part(self._draws[visit])
         row = self._rows[visit % len(self._rows)]
-        return row.whole(steps, parts) if any(draw.shape == shape for draw in self._draws) else row.rows(shape)
+        return row.whole(steps, parts) if any(draw.shape == shape for draw in self._draws) else row.rows(shape, share)
 
 
 class Counterparts:
@@ -127,7 +151,7 @@ class Counterparts:
             by_place.setdefault(draw.place, []).append(draw)
         self._places = {place: _Place(members, rows) for place, members in by_place.items()}
 
-    def find(self, place: Hashable, steps: int, operation: str, shape: tuple[int, ...]) -> Part:
+    def find(self, place: Hashable, steps: int, operation: str, shape: tuple[int, ...], share: Share = _ALONE) -> Part:
         """Returns the part of the full-batch run's draw.
 
         Args:
@@ -135,10 +159,11 @@ class Counterparts:
             steps: Optimizer steps before it.
             operation: What draws.
             shape: Of what was drawn.
+            share: Which rank draws.
 
         Raises:
             Unalignable: There is none.
         """
         if place not in self._places:
             raise Unalignable("the full-batch run drew nothing at this place")
-        return self._places[place].find(steps, operation, shape, self._parts)
+        return self._places[place].find(steps, operation, shape, self._parts, share)

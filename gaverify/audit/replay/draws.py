@@ -14,7 +14,8 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from gaverify.audit.recording.places import user_place
-from gaverify.audit.replay.dealing import Counterparts, Kept, Part, Unalignable
+from gaverify.audit.recording.ranks import place_in_group
+from gaverify.audit.replay.dealing import Counterparts, Kept, Part, Share, Unalignable
 from gaverify.audit.replay.sites import site
 from gaverify.passes.modes import OperationMode, operation_name
 from gaverify.passes.randomness import foreign
@@ -149,10 +150,12 @@ class DealtLoopDraws(LoopDraws):
     Args:
         source: Folder of the full-batch run.
         parts: Micro-batches per batch of the full-batch run; 0 where that is not known.
+        turns: Whether the ranks, where there are several, take turns row by row.
     """
 
-    def __init__(self, source: Path, parts: int) -> None:
+    def __init__(self, source: Path, parts: int, turns: bool = False) -> None:
         super().__init__()
+        self._turns = turns
         draws, rows = torch.load(source / _FILE, weights_only=False) if (source / _FILE).exists() else ([], {})
         self._counterparts = Counterparts(draws, rows, parts)
 
@@ -161,7 +164,8 @@ class DealtLoopDraws(LoopDraws):
         if part is None:
             return None
         value = part.draw.value
-        value = value if part.dim < 0 else value.narrow(part.dim, part.start, part.size)
+        if part.dim >= 0:
+            value = value.index_select(part.dim, torch.tensor(part.rows, device=value.device))
         return value.to(drawn.device, drawn.dtype)  # type: ignore[no-any-return]
 
     def _made(self, call: foreign.Call, result: Any) -> Any:
@@ -169,7 +173,7 @@ class DealtLoopDraws(LoopDraws):
         part = self._part(operation, _shape(result))
         if part is None:
             return result
-        value, stop = part.draw.value, part.start + part.size
+        value = part.draw.value
         if _in_place(call, result):
             if len(call.args[0]) == len(value):
                 call.args[0][:] = value
@@ -178,13 +182,14 @@ class DealtLoopDraws(LoopDraws):
             return result
         if part.dim < 0:
             return copy.copy(value)
-        return value[part.start : stop] if isinstance(value, list) else value.take(range(part.start, stop), part.dim)
+        return [value[at] for at in part.rows] if isinstance(value, list) else value.take(part.rows, part.dim)
 
     def _part(self, operation: str, shape: tuple[int, ...]) -> Part | None:
         if self.steps >= self._counterparts.steps:
             return None  # behind what the full-batch run recorded
         try:
-            part = self._counterparts.find(site(), self.steps, operation, shape)
+            share = Share(*place_in_group(), self._turns)
+            part = self._counterparts.find(site(), self.steps, operation, shape, share)
             if part.dim >= 0 and operation.rpartition(".")[2] in _ORDERS:
                 raise Unalignable("an order of the whole batch has no part for some of its samples")
         except Unalignable as error:

@@ -35,10 +35,12 @@ class ReplayingRecorder(HandRecorder):
             tail = job.tail / job.parts if job.tail else 0.0
             self._loaders = KeptSamples(storage.folder, self._loop.paused, tail, collated=job.collated)
         else:
-            self._loop = DealtLoopDraws(Path(job.source), job.parts)
+            self._loop = DealtLoopDraws(Path(job.source), job.parts, turns=job.order == "turns")
             # in parts: a whole batch and the short one behind it
             length = (job.parts + job.tail if job.parts > 1 else 2) if job.tail else None
             self._loaders = GivenSamples(Path(job.source), job.parts, self._loop.paused, length, collated=job.collated)
+            if job.order:
+                self._loaders = Loaders(self._loop.paused)
         self._loaders.install()
         self._inputs: KeptInputs | GivenInputs | None = None
         if job.inputs:

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from gaverify.audit.recording.rows import input_rows
-from gaverify.audit.replay.dealing import Counterparts, Kept, Unalignable
+from gaverify.audit.replay.dealing import Counterparts, Kept, Share, Unalignable
 from gaverify.audit.replay.loaders import GivenSamples, KeptSamples
 from gaverify.audit.same_data import check_rows
 
@@ -71,6 +71,28 @@ class TestDraws:
     def test_what_has_no_counterpart(self, operation: str, shape: tuple[int, ...], steps: int) -> None:
         with pytest.raises(Unalignable):
             Counterparts(draws((8, 3)), {}, 4).find("here", steps, operation, shape)
+
+    @pytest.mark.parametrize(
+        ("turns", "first", "second"),
+        [(False, [(0, 1), (4, 5)], [(2, 3), (6, 7)]), (True, [(0, 2), (4, 6)], [(1, 3), (5, 7)])],
+    )
+    def test_ranks_share_the_rows_that_follow(
+        self, turns: bool, first: list[tuple[int, ...]], second: list[tuple[int, ...]]
+    ) -> None:
+        for rank, rows in enumerate((first, second)):
+            found = Counterparts(draws((8, 3), (8, 3)), {}, 2)
+            given = [found.find("here", at // 2, "randn", (2, 3), Share(rank, 2, turns)) for at in range(4)]
+            assert [(part.draw.value, tuple(part.rows)) for part in given] == [
+                (0, rows[0]),
+                (0, rows[1]),
+                (1, rows[0]),
+                (1, rows[1]),
+            ]
+
+    def test_numbers_for_each_sample_are_not_dealt_to_ranks(self) -> None:
+        found = Counterparts(draws(*[()] * 4, steps=(0,) * 4, intervals=(0,) * 4), {0: 4}, 2)
+        with pytest.raises(Unalignable):
+            found.find("here", 0, "randn", (), Share(1, 2, True))
 
     def test_more_rows_than_were_drawn(self) -> None:
         found = Counterparts(draws((4,)), {}, 2)
