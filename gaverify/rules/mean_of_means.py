@@ -137,6 +137,9 @@ from gaverify.rules.wrong_loss_scale import factor_of
 RULE = Rule("GAV202", "mean-of-means")
 _DIGITS = 10.0  # times what a fit leaves over: so far its weights may be off, and digits below it mean nothing
 _EQUALLY = "micro-batches of unequal weight are averaged equally"
+_SAMPLES = "; they are the shares of samples n_k/N"
+_TARGETS = "; they are the shares of valid targets"
+_COUNTED = "; they are the shares of what each micro-batch's loss is divided by"
 
 
 def judge(facts: Facts) -> Iterator[Finding]:
@@ -218,7 +221,8 @@ def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
         Evidence(
             "micro-batch-weights",
             "weights",
-            f"{weights_text(weights)} give the full-batch gradient to {fit.residual:.0e}{meaning}{_unsure(fit)}",
+            f"{weights_text(weights)} give the full-batch gradient to {fit.residual:.0e}{meaning}"
+            f"{_altogether(fit, loop.tolerance) if meaning in (_SAMPLES, _TARGETS, _COUNTED) else ''}{_unsure(fit)}",
             {
                 "weights": list(weights),
                 "multipliers": list(fit.multipliers),
@@ -235,19 +239,11 @@ def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
 def _in_update(update: UpdateComparison, weights: tuple[float, ...], tolerance: float) -> tuple[str, str, str]:
     """What is wrong, what the fitted weights are, and what to do to get them."""
     if shares(weights, update.sizes, tolerance):
-        return _EQUALLY, "; they are the shares of samples n_k/N", "weight each micro-batch by n_k/N"
+        return _EQUALLY, _SAMPLES, "weight each micro-batch by n_k/N"
     if shares(weights, update.valid_targets, tolerance):
-        return (
-            _EQUALLY,
-            "; they are the shares of valid targets",
-            "sum the losses and divide by the valid targets of the whole window",
-        )
+        return _EQUALLY, _TARGETS, "sum the losses and divide by the valid targets of the whole window"
     if shares(weights, update.counted, tolerance):
-        return (
-            _EQUALLY,
-            "; they are the shares of what each micro-batch's loss is divided by",
-            "sum the losses and divide by what the whole window counts",
-        )
+        return _EQUALLY, _COUNTED, "sum the losses and divide by what the whole window counts"
     if not any(weights[:-1]):
         return (
             "each backward pass repeats the micro-batches before it",
@@ -263,6 +259,17 @@ def _in_update(update: UpdateComparison, weights: tuple[float, ...], tolerance: 
         )
     unseen = "" if update.valid_targets else "; no loss was seen whose targets could be counted"
     return _EQUALLY, unseen, "weight each micro-batch by its share of what the full batch's mean counts"
+
+
+def _altogether(fit: WeightFit, tolerance: float) -> str:
+    """How many times too much the micro-batches count together, where right weights add up to 1; empty where right."""
+    steps = len(fit.multipliers)
+    factor = steps / sum(fit.multipliers)
+    if abs(factor - 1) < tolerance:
+        return ""
+    if abs(factor / steps - 1) < tolerance:
+        return f"; beside that nothing divides by K = {steps}: together they count {steps} times"
+    return f"; beside that they count {factor:.6g} times together"
 
 
 def _multiply(loop: Record, fit: WeightFit) -> str:

@@ -305,6 +305,15 @@ class TestWeights:
         both = update(ratio=4.1, fit=fit(4.0, 0.1, right=(0.1, 0.2, 0.3, 0.4)), valid_targets=(1, 2, 3, 4))
         (found,) = findings_for(record("BBBBCSZ BBBBCSZ", "BCSZ BCSZ", updates=(both,)))
         assert found.code == "GAV202" and "0.1, 0.2, 0.3, 0.4" in found.remedy
+        assert "nothing divides by K = 4" in found.evidence[1].statement
+
+    def test_divided_losses_are_not_called_undivided(self) -> None:
+        for right, said in ((0.4, ""), (1.6, "0.25 times together")):
+            shares = tuple(right * count for count in (1, 2, 3, 4))
+            once = update(ratio=1.2, fit=fit(0.9, 0.3, right=shares), valid_targets=(1, 2, 3, 4))
+            (found,) = findings_for(record(RIGHT, "BSZ BSZ", updates=(once,)))
+            statement = found.evidence[1].statement
+            assert found.code == "GAV202" and said in statement and ("beside that" in statement) == bool(said)
 
     def test_a_running_sum_repeats_micro_batches(self) -> None:
         repeated = update(ratio=2.1, fit=fit(1.5, 0.4, right=(1e-8, -2e-8, 3e-8, 1.0)))
