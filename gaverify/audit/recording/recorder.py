@@ -24,6 +24,7 @@ from gaverify.audit.recording.rows import input_rows, input_shapes
 from gaverify.audit.recording.session import Session
 from gaverify.audit.recording.terms import Terms
 from gaverify.audit.recording.update import Forward
+from gaverify.audit.recording.values import plain
 from gaverify.audit.recording.watching import Increment, Seen, Watched
 from gaverify.ranks.traffic import TrafficMeter
 from gaverify.records.events import Kind
@@ -194,7 +195,7 @@ class Recorder(Session):
 
     def targets(self, valid: torch.Tensor, total: int) -> None:
         """Notes how many targets of a loss count; read at the next backward."""
-        if not self.off and torch.is_grad_enabled():
+        if not self.off and torch.is_grad_enabled() and plain(valid) is not None:
             self._targets.append((valid, total))
 
     def step_begins(self, optimizer: Any, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
