@@ -122,3 +122,18 @@ def test_five_thousand_parameters(page: browser.Page, tmp_path: Path) -> None:
     page.call("Emulation.setEmulatedMedia", media="print")
     assert page.evaluate("document.querySelector('.tools').offsetHeight") == 0
     page.call("Emulation.setEmulatedMedia", media="")
+
+
+@pytest.mark.parametrize("sample", [samples.divergent, samples.large, samples.audited, profiles.profile])
+def test_a_printed_table_fits_and_breaks_no_number(page: browser.Page, tmp_path: Path, sample) -> None:
+    """On paper nothing scrolls: 718 px are A4 with the margins of Chromium."""
+    opened(page, tmp_path, [sample()], width=718)
+    page.call("Emulation.setEmulatedMedia", media="print")
+    wide = "Array.from(document.querySelectorAll('table')).map(t => t.getBoundingClientRect().right)"
+    assert max(page.evaluate(wide)) <= 718
+    rectangles = (
+        "Array.from(document.querySelectorAll('tbody tr:not(.later) td:nth-child(3)')).map(cell => {"
+        "const range = document.createRange(); range.selectNodeContents(cell); return range.getClientRects().length })"
+    )
+    assert max(page.evaluate(rectangles)) == 1  # one for each line of the text
+    page.call("Emulation.setEmulatedMedia", media="")
