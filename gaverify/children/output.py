@@ -8,6 +8,7 @@ from pathlib import Path
 
 _TAIL = 15
 _READ = 1 << 14  # bytes of a log that are read from its end
+_NO_NUMPY = "UserWarning: Failed to initialize NumPy"
 _MARK = "Traceback (most recent call last):"
 
 
@@ -17,8 +18,23 @@ def last_lines(log: Path) -> list[str]:
         stream.seek(0, os.SEEK_END)
         stream.seek(max(0, stream.tell() - _READ))
         lines = stream.read().decode("utf-8", "replace").splitlines()
-        return [line for line in lines if line.strip()][-_TAIL:]
+        return [line for line in _without_numpy(lines) if line.strip()][-_TAIL:]
     return []
+
+
+def _without_numpy(lines: list[str]) -> list[str]:
+    """Leaves out what torch says at every import where NumPy is not installed: it would read as a run's last words.
+
+    Python prints a warning as its text and, indented below, the line of source that it comes from.
+    """
+    kept: list[str] = []
+    warned = False
+    for line in lines:
+        source = warned and line.startswith("  ")
+        warned = _NO_NUMPY in line
+        if not warned and not source:
+            kept.append(line)
+    return kept
 
 
 def cause_of(error: BaseException) -> str:

@@ -24,8 +24,8 @@ INTERRUPTED = 130
 
 
 def say(message: str, label: str = "error") -> None:
-    """Prints the message on stderr, each line with `gaverify: error: ` in front."""
-    for line in message.splitlines() or [""]:
+    """Prints the message on stderr, each line with `gaverify: error: ` in front; empty lines are left out."""
+    for line in [line for line in message.splitlines() if line.strip()] or [""]:
         tell(f"gaverify: {label}: {line}")
 
 

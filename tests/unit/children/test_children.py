@@ -204,3 +204,11 @@ class TestTheCause:
         assert last_lines(log) == []
         log.write_text("\n".join(f"line {at}\n" for at in range(3000)), encoding="utf-8")
         assert last_lines(log)[-1] == "line 2999" and len(last_lines(log)) == 15
+
+    def test_torch_without_numpy_is_no_last_word(self, tmp_path: Path) -> None:
+        log = tmp_path / "log.txt"
+        warning = "torch.py:368: UserWarning: Failed to initialize NumPy: No module named 'numpy'\n  cpu = _convert()\n"
+        log.write_text(f"begun\n  with data\n{warning}")
+        assert last_lines(log) == ["begun", "  with data"]
+        log.write_text(f"{warning}Traceback (most recent call last):\n  File x\n")
+        assert last_lines(log) == ["Traceback (most recent call last):", "  File x"]

@@ -279,6 +279,7 @@ class Unspeakable(Exception):
     ("error", "code", "text"),
     [
         (ProblemError("the loss is NaN"), 2, "gaverify: error: the loss is NaN"),
+        (ProblemError("it failed\n\nits output"), 2, "gaverify: error: it failed\ngaverify: error: its output\n"),
         (KeyError("x"), 70, "fault in gaverify"),
         (InternalError("x"), 70, "fault in gaverify"),
         (KeyboardInterrupt(), 130, "interrupted"),
