@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from gaverify.causes.investigation import investigate
+from gaverify.causes.listening import Heard
 from gaverify.errors import ProblemError, SpecError
 from gaverify.passes import batching
 from gaverify.passes.devices import resolve_device
@@ -196,9 +197,17 @@ def _judged(task: Task, settings: Settings, ranks: Ranks | None) -> tuple[Judgem
         from gaverify.ranks.flow import judge_on_ranks
 
         return judge_on_ranks(task, ranks, diagnose=settings.diagnose, exact=settings.exact)
-    judgement = judge(task, rtol=settings.rtol, atol=settings.atol, keep_gradients=settings.trace, exact=settings.exact)
+    heard = Heard()
+    judgement = judge(
+        task,
+        rtol=settings.rtol,
+        atol=settings.atol,
+        keep_gradients=settings.trace,
+        exact=settings.exact,
+        listener=heard if settings.diagnose else None,
+    )
     begun = time.perf_counter()
-    facts = investigate(task, judgement, diagnose=settings.diagnose)
+    facts = investigate(task, judgement, diagnose=settings.diagnose, heard=heard)
     judgement.timings["diagnosis"] = time.perf_counter() - begun
     return judgement, facts
 

@@ -7,20 +7,25 @@ from dataclasses import dataclass
 
 import torch
 
-from gaverify.causes.sketches import sketch
-from gaverify.passes.gradients import Gradients, PassResult
+from gaverify.causes.sketches import Sketches, sketch
+from gaverify.passes.gradients import Gradients, PassProbe, PassResult
 
 
 @dataclass(frozen=True)
 class Earlier:
     """What is kept of the pass.
 
-    `full` is the pass without its gradients, `gradient` their sketch, `present` names those that were not None.
+    `full` is the pass without its gradients, `gradient` their sketch, `present` names those that were not None;
+    `elements` is how many numbers they had. `shares` are its micro-batches' own gradients and
+    `watch` is what looked on, where they were listened to.
     """
 
     full: PassResult
     gradient: torch.Tensor
     present: frozenset[str]
+    elements: int = 0
+    shares: Sketches | None = None
+    watch: PassProbe | None = None
 
     @property
     def loss(self) -> float:
@@ -52,7 +57,9 @@ class Earlier:
 
 def kept(full: PassResult) -> Earlier:
     """Keeps a sketch of the full batch's gradient, and leaves its memory to the next pass."""
-    earlier = Earlier(full, sketch(list(full.gradients.values())), _present(full.gradients))
+    gradients = list(full.gradients.values())
+    elements = sum(gradient.numel() for gradient in gradients if gradient is not None)
+    earlier = Earlier(full, sketch(gradients), _present(full.gradients), elements)
     full.gradients = dict.fromkeys(full.gradients)
     return earlier
 

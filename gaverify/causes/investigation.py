@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from gaverify.causes.batch_quality import identical_samples
+from gaverify.causes.listening import Heard
 from gaverify.passes.precision import unit_roundoff
 from gaverify.passes.task import Task
 from gaverify.records.compared import Compared
@@ -61,8 +62,15 @@ def _drift(judgement: Judgement) -> dict[str, float]:
     return {row.name: row.difference / row.scale for row in rows if row.difference > least * row.scale}
 
 
-def investigate(task: Task, judgement: Judgement, *, diagnose: bool) -> Facts:
-    """Returns everything that was measured; questions are asked only after a divergence; one that fails says so."""
+def investigate(task: Task, judgement: Judgement, *, diagnose: bool, heard: Heard | None = None) -> Facts:
+    """Returns everything that was measured; questions are asked only after a divergence; one that fails says so.
+
+    Args:
+        task: What was run.
+        judgement: What was decided, with its passes.
+        diagnose: Whether to look for the cause of a divergence.
+        heard: What listened to the float64 control.
+    """
     facts = collected(task, judgement)
     if not diagnose or not facts.compared.divergent or task.steps < 2:
         return facts
@@ -71,4 +79,4 @@ def investigate(task: Task, judgement: Judgement, *, diagnose: bool) -> Facts:
         return facts
     from gaverify.causes.questions import asked  # a verdict without a cause to look for does not wait for this import
 
-    return asked(task, judgement, facts)
+    return asked(task, judgement, facts, heard or Heard())

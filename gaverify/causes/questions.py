@@ -9,6 +9,7 @@ from dataclasses import replace
 from gaverify.causes import backward, coupling, draws, operations, state, weights
 from gaverify.causes.bench import Bench
 from gaverify.causes.earlier import kept
+from gaverify.causes.listening import Heard
 from gaverify.passes.task import Task
 from gaverify.records.facts import Facts
 from gaverify.verdict.control import in_float64
@@ -27,13 +28,20 @@ QUESTIONS: tuple[Callable[[Bench, Facts], Facts], ...] = (
 """In this order: what is cheap to ask, and what the later questions have to know, comes first."""
 
 
-def asked(task: Task, judgement: Judgement, facts: Facts) -> Facts:
-    """Returns the facts with what the questions found; a question that could not be asked is noted."""
+def asked(task: Task, judgement: Judgement, facts: Facts, heard: Heard) -> Facts:
+    """Returns the facts with what the questions found; a question that could not be asked is noted.
+
+    Args:
+        task: What was run.
+        judgement: With the passes.
+        facts: What they showed.
+        heard: What was heard of the float64 control.
+    """
     with ExitStack() as stack:
         state_, control = judgement.state, judgement.control
         if control is not None:
             task, state_ = stack.enter_context(in_float64(task, state_))
-        earlier = kept(control.full) if control is not None else None
+        earlier = heard.added_to(kept(control.full), control.accumulated) if control is not None else None
         facts = replace(facts, left=facts.compared.total)
         bench = Bench(task, state_, judgement.record, control is not None, earlier=earlier, total=facts.left)
         for ask in QUESTIONS:

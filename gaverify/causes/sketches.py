@@ -107,12 +107,24 @@ def sketched(
 
     task = replace(task, strategy="accumulate")  # one backward over the sum would not tell the shares apart
     accumulated = accumulated_gradients(task, state, record, full, lift=lift, after_backward=note, probe=probe)
+    return shares_of(sums, target, accumulated.weights, elements), accumulated
+
+
+def shares_of(sums: Sequence[torch.Tensor], target: torch.Tensor, used: Sequence[float], elements: int) -> Sketches:
+    """Returns the micro-batches' own gradients from the sketches of what had accumulated after each of them.
+
+    Args:
+        sums: One sketch per micro-batch.
+        target: The sketch of the full batch's gradient.
+        used: The micro-batch weights.
+        elements: How many the gradient has.
+    """
     if len({part.device for part in (target, *sums)}) > 1:  # some micro-batch reached the parameters of one device only
         target, sums = target.cpu().double(), [part.cpu().double() for part in sums]
     steps = torch.stack([sums[0], *(b - a for a, b in pairwise(sums))], dim=1)
-    weights = torch.tensor(accumulated.weights, dtype=steps.dtype, device=steps.device)
+    weights = torch.tensor(used, dtype=steps.dtype, device=steps.device)
     columns = steps / torch.where(weights == 0, torch.ones_like(weights), weights)
-    return Sketches(columns, target, weights, elements), accumulated
+    return Sketches(columns, target, weights, elements)
 
 
 def fitted(runs: Sequence[Sketches]) -> WeightFit:

@@ -154,8 +154,11 @@ def _fitted(bench: Bench, watch: StateWatch) -> tuple[WeightFit, Repeatability]:
 
     earlier = bench.earlier or kept(run())
     full = run()
+    if isinstance(earlier.watch, StateWatch):
+        watch.absorb(earlier.watch)
     norm = earlier.norm or 1.0
     again = sketch(list(full.gradients.values()))
     backward = float(torch.linalg.vector_norm(again.to(earlier.gradient.device) - earlier.gradient)) / norm
     forward = abs(full.loss - earlier.loss) / max(abs(earlier.loss), 1e-300)
-    return fitted([bench.sketched(full, probe, release=True, target=again)[0]]), Repeatability(forward, backward)
+    shares = earlier.shares or bench.sketched(full, probe, release=True, target=again)[0]
+    return fitted([shares]), Repeatability(forward, backward)

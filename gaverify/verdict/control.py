@@ -6,13 +6,20 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
 from gaverify.errors import GaverifyError
 from gaverify.passes.batching import fresh, placed
 from gaverify.passes.devices import widest
-from gaverify.passes.gradients import PassResult, accumulated_gradients, full_batch_gradients
+from gaverify.passes.gradients import (
+    AfterBackward,
+    PassProbe,
+    PassResult,
+    accumulated_gradients,
+    full_batch_gradients,
+)
 from gaverify.passes.isolation import ModelState, generator_states
 from gaverify.passes.perturbation import moved, rounding_share
 from gaverify.passes.precision import converted
@@ -20,10 +27,21 @@ from gaverify.passes.problem import Problem
 from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.task import Task
 from gaverify.records.comparison import Method, ParameterComparison
+from gaverify.tracebacks import is_own_fault
 from gaverify.verdict.comparison import measure
 from gaverify.verdict.criteria import U64, Difference, Grounds, decide
 
 _PERTURBED_RUNS = 3
+
+
+class Listener(Protocol):
+    """Looks on while the micro-batches of the float64 control run, so that a diagnosis need not run them again."""
+
+    def begin(self, task: Task, state: ModelState) -> tuple[PassProbe, AfterBackward]:
+        """Returns what looks on, and what is called after each backward."""
+
+    def forget(self) -> None:
+        """Drops what was seen: the run ended early."""
 
 
 @dataclass
@@ -54,8 +72,14 @@ def in_float64(task: Task, state: ModelState) -> Iterator[tuple[Task, ModelState
         yield lifted, ModelState(task.modules, (task.problem.loss,))
 
 
-def float64_control(task: Task, state: ModelState, record: DrawRecord) -> Control:
+def float64_control(task: Task, state: ModelState, record: DrawRecord, listener: Listener | None = None) -> Control:
     """Runs both strategies in float64 and returns their comparison.
+
+    Args:
+        task: What to run.
+        state: Restored in the end.
+        record: The full batch's draws.
+        listener: Listens to the micro-batches; where that does not run, they run without it.
 
     Raises:
         Exception: Whatever a kernel without float64 raises; the caller then falls back to the noise floor.
@@ -63,10 +87,25 @@ def float64_control(task: Task, state: ModelState, record: DrawRecord) -> Contro
     with in_float64(task, state) as (lifted, lifted_state):
         task.progress("float64 control: the full batch")
         full, _ = full_batch_gradients(lifted, lifted_state, record, lift=True)
-        accumulated = accumulated_gradients(lifted, lifted_state, record, full, lift=True)
+        accumulated = _heard(lifted, lifted_state, record, full, listener)
         rows = {row.name: row for row in measure(accumulated.gradients, full.gradients)}
         accumulated.gradients = dict.fromkeys(accumulated.gradients)  # measured; a diagnosis needs the memory
     return Control(rows, full, accumulated)
+
+
+def _heard(
+    task: Task, state: ModelState, record: DrawRecord, full: PassResult, listener: Listener | None
+) -> PassResult:
+    """The accumulated pass in float64, listened to where that is possible."""
+    if listener is not None:
+        try:
+            probe, note = listener.begin(task, state)
+            return accumulated_gradients(task, state, record, full, lift=True, probe=probe, after_backward=note)
+        except Exception as error:
+            if is_own_fault(error):
+                raise
+            listener.forget()
+    return accumulated_gradients(task, state, record, full, lift=True)
 
 
 def control_floor(task: Task, state: ModelState, record: DrawRecord, control: Control) -> dict[str, float]:

@@ -24,6 +24,7 @@ from gaverify.tracebacks import is_own_fault
 from gaverify.verdict.comparison import measure
 from gaverify.verdict.control import (
     Control,
+    Listener,
     control_floor,
     failure_sentence,
     float64_control,
@@ -34,6 +35,9 @@ from gaverify.verdict.control import (
 from gaverify.verdict.criteria import U32, U64, Difference, decide_at_once, floors_wanted, not_compared, record
 from gaverify.verdict.non_finite import first_non_finite
 from gaverify.verdict.part import settled
+
+# Units of roundoff of the whole gradient beyond which a difference is hardly rounding: 1e-4 in float32.
+_SHOWS = 2.0**11
 
 
 @dataclass
@@ -68,9 +72,17 @@ class Judgement:
 
 
 def judge(
-    task: Task, *, rtol: float | None, atol: float | None, keep_gradients: bool = False, exact: bool = False
+    task: Task,
+    *,
+    rtol: float | None,
+    atol: float | None,
+    keep_gradients: bool = False,
+    exact: bool = False,
+    listener: Listener | None = None,
 ) -> Judgement:
     """Runs both strategies and decides every parameter; `exact`: in float64 whatever working precision says.
+
+    A `listener` listens to the float64 control where working precision shows more than rounding.
 
     Raises:
         ProblemError: The loss of the full batch is not finite, or the user's code raised.
@@ -117,7 +129,7 @@ def judge(
     if rtol is not None:
         judgement.rows, judgement.method = rows, Method.TOLERANCE
         return judgement
-    _decide(task, judgement, exact)
+    _decide(task, judgement, exact, listener)
     if kept is not None and judgement.control is not None:
         judgement.precision = _precision_loss(task, judgement, *kept)
     judgement.timings["control"] = time.perf_counter() - accumulated_at - judgement.timings["comparison"]
@@ -226,7 +238,7 @@ def _dtype(task: Task) -> torch.dtype:
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
 
-def _decide(task: Task, judgement: Judgement, exact: bool) -> None:
+def _decide(task: Task, judgement: Judgement, exact: bool, listener: Listener | None) -> None:
     unit = unit_roundoff(judgement.dtype)
     if task.autocast is not None:
         unit = max(unit, unit_roundoff(task.autocast))
@@ -242,7 +254,8 @@ def _decide(task: Task, judgement: Judgement, exact: bool) -> None:
         return
     if unit > U64:
         try:
-            judgement.control = float64_control(task, judgement.state, judgement.record)
+            listener = listener if _divergence_shows(task, rows, coarse) else None
+            judgement.control = float64_control(task, judgement.state, judgement.record, listener)
         except Exception as error:
             if is_own_fault(error):
                 raise
@@ -259,6 +272,12 @@ def _decide(task: Task, judgement: Judgement, exact: bool) -> None:
     floor = noise_floor(task, judgement.state, judgement.record, full, coarse)
     judgement.rows = judge_by_floor(judgement.working, floor, judgement.scales, coarse)
     judgement.method = Method.NOISE_FLOOR
+
+
+def _divergence_shows(task: Task, rows: list[Difference], unit: float) -> bool:
+    """Whether a diagnosis is to be expected: it costs an equivalent verdict time to be listened to."""
+    finite = [(row.difference, row.reference) for row in rows if math.isfinite(row.difference)]
+    return task.strategy == "accumulate" and task.steps > 1 and relative_total(finite) > _SHOWS * unit
 
 
 def _settled(task: Task, judgement: Judgement, unit: float) -> bool:

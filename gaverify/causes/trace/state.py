@@ -142,6 +142,13 @@ class StateWatch(PassProbe):
         """Returns what the passes changed so far."""
         return tuple(StateChange(name, place, self._writer(name)) for name, place in self._changed.items())  # type: ignore[arg-type]
 
+    def absorb(self, other: StateWatch) -> None:
+        """Takes over what another watch saw of later passes of the same task."""
+        self._changed |= {name: place for name, place in other._changed.items() if name not in self._changed}
+        self._writers |= other._writers
+        self.clears_gradients = self.clears_gradients or other.clears_gradients
+        self.clearing = self.clearing or other.clearing
+
     def _digests(self) -> dict[str, Any]:
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             found = {name: digest(get()) for name, (_, get) in self._named.items()}
