@@ -22,7 +22,7 @@ from gaverify.audit.coupling import (
     writers_of,
 )
 from gaverify.audit.job import Job
-from gaverify.audit.ranks import left_by
+from gaverify.audit.rank_facts import left_by
 from gaverify.audit.reading import Run, labels
 from gaverify.audit.running import Runner
 from gaverify.errors import ProblemError

@@ -196,11 +196,11 @@ class _Audit:
         )
         if near_the_floor(record):
             record = floored(self._runner, (full, perturbed, accumulated), record, options)
-        from gaverify.audit.ranks import RankedRun, rank_facts
+        from gaverify.audit.rank_facts import rank_facts
+        from gaverify.audit.ranks import RankedRun
 
         if isinstance(accumulated, RankedRun) and record.updates:
-            first_update = record.updates[0]
-            facts = rank_facts(full, accumulated, first_update.outcome, first_update.relative_difference, record.unit)
+            facts = rank_facts(full, accumulated, record.updates[0], record.unit)
             windows = tuple(windows_of(run.events, numbers) for run in accumulated.ranks[1:])
             record = replace(record, together=facts, rank_windows=windows)
         self._runner.timings["comparison"] = time.monotonic() - begun

@@ -43,6 +43,7 @@ class Job:
         source: Folder of the full-batch run, or of the same rank of it: gradients to step with, samples.
         shares: What each rank's backward passes multiply their losses' gradients by; empty leaves them alone.
         synchronise: Let every backward pass reduce over the ranks, whatever the script asks for.
+        gathers: Let gathers of trained tensors hand the gradient back.
         frozen: Buffers, `model:name`, whose modules run in evaluation mode, with the statistics that they hold.
         outputs: Keep what every module of the first update's forwards gives for each row, and what comes back for it.
         moved: Paths of modules, or `SCRIPT`: what the calls that they make give them has other values in the second
@@ -106,6 +107,7 @@ class Job:
     sources: tuple[str, ...] = ()
     shares: tuple[float, ...] = ()
     synchronise: bool = False
+    gathers: bool = False
     frozen: tuple[str, ...] = ()
     outputs: bool = False
     moved: tuple[str, ...] = ()

@@ -28,7 +28,7 @@ from gaverify.records.audit import RowCheck, UpdateComparison
 from gaverify.records.comparison import Outcome, ParameterComparison
 from gaverify.records.partners import Foreign, foreign_passes, partners_of, reached_by
 from gaverify.records.rounds import Round, common_rounds, numbered, rounds_of
-from gaverify.records.stages import Clip, Stage
+from gaverify.records.stages import Clip, SettingDifference, Stage, StageComparison
 from gaverify.records.windows import Window, windows_of
 from gaverify.verdict.criteria import floors_allowed
 
@@ -96,7 +96,8 @@ def _compared(
     if full.of("summed") or accumulated.of("summed"):
         summed = compare_gradients(runs, round_, unit, terms, summed=True)
     clips, clips_full = clips_of(window), clips_of(whole)
-    change = compare_changes(full, accumulated, unit) if led(accumulated) else None
+    each = runs.accumulated.each(round_)
+    change = farthest_change(full, each, unit)
     decided, unclear = (Stage.USED, False) if unclipped else _deciding(full, used, summed, clips + clips_full)
     rows = summed if decided is Stage.SUMMED else used
     unrepeatable = _unrepeatable(runs, round_, number, unit, rows.noise)
@@ -119,10 +120,30 @@ def _compared(
         stages=tuple(stages),
         clips=clips,
         clips_full=clips_full,
-        settings=(*setting_differences(full, accumulated), *average_difference(whole, window)) if judged else (),
+        settings=(*settings_apart(full, each), *average_difference(whole, window)) if judged else (),
         foreign=foreign,
         partners=partners_of(runs.full.events, runs.accumulated.events, (whole, window), runs.accumulated.trained),
     )
+
+
+def farthest_change(full: Samples, each: Sequence[Samples], unit: float) -> StageComparison | None:
+    """Returns the change of the weights in the process where it is farthest from the full-batch run's."""
+    found = [compare_changes(full, own, unit) for own in each if led(own)]
+    changes = [change for change in found if change is not None]
+    return max(changes, key=lambda change: (change.outcome is Outcome.DIVERGENT, _known(change)), default=None)
+
+
+def _known(change: StageComparison) -> float:
+    return change.relative_difference if math.isfinite(change.relative_difference) else math.inf
+
+
+def settings_apart(full: Samples, each: Sequence[Samples]) -> tuple[SettingDifference, ...]:
+    """Returns the settings in which the first process with such differs from the full-batch run."""
+    for rank, own in enumerate(each):
+        found = setting_differences(full, own)
+        if found:
+            return tuple(replace(difference, rank=rank) for difference in found)
+    return ()
 
 
 def _foreign(runs: Runs, full: Samples, accumulated: Samples, window: Window | None) -> Foreign | None:

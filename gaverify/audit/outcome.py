@@ -104,11 +104,11 @@ def _decided(request: Request, record: Record, findings: tuple[Finding, ...]) ->
             "nothing can be told apart from them; switch them off for the audit"
         )
     if differing is not None:
-        return Outcome.DIVERGENT, f"update {differing.number}: {_differing(differing)}"
+        return Outcome.DIVERGENT, f"update {differing.number}: {_differing(differing)}{_hidden(record)}"
     decisive = [finding for finding in faults if finding.proven or request.events_only]
     if decisive:
         codes = ", ".join(dict.fromkeys(f"{finding.code} {finding.name}" for finding in decisive))
-        return Outcome.DIVERGENT, f"{_compared(record)}the loop is at fault: {codes}"
+        return Outcome.DIVERGENT, f"{_compared(record)}the loop is at fault: {codes}{_hidden(record)}"
     if request.events_only:
         seen = len(record.complete)
         calls = f"the calls of {seen} update{'s' if seen > 1 else ''} are in order{_short(record)}"

@@ -6,27 +6,19 @@ Shapes: R ranks, K backward passes in each window, S sampled elements of an opti
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from gaverify.audit.fitting import fit_gradients
 from gaverify.audit.reading import Place, Run, Samples
 from gaverify.audit.recording.sampling import positions
 from gaverify.errors import ProblemError
-from gaverify.records.comparison import Outcome
 from gaverify.records.events import Event
-from gaverify.records.ranks import Collective, Engine, RankFacts, Share, Traffic
-from gaverify.records.rounds import Round, rounds_of
-from gaverify.records.totals import relative_total
-from gaverify.verdict.comparison import measure
+from gaverify.records.rounds import Round
 
-_BUFFER_NOISE = 1e-4  # buffers that differ by less differ by rounding
-_SMALLEST = 1  # bytes of an element in the coarsest type that gradients are reduced in
 _COUNTED = ("forward", "backward", "step", "zero_grad")
 
 
@@ -121,6 +113,12 @@ class RankedRun(Run):
             "buffers": {},
         }
 
+    def each(self, round_: Round) -> list[Samples]:
+        """Returns the samples of every rank, of the optimizers whose parameters each of them holds whole."""
+        whole = {at for at, shards in enumerate(self.meta["shards"]) if not shards}
+        found = [run.samples(round_).steps for run in self.ranks]
+        return [Samples({at: step for at, step in steps.items() if at in whole}) for steps in found]
+
     def rows_of(self, samples: Samples, *, reached: bool) -> list[dict[str, Any]]:
         """Returns the rows that all ranks were fed."""
         return [row for run in self.ranks for row in run.rows_of(samples, reached=reached)]
@@ -153,137 +151,3 @@ def _merged(event: Event, everyone: Sequence[Event]) -> Event:
                 (sum(count for count, _ in same), sum(total for _, total in same)) for same in zip(*lists, strict=True)
             ]
     return replace(event, values=values)
-
-
-def rank_facts(full: Run, accumulated: RankedRun, outcome: Outcome, difference: float, unit: float) -> RankFacts:
-    """Returns what the ranks did in the first update.
-
-    Args:
-        full: The run at world size 1.
-        accumulated: The ranks.
-        outcome: What the comparison of that update came to.
-        difference: ‖accumulated − full‖ / ‖full‖ of that update.
-        unit: Unit roundoff of the coarsest arithmetic.
-    """
-    first = rounds_of(accumulated.events)[0]
-    whole = full.samples(first)
-    ranks = [run.samples(first) for run in accumulated.ranks]
-    sharded = any(accumulated.meta["shards"])
-    own = [{at: _total(samples, at) for at in samples.steps} for samples in ranks]
-    fit = None if sharded else fit_gradients(whole.summed, whole.of("stretches"), ranks[0].summed, own)
-    window = [event for event in accumulated.ranks[0].events if event.update == 1 and event.kind == "backward"]
-    return RankFacts(
-        ranks=len(ranks),
-        engine=Engine.FSDP2 if sharded else None,
-        apart=math.nan if sharded else _apart([samples.summed for samples in ranks]),
-        window=_traffic(window),
-        own=Traffic(),
-        weights=fit,
-        difference=difference,
-        unit=unit,
-        divergent=outcome is Outcome.DIVERGENT,
-        from_one_process=difference,
-        buffers_apart=_buffers_apart(ranks),
-        mean_left=math.nan if sharded else _mean_left(whole, own),
-        reduced=tuple(event.values.get("reduced", 0) for event in window),
-        stepped_without=sharded and not any(run.gradients(first) for run in accumulated.ranks),
-        shards=_shares(full, accumulated, first) if sharded else (),
-        update_bytes=_SMALLEST * sum(math.prod(shape) for _, shape in accumulated.parameters.values()),
-    )
-
-
-def _traffic(backwards: Sequence[Event]) -> Traffic:
-    """The collectives of some backward passes together."""
-    counts: Counter[Collective] = Counter()
-    for event in backwards:
-        counts.update({Collective(kind): count for kind, count in event.values.get("collectives", {}).items()})
-    return Traffic(dict(counts), sum(event.values.get("sent", 0) for event in backwards))
-
-
-def _mean_left(whole: Samples, own: Sequence[Mapping[int, torch.Tensor]]) -> float:
-    """How far the mean of the ranks' own gradients is from the full batch's, relative."""
-    stretches = whole.of("stretches")
-    target = {at: gradient for at, gradient in whole.summed.items() if all(at in part for part in own)}
-    if not target:
-        return math.nan
-    apart = size = 0.0
-    for at, gradient in target.items():
-        mean = sum((part[at] for part in own[1:]), own[0][at]) / len(own)
-        apart += float((stretches[at] * (mean - gradient).square()).sum())
-        size += float((stretches[at] * gradient.square()).sum())
-    return math.sqrt(apart / size) if size else math.nan
-
-
-def _shares(full: Run, accumulated: RankedRun, round_: Round) -> tuple[Share, ...]:
-    """What each rank made of its shard, where the sums of both runs are known."""
-    used, sums = full.gradients(round_), accumulated.gradients(round_, summed=True)
-    norm = math.hypot(*(float(torch.linalg.vector_norm(gradient.double())) for gradient in sums.values()))
-    found = []
-    for run in accumulated.ranks:
-        parts, own = run.gradients(round_), run.gradients(round_, summed=True)
-        pairs = [(parts[place], _cut(run, place, used[place])) for place in parts if place in used]
-        inner = sum(float((a.double() * b.double()).sum()) for a, b in pairs)
-        size = sum(float(b.double().square().sum()) for _, b in pairs)
-        alone = math.hypot(*(float(torch.linalg.vector_norm(gradient.double())) for gradient in own.values()))
-        if not size or not alone:
-            return ()
-        factor = inner / size
-        left = sum(float((a.double() - factor * b.double()).square().sum()) for a, b in pairs)
-        found.append(Share(factor, math.sqrt(left / size), norm / alone))
-    return tuple(found)
-
-
-def _cut(run: Run, place: Place, whole: torch.Tensor) -> torch.Tensor:
-    """The shard of a whole gradient that a rank holds."""
-    offset = run.meta["shards"][place[0]].get(str(place[1]))
-    if offset is None:
-        return whole
-    sizes = run.meta["local"][place[0]][str(place[1])]
-    return whole[tuple(slice(at, at + size) for at, size in zip(offset, sizes, strict=True))]
-
-
-def _buffers_apart(ranks: Sequence[Samples]) -> tuple[str, ...]:
-    """Buffers, `model:name`, that differ between the ranks after the update."""
-    sides = [
-        {name: value for step in samples.steps.values() for name, value in step.get("buffers", {}).items()}
-        for samples in ranks
-    ]
-    return tuple(
-        name
-        for name, value in sides[0].items()
-        if any(name in other and not _alike(other[name], value) for other in sides[1:])
-    )
-
-
-def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    scale = float(torch.linalg.vector_norm(b)) or 1.0
-    return a.shape == b.shape and float(torch.linalg.vector_norm(a - b)) <= _BUFFER_NOISE * scale
-
-
-def left_by(full: Run, accumulated: Run, left_out: Collection[Place] = ()) -> float:
-    """Returns ‖accumulated − full‖ / ‖full‖ of the first update's summed gradients; NaN where there are none.
-
-    Args:
-        full: The full-batch run.
-        accumulated: The accumulated run.
-        left_out: Parameters that are not compared.
-    """
-    round_ = rounds_of(accumulated.events)[0]
-    sides = [run.gradients(round_, summed=True) for run in (full, accumulated)]
-    keys = [{str(place): gradient for place, gradient in side.items() if place not in left_out} for side in sides]
-    rows = measure({name: keys[1].get(name) for name in keys[0]}, keys[0])
-    return relative_total((row.difference, row.reference) for row in rows) if rows else math.nan
-
-
-def _total(samples: Samples, at: int) -> torch.Tensor:
-    """The sum of a rank's own gradients over its window, shape (S,)."""
-    step = samples.steps[at]
-    return sum((change for _, change in step["increments"]), torch.zeros_like(step["final"]))
-
-
-def _apart(gradients: Sequence[dict[int, torch.Tensor]]) -> float:
-    """How far the ranks' gradients are apart, relative to rank 0's."""
-    first = torch.cat(list(gradients[0].values()))
-    norm = float(torch.linalg.vector_norm(first))
-    apart = [float(torch.linalg.vector_norm(torch.cat(list(other.values())) - first)) for other in gradients[1:]]
-    return max(apart, default=0.0) / norm if norm else math.inf if any(apart) else 0.0

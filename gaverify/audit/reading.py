@@ -73,6 +73,10 @@ class Run:
         paths = {optimizer: self.folder / f"step-{optimizer}-{step}.pt" for optimizer, step in round_}
         return Samples({at: torch.load(path, weights_only=True) for at, path in paths.items() if path.exists()})
 
+    def each(self, round_: Round) -> list[Samples]:
+        """Returns the samples of every process that stepped in this run; here of the one."""
+        return [self.samples(round_)]
+
     def rows(self, update: int) -> list[dict[str, Any]]:
         """Returns the fingerprints of the rows of an update's forwards, in order."""
         path = self.folder / f"rows-{update}.pt"

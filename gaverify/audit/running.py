@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -179,6 +179,7 @@ class Runner:
         from gaverify.audit.ranks import RankedRun
 
         _check_ranks(self.request, [run.meta["ranks"] for run in runs])
+        check_parameters(runs)
         return RankedRun(runs[0].role, runs[0].folder, max(run.seconds for run in runs), tuple(runs))
 
     def _children(self, jobs: list[Job]) -> list[Done]:
@@ -217,6 +218,28 @@ def _check_ranks(request: Request, seen: list[int]) -> None:
         )
 
 
+def check_parameters(runs: Sequence[Run]) -> None:
+    """Raises unless every rank trains the same parameters, whole or in shards.
+
+    What one leaves out goes on alone in the others.
+    """
+    if any(run.meta.get("flattened") for run in runs):
+        raise ProblemError(
+            "FullyShardedDataParallel cuts the model into flat pieces, which cannot be held against the parameters "
+            "of one process; wrap the model with `fully_shard` (FSDP2) or DistributedDataParallel for the audit"
+        )
+    known = [{key.partition(":")[2]: shape for key, shape in run.parameters.values()} for run in runs]
+    for rank, own in enumerate(known):
+        named = list(dict.fromkeys([*known[0], *own]))
+        apart = [name for name in named if known[0].get(name) != own.get(name)]
+        if apart:
+            shown = ", ".join(f"`{name}`" for name in apart[:5]) + (f" and {len(apart) - 5} more" * (len(apart) > 5))
+            raise ProblemError(
+                f"the ranks train different parameters: {shown} in the optimizers of one of ranks 0 and {rank} "
+                "alone, or in other shapes; give the optimizers of all ranks the same parameters"
+            )
+
+
 def _done_before(folder: Path) -> Done:
     try:
         return Done.read(folder)
@@ -229,7 +252,7 @@ def _done_before(folder: Path) -> Done:
 
 def _part(job: Job) -> str:
     """The part that a run plays, for the report; a control is none of the runs that it repeats."""
-    if job.shares or job.synchronise or job.frozen:
+    if job.shares or job.synchronise or job.gathers or job.frozen:
         return "coupling" if job.outputs else "ranks"
     if job.term:
         return "terms"

@@ -99,8 +99,9 @@ def ranks_wanted(
         )
     total, size = count * steps, batch_size_of(problem.batch, count * steps, problem.batch_size, problem.split)
     if total > size:
+        each = "1 micro-batch" if steps == 1 else f"{steps} micro-batches"
         raise ProblemError(
-            f"{count} ranks with {steps} micro-batches each are {total} parts, which cannot be cut from a batch of "
+            f"{count} ranks with {each} each are {total} parts, which cannot be cut from a batch of "
             f"{size} samples; lower ranks or steps, or raise the batch size"
         )
     if not torch.distributed.is_available():

@@ -1,13 +1,18 @@
-"""The control for a gather that loses the gradient: one that hands it back, in its place."""
+"""What a script gathers of tensors that are trained, and the control: gathers that hand the gradient back."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+Gather = Callable[..., Any]
+_INTO_ONE = ("all_gather_into_tensor", "all_gather_single")  # the same under its old and its new name
+_NAMES = ("all_gather", *_INTO_ONE)
 
 
 class _Gather(torch.autograd.Function):
@@ -36,30 +41,81 @@ def gathers_with_gradient() -> Iterator[None]:
 
     What is gathered keeps its values; only the backward changes. Tensors that need no gradient are gathered as before.
     """
-    plain_list, plain_tensor = dist.all_gather, dist.all_gather_into_tensor
+    plain = _known()
+    try:
+        _put(_with_gradient(plain))
+        yield
+    finally:
+        _put(plain)
+
+
+def watch_gathers(note: Callable[[], None], *, with_gradient: bool) -> None:
+    """Calls `note` before every gather of a tensor that needs a gradient, for as long as this process lives.
+
+    Args:
+        note: Told that a gather begins, on the stack of its caller.
+        with_gradient: Let them hand gradients back, as `gathers_with_gradient` does.
+    """
+    plain, running = _known(), [False]
+    inner = _with_gradient(plain) if with_gradient else plain
+
+    def watched(name: str) -> Gather:
+        @functools.wraps(plain[name])
+        def gather(*args: Any, **kwargs: Any) -> Any:
+            tensors = [*args[1:2], *(kwargs.get(key) for key in ("tensor", "input_tensor"))]
+            outermost = not running[0]  # the old name calls the new one
+            if outermost and any(isinstance(given, torch.Tensor) and given.requires_grad for given in tensors):
+                note()
+            running[0] = True
+            try:
+                return inner[name](*args, **kwargs)
+            finally:
+                running[0] = not outermost
+
+        return gather
+
+    _put({name: watched(name) for name in plain})
+
+
+def _homes() -> tuple[Any, ...]:
+    return dist, dist.distributed_c10d
+
+
+def _known() -> dict[str, Gather]:
+    return {name: getattr(dist, name) for name in _NAMES if hasattr(dist, name)}
+
+
+def _put(functions: Mapping[str, Gather]) -> None:
+    for name, function in functions.items():
+        for home in _homes():
+            setattr(home, name, function)
+
+
+def _with_gradient(plain: Mapping[str, Gather]) -> dict[str, Gather]:
+    """The gathers that hand gradients back, with torch's own names for what they are given."""
 
     def gathered(tensor: torch.Tensor, group: Any) -> torch.Tensor:
         with torch.enable_grad():  # the user's code may gather under `no_grad`, which is the same fault
-            return _Gather.apply(plain_list, group, tensor)  # type: ignore[no-any-return,no-untyped-call]
+            return _Gather.apply(plain["all_gather"], group, tensor)  # type: ignore[no-any-return,no-untyped-call]
 
-    def into_list(parts: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+    def into_list(
+        tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
         if async_op or not tensor.requires_grad:
-            return plain_list(parts, tensor, group, async_op)
-        parts[:] = gathered(tensor, group).unbind()
+            return plain["all_gather"](tensor_list, tensor, group, async_op)
+        tensor_list[:] = gathered(tensor, group).unbind()
         return None
 
-    def into_tensor(output: torch.Tensor, tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
-        if async_op or not tensor.requires_grad:
-            return plain_tensor(output, tensor, group, async_op)
-        with torch.enable_grad():
-            output.copy_(gathered(tensor, group).reshape(output.shape))
-        return None
+    def into_one(name: str) -> Gather:
+        def gather(
+            output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None, async_op: bool = False
+        ) -> Any:
+            if async_op or not input_tensor.requires_grad:
+                return plain[name](output_tensor, input_tensor, group, async_op)
+            with torch.enable_grad():
+                output_tensor.copy_(gathered(input_tensor, group).reshape(output_tensor.shape))
+            return None
 
-    homes: tuple[Any, ...] = (dist, dist.distributed_c10d)
-    try:
-        for home in homes:
-            home.all_gather, home.all_gather_into_tensor = into_list, into_tensor
-        yield
-    finally:
-        for home in homes:
-            home.all_gather, home.all_gather_into_tensor = plain_list, plain_tensor
+        return gather
+
+    return {"all_gather": into_list} | {name: into_one(name) for name in _INTO_ONE if name in plain}

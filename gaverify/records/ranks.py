@@ -80,8 +80,10 @@ class RankFacts:
     Attributes:
         ranks: R.
         engine: How the ranks hold the model; None where the user's own script decided it and nothing was recognised.
-        apart: The largest difference between the ranks' reduced gradients, relative to the first one's norm; exactly
-            0.0 where they are the same bits. NaN where every rank holds a shard of its own.
+        apart: The largest difference between the gradients that the ranks step with, relative to the first one's norm;
+            exactly 0.0 where they are the same bits. NaN where every rank holds a shard of its own.
+        summed_apart: The same of the gradients as the window's last backward pass left them.
+        started_apart: The same of the weights that the ranks computed their gradients at.
         window: Collectives between the first forward and the step, of the rank with the most.
         own: Those that the model and the loss made themselves, without the engine.
         weights: The fit over the ranks' own gradients: `weights` make the gradient of one process, `used` the ranks'.
@@ -99,6 +101,7 @@ class RankFacts:
         reduced: Bytes that each backward pass of the window reduced over the ranks; empty where that was not seen.
         stepped_without: Whether the step found no gradient in any sharded parameter.
         shards: What each rank made of its shard; empty without shards.
+        targets: Valid targets of each rank in the window, the same in each of its micro-batches; empty where not known.
         update_bytes: Bytes of one gradient of the whole model in the coarsest type that an engine reduces in.
     """
 
@@ -121,7 +124,10 @@ class RankFacts:
     reduced: tuple[int, ...] = ()
     stepped_without: bool = False
     shards: tuple[Share, ...] = ()
+    targets: tuple[int, ...] = ()
     update_bytes: int = 0
+    summed_apart: float = math.nan
+    started_apart: float = 0.0
 
     @property
     def as_one_process(self) -> bool:
@@ -146,13 +152,34 @@ class RankFacts:
     def shares_to_try(self) -> tuple[float, ...]:
         """Right over used weight of each rank: what a control multiplies their losses by; empty where none fits."""
         fit = self.weights
-        if fit is None or len(fit.weights) != self.ranks or len(fit.used) != self.ranks or not all(fit.used):
+        factor, left = self.one_factor
+        if factor and left <= self.rounding:
+            return (1 / factor,) * self.ranks
+        if fit is None:
+            return self.shares_of_targets
+        if len(fit.weights) != self.ranks or len(fit.used) != self.ranks or not all(fit.used):
             return ()
-        if fit.factor and fit.factor_residual <= self.rounding:
-            return (1 / fit.factor,) * self.ranks
         if fit.residual > self.rounding or min(fit.weights) <= 0.0:
             return ()
         return tuple(right / used for right, used in zip(fit.weights, fit.used, strict=True))
+
+    @property
+    def shares_of_targets(self) -> tuple[float, ...]:
+        """What would make means over each rank's valid targets one over all: R · n_r / N; empty where all are equal."""
+        total = sum(self.targets)
+        if len(set(self.targets)) < 2 or not all(self.targets):
+            return ()
+        return tuple(self.ranks * count / total for count in self.targets)
+
+    @property
+    def one_factor(self) -> tuple[float, float]:
+        """The factor c in used ≈ c · full of the whole gradient, and what it leaves over; NaN where none is known."""
+        if self.weights is not None:
+            return self.weights.factor, self.weights.factor_residual
+        factors = [shard.factor for shard in self.shards]
+        if not factors or max(factors) - min(factors) > self.rounding * max(map(abs, factors)):
+            return math.nan, math.inf
+        return factors[0], max(shard.residual for shard in self.shards) / max(abs(factors[0]), 1e-300)
 
     @property
     def reductions(self) -> int:

@@ -54,10 +54,11 @@ AVERAGE = "decay of the average"
 
 @dataclass(frozen=True)
 class SettingDifference:
-    """A number of an optimizer that differs between the runs when the same update is made."""
+    """A number of an optimizer, in this rank, that differs between the runs when the same update is made."""
 
     optimizer: int
     group: int
     name: str
     full: float
     accumulated: float
+    rank: int = 0

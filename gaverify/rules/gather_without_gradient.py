@@ -75,7 +75,7 @@ import math
 from collections.abc import Iterator
 
 from gaverify.records.facts import Facts
-from gaverify.records.findings import Finding
+from gaverify.records.findings import Finding, Location
 from gaverify.rules.rule import Rule, controlled, measured
 from gaverify.rules.wording import beside_one_process
 
@@ -104,7 +104,16 @@ def judge(facts: Facts) -> Iterator[Finding]:
         controlled(
             "gather", f"with a differentiable gather in its place the difference is {left:.0e}: {told}", left=left
         ),
+        location=_place(facts),
         remedy="a gather that hands gradients back (torch.distributed.nn.functional.all_gather) in place of "
         "torch.distributed.all_gather" + (": tested, equivalent" if proven else ""),
         proven=proven,
     )
+
+
+def _place(facts: Facts) -> Location | None:
+    """Where the first window of a loop gathers a trained tensor; None for a run of a model."""
+    window = facts.loop.first if facts.loop is not None else None
+    places = [place for event in (window.of("backward") if window else ()) for place in event.values.get("gathers", ())]
+    file, line = next(filter(None, places), (None, None))
+    return Location(None, file, line) if file else None

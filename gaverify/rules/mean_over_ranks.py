@@ -107,6 +107,7 @@ from collections.abc import Iterator
 
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Finding
+from gaverify.records.ranks import RankFacts
 from gaverify.records.weights import is_constant
 from gaverify.rules.rule import Rule, measured
 from gaverify.rules.wording import beside_one_process, shares, tried
@@ -117,9 +118,12 @@ RULE = Rule("GAV703", "mean-over-ranks")
 def judge(facts: Facts) -> Iterator[Finding]:
     """Yields a finding where unequal weights of the ranks' gradients make the full batch's."""
     ranks = facts.ranks
-    if ranks is None or not ranks.at_fault or ranks.apart > ranks.rounding or ranks.weights is None:
+    if ranks is None or not ranks.at_fault or ranks.apart > ranks.rounding:
         return
     fit = ranks.weights
+    if fit is None:
+        yield from _of_shards(ranks)
+        return
     if (
         fit.residual > ranks.rounding
         or is_constant(fit.weights, ranks.rounding)
@@ -129,15 +133,24 @@ def judge(facts: Facts) -> Iterator[Finding]:
     if fit.used_residual > ranks.rounding or not is_constant(fit.used, ranks.rounding):
         return
     right, used = shares(fit.weights), shares(fit.used)
-    yield RULE.finding(
-        f"the gradients of the {ranks.ranks} ranks are averaged equally; right would be {right}",
-        measured(
-            "rank-weights",
-            f"{beside_one_process(ranks)}; used were {used}; {right} fit to {fit.residual:.0e}",
-            right=list(fit.weights),
-            used=list(fit.used),
-        ),
-        *tried(ranks, f"each rank's loss multiplied by its right share ({right}) over the used one"),
+    fitted = f"used were {used}; {right} fit to {fit.residual:.0e}"
+    yield _finding(ranks, right, fitted, right=list(fit.weights), used=list(fit.used))
+
+
+def _of_shards(ranks: RankFacts) -> Iterator[Finding]:
+    """Sharded ranks keep no gradient of their own: valid targets say what is tried, and the control decides."""
+    if not ranks.shares_of_targets or not ranks.is_rounding(ranks.weights_control):
+        return
+    fitting = [share / ranks.ranks for share in ranks.shares_of_targets]
+    counted = ", ".join(map(str, ranks.targets))
+    yield _finding(ranks, shares(fitting), f"the ranks have {counted} valid targets", targets=list(ranks.targets))
+
+
+def _finding(ranks: RankFacts, shown: str, what: str, **values: object) -> Finding:
+    return RULE.finding(
+        f"the gradients of the {ranks.ranks} ranks are averaged equally; right would be {shown}",
+        measured("rank-weights", f"{beside_one_process(ranks)}; {what}", **values),
+        *tried(ranks, f"each rank's loss multiplied by its right share ({shown}) over the used one"),
         remedy="divide each rank's summed loss by the count over all ranks (one all-reduce) and multiply it by the "
         "number of ranks, because the engine averages",
         proven=ranks.is_rounding(ranks.weights_control),

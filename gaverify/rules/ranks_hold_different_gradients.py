@@ -3,7 +3,9 @@
 What it finds
 
 Replicas that train alone: the model's own forward was called in place of the wrapper's, the wrapper was left out, every
-backward pass of the window ran under `no_sync`, or the reduction never took place for another reason.
+backward pass of the window ran under `no_sync`, or the reduction never took place for another reason. Likewise
+replicas whose reduced gradients one rank changes alone (`if rank == 0: clip_grad_norm_(…)`), and replicas that begin
+with different weights because nothing sent them rank 0's.
 
 Why gradients diverge
 
@@ -18,6 +20,8 @@ Signature in the numbers
 
 - Two ranks hold different gradients at the same step (1.4 apart, measured); in right loops they are the same bits.
 - Rank 0's gradient is its own one: the weights that it used of the ranks' gradients are 1, 0, …
+- Or the gradients are the same bits after the last backward pass, and apart at the step; or the weights are apart
+  before the first step.
 
 Example
 
@@ -57,6 +61,7 @@ from collections.abc import Iterator
 
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Finding
+from gaverify.records.ranks import RankFacts
 from gaverify.rules.rule import Rule, controlled, measured
 from gaverify.rules.wording import backward_place
 
@@ -64,14 +69,34 @@ RULE = Rule("GAV701", "ranks-hold-different-gradients")
 
 
 def judge(facts: Facts) -> Iterator[Finding]:
-    """Yields a finding where two ranks step with different gradients."""
+    """Yields a finding where two ranks step with different gradients, or compute them at different weights."""
     ranks = facts.ranks
-    if ranks is None or math.isnan(ranks.apart) or ranks.apart <= ranks.rounding:
+    if ranks is None or math.isnan(ranks.apart):
         return
+    if ranks.started_apart > ranks.rounding:
+        yield _other_weights(ranks)
+    elif ranks.apart > ranks.rounding:
+        yield _other_gradients(facts, ranks)
+
+
+def _other_weights(ranks: RankFacts) -> Finding:
+    far = ranks.started_apart
+    return RULE.finding(
+        f"the {ranks.ranks} ranks compute their gradients at different weights",
+        measured("ranks", f"the weights of the ranks are {far:.2g} apart (relative) before the first step", apart=far),
+        remedy="give every rank rank 0's weights before the first step: DistributedDataParallel does, and so does "
+        "`torch.distributed.broadcast` of each parameter",
+        proven=False,
+    )
+
+
+def _other_gradients(facts: Facts, ranks: RankFacts) -> Finding:
+    after = ranks.summed_apart <= ranks.rounding
+    what = "; after the window's last backward pass they were the same" if after else ""
     evidence = [
         measured(
             "ranks",
-            f"the gradients of the ranks are {ranks.apart:.2g} apart (relative) at the same step",
+            f"the gradients of the ranks are {ranks.apart:.2g} apart (relative) at the same step{what}",
             apart=ranks.apart,
         )
     ]
@@ -80,15 +105,18 @@ def judge(facts: Facts) -> Iterator[Finding]:
         text = f"the mean of the ranks' own gradients is the full batch's to {left:.0e}: proven"
         evidence.append(controlled("rank-weights", text, left=left))
     reduced = ranks.sync_control
-    repaired = ranks.is_rounding(reduced)
+    repaired = ranks.is_rounding(reduced) and not after
     if repaired:
         text = f"with every backward pass reducing the difference from the full batch is {reduced:.0e}"
         evidence.append(controlled("ranks", text, left=reduced))
-    yield RULE.finding(
-        f"the {ranks.ranks} ranks step with different gradients: they were not reduced",
+    why = "each changes them in its own way before it" if after else "they were not reduced"
+    remedy = "call the wrapper's forward, and run the window's last backward pass outside `no_sync`"
+    if after:
+        remedy = "let every rank do what changes the gradients after they were reduced: clip, scale, add noise"
+    return RULE.finding(
+        f"the {ranks.ranks} ranks step with different gradients: {why}",
         *evidence,
-        location=backward_place(facts),
-        remedy="call the wrapper's forward, and run the window's last backward pass outside `no_sync`"
-        + (": tested, equivalent" if repaired else ""),
+        location=None if after else backward_place(facts),
+        remedy=remedy + (": tested, equivalent" if repaired else ""),
         proven=proven or repaired,
     )

@@ -61,6 +61,8 @@ from gaverify.rules.wording import located
 
 RULE = Rule("GAV609", "step-settings-differ")
 _SHOWN = 4  # settings that are listed
+_BY_MICRO_BATCH = "count updates, not micro-batches: advance what the setting is computed from once per optimizer step"
+_BY_RANK = "give every rank the same settings: replicas that step differently drift apart"
 
 
 def judge(facts: Facts) -> Iterator[Finding]:
@@ -86,8 +88,7 @@ def _finding(loop: Record, update: UpdateComparison, settings: list[SettingDiffe
     names = ", ".join(dict.fromkeys(f"`{setting.name}`" for setting in settings[:_SHOWN]))
     what = f"is made with another {names}" if settings else "makes something else of the same gradient"
     shown = [
-        "`{}` {}, in the full-batch run {}".format(setting.name, *_told_apart(setting.accumulated, setting.full))
-        for setting in settings[:_SHOWN]
+        "`{}` {}{}, in the full-batch run {}".format(setting.name, *_beside(setting)) for setting in settings[:_SHOWN]
     ]
     moved = [stage for stage in update.stages if stage.stage is Stage.CHANGE]
     shown += [
@@ -100,9 +101,15 @@ def _finding(loop: Record, update: UpdateComparison, settings: list[SettingDiffe
         f"update {update.number} {what}",
         measured("comparison", "; ".join(shown), **values),
         location=located(_writers(loop, update, settings)),
-        remedy="count updates, not micro-batches: advance what the setting is computed from once per optimizer step",
+        remedy=_BY_RANK if any(setting.rank for setting in settings) else _BY_MICRO_BATCH,
         proven=True,
     )
+
+
+def _beside(setting: SettingDifference) -> tuple[str, str, str]:
+    """The value, whose it is where that is not rank 0, and the full-batch run's value."""
+    own, full = _told_apart(setting.accumulated, setting.full)
+    return own, f" in rank {setting.rank}" if setting.rank else "", full
 
 
 def _told_apart(*values: float) -> list[str]:

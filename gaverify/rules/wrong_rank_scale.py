@@ -102,9 +102,9 @@ RULE = Rule("GAV704", "wrong-rank-scale")
 def judge(facts: Facts) -> Iterator[Finding]:
     """Yields a finding where one factor for all parameters makes the ranks' gradient the full batch's."""
     ranks = facts.ranks
-    if ranks is None or not ranks.at_fault or ranks.apart > ranks.rounding or ranks.weights is None:
+    if ranks is None or not ranks.at_fault or ranks.apart > ranks.rounding:
         return
-    factor, left = ranks.weights.factor, ranks.weights.factor_residual
+    factor, left = ranks.one_factor
     if not math.isfinite(factor) or abs(factor) < ranks.rounding or left > ranks.rounding:
         return
     if abs(factor - 1) <= ranks.rounding:

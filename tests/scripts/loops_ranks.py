@@ -11,6 +11,7 @@ import contextlib
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.nn.functional import all_gather
 from torch.nn.functional import cross_entropy
 
 parser = argparse.ArgumentParser()
@@ -27,25 +28,42 @@ dist.init_process_group("gloo")
 rank, ranks, K = dist.get_rank(), dist.get_world_size(), args.accum
 torch.manual_seed(0)
 inputs, classes = torch.randn(64, 6), torch.randint(3, (64,))
-if args.loop in ("own_tokens", "all_tokens"):
+if args.loop in ("own_tokens", "all_tokens", "sharded_tokens"):
     classes[torch.arange(64) % 8 < 3] = -100  # the first ranks have more padding
 norm: nn.Module = nn.BatchNorm1d(16) if args.loop in ("statistics", "sharded_statistics") else nn.LayerNorm(16)
 net = nn.Sequential(nn.Linear(6, 16), nn.Dropout(args.dropout), nn.GELU(), nn.Linear(16, 3))
 if args.loop in ("statistics", "sharded_statistics", "no_statistics"):
     net = nn.Sequential(nn.Linear(6, 16), norm, nn.GELU(), nn.Linear(16, 3))
-sharded = args.loop.startswith("sharded")
+sharded, by_hand = args.loop.startswith("sharded"), args.loop.startswith("by_hand")
 if sharded:
     from torch.distributed.fsdp import fully_shard
 
     model: nn.Module = fully_shard(net)
 else:
-    model = nn.parallel.DistributedDataParallel(net)
+    model = net if by_hand else nn.parallel.DistributedDataParallel(net)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 size = args.batch_size
 window = size * K * ranks
 
 
+def contrasted(outputs: torch.Tensor) -> torch.Tensor:
+    """Each output against those of all ranks."""
+    parts = [torch.zeros_like(outputs) for _ in range(ranks)]
+    if args.loop == "gathers":
+        dist.all_gather(parts, outputs)  # here: gathers
+        parts[rank] = outputs
+    else:
+        parts = list(all_gather(outputs))
+    own = torch.arange(len(outputs)) + rank * len(outputs)
+    return cross_entropy(outputs @ torch.cat(parts).T, own)
+
+
 def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    if args.loop.startswith("gathers"):
+        return contrasted(logits)
+    if args.loop in ("sharded_tokens", "sharded_parts"):
+        valid = (targets != -100).sum()
+        return cross_entropy(logits, targets, reduction="sum") / (valid if args.loop == "sharded_tokens" else window)
     if args.loop == "whole_sum":  # the mean of the ranks is made a sum by hand, on top of the engine's mean
         return cross_entropy(logits, targets) * ranks / K
     if args.loop == "all_tokens":
@@ -59,6 +77,8 @@ def synchronised(last: bool) -> contextlib.AbstractContextManager[None]:
     if sharded:
         last = (last or args.loop == "sharded_always") and args.loop != "sharded_never"
         model.set_requires_gradient_sync(last)  # type: ignore[operator]
+        return contextlib.nullcontext()
+    if by_hand:
         return contextlib.nullcontext()
     if args.loop == "never" or (not last and args.loop != "always"):
         return model.no_sync()  # type: ignore[operator, no-any-return]
@@ -77,6 +97,15 @@ for start in range(0, len(inputs) - window + 1, window):
             fed = fed + args.noise * torch.randn(len(fed), 6)
         with synchronised(k == K - 1):
             loss_of(forward(fed), classes[rows]).backward()
+    if by_hand:  # one buffer for all gradients; the mean is made here
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        dist.all_reduce(flat)
+        flat /= 1 if args.loop == "by_hand_sum" else ranks
+        for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+    if args.loop == "clipped_on_zero" and rank == 0:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
     if args.loop == "sharded_norm":
         shards = [parameter.grad.to_local() for parameter in model.parameters()]  # type: ignore[union-attr]
         length = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(shard) for shard in shards]))

@@ -28,6 +28,7 @@ Around = Callable[..., AbstractContextManager[None]]
 
 def install(recorder: HandRecorder) -> None:
     """Puts the recorder into this process, before the script imports anything; it stays until the process ends."""
+    _gathers(recorder)
     _optimizers(recorder)
     _forwards(recorder)
     # `Tensor.backward` calls `autograd.backward`, and checkpointing calls that from inside: one backward pass.
@@ -65,6 +66,13 @@ def _surround(owner: Any, name: str, around: Around, recorder: Recorder, running
             running[0] = False
 
     setattr(owner, name, surrounded)
+
+
+def _gathers(recorder: Recorder) -> None:
+    if recorder.job.ranked and torch.distributed.is_available():
+        from gaverify.ranks.gathering import watch_gathers
+
+        watch_gathers(recorder.gathered, with_gradient=recorder.job.gathers)
 
 
 def _optimizers(recorder: Recorder) -> None:

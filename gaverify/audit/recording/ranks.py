@@ -5,8 +5,9 @@ Shapes: S sampled elements of an optimizer's gradients.
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,22 @@ def frozen(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
 def shards_of(parameters: list[torch.Tensor]) -> dict[int, tuple[int, ...]]:
     """Returns where the shard of this process begins in each sharded parameter, by position; empty where none is."""
     return {at: offset_of_shard(kept.data) for at, kept in enumerate(parameters) if is_sharded(kept.data)}
+
+
+def shards_alone(
+    tensors: Mapping[str, Mapping[int, torch.Tensor]], parameters: Sequence[torch.Tensor]
+) -> dict[str, dict[int, torch.Tensor]]:
+    """Returns the members, by position, whose parameters are sharded: every rank holds the whole of all others."""
+    sharded = {at for at, parameter in enumerate(parameters) if hasattr(parameter.data, "placements")}
+    return {kind: {at: value for at, value in own.items() if at in sharded} for kind, own in tensors.items()}
+
+
+def flattened(models: Iterable[torch.nn.Module]) -> bool:
+    """Whether one of these models is cut by FSDP's first version, into flat pieces that are no parameter's shard."""
+    fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")  # where nobody imported it is none
+    return fsdp is not None and any(
+        isinstance(module, fsdp.FullyShardedDataParallel) for model in models for module in model.modules()
+    )
 
 
 def place_in_group() -> tuple[int, int]:

@@ -18,7 +18,7 @@ from gaverify.audit.recording.averages import Average
 from gaverify.audit.recording.control import shrunk
 from gaverify.audit.recording.names import OutOfSight
 from gaverify.audit.recording.places import user_place
-from gaverify.audit.recording.ranks import frozen, owners_of, place_in_group, synchronised
+from gaverify.audit.recording.ranks import frozen, owners_of, place_in_group, shards_alone, synchronised
 from gaverify.audit.recording.reach import ends_in_parameters
 from gaverify.audit.recording.rows import input_rows, input_shapes
 from gaverify.audit.recording.session import Session
@@ -198,6 +198,11 @@ class Recorder(Session):
         if not self.off and torch.is_grad_enabled() and plain(valid) is not None:
             self._targets.append((valid, total))
 
+    def gathered(self) -> None:
+        """Notes that a tensor that needs a gradient is gathered from all ranks; read at the next backward."""
+        if not self.off:
+            self._gathers.append(user_place())
+
     def step_begins(self, optimizer: Any, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
         """Before an optimizer's step; returns a closure to use in place of the script's, if that has one."""
         if self.off:
@@ -348,7 +353,9 @@ class Recorder(Session):
         sizes, traffic = self._meter.sizes, self._meter.traffic
         counts = {kind.value: count for kind, count in traffic.counts.items()}
         reduced = sizes[Collective.REDUCE] + sizes[Collective.SCATTER]
-        return {"reduced": reduced, "sent": traffic.bytes_moved, "collectives": counts}
+        gathers, self._gathers = self._gathers, []
+        told = {"gathers": gathers} if gathers else {}
+        return {"reduced": reduced, "sent": traffic.bytes_moved, "collectives": counts, **told}
 
     def _quiet_difference(self, place: Place) -> bool:
         with self._work():
@@ -387,6 +394,8 @@ class Recorder(Session):
         forwards = [forward for forward in self._forwards if forward.number in entry.forwards]
         stored = self.job.role not in ("events", "frozen") and self._update.number <= max(self.job.updates, 1)
         tensors = capture(forwards)
+        if self.rank and self.job.role != "full":
+            tensors = shards_alone(tensors, entry.sample.parameters)  # of replicas, those of rank 0 are read
         for kind, members in tensors.items() if stored else ():
             self.storage.tensors(f"{kind}-{entry.index}-{entry.steps}", members)
         entry.pending, entry.increments, entry.forwards, entry.summed = 0, [], set(), None

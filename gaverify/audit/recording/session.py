@@ -26,7 +26,7 @@ from gaverify.audit.recording.names import Names
 from gaverify.audit.recording.outputs import Outputs
 from gaverify.audit.recording.places import user_place
 from gaverify.audit.recording.precision import Roundoff
-from gaverify.audit.recording.ranks import OwnGradients, leave_together, local_shapes, shards_of
+from gaverify.audit.recording.ranks import OwnGradients, flattened, leave_together, local_shapes, shards_of
 from gaverify.audit.recording.reach import Reach
 from gaverify.audit.recording.storage import Storage, leave
 from gaverify.audit.recording.update import Forward, Update
@@ -34,6 +34,7 @@ from gaverify.audit.recording.values import out_of_sight, undisturbed
 from gaverify.audit.recording.watching import Watch
 from gaverify.ranks.traffic import TrafficMeter
 from gaverify.records.events import Ending, Event, Kind
+from gaverify.tracebacks import Place
 
 
 class Session:
@@ -70,6 +71,7 @@ class Session:
         self._buffers = Buffers(Path(job.source) if job.source else None)
         self._meter = TrafficMeter()
         self._own = OwnGradients() if job.ranked else None
+        self._gathers: list[Place | None] = []  # where trained tensors were gathered since the last backward pass
         self._held = Held() if job.role == "frozen" else None
         self._draws = Draws(job, storage.folder)
         if job.term or job.outputs:
@@ -177,6 +179,7 @@ class Session:
             "ranks": self.ranks,
             "shards": [shards_of(self.watch.parameters(index)) for index in range(len(self.watch))],
             "local": [local_shapes(self.watch.parameters(index)) for index in range(len(self.watch))],
+            "flattened": flattened(self.names.models),
             "updates": self._update.number - 1,
             "unit": self.roundoff.unit,
             "working": self.roundoff.describe(),

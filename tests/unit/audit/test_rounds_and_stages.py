@@ -104,6 +104,13 @@ class TestSettings:
         finding = next(found for found in findings_for(facts_of_loop(known)) if found.code == "GAV609")
         assert "`lr` 0.0100002, in the full-batch run 0.01" in finding.evidence[0].statement
 
+    def test_a_setting_of_another_rank_is_told_as_its(self) -> None:
+        events, other = loop("FFFF1 FFFF1"), SettingDifference(0, 0, "lr", 0.1, 0.2, rank=1)
+        known = Record(windows_of(events), ledger_of(events), windows_of(loop("F1 F1")), (update(settings=(other,)),))
+        finding = next(found for found in findings_for(facts_of_loop(known)) if found.code == "GAV609")
+        assert "`lr` 0.2 in rank 1, in the full-batch run 0.1" in finding.evidence[0].statement
+        assert "every rank" in finding.remedy
+
     def test_equal_settings_are_none(self) -> None:
         assert found(update()) == []
 

@@ -263,7 +263,7 @@ def test_what_ranks_move_is_counted(model: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        pytest.param(["--ranks", "17"], "17 ranks with 1 micro-batches each are 17 parts", marks=pytest.mark.slow),
+        pytest.param(["--ranks", "17"], "17 ranks with 1 micro-batch each are 17 parts", marks=pytest.mark.slow),
         (["--ranks", "1"], "--ranks: must be a whole number of at least 2"),
         (["--ranks", "2", "--engine", "zero"], '--engine: must be "ddp" or "fsdp2"'),
     ],

@@ -46,17 +46,26 @@ def judged(facts: RankFacts) -> dict[str, Any]:
 
 CASES = {
     "not reduced": (ranks(None, apart=1.4, mean_left=1e-7), {"GAV701"}),
+    "changed by one rank": (ranks(None, apart=0.7, summed_apart=0.0, mean_left=1e-7, divergent=False), {"GAV701"}),
     "never reduced, sharded": (sharded(stepped_without=True, reduced=(0, 0), sync_control=2e-7), {"GAV702"}),
     "unequal shares": (ranks(fit((0.534, 0.466)), weights_control=3e-7), {"GAV703"}),
+    "means over unequal targets, sharded": (sharded(targets=(20, 12), weights_control=3e-7), {"GAV703"}),
+    "one factor, sharded": (
+        sharded(shards=(Share(0.5, 1e-7, 1.5), Share(0.5, 1e-7, 1.34)), weights_control=2e-7),
+        {"GAV704"},
+    ),
     "norms of shards": (sharded(shards=SHARES), {"GAV706"}),
     "statistics": (ranks(None, buffers_apart=("0:1.running_mean",), frozen_control=2e-7), {"GAV707"}),
     "every time": (ranks(None, divergent=False, reduced=(652, 652), update_bytes=163), {"GAV708"}),
 }
 QUIET = {
     "replicas of the same bits": ranks(None, divergent=False),
+    "reduced by hand": ranks(None, summed_apart=1.4, divergent=False),
     "gradients at the step": sharded(divergent=False, reduced=(0, 652), update_bytes=163),
     "reduced and yet empty": sharded(stepped_without=True, reduced=(0, 652), update_bytes=163),
-    "one factor for all shards": sharded(shards=(Share(2.0, 2e-7, 1.5), Share(2.0, 2e-7, 1.34))),
+    "one factor for all shards": sharded(shards=(Share(1.7, 2e-7, 1.5), Share(1.7, 2e-7, 1.34))),
+    "unequal targets that are not the cause": sharded(targets=(20, 12), weights_control=0.2),
+    "equal targets": sharded(targets=(16, 16), weights_control=2e-7),
     "shards that differ in more than a factor": sharded(shards=(Share(1.5, 0.3, 1.5), Share(1.34, 0.3, 1.34))),
     "buffers that holding does not repair": ranks(None, buffers_apart=("0:1.seen",), frozen_control=0.5),
     "a count that is reduced": ranks(None, divergent=False, reduced=(8, 660), update_bytes=163),
@@ -80,11 +89,13 @@ def test_neighbours_stay_quiet(name: str) -> None:
     "facts",
     [
         ranks(None, apart=1.4, mean_left=0.3),
+        ranks(None, started_apart=0.3),
         sharded(stepped_without=True, reduced=(0, 0)),
         sharded(stepped_without=True, reduced=(0, 0), sync_control=0.2),
         ranks(fit((0.534, 0.466))),
         ranks(fit((0.534, 0.466)), weights_control=0.1),
         ranks(fit((0.25, 0.25), factor=2.0, left=2e-7)),
+        sharded(shards=(Share(2.0, 2e-7, 1.5), Share(2.0, 2e-7, 1.34))),
         sharded(shards=(Share(1.5, 2e-7, 1.7), Share(1.34, 2e-7, 1.2))),
         ranks(None, buffers_apart=("0:1.running_mean",), frozen_control=0.1),
     ],

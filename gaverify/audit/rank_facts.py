@@ -1,0 +1,185 @@
+"""What the ranks of a recorded run did in its updates, measured: reductions, gradients, weights, buffers.
+
+Shapes: R ranks, K backward passes in each window, S sampled elements of an optimizer's gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+
+from gaverify.audit.fitting import fit_gradients
+from gaverify.audit.ranks import RankedRun
+from gaverify.audit.reading import Place, Run, Samples
+from gaverify.records.audit import UpdateComparison
+from gaverify.records.comparison import Outcome
+from gaverify.records.events import Event
+from gaverify.records.ranks import Collective, Engine, RankFacts, Share, Traffic
+from gaverify.records.rounds import Round, rounds_of
+from gaverify.records.stages import Stage
+from gaverify.records.totals import relative_total
+from gaverify.verdict.comparison import measure
+
+_BUFFER_NOISE = 1e-4  # buffers that differ by less differ by rounding
+_SMALLEST = 1  # bytes of an element in the coarsest type that gradients are reduced in
+
+
+def rank_facts(full: Run, accumulated: RankedRun, update: UpdateComparison, unit: float) -> RankFacts:
+    """Returns what the ranks did in the first update, and how far they were apart in any.
+
+    Args:
+        full: The run at world size 1.
+        accumulated: The ranks.
+        update: The comparison of the first update.
+        unit: Unit roundoff of the coarsest arithmetic.
+    """
+    rounds = rounds_of(accumulated.events)
+    first, difference = rounds[0], update.relative_difference
+    whole = full.samples(first)
+    ranks = [run.samples(first) for run in accumulated.ranks]
+    sharded = any(accumulated.meta["shards"])
+    own = [{at: _total(samples, at) for at in samples.steps} for samples in ranks]
+    # Clipping would hide a wrong weight; without it what the optimizers saw counts, which a script may have reduced.
+    stages = [side.summed if update.decided is Stage.SUMMED else side.of("final") for side in (whole, ranks[0])]
+    fit = None if sharded else fit_gradients(stages[0], whole.of("stretches"), stages[1], own)
+    window = [event for event in accumulated.ranks[0].events if event.update == 1 and event.kind == "backward"]
+    return RankFacts(
+        ranks=len(ranks),
+        engine=Engine.FSDP2 if sharded else None,
+        apart=math.nan if sharded else max(_apart(accumulated.each(round_), "final") for round_ in rounds),
+        summed_apart=math.nan if sharded else _apart(ranks, "summed"),
+        started_apart=math.nan if sharded else _apart(ranks, "before"),
+        window=_traffic(window),
+        own=_gathered(window),
+        weights=fit,
+        difference=difference,
+        unit=unit,
+        divergent=update.outcome is Outcome.DIVERGENT,
+        from_one_process=difference,
+        buffers_apart=_buffers_apart(ranks),
+        mean_left=math.nan if sharded else _mean_left(whole, own),
+        reduced=tuple(event.values.get("reduced", 0) for event in window),
+        stepped_without=sharded and not any(run.gradients(first) for run in accumulated.ranks),
+        shards=_shares(full, accumulated, first) if sharded else (),
+        targets=_targets(accumulated),
+        update_bytes=_SMALLEST * sum(math.prod(shape) for _, shape in accumulated.parameters.values()),
+    )
+
+
+def _traffic(backwards: Sequence[Event]) -> Traffic:
+    """The collectives of some backward passes together."""
+    counts: Counter[Collective] = Counter()
+    for event in backwards:
+        counts.update({Collective(kind): count for kind, count in event.values.get("collectives", {}).items()})
+    return Traffic(dict(counts), sum(event.values.get("sent", 0) for event in backwards))
+
+
+def _targets(accumulated: RankedRun) -> tuple[int, ...]:
+    """The valid targets of each rank in the first window; empty where they are unknown, or differ within a rank."""
+    found = []
+    for run in accumulated.ranks:
+        window = [event for event in run.events if event.update == 1 and event.kind == "backward"]
+        counts = {max((count for count, _ in event.values.get("targets", ())), default=0) for event in window}
+        if len(counts) != 1:
+            return ()
+        found.append(counts.pop() * len(window))
+    return tuple(found) if all(found) else ()
+
+
+def _gathered(backwards: Sequence[Event]) -> Traffic:
+    """The gathers of trained tensors that the script made in its forwards and losses; their bytes are not counted."""
+    gathers = sum(len(event.values.get("gathers", ())) for event in backwards)
+    return Traffic({Collective.GATHER: gathers} if gathers else {})
+
+
+def _mean_left(whole: Samples, own: Sequence[Mapping[int, torch.Tensor]]) -> float:
+    """How far the mean of the ranks' own gradients is from the full batch's, relative."""
+    stretches = whole.of("stretches")
+    target = {at: gradient for at, gradient in whole.summed.items() if all(at in part for part in own)}
+    if not target:
+        return math.nan
+    apart = size = 0.0
+    for at, gradient in target.items():
+        mean = sum((part[at] for part in own[1:]), own[0][at]) / len(own)
+        apart += float((stretches[at] * (mean - gradient).square()).sum())
+        size += float((stretches[at] * gradient.square()).sum())
+    return math.sqrt(apart / size) if size else math.nan
+
+
+def _shares(full: Run, accumulated: RankedRun, round_: Round) -> tuple[Share, ...]:
+    """What each rank made of its shard, where the sums of both runs are known."""
+    used, sums = full.gradients(round_), accumulated.gradients(round_, summed=True)
+    norm = math.hypot(*(float(torch.linalg.vector_norm(gradient.double())) for gradient in sums.values()))
+    found = []
+    for run in accumulated.ranks:
+        parts, own = run.gradients(round_), run.gradients(round_, summed=True)
+        pairs = [(parts[place], _cut(run, place, used[place])) for place in parts if place in used]
+        inner = sum(float((a.double() * b.double()).sum()) for a, b in pairs)
+        size = sum(float(b.double().square().sum()) for _, b in pairs)
+        alone = math.hypot(*(float(torch.linalg.vector_norm(gradient.double())) for gradient in own.values()))
+        if not size or not alone:
+            return ()
+        factor = inner / size
+        left = sum(float((a.double() - factor * b.double()).square().sum()) for a, b in pairs)
+        found.append(Share(factor, math.sqrt(left / size), norm / alone))
+    return tuple(found)
+
+
+def _cut(run: Run, place: Place, whole: torch.Tensor) -> torch.Tensor:
+    """The shard of a whole gradient that a rank holds."""
+    offset = run.meta["shards"][place[0]].get(str(place[1]))
+    if offset is None:
+        return whole
+    sizes = run.meta["local"][place[0]][str(place[1])]
+    return whole[tuple(slice(at, at + size) for at, size in zip(offset, sizes, strict=True))]
+
+
+def _buffers_apart(ranks: Sequence[Samples]) -> tuple[str, ...]:
+    """Buffers, `model:name`, that differ between the ranks after the update."""
+    sides = [
+        {name: value for step in samples.steps.values() for name, value in step.get("buffers", {}).items()}
+        for samples in ranks
+    ]
+    return tuple(
+        name
+        for name, value in sides[0].items()
+        if any(name in other and not _alike(other[name], value) for other in sides[1:])
+    )
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    scale = float(torch.linalg.vector_norm(b)) or 1.0
+    return a.shape == b.shape and float(torch.linalg.vector_norm(a - b)) <= _BUFFER_NOISE * scale
+
+
+def left_by(full: Run, accumulated: Run, left_out: Collection[Place] = (), *, summed: bool = True) -> float:
+    """Returns ‖accumulated − full‖ / ‖full‖ of the first update's gradients; NaN where there are none.
+
+    Args:
+        full: The full-batch run.
+        accumulated: The accumulated run.
+        left_out: Parameters that are not compared.
+        summed: As the last backward pass left them; else as the optimizers saw them.
+    """
+    round_ = rounds_of(accumulated.events)[0]
+    sides = [run.gradients(round_, summed=summed) for run in (full, accumulated)]
+    keys = [{str(place): gradient for place, gradient in side.items() if place not in left_out} for side in sides]
+    rows = measure({name: keys[1].get(name) for name in keys[0]}, keys[0])
+    return relative_total((row.difference, row.reference) for row in rows) if rows else math.nan
+
+
+def _total(samples: Samples, at: int) -> torch.Tensor:
+    """The sum of a rank's own gradients over its window, shape (S,)."""
+    step = samples.steps[at]
+    return sum((change for _, change in step["increments"]), torch.zeros_like(step["final"]))
+
+
+def _apart(ranks: Sequence[Samples], what: str) -> float:
+    """How far the ranks' gradients, or their weights before the step, are apart, relative to rank 0's."""
+    first, *others = [torch.cat([*(side.summed if what == "summed" else side.of(what)).values()]) for side in ranks]
+    norm = float(torch.linalg.vector_norm(first))
+    apart = [float(torch.linalg.vector_norm(other - first)) for other in others]
+    return max(apart, default=0.0) / norm if norm else math.inf if any(apart) else 0.0

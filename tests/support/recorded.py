@@ -1,0 +1,80 @@
+"""Recorded runs of ranks, written by hand as the recorder writes them: one optimizer, two parameters, one update."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gaverify.audit.ranks import RankedRun
+from gaverify.audit.reading import Run
+
+NAMES = (("0:weight", [4]), ("0:bias", [1]))
+
+
+def numbers(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64, device="cpu")
+
+
+def run_of(
+    folder: Path,
+    final: torch.Tensor,
+    own: torch.Tensor,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    role: str = "accumulated",
+    parameters: Sequence[Any] = NAMES,
+    backward: Mapping[str, Any] | None = None,
+    **step: Any,
+) -> Run:
+    """Writes the record of a process that made one update.
+
+    Args:
+        folder: Where to.
+        final: The gradient that it stepped with, shape (5,).
+        own: What its one backward pass gave alone, shape (5,).
+        rank: Its rank.
+        ranks: How many train together.
+        role: What the run is.
+        parameters: Names and shapes of what its optimizer holds.
+        backward: Values of the event of its backward pass.
+        step: What else the sample of its step holds, or holds otherwise.
+    """
+    folder.mkdir()
+    meta = {"rank": rank, "ranks": ranks, "updates": 1, "shards": [{}], "local": [{}], "parameters": [parameters]}
+    (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+    calls = [
+        ("forward", {"rows": 2, "model": 0, "number": 1}),
+        ("backward", {"touched": [0], "targets": [], "forwards": [1], **(backward or {})}),
+        ("step", {"optimizer": 0, "inside": False, "by_hand": False}),
+    ]
+    lines = [{"kind": kind, "update": 1, "file": "train.py", "line": 9, "values": values} for kind, values in calls]
+    (folder / "events.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n", encoding="utf-8")
+    values = {
+        "update": 1,
+        "final": final,
+        "summed": None,
+        "before": torch.ones_like(final),
+        "weights": torch.ones_like(final) - 0.1,
+        "increments": [(1, own)],
+        "stretches": torch.ones_like(final),
+        "sizes": [4, 1],
+        "forwards": [(1, 0)],
+        "start": {},
+        "settings": [{"lr": 0.1}],
+        "counted": 1,
+        "led": True,
+        "lrs": [0.1],
+        "buffers": {},
+    }
+    torch.save(values | step, folder / "step-0-1.pt")
+    torch.save({0: final[:4].clone(), 1: final[4:].clone()}, folder / "gradients-0-1.pt")
+    return Run(role, folder, 1.0)  # type: ignore[arg-type]
+
+
+def together(runs: Sequence[Run]) -> RankedRun:
+    return RankedRun("accumulated", runs[0].folder, 1.0, tuple(runs))
