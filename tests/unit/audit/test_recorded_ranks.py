@@ -17,6 +17,7 @@ GRADIENT = 4 * 2 * (WIDTH * WIDTH + WIDTH)  # bytes of the whole model's
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", list(Engine))
 def test_the_recorder_sends_nothing_between_ranks(tmp_path: Path, engine: Engine) -> None:
     for name in ("bare", "recorded"):
