@@ -41,7 +41,20 @@ A model:
         own = torch.arange(len(queries)) + dist.get_rank() * len(queries)
         return nn.functional.cross_entropy(queries @ torch.cat(parts).T, own)
 
+A training loop:
+
+    for x, y in loader:
+        queries, keys = model(x), model(y)
+        parts = [torch.zeros_like(keys) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, keys)
+        parts[dist.get_rank()] = keys
+        contrast(queries, torch.cat(parts)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
 Use instead
+
+A model:
 
     import torch
     import torch.distributed as dist
@@ -58,6 +71,15 @@ Use instead
         everyone = torch.cat(all_gather(queries))
         own = torch.arange(len(queries)) + dist.get_rank() * len(queries)
         return nn.functional.cross_entropy(queries @ everyone.T, own)
+
+A training loop:
+
+    for x, y in loader:
+        queries, keys = model(x), model(y)
+        parts = torch.distributed.nn.functional.all_gather(keys)
+        contrast(queries, torch.cat(parts)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 When it is harmless
 

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 from measured import record
-from ranked import fit, ranks
+from ranked import GATHERED, fit, ranks
 
 from gaverify.records.audit import Record
+from gaverify.records.events import Event
 from gaverify.records.ledger import Ledger
 from gaverify.records.ranks import Engine, RankFacts, Share
+from gaverify.records.windows import windows_of
 from gaverify.rules import (
+    gather_without_gradient,
     gradients_never_reduced,
     mean_over_ranks,
     rank_statistics,
@@ -42,6 +45,16 @@ def sharded(**changes: Any) -> RankFacts:
 def judged(facts: RankFacts) -> dict[str, Any]:
     whole = replace(record(), ranks=facts, loop=Record((), Ledger((), ())))
     return {finding.code: finding for rule in RULES for finding in rule.judge(whole)}
+
+
+def test_a_gather_is_named_by_its_line_in_a_loop() -> None:
+    event = Event("backward", 1, "train.py", 9, {"touched": [0], "targets": [], "gathers": [["train.py", 7]]})
+    step = Event("step", 1, "train.py", 10, {"optimizer": 0, "inside": False})
+    windows = windows_of((event, step))
+    measured = ranks(fit(residual=0.15), own=GATHERED, gather_control=1.2e-7)
+    whole = replace(record(), ranks=measured, loop=Record(windows, Ledger((), ())))
+    (finding,) = gather_without_gradient.judge(whole)
+    assert finding.location is not None and (finding.location.file, finding.location.line) == ("train.py", 7)
 
 
 CASES = {
