@@ -138,4 +138,4 @@ def _place(facts: Facts) -> Location | None:
     window = facts.loop.first if facts.loop is not None else None
     places = [place for event in (window.of("backward") if window else ()) for place in event.values.get("gathers", ())]
     file, line = next(filter(None, places), (None, None))
-    return Location(None, file, line) if file else None
+    return Location(file=file, line=line) if file else None
