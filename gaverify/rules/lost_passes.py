@@ -15,7 +15,7 @@ _NOTHING = 1e-3  # a micro-batch with less than this share of the largest weight
 
 def cleared_inside(loop: Record) -> list[LostPasses]:
     """Returns the losses that are no cut-off tail of an epoch, and that the full batch's run does not have itself."""
-    ordinary = {window.number for window in loop.full_windows if window.zero_grads > 1}
+    ordinary = {loss.window for loss in loop.full_ledger.lost}
     inside = [loss for loss in loop.ledger.lost if loss.by is not None and not _is_tail(loop, loss)]
     return [loss for loss in inside if loss.window not in ordinary and not _summed_elsewhere(loop, loss)]
 

@@ -63,6 +63,7 @@ FAULTS = [
     ),
     Fault("B14 one row's length, then / K", WORDS, "length_of_a_row", "GAV201", (), *LESS, "--equal"),
     Fault("L01 zero_grad inside the window", STEPS, "cleared_inside", "GAV603", quick=True),
+    Fault("cleared twice, in a closure", RARE, "cleared_in_a_closure", "GAV603"),
     Fault("L02 zero_grad at the start of an epoch", STEPS, "cleared_at_epoch", "GAV604", common="--samples 24"),
     Fault("L03 the trailing window leaks", STEPS, "leaks_into_next_epoch", "GAV602", common="--samples 24"),
     Fault("L06 step outside the if", STEPS, "step_outside_the_if", "GAV601"),

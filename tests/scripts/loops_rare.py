@@ -84,6 +84,25 @@ def line_search(args, loader):
         optimizer.step(closure)
 
 
+def cleared_in_a_closure(args, loader):
+    """Clears at the start of the window, as it should, and before every micro-batch as well."""
+    model = network(args.dropout)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=args.lr, max_iter=3)
+    for window in windows(loader, args.accum):
+
+        def closure(window=window):
+            optimizer.zero_grad()
+            total = 0.0
+            for features, labels in window:
+                optimizer.zero_grad()  # here: cleared_in_a_closure
+                loss = criterion(model(features), labels) / args.accum
+                loss.backward()
+                total += loss.item()
+            return total
+
+        optimizer.step(closure)
+
+
 def compiled(args, loader):
     model = torch.compile(
         nn.Sequential(network(args.dropout), nn.ReLU(), nn.Dropout(args.dropout)), backend="aot_eager"
@@ -178,6 +197,7 @@ LOOPS = {
         sums_of_its_own,
         sharpness_aware,
         line_search,
+        cleared_in_a_closure,
         compiled,
         distributed,
         overflowing,

@@ -64,8 +64,8 @@ def loop(text: str, rows: int = 2) -> list[Event]:
 
 
 def record(text: str, full: str = "", **fields: Any) -> Record:
-    events = loop(text)
-    return Record(windows_of(events), ledger_of(events), windows_of(loop(full, 8)), **fields)
+    events, whole = loop(text), loop(full, 8)
+    return Record(windows_of(events), ledger_of(events), windows_of(whole), full_ledger=ledger_of(whole), **fields)
 
 
 def findings_for(loop: Record) -> tuple[Finding, ...]:
@@ -156,6 +156,7 @@ EVENT_FAULTS = [
     ("steps twice per window", "BBSBBSZ BBSBBSZ", "BSZ BSZ", {}, "GAV601", "S"),
     ("clears every second window", "BBBBSBBBBSZ BBBBSBBBBSZ", "BSZ BSZ", {}, "GAV602", "S"),
     ("cleared in the middle", "BBZBBSZ BBZBBSZ", "", {"steps": 4}, "GAV603", "Z"),
+    ("cleared twice before each pass", "ZZBZBZBZBS ZZBZBZBZBS", "ZZBS ZZBS", {}, "GAV603", "Z"),
     ("an epoch's tail is cleared", "BBBBSZ BBZBBBBSZ", "", {}, "GAV604", "Z"),
     ("the script ends", "BBBBSZ BB E", "", {}, "GAV604", "B"),
     ("clips inside", "BCBCBCBCSZ", "", {}, "GAV606", "C"),
