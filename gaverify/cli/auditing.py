@@ -118,9 +118,12 @@ def _audit_files(
         try:
             options = read_options(file, audit.params)
             report = _audited(_request(**options.given))
+        except SpecError as error:  # of options that stand in the file, wherever they were checked
+            codes.append(report_failure(SpecError(error.problems, str(file)), invocation))
+            errors += [(str(file), problem) for problem in error.problems]
+            continue
         except (Exception, SystemExit) as error:  # Ctrl-C ends them all
-            foreseen = isinstance(error, SpecError) and error.source == str(file)
-            codes.append(report_failure(error, invocation, "" if foreseen else str(file)))
+            codes.append(report_failure(error, invocation, str(file)))
             errors.append((str(file), failure_message(error)))
             continue
         made = settled(report, options.accept, project, expect=options.expect, strict=strict)

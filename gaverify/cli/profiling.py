@@ -118,9 +118,11 @@ def profile(
 
 
 def _measured(spec: Spec, strategies: Sequence[Strategy], steps: Sequence[int], **options: Any) -> Profile:
+    from gaverify.loading.naming import check_name
     from gaverify.profiling.launching import profile_spec
     from gaverify.records.profile import plans
 
+    check_name(spec.model)  # before a process imports torch: a name that does not exist is answered at once
     with DelayedProgress(spec.model) as progress:
         return profile_spec(spec, plans(strategies, steps), steps=steps, progress=progress.report, **options)
 

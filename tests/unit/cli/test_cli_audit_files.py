@@ -89,6 +89,19 @@ def test_a_script_is_no_options_file(tmp_path: Path) -> None:
     assert options_files([str(package)]) == []
 
 
+def test_what_is_wrong_is_told_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.toml").write_text('script = "gone.py"\nfull = "--b 8"\naccumulated = "--b 2"\n')
+    (tmp_path / "b.toml").write_text("scrip = 1\n")
+    assert main(["audit", ".", "--output", "all.xml", "--output", "all.json"]) == 2
+    out, err = capsys.readouterr()
+    assert "error: a.toml: the script `gone.py` is not there" in err and "command line" not in err + out
+    assert all(entry["source"] not in entry["message"] for entry in json.loads(Path("all.json").read_text())["errors"])
+    assert (tmp_path / "all.xml").read_text().count("<testsuite ") == 2
+
+
 @pytest.mark.slow
 def test_files_are_audited_and_accept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.py").write_text(LOOP)
@@ -101,6 +114,9 @@ def test_files_are_audited_and_accept(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["audit", str(tmp_path), "--output", str(report)]) == 2
     out, err = capsys.readouterr()
     assert "$.scrip: unknown key" in err and "3 runs: " in out
+    assert {Path(e["source"]).name: e["message"][:7] for e in json.loads(report.read_text())["errors"]} == {
+        "broken.toml": "$.scrip"
+    }
     document = json.loads(report.read_text())
     outcomes = {Path(made["source"]).name: made["outcome"] for made in document["audits"]}
     assert outcomes == {"right.toml": "equivalent", "wrong.toml": "divergent"}

@@ -17,3 +17,11 @@ def test_the_help_names_what_is_read(capsys: pytest.CaptureFixture[str]) -> None
     assert "--autocast" in text
     assert "--memory" in text
     assert "--reference" not in text
+
+
+def test_an_unknown_name_is_answered_before_a_process_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("gaverify.profiling.launching.started", None)
+    assert main(["profile", "--model", "nope"]) == 2
+    assert "there is no built-in `nope`" in capsys.readouterr().err
