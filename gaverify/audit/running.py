@@ -13,9 +13,9 @@ from gaverify.audit.launch import free_port
 from gaverify.audit.members import ranks_of
 from gaverify.audit.processes import Done, run_jobs
 from gaverify.audit.request import Request
+from gaverify.audit.untrained import check_updates
 from gaverify.errors import ProblemError
-from gaverify.records.audit_report import TITLES, RunSummary
-from gaverify.records.events import Ending
+from gaverify.records.audit_report import RunSummary
 
 if TYPE_CHECKING:
     from gaverify.audit.reading import Run
@@ -141,7 +141,7 @@ class Runner:
             self.timings[_part(child.job)] = child.seconds
             self.summaries.append(_summary(child, members))
             for run in members:
-                _check_updates(child, run)
+                check_updates(child, run)
         return runs
 
     def jobs(self, role: Role, **options: Any) -> list[Job]:
@@ -276,27 +276,3 @@ def _summary(child: Done, members: list[Run]) -> RunSummary:
         ]
     )
     return RunSummary(_part(job), child.command, run.updates, child.seconds, disk, ended, how)
-
-
-def _check_updates(child: Done, run: Run) -> None:
-    """Raises unless the script trained."""
-    title = TITLES[child.job.role]
-    backwards = any(event.kind == "backward" for event in run.events)
-    steps = any(event.kind == "step" for event in run.events)
-    left = Ending(run.meta["reason"]) is Ending.EXIT
-    how = f"it left with sys.exit({run.meta['status']})" if left else "it ran to its end"
-    if not steps and run.meta["by_hand"] and not child.job.by_hand:
-        return  # it is run again
-    if not steps:
-        seen = "neither a backward pass nor an optimizer step"
-        if backwards:
-            seen = "backward passes, but no optimizer step"
-        raise ProblemError(
-            f"the {title} reached no optimizer step ({how}): {child.command}\n"
-            f"it made {seen}; give arguments with which it trains for at least one update"
-        )
-    if not backwards and not run.meta["had_gradients"]:
-        raise ProblemError(
-            f"the {title} stepped without any backward pass and without a gradient ({how}): {child.command}\n"
-            "give arguments with which it trains for at least one update"
-        )

@@ -105,6 +105,12 @@ class TestNothingToCompare:
     def test_no_backward(self, script: Path) -> None:
         refused(audited(script, "model(inputs)\n"), "neither a backward pass nor an optimizer step")
 
+    @pytest.mark.slow
+    def test_weights_that_are_no_parameters(self, tmp_path: Path) -> None:
+        body = "w = torch.zeros(4, 1, requires_grad=True)\nfor x, y in batches:\n    mse_loss(x @ w, y).backward()\n"
+        body += "    with torch.no_grad():\n        w -= 0.1 * w.grad\n    w.grad = None\n"
+        refused(audited(tmp_path / "train.py", body), "tensors that are no `nn.Parameter`")
+
     @slow
     def test_no_optimizer_step(self, script: Path) -> None:
         result = audited(script, TRAIN.replace("        optimizer.step()\n", ""))

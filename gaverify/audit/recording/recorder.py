@@ -316,6 +316,7 @@ class Recorder(Session):
         seen, reached, weight = self.watch.look(), self._reach.end(), self._weight.end()
         touched = [index for index, change in seen.changed.items() if bool(change.any())]
         if not touched and not ends_in_parameters(roots):
+            self.elsewhere += 1
             return
         self._numbers["backward"] += 1
         number = self._numbers["backward"]

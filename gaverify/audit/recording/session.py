@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import multiprocessing.process
 import os
 import threading
 from collections.abc import Iterator
@@ -66,6 +68,7 @@ class Session:
         self._numbers = {"forward": 0, "backward": 0}
         self._used: set[int] = set()  # backward passes that a step has used
         self.left_out: dict[str, int] = {}
+        self.elsewhere = 0  # backward passes that reached no parameter
         self.rank, self.ranks = 0, 1
         self._closed = False
         self._buffers = Buffers(Path(job.source) if job.source else None)
@@ -175,6 +178,8 @@ class Session:
             **self._draws.summary(),
             "reason": reason.value,
             "left_out": self.left_out,
+            "elsewhere": self.elsewhere,
+            "processes": started_processes(),
             "rank": self.rank,
             "ranks": self.ranks,
             "shards": [shards_of(self.watch.parameters(index)) for index in range(len(self.watch))],
@@ -194,6 +199,12 @@ class Session:
             "optimizers": [type(self.watch.of(index).optimizer).__name__ for index in range(len(self.watch))],
             "torch": torch.__version__,
         }
+
+
+def started_processes() -> int:
+    """Returns how many processes the script has started by `multiprocessing` so far; workers of loaders are some."""
+    counter = getattr(multiprocessing.process, "_process_counter", None)
+    return 0 if counter is None else next(copy.copy(counter)) - 1
 
 
 def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
