@@ -23,6 +23,14 @@ def text_of(error: BaseException) -> str:
         return f"(its own text cannot be read: {type(broken).__name__})"
 
 
+def kind_of_value(value: object) -> str:
+    """Returns the type of a value with its article, for sentences: `an int`, `a Linear`; `None` for None."""
+    if value is None:
+        return "None"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
 class HardExit(SystemExit):
     """Stands for a call of `os._exit` by the user's code, which would end the process without a verdict."""
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gaverify.errors import ProblemError
+from gaverify.errors import ProblemError, kind_of_value
 from gaverify.loading.bare import first_tensor
 from gaverify.loading.importing import import_factory
 from gaverify.passes.isolation import isolated_generators, mode_set
@@ -47,7 +47,7 @@ def sketch(name: str) -> Sketch | None:
     if not inspect.isclass(found):
         if callable(found) and not isinstance(found, nn.Module):
             return None
-        raise ProblemError(f"`{name}` is a {type(found).__name__}; name a class or a function that returns it")
+        raise ProblemError(f"`{name}` is {kind_of_value(found)}; name a class or a function that returns it")
     if not issubclass(found, nn.Module):
         raise ProblemError(f"`{name}` is a class, but not of torch.nn.Module; name the model's class")
     steps = callable(getattr(found, "training_step", None))

@@ -95,9 +95,13 @@ def _file_that_is_no_model(name: str) -> str:
         return f"`{name}` is a spec, not a model; write `gaverify run {name}`"
     if name.endswith(".ipynb"):
         return f"`{name}` is a notebook; put the factory into a .py file and write `file.py:factory`"
-    absent = "" if os.path.exists(name) else "would hold numbers (and there is no such file), "
+    if not os.path.exists(name):
+        return (
+            f"`{name}` would be a file of numbers, and there is no such file; once it is there, "
+            f"`gaverify init --model {name}` writes a factory that loads it"
+        )
     return (
-        f"`{name}` {absent or 'holds numbers, '}not the code that they belong to; "
+        f"`{name}` holds numbers, not the code that they belong to; "
         f"`gaverify init --model {name}` writes a factory that loads it"
     )
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gaverify.errors import ProblemError
+from gaverify.errors import ProblemError, kind_of_value
 from gaverify.loading.adapting import (
     as_loss,
     first_batch,
@@ -90,7 +90,7 @@ def _built(factory: Any, spec: Spec) -> Any:
             raise ProblemError(f"`{spec.model}` is built already and cannot take {', '.join(given)}; name a function")
         return factory
     if not callable(factory):
-        raise ProblemError(f"`{spec.model}` is {_a(factory)}, not a factory; {_EXPECTED}")
+        raise ProblemError(f"`{spec.model}` is {kind_of_value(factory)}, not a factory; {_EXPECTED}")
     return call_factory(factory, spec.model, spec.model_args, _options(spec), own=False)
 
 
@@ -122,14 +122,16 @@ def _problem(built: Any, spec: Spec) -> Problem:
             raise ProblemError(f"`{name}` returned a tuple of {len(built)}; return (model, loss, batch)")
         built = Problem(*built)
     if not isinstance(built, Problem):
-        raise ProblemError(f"`{name}` returned {_a(built)}; {_advice(built)}{_EXPECTED}")
+        raise ProblemError(f"`{name}` returned {kind_of_value(built)}; {_advice(built)}{_EXPECTED}")
     if not isinstance(built.model, nn.Module):
         raise ProblemError(
-            f"`{name}`: the model is {_a(built.model)}, not a torch.nn.Module; the order is (model, loss, batch)"
+            f"`{name}`: the model is {kind_of_value(built.model)}, not a torch.nn.Module; "
+            "the order is (model, loss, batch)"
         )
     if not callable(built.loss):
         raise ProblemError(
-            f"`{name}`: the loss is {_a(built.loss)}; write a function `loss(model, batch)` that returns a scalar"
+            f"`{name}`: the loss is {kind_of_value(built.loss)}; "
+            "write a function `loss(model, batch)` that returns a scalar"
         )
     return replace(built, loss=as_loss(built.loss), batch=first_batch(built.batch))
 
@@ -188,10 +190,3 @@ def _check_bare_options(spec: Spec, reason: str) -> None:
             f"`{spec.model}` {reason}; {', '.join(given)} {'is' if len(given) == 1 else 'are'} for a factory that "
             "returns a bare torch.nn.Module: leave it out"
         )
-
-
-def _a(thing: Any) -> str:
-    if thing is None:
-        return "None"
-    name = type(thing).__name__
-    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gaverify.errors import GaverifyError, NoMemory, ProblemError, is_out_of_memory, text_of
+from gaverify.errors import GaverifyError, NoMemory, ProblemError, is_out_of_memory, kind_of_value, text_of
 from gaverify.passes.batching import other_reading, take
 from gaverify.passes.isolation import variables
 from gaverify.passes.problem import Problem
@@ -161,9 +161,8 @@ def loss_of(task: Task, batch: Any, where: str) -> torch.Tensor:
     elif not isinstance(value, torch.Tensor) and hasattr(value, "loss"):
         value = value.loss
     if not isinstance(value, torch.Tensor):
-        kind = "None" if value is None else f"a {type(value).__name__}"
         raise ProblemError(
-            f"the loss on {where} is {kind}; return a scalar tensor, or an object with `.loss`"
+            f"the loss on {where} is {kind_of_value(value)}; return a scalar tensor, or an object with `.loss`"
             + (" (without `.item()`)" if isinstance(value, float) else "")
         )
     if value.numel() != 1:

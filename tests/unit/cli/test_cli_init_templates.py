@@ -63,6 +63,7 @@ def make(batch_size=8):
 
 
 built = Net()
+size = 3
 """
 
 
@@ -158,6 +159,7 @@ def test_what_is_not_known_is_told(folder: Path, model: str, told: str, capsys: 
         (["--model", "nets_to_init.py:Nett"], "did you mean `Net`?"),
         (["--model", "nets_to_init.py:Settings"], "is a class, but not of torch.nn.Module"),
         (["--model", "nets_to_init.py:built"], "is a Net; name a class or a function that returns it"),
+        (["--model", "nets_to_init.py:size"], "is an int; name a class or a function that returns it"),
         (["--model", "nets_to_init.py:Net", "--kind", "transformers"], "is a class; give `--model` the folder"),
         (["--model", "nets_to_init.py:Net", "sub/deep.toml", "--kind", "wrong"], "Invalid value for '--kind'"),
     ],

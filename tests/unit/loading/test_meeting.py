@@ -291,7 +291,7 @@ with multiprocessing.get_context("spawn").Pool(1) as pool:
         ("net_of_people:wolrkers", "did you mean `workers`?"),
         ("nowhere_at_all:f", "there is no module `nowhere_at_all`"),
         ("absent.py:f", "there is no file `absent.py`"),
-        ("model.pt", "and there is no such file"),
+        ("model.pt", "and there is no such file; once it is there, `gaverify init --model model.pt`"),
         ("weights.pt", "holds numbers, not the code that they belong to; `gaverify init --model weights.pt` writes"),
         ("a.toml", "is a spec, not a model; write `gaverify run a.toml`"),
         ("a.ipynb", "is a notebook"),
