@@ -29,6 +29,8 @@ class TrafficMeter:
         self._counts: Counter[Collective] = Counter()
         self.sizes: Counter[Collective] = Counter()
         """Bytes of each kind."""
+        self.reduced_in: set[torch.dtype] = set()
+        """The types of what was reduced: a policy or a hook may compress gradients for it."""
 
     @property
     def traffic(self) -> Traffic:
@@ -50,7 +52,16 @@ class TrafficMeter:
             return
         kind = next((kind for part, kind in _KINDS if part in name), Collective.OTHER)
         self._counts[kind] += 1
+        if kind in (Collective.REDUCE, Collective.SCATTER):
+            self.reduced_in.update(_types(args))
         self.sizes[kind] += max((_size(arg) for arg in args), default=0)
+
+
+def _types(argument: Any) -> set[torch.dtype]:
+    """The types of the tensors in an argument."""
+    if isinstance(argument, torch.Tensor):
+        return {argument.dtype}
+    return set[torch.dtype]().union(*map(_types, argument)) if isinstance(argument, list | tuple) else set()
 
 
 def _size(argument: Any) -> int:

@@ -95,6 +95,8 @@ def _by_hand(loop: Record) -> Iterator[Finding]:
     factors = [factor for event in edits for factor in event.values["factors"]]
     if update is None or not edits or any(factor is not None and abs(factor) >= 1.0 for factor in factors):
         return
+    if loop.together is not None and None in factors:
+        return  # the gradient of several ranks, which the script reduces by hand, is no multiple of one rank's own
     usual = factors[0] if len(factors) > 1 else 1 / max(update.backwards, 1)
     if all(factor is not None and math.isclose(factor, usual, rel_tol=_SAME) for factor in factors):
         return

@@ -33,6 +33,17 @@ class Roundoff:
         self.unit = max([self.unit, *(unit_roundoff(dtype) for dtype in self._dtypes)])
         self.look_at_autocast()
 
+    def look_inside(self, module: nn.Module) -> None:
+        """Looks at a module that is called inside a forward: a wrapper may have cast its parameters for it."""
+        self.look_at_autocast()
+        for parameter in module.parameters(recurse=False):
+            self.know(parameter.dtype)
+
+    def know(self, dtype: torch.dtype) -> None:
+        """Notes a type that gradients are computed or reduced in."""
+        if dtype.is_floating_point:
+            self.unit = max(self.unit, unit_roundoff(dtype))
+
     def look_at_autocast(self) -> None:
         """Notes the precision of autocast where it is on."""
         if self._autocast is None and torch.is_autocast_enabled(self._device):

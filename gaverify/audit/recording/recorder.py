@@ -75,10 +75,10 @@ class Recorder(Session):
                     self._changes.note(self.watch.look(), "forward")
                     self._draws.leave_forward()
 
-    def inside_forward(self) -> bool:
+    def inside_forward(self, module: nn.Module) -> bool:
         """Whether a forward is running, or recomputed; its inner modules tell the precision that they work in."""
         if self._in_forward and self.roundoff.open:
-            self.roundoff.look_at_autocast()
+            self.roundoff.look_inside(module)
         return self._in_forward or self._in_backward
 
     @contextmanager
@@ -281,7 +281,7 @@ class Recorder(Session):
     def _counted(self) -> AbstractContextManager[Any]:
         """Counts what a backward pass sends to the other ranks, where there may be some."""
         self._meter = TrafficMeter()
-        return self._meter.counting() if self.job.ranked else nullcontext()
+        return self._meter.counting() if self.job.ranked or self.job.world is not None else nullcontext()
 
     # -- what lies behind them ---------------------------------------------------------------------------------------
 
@@ -349,6 +349,8 @@ class Recorder(Session):
 
     def _sent(self) -> dict[str, Any]:
         """What the backward pass sent: bytes of whole gradients that were reduced, of everything, and the calls."""
+        for dtype in self._meter.reduced_in:
+            self.roundoff.know(dtype)
         if not self.job.ranked:
             return {}
         sizes, traffic = self._meter.sizes, self._meter.traffic

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from ranked import ranks
 
 from gaverify.audit.outcome import report_of, same_arguments
 from gaverify.audit.request import Request, words
@@ -367,6 +368,14 @@ class TestWeights:
         unequal = fit(0.9, 0.4, right=(1.0, 1.2, 1.4, 1.8))
         found = findings_for(record(text + "Z", "BSZ", updates=(update(ratio=0.9, fit=unequal),)))
         assert faults(found) == codes
+
+    @pytest.mark.parametrize(
+        ("text", "codes"), [("BvBvBvBS", []), ("BeBfBeBS", ["GAV606"])], ids=["reduced", "clipped"]
+    )
+    def test_what_ranks_reduce_by_hand_after_each_micro_batch_is_no_clipping(self, text: str, codes: list[str]) -> None:
+        unequal = fit(0.9, 0.4, right=(1.0, 1.2, 1.4, 1.8))
+        several = record(text + "Z", "BSZ", updates=(update(ratio=0.9, fit=unequal),), together=ranks(None))
+        assert [code for code in faults(findings_for(several)) if code == "GAV606"] == codes
 
     def test_gradients_edited_inside_a_window_that_agrees_are_no_fault(self) -> None:
         assert findings_for(record("BeBfBeBSZ", "BSZ", updates=(update(),))) == ()
