@@ -222,6 +222,11 @@ def _other_data(record: Record, update: UpdateComparison) -> str:
         if record.unaligned:
             drawn = "; ".join(f"{name}: {why}" for name, why in record.unaligned.items())
             advice = f"what the loop drew could not be dealt out per sample: {drawn}"
+    if record.together is not None and record.together.fed_alike:
+        advice = (
+            "ranks were fed the same rows: is a `DistributedSampler` missing, or the rank not asked for? Ranks that "
+            "share rows on purpose (tensor parallel) cannot be compared"
+        )
     padded = " (after padding was taken off)" if data.padded else ""
     return (
         f"update {update.number}: the runs did not see the same samples: {data.differing} rows of `{data.path}` "

@@ -8,12 +8,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from itertools import combinations
+from typing import Any
 
 import torch
 
 from gaverify.audit.fitting import fit_gradients
 from gaverify.audit.ranks import RankedRun
 from gaverify.audit.reading import Place, Run, Samples
+from gaverify.audit.same_data import check_rows
 from gaverify.records.audit import UpdateComparison
 from gaverify.records.comparison import Outcome
 from gaverify.records.events import Event
@@ -64,6 +67,7 @@ def rank_facts(full: Run, accumulated: RankedRun, update: UpdateComparison, unit
         reduced=tuple(event.values.get("reduced", 0) for event in window),
         stepped_without=sharded and not any(run.gradients(first) for run in accumulated.ranks),
         shards=_shares(full, accumulated, first) if sharded else (),
+        fed_alike=_fed_alike([run.rows_of(run.samples(first), reached=False) for run in accumulated.ranks]),
         targets=_targets(accumulated),
         update_bytes=_SMALLEST * sum(math.prod(shape) for _, shape in accumulated.parameters.values()),
     )
@@ -87,6 +91,12 @@ def _targets(accumulated: RankedRun) -> tuple[int, ...]:
             return ()
         found.append(counts.pop() * len(window))
     return tuple(found) if all(found) else ()
+
+
+def _fed_alike(rows: Sequence[list[dict[str, Any]]]) -> bool:
+    """Whether two ranks were fed the same rows, by their fingerprints."""
+    checks = [check_rows(one, other) for one, other in combinations(rows, 2)]
+    return any(check.checked and check.same for check in checks)
 
 
 def _gathered(backwards: Sequence[Event]) -> Traffic:

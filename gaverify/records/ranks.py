@@ -101,6 +101,7 @@ class RankFacts:
         reduced: Bytes that each backward pass of the window reduced over the ranks; empty where that was not seen.
         stepped_without: Whether the step found no gradient in any sharded parameter.
         shards: What each rank made of its shard; empty without shards.
+        fed_alike: Whether two ranks were fed the same rows.
         targets: Valid targets of each rank in the window, the same in each of its micro-batches; empty where not known.
         update_bytes: Bytes of one gradient of the whole model in the coarsest type that an engine reduces in.
     """
@@ -128,6 +129,7 @@ class RankFacts:
     update_bytes: int = 0
     summed_apart: float = math.nan
     started_apart: float = 0.0
+    fed_alike: bool = False
 
     @property
     def as_one_process(self) -> bool:

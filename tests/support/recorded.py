@@ -11,6 +11,7 @@ import torch
 
 from gaverify.audit.ranks import RankedRun
 from gaverify.audit.reading import Run
+from gaverify.audit.recording.rows import input_rows
 
 NAMES = (("0:weight", [4]), ("0:bias", [1]))
 
@@ -29,6 +30,7 @@ def run_of(
     role: str = "accumulated",
     parameters: Sequence[Any] = NAMES,
     backward: Mapping[str, Any] | None = None,
+    fed: torch.Tensor | None = None,
     **step: Any,
 ) -> Run:
     """Writes the record of a process that made one update.
@@ -42,6 +44,7 @@ def run_of(
         role: What the run is.
         parameters: Names and shapes of what its optimizer holds.
         backward: Values of the event of its backward pass.
+        fed: The input of its one forward.
         step: What else the sample of its step holds, or holds otherwise.
     """
     folder.mkdir()
@@ -71,6 +74,8 @@ def run_of(
         "lrs": [0.1],
         "buffers": {},
     }
+    if fed is not None:
+        torch.save([input_rows((fed,), {})], folder / "rows-1.pt")
     torch.save(values | step, folder / "step-0-1.pt")
     torch.save({0: final[:4].clone(), 1: final[4:].clone()}, folder / "gradients-0-1.pt")
     return Run(role, folder, 1.0)  # type: ignore[arg-type]

@@ -385,6 +385,13 @@ class TestWeights:
         found = findings_for(early)
         assert set(faults(found)) == {"GAV601", "GAV201"} and all(finding.proven for finding in found)
 
+    @pytest.mark.parametrize("alike", [True, False])
+    def test_ranks_that_were_fed_the_same_rows_are_told(self, alike: bool) -> None:
+        other = update(judged=False, data=RowCheck(8, 8, 3, "argument 1"))
+        several = record(RIGHT, "BSZ BSZ", updates=(other,), together=ranks(None, divergent=False, fed_alike=alike))
+        reason = report_of(Request("train.py"), several, (), (), META, {}).reason
+        assert ("is a `DistributedSampler` missing" in reason) is alike
+
     def test_an_update_that_is_not_judged_accuses_nobody(self) -> None:
         other = update(ratio=4.0, fit=fit(4.0), judged=False, data=RowCheck(8, 8, 3, "argument 1"))
         assert findings_for(record(RIGHT, "BSZ BSZ", updates=(other,))) == ()

@@ -73,6 +73,12 @@ def test_gathers_of_trained_tensors_are_counted(tmp_path: Path) -> None:
     assert facts(tmp_path, (FULL, FULL), gathered, gathered).own.count(Collective.GATHER) == 1
 
 
+@pytest.mark.parametrize(("moved", "alike"), [(0.0, True), (1.0, False)])
+def test_ranks_that_are_fed_the_same_rows(tmp_path: Path, moved: float, alike: bool) -> None:
+    fed = torch.arange(6.0, device="cpu").reshape(2, 3)
+    assert facts(tmp_path, (FULL, FULL), {"fed": fed}, {"fed": fed + moved}).fed_alike is alike
+
+
 def test_no_gather_is_none(tmp_path: Path) -> None:
     assert not facts(tmp_path, (FULL, FULL)).gathers
 
