@@ -128,4 +128,6 @@ def test_what_has_no_values_is_left_out(odd: str) -> None:
     full, accumulated = "--batch-size 8 --accum 1", "--batch-size 2 --accum 4"
     result = audit("odd_beside.py", full, accumulated, f"--odd {odd}")
     assert (result.code, result.outcome, result.faults) == (0, "equivalent", set()), str(result)
+    if odd == "meta":  # it belongs to no update
+        assert {row["backward"] for row in result.document["counts"]} == {4}, str(result)
     assert bool(result.document["left_out"]) == (odd in {"meta", "fake", "grad", "jvp", "trace", "lazy_optimizer"})

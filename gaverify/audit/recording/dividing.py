@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from gaverify.audit.recording.values import plain
-
 _DEEPEST = 8  # steps from what is differentiated down to the loss itself
 
 
@@ -30,8 +28,7 @@ class Weight:
     def begin(self, roots: Any) -> None:
         """A backward pass from `roots` begins; several roots have no one weight."""
         self._seen, self._share = {}, 0.0
-        single = isinstance(roots, torch.Tensor) and roots.dim() == 0 and plain(roots) is not None
-        node = roots.grad_fn if single else None
+        node = roots.grad_fn if isinstance(roots, torch.Tensor) and roots.dim() == 0 else None
         alone = True
         for depth in range(_DEEPEST):
             if node is None:

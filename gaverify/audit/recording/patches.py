@@ -22,6 +22,7 @@ from torch.optim.optimizer import (
 from gaverify.audit.recording.hand_recorder import HandRecorder
 from gaverify.audit.recording.recorder import Recorder
 from gaverify.audit.recording.settings import rates_of
+from gaverify.audit.recording.values import on_meta
 
 Around = Callable[..., AbstractContextManager[None]]
 
@@ -35,7 +36,7 @@ def install(recorder: HandRecorder) -> None:
     backward = [False]
     owner: Any
     for owner in (torch.Tensor, torch.autograd):
-        _surround(owner, "backward", recorder.backward, recorder, backward)
+        _surround(owner, "backward", _passes(recorder), recorder, backward)
     for owner in (Optimizer, nn.Module):
         _surround(owner, "zero_grad", lambda *_, **__: recorder.zero_grad(), recorder, [False])
     _differentiation(recorder, backward)
@@ -66,6 +67,15 @@ def _surround(owner: Any, name: str, around: Around, recorder: Recorder, running
             running[0] = False
 
     setattr(owner, name, surrounded)
+
+
+def _passes(recorder: Recorder) -> Around:
+    """Surrounds a backward pass, but not one that only counts operations: it belongs to no update."""
+
+    def around(tensors: Any, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
+        return nullcontext() if on_meta(tensors) else recorder.backward(tensors, *args, **kwargs)
+
+    return around
 
 
 def _gathers(recorder: Recorder) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -39,6 +40,12 @@ def out_of_sight() -> str:
     if torch._C._len_torch_dispatch_stack() and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE):
         return "fake tensors"
     return ""
+
+
+def on_meta(tensors: Any) -> bool:
+    """Whether a tensor, or one of several, lies on the meta device: what is done with it counts operations at most."""
+    several = tensors if isinstance(tensors, list | tuple) else (tensors,)
+    return any(isinstance(tensor, torch.Tensor) and tensor.is_meta for tensor in several)
 
 
 @contextmanager
