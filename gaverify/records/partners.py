@@ -88,12 +88,12 @@ def partners_of(
     forwards = reached_by(whole), reached_by(part)
     if not all(forwards):
         return ()
-    seen = {event.values["model"] for event in forwards[1]}
     found = []
     for optimizer, trained in models.items():
-        if optimizer in part.optimizers or not trained & seen:
+        through = [next((event for event in run if event.values["model"] in trained), None) for run in forwards]
+        if optimizer in part.optimizers or through[0] is None or through[1] is None:
             continue
-        met = _steps_before(full, optimizer, forwards[0][0]), _steps_before(accumulated, optimizer, forwards[1][0])
+        met = _steps_before(full, optimizer, through[0]), _steps_before(accumulated, optimizer, through[1])
         made = _steps(full, optimizer), _steps(accumulated, optimizer)
         if met[0] != met[1] and min(made) >= max(met):
             found.append(Partner(optimizer, *met))

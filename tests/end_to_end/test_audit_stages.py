@@ -104,11 +104,12 @@ class TestSeveralOptimizers:
         result = audit("loops_partners.py", common=f"--loop {loop}", options=("--updates", "4"))
         assert (result.code, result.outcome, result.faults) == (0, "equivalent", set()), str(result)
 
-    def test_networks_that_are_trained_at_once_are_named_as_that(self) -> None:
+    @pytest.mark.parametrize(("loop", "line"), [("against_at_once", "pollutes"), ("in_one_loop", "in_one_loop")])
+    def test_networks_that_are_trained_at_once_are_named_as_that(self, loop: str, line: str) -> None:
         """S03: the generator's passes are in the critic's gradients, and it meets the critic before its step."""
-        result = audit("loops_partners.py", common="--loop against_at_once", options=("--updates", "4"))
+        result = audit("loops_partners.py", common=f"--loop {loop}", options=("--updates", "4"))
         assert (result.code, result.faults) == (1, {"GAV610", "GAV611"}), str(result)
-        assert result.line("GAV610") == result.line("GAV611") == marked("loops_partners.py", "pollutes"), str(result)
+        assert result.line("GAV610") == result.line("GAV611") == marked("loops_partners.py", line), str(result)
         updates = result.document["updates"]
         assert any(update["foreign"] and update["foreign"]["passes"] for update in updates), str(updates)
         assert any(partner["full"] > partner["accumulated"] for update in updates for partner in update["partners"])

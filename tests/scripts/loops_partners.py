@@ -88,6 +88,24 @@ def against_at_once(args):
             step_generator.step()
 
 
+def in_one_loop(args):
+    """The same with noise that the loop draws, and one forward of the generator for both losses, as in a DCGAN."""
+    generator, critic, step_generator, step_critic, batches = made(args)
+    for i, (_, real) in enumerate(batches):
+        last = (i + 1) % args.accum == 0
+        if i % args.accum == 0:
+            step_critic.zero_grad()
+            step_generator.zero_grad()
+        fake = generator(torch.randn(len(real), NOISE))
+        critic_loss(critic, fake.detach(), real, args).backward()
+        if last:
+            step_critic.step()
+        verdict = critic(fake)
+        (bce(verdict, torch.ones_like(verdict)) / args.accum).backward()  # here: in_one_loop
+        if last:
+            step_generator.step()
+
+
 def critic_loss(critic, fake, real, args):
     yes, no = critic(real), critic(fake)
     return (bce(yes, torch.ones_like(yes)) + bce(no, torch.zeros_like(no))) / args.accum
@@ -98,7 +116,7 @@ def generator_loss(generator, critic, noise, args):
     return bce(verdict, torch.ones_like(verdict)) / args.accum
 
 
-LOOPS = {loop.__name__: loop for loop in (interleaved, shifted, against, against_at_once)}
+LOOPS = {loop.__name__: loop for loop in (interleaved, shifted, against, against_at_once, in_one_loop)}
 
 
 def main():

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gaverify.records.audit import Record
+from gaverify.records.windows import Window
 
 _STARTED_APART = 1e-3  # weights that far apart were drawn anew: no data can repair that
 _CUT = 2.0  # the rows of both runs may differ by less than this factor, or the batch was not cut into micro-batches
@@ -51,8 +52,21 @@ def inputs_help(record: Record, full: Mapping[str, Any]) -> bool:
 
 
 def parts_of(record: Record) -> int:
-    """Micro-batches per batch of the full-batch run; 0 where that is not known."""
+    """Micro-batches per batch of the full-batch run; 0 where that is not known.
+
+    Backward passes count them, unless the window holds some of another optimizer's loss (of a generator's through its
+    critic): then the rows of the first forwards do.
+    """
     first = record.first
+    if first is not None and any(set(event.touched) - set(first.optimizers) for event in first.of("backward")):
+        whole_rows, rows = (_first_rows(windows) for windows in (record.full_windows, record.windows))
+        return whole_rows // rows if rows and whole_rows % rows == 0 else 0
     whole = next((window.backwards for window in record.full_windows if first and window.number == first.number), 0)
     steps = (record.expected(first) or 0) if first is not None else 0
     return steps // whole if whole and steps % whole == 0 else 0
+
+
+def _first_rows(windows: Sequence[Window]) -> int:
+    """The rows of a run's first forward; 0 where that has none."""
+    forwards = windows[0].of("forward") if windows else ()
+    return int(forwards[0].values.get("rows") or 0) if forwards else 0

@@ -15,17 +15,24 @@ MODELS = {CRITIC: frozenset({0}), GENERATOR: frozenset({1})}
 
 
 def loop(text: str) -> list[Event]:
-    """`C` the critic's pass, `G` the generator's through the critic, `c` and `g` their steps."""
+    """`C` the critic's pass, `G` the generator's through the critic, `c` and `g` their steps.
+
+    `f` is a forward of the generator, on whose result the next `R` goes on: its pass through the critic.
+    """
     events: list[Event] = []
-    update, stepped, number = 1, False, 0
+    update, stepped, number, made = 1, False, 0, 0
     for letter in text.replace(" ", ""):
-        if letter in "CG":
+        if letter == "f":
             update, stepped = update + stepped, False
-            models = [0] if letter == "C" else [1, 0]
+            number = made = number + 1
+            events.append(Event("forward", update, values={"rows": 2, "model": 1, "number": number}))
+        elif letter in "CGR":
+            update, stepped = update + stepped, False
+            models = [1, 0] if letter == "G" else [0]
             for model in models:
                 number += 1
                 events.append(Event("forward", update, values={"rows": 2, "model": model, "number": number}))
-            numbers = list(range(number - len(models) + 1, number + 1))
+            numbers = [*[made] * (letter == "R"), *range(number - len(models) + 1, number + 1)]
             touched = [CRITIC] if letter == "C" else [CRITIC, GENERATOR]
             events.append(Event("backward", update, values={"touched": touched, "forwards": numbers}))
         else:
@@ -63,6 +70,13 @@ class TestPartners:
     def test_a_partner_that_has_stepped_in_one_run_only(self) -> None:
         full, accumulated, whole, part = windows("Cc Gg Cc Gg", "CGCG cg CGCG cg")
         assert partners_of(full, accumulated, (whole[2], part[2]), MODELS) == (Partner(CRITIC, 1, 0),)
+
+    def test_a_result_that_was_made_before_the_partners_step_meets_it_after(self) -> None:
+        """One forward of the generator serves both losses, as in a DCGAN."""
+        full, accumulated, whole, part = windows("fCcRg fCcRg", "fCRfCcRg fCRfCcRg")
+        assert partners_of(full, accumulated, (whole[2], part[2]), MODELS) == (Partner(CRITIC, 1, 0),)
+        full, accumulated, whole, part = windows("fCcRg fCcRg", "fCfCcRRg fCfCcRRg")
+        assert partners_of(full, accumulated, (whole[2], part[2]), MODELS) == ()
 
     def test_the_same_order_in_both_runs(self) -> None:
         full, accumulated, whole, part = windows("Cc Gg Cc Gg", "CCc GGg CCc GGg")
