@@ -15,7 +15,8 @@ _NOTHING = 1e-3  # a micro-batch with less than this share of the largest weight
 
 def cleared_inside(loop: Record) -> list[LostPasses]:
     """Returns the losses that are no cut-off tail of an epoch, and that the full batch's run does not have itself."""
-    ordinary = {loss.window for loss in loop.full_ledger.lost}
+    # a pass that is thrown away beside one that counts belongs to the training: it finds a direction
+    ordinary = {loss.window for loss in loop.full_ledger.lost if loss.survivors}
     inside = [loss for loss in loop.ledger.lost if loss.by is not None and not _is_tail(loop, loss)]
     return [loss for loss in inside if loss.window not in ordinary and not _summed_elsewhere(loop, loss)]
 

@@ -151,6 +151,7 @@ EVENT_FAULTS = [
     ("an epoch's tail leaks", "BBBBSZ BBBBBBSZ", "", {"steps": 4}, "GAV602", "S"),
     ("cleared inside", "ZBZBZBZBS ZBZBZBZBS", "", {}, "GAV603", "Z"),
     ("cleared just before the step", "BBBBZS BBBBZS", "BSZ BSZ", {}, "GAV603", "Z"),
+    ("cleared just before the step, in both runs", "BBBBZS BBBBZS", "BZS BZS", {}, "GAV603", "Z"),
     ("cleared just before the step, calls alone", "BBBBZS BBBBZS", "", {}, "GAV603", "Z"),
     ("steps inside, clears at the end", "BSBSBSBSZ BSBSBSBSZ", "BSZ BSZ", {}, "GAV601", "S"),
     ("steps inside, calls alone", "BSBSBSBSZ BSBSBSBSZ", "", {}, "GAV601", "S"),
