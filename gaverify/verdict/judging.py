@@ -255,13 +255,15 @@ def _decide(task: Task, judgement: Judgement, exact: bool, listener: Listener | 
     if unit > U64:
         try:
             listener = listener if _divergence_shows(task, rows, coarse) else None
-            judgement.control = float64_control(task, judgement.state, judgement.record, listener)
+            control = float64_control(task, judgement.state, judgement.record, listener)
+            _check_losses(judgement, control)
+            judgement.control = control
         except Exception as error:
             if is_own_fault(error):
                 raise
             judgement.control_failure = failure_sentence(error)
         else:
-            control, scales = judgement.control, judgement.scales
+            scales = judgement.scales
             judgement.rows = judge_by_control(judgement.working, control, scales, coarse)
             if floors_wanted(judgement.rows):
                 floor = control_floor(task, judgement.state, judgement.record, control)
@@ -272,6 +274,24 @@ def _decide(task: Task, judgement: Judgement, exact: bool, listener: Listener | 
     floor = noise_floor(task, judgement.state, judgement.record, full, coarse)
     judgement.rows = judge_by_floor(judgement.working, floor, judgement.scales, coarse)
     judgement.method = Method.NOISE_FLOOR
+
+
+def _check_losses(judgement: Judgement, control: Control) -> None:
+    """Lets a control decide nothing whose losses are no numbers, although those in working precision are.
+
+    Raises:
+        ProblemError: A kernel that has no float64 may say so, or return what the memory held.
+    """
+
+    def losses(full: PassResult, accumulated: PassResult) -> list[float]:
+        return [full.loss, *accumulated.micro_losses]
+
+    working = losses(judgement.full, judgement.accumulated)
+    lifted = losses(control.full, control.accumulated)
+    broken = next((loss for loss in lifted if not math.isfinite(loss)), None)
+    if broken is not None and all(map(math.isfinite, working)):
+        name = short_name(judgement.dtype)
+        raise ProblemError(f"a loss is {broken} in float64 and finite in {name}: some kernel has no float64")
 
 
 def _divergence_shows(task: Task, rows: list[Difference], unit: float) -> bool:
