@@ -211,10 +211,12 @@ def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
         fit, where = term.fit, f", in term {term.number} of {term.count} of the loss"
     else:
         return
-    total = sum(fit.multipliers)
-    weights = tuple(multiplier / total for multiplier in fit.multipliers) if total else fit.multipliers
+    multipliers = _seen(fit, update)
+    total = sum(multipliers)
+    weights = tuple(multiplier / total for multiplier in multipliers) if total else multipliers
     weights = tuple(0.0 if abs(weight) < loop.tolerance else weight for weight in weights)
     summary, meaning, remedy = _in_update(update, weights, loop.tolerance)
+    altogether = _altogether(multipliers, loop.tolerance) if meaning in (_SAMPLES, _TARGETS, _COUNTED) else ""
     yield RULE.finding(
         f"{summary} in update {update.number}{where}",
         measured("micro-batch-weights", difference(update), update=update.number),
@@ -222,7 +224,7 @@ def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
             "micro-batch-weights",
             "weights",
             f"{weights_text(weights)} give the full-batch gradient to {fit.residual:.0e}{meaning}"
-            f"{_altogether(fit, loop.tolerance) if meaning in (_SAMPLES, _TARGETS, _COUNTED) else ''}{_unsure(fit)}",
+            f"{altogether}{_unsure(fit)}",
             {
                 "weights": list(weights),
                 "multipliers": list(fit.multipliers),
@@ -261,10 +263,18 @@ def _in_update(update: UpdateComparison, weights: tuple[float, ...], tolerance: 
     return _EQUALLY, unseen, "weight each micro-batch by its share of what the full batch's mean counts"
 
 
-def _altogether(fit: WeightFit, tolerance: float) -> str:
+def _seen(fit: WeightFit, update: UpdateComparison) -> tuple[float, ...]:
+    """What the losses should be multiplied by; 0 for one without a valid target, to which any number would fit."""
+    counts = update.valid_targets
+    if fit.determined or len(counts) != len(fit.multipliers) or not any(counts):
+        return fit.multipliers
+    return tuple(multiplier if count else 0.0 for multiplier, count in zip(fit.multipliers, counts, strict=True))
+
+
+def _altogether(multipliers: tuple[float, ...], tolerance: float) -> str:
     """How many times too much the micro-batches count together, where right weights add up to 1; empty where right."""
-    steps = len(fit.multipliers)
-    factor = steps / sum(fit.multipliers)
+    steps = len(multipliers)
+    factor = steps / sum(multipliers)
     if abs(factor - 1) < tolerance:
         return ""
     if abs(factor / steps - 1) < tolerance:

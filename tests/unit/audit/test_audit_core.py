@@ -310,6 +310,17 @@ class TestWeights:
         assert found.code == "GAV202" and "0.1, 0.2, 0.3, 0.4" in found.remedy
         assert "nothing divides by K = 4" in found.evidence[1].statement
 
+    def test_a_micro_batch_without_targets_has_no_weight(self) -> None:
+        """Nothing tells the weight of a gradient of zeros: the others' are the shares all the same."""
+        right = replace(fit(2.0, 0.3, right=(1.0, 0.4, 1.0, 0.6)), determined=False)
+        empty = update(ratio=2.0, fit=right, valid_targets=(0, 2, 0, 3), ignored_targets=True)
+        found = next(
+            found for found in findings_for(record(RIGHT, "BSZ BSZ", updates=(empty,))) if found.code == "GAV202"
+        )
+        assert found.evidence[1].values["weights"] == pytest.approx([0.0, 0.4, 0.0, 0.6])
+        assert "shares of valid targets" in found.evidence[1].statement
+        assert "nothing divides by K = 4" in found.evidence[1].statement
+
     def test_divided_losses_are_not_called_undivided(self) -> None:
         for right, said in ((0.4, ""), (1.6, "0.25 times together")):
             shares = tuple(right * count for count in (1, 2, 3, 4))
