@@ -36,7 +36,9 @@ def parameters_behind(roots: Iterable[Any], ends: Collection[Any]) -> list[torch
     return [leaf for leaf in leaves if leaf is not None]
 
 
-def meetings(roots: Iterable[Any], ends: Collection[Any], rows: Collection[int]) -> list[Place]:
+def meetings(
+    roots: Iterable[Any], ends: Collection[Any], rows: Collection[int], *, may_meet: bool = False
+) -> list[Place]:
     """Returns the user's lines in which rows of a batch meet, in the order in which they ran.
 
     They meet where something with rows becomes something without that is given back to rows or kept in another shape
@@ -46,6 +48,7 @@ def meetings(roots: Iterable[Any], ends: Collection[Any], rows: Collection[int])
         roots: Operations, from which the graph is looked at.
         ends: Operations behind which nothing is looked at; they are looked at as operands.
         rows: How many rows a tensor may have.
+        may_meet: Also where other sizes may be meant: a micro-batch has as many rows as many a layer has features.
     """
     found: dict[int, Place] = {}
     roots = list(roots)
@@ -57,7 +60,9 @@ def meetings(roots: Iterable[Any], ends: Collection[Any], rows: Collection[int])
             continue
         operands = [_shape(*edge) for edge in node.next_functions]
         mixed = _is_matrix(shape, rows) and not any(_is_matrix(other, rows) for other in operands)
-        reduced = _without(shape, rows) and any(other and other[0] in rows for other in operands)
+        if may_meet:
+            mixed = _is_matrix(shape, rows)
+        reduced = (may_meet or _without(shape, rows)) and any(other and other[0] in rows for other in operands)
         kept = shape not in ((), (1,)) or any(size in rows for size in _shape(reader, 0) or ())
         place = line_of(node) if mixed or (reduced and kept) else None
         if place is not None:

@@ -35,10 +35,13 @@ class Outputs:
         work: What to run the recorder's own code in.
         moved: Paths of modules, or `SCRIPT`: what the calls that these make hand them gets other values in the second
             half of the rows, to see whether the first half feels it.
+        small: The forwards are those of micro-batches, whose few rows may be as many as a layer has features.
     """
 
-    def __init__(self, work: Callable[[], AbstractContextManager[None]], moved: Collection[str] = ()) -> None:
-        self._work, self._moved = work, moved
+    def __init__(
+        self, work: Callable[[], AbstractContextManager[None]], moved: Collection[str] = (), *, small: bool = False
+    ) -> None:
+        self._work, self._moved, self._small = work, moved, small
         self.forwards: list[dict[str, Any]] = []
         self._handed_out: set[Any] = set()  # the operations that made what models hand the script
 
@@ -59,7 +62,7 @@ class Outputs:
         with self._work():
             tensors = [leaf for _, leaf in leaves(roots, "") if isinstance(leaf, torch.Tensor)]
             counts = {forward["rows"] * times for forward in self.forwards for times in (1, 2)} - {0, 1, 2}
-            return meetings([tensor.grad_fn for tensor in tensors], self._handed_out, counts)
+            return meetings([tensor.grad_fn for tensor in tensors], self._handed_out, counts, may_meet=self._small)
 
     def _begins(self, inner: dict[str, _Inner], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with self._work():
@@ -86,7 +89,7 @@ class Outputs:
                     "under": call.under,
                     "kind": type(call.module).__name__,
                     "place": user_place(),
-                    "meetings": meetings(graph.roots | made, graph.ends, counts),
+                    "meetings": meetings(graph.roots | made, graph.ends, counts, may_meet=self._small),
                     "inputs": call.kept["inputs"],
                     "outputs": _rows(tensors),
                     "numbers": any(tensor.dim() == 0 and tensor.requires_grad for _, tensor in tensors),

@@ -79,7 +79,7 @@ class Session:
         self._draws = Draws(job, storage.folder)
         if job.term or job.outputs:
             keep_lines()
-        self._outputs = Outputs(self._work, job.moved) if job.outputs else None
+        self._outputs = Outputs(self._work, job.moved, small=job.role != "full") if job.outputs else None
         source = Path(job.source) if job.source else None
         self._holding = Holding(self._work, job.held, source, job.spots) if job.held else None
         if job.math_kernels:

@@ -155,6 +155,15 @@ class TestLines:
         first = Path(__file__).read_text(encoding="utf-8").splitlines().index("        mean = x.mean(0)") + 1
         assert [line for _, line in found] == [first, first + 2]
 
+    def test_as_many_rows_as_features_may_meet(self) -> None:
+        """Only the lines of a larger batch tell: these are wanted to be among them."""
+        x = SAMPLES[:6].clone().requires_grad_().exp()
+        matrix = x @ x.T
+        roots = [matrix.logsumexp(1).sum().grad_fn]
+        assert not meetings(roots, {x.grad_fn}, {6})
+        first = Path(__file__).read_text(encoding="utf-8").splitlines().index("        matrix = x @ x.T") + 1
+        assert first in {line for _, line in meetings(roots, {x.grad_fn}, {6}, may_meet=True)}
+
     def test_a_number_that_is_given_back_to_the_rows(self) -> None:
         x = SAMPLES[:5].clone().requires_grad_().exp()
         assert len(meetings([(x - x.mean()).square().sum().grad_fn], {x.grad_fn}, {5})) == 1
