@@ -468,6 +468,14 @@ class TestNotes:
         (found,) = findings_for(record("BSZ BSZ", "BSZ BSZ", updates=(differs,)))
         assert found.code == "GAV000" and "3 of 4 forwards" in found.evidence[1].statement
 
+    @pytest.mark.parametrize(("full_ranks", "said"), [(2, True), (1, False)])
+    def test_a_divergent_answer_tells_what_ranks_in_both_runs_hide(self, full_ranks: int, said: bool) -> None:
+        differs = update(ratio=4.0, fit=fit(4.0, right=(0.25,) * 4))
+        found = record(RIGHT, "BSZ BSZ", updates=(differs,), full_ranks=full_ranks)
+        report = report_of(Request("train.py"), found, findings_for(found), (), META, {})
+        assert report.outcome is Outcome.DIVERGENT
+        assert ("both runs trained in 2 ranks, so that faults of ranks cannot show" in report.reason) is said
+
     def test_a_ratio_that_is_no_number_is_left_out(self) -> None:
         """The full batch's gradient is zero, the accumulated one is not: the whole has no norm to be held against."""
         nothing = parameter(name="bias", reference_norm=0.0, accumulated_norm=0.0)
