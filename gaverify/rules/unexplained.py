@@ -144,6 +144,9 @@ def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
     ruled_out = ["no call stands in the wrong place"]
     if update.fit is not None:
         ruled_out.insert(0, f"the best weights of the micro-batches leave {update.fit.residual:.1e} over")
+    terms = max((event.values.get("terms", 0) for window in loop.windows for event in window.of("backward")), default=0)
+    if loop.ranks > 1 and terms > 1:
+        ruled_out.append(f"the {terms} terms of the loss were not tried one by one: of several ranks they cannot be")
     remedy = "samples that act on each other in the model or the loss look like this: "
     remedy += "`gaverify run --model FILE:FACTORY` on the same model names the operation"
     alone = _without_backward(loop, update)

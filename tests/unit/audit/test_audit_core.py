@@ -344,6 +344,15 @@ class TestWeights:
         found = faults(findings_for(record(RIGHT, "BSZ BSZ", updates=(empty,))))
         assert found == (["GAV203"] if right[1] == right[2] else ["GAV202", "GAV203"])
 
+    @pytest.mark.parametrize(("ranks", "said"), [(2, True), (1, False)])
+    def test_terms_that_ranks_leave_untried_are_said(self, ranks: int, said: bool) -> None:
+        differs = update(ratio=1.2, fit=fit(0.9, 0.4, residual=0.3))
+        loop = record(RIGHT, "BSZ BSZ", updates=(differs,), ranks=ranks)
+        sums = [replace(event, values={**event.values, "terms": 2}) for event in loop.windows[0].events]
+        loop = replace(loop, windows=(replace(loop.windows[0], events=tuple(sums)), *loop.windows[1:]))
+        (found,) = findings_for(loop)
+        assert ("2 terms of the loss were not tried" in str(found.evidence)) == said
+
     def test_coupled_samples_are_unexplained(self) -> None:
         differs = update(ratio=1.2, fit=fit(0.9, 0.4, residual=0.3))
         (found,) = findings_for(record(RIGHT, "BSZ BSZ", updates=(differs,)))
