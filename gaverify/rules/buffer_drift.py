@@ -1,4 +1,4 @@
-"""GAV402 buffer-drift (note): buffers end up different, because they are updated K times per window.
+"""GAV402 buffer-drift (fault or note): buffers end up different, because they are updated K times per window.
 
 What it finds
 

@@ -42,15 +42,17 @@ https://pytorch.org/docs/stable/optim.html#how-to-adjust-learning-rate
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from gaverify.records.audit import Record
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Finding
 from gaverify.rules.rule import Rule, measured
-from gaverify.rules.wording import located, times
+from gaverify.rules.wording import located, times, told_apart
 
 RULE = Rule("GAV607", "scheduler-per-micro-batch")
+_ROUNDING = 1e-6  # rates that differ by less were computed in another order
 
 
 def judge(facts: Facts) -> Iterator[Finding]:
@@ -80,8 +82,8 @@ def judge(facts: Facts) -> Iterator[Finding]:
 def _rates(loop: Record, number: int, count: int) -> str:
     text = f"{count} scheduler steps before the last backward pass of their windows"
     update = next((update for update in loop.updates if update.number == number), None)
-    if update is not None and update.learning_rates != update.learning_rates_full:
-        rates = ", ".join(f"{rate:.4g}" for rate in update.learning_rates)
-        full = ", ".join(f"{rate:.4g}" for rate in update.learning_rates_full)
+    pairs = zip(update.learning_rates, update.learning_rates_full, strict=False) if update is not None else ()
+    if update is not None and any(not math.isclose(*pair, rel_tol=_ROUNDING) for pair in pairs):
+        rates, full = told_apart(update.learning_rates, update.learning_rates_full)
         text += f"; learning rate of update {number}: {rates}, in the full-batch run {full}"
     return text

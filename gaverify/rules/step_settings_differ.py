@@ -57,11 +57,15 @@ from gaverify.records.facts import Facts
 from gaverify.records.findings import Finding
 from gaverify.records.stages import AVERAGE, SettingDifference, Stage
 from gaverify.rules.rule import Rule, measured
-from gaverify.rules.wording import located
+from gaverify.rules.wording import located, told_apart
 
 RULE = Rule("GAV609", "step-settings-differ")
 _SHOWN = 4  # settings that are listed
 _BY_MICRO_BATCH = "count updates, not micro-batches: advance what the setting is computed from once per optimizer step"
+_BY_LENGTH = (
+    "the schedule advances once per update, as in the full-batch run: give its length (`T_max`, `total_steps`) "
+    "in updates, the number of micro-batches divided by K"
+)
 _BY_RANK = "give every rank the same settings: replicas that step differently drift apart"
 
 
@@ -101,21 +105,27 @@ def _finding(loop: Record, update: UpdateComparison, settings: list[SettingDiffe
         f"update {update.number} {what}",
         measured("comparison", "; ".join(shown), **values),
         location=located(_writers(loop, update, settings)),
-        remedy=_BY_RANK if any(setting.rank for setting in settings) else _BY_MICRO_BATCH,
+        remedy=_remedy(loop, update, settings),
         proven=True,
     )
 
 
+def _remedy(loop: Record, update: UpdateComparison, settings: list[SettingDifference]) -> str:
+    """What to do: a schedule that has taken as many steps in both runs and gives another rate has another length."""
+    if any(setting.rank for setting in settings):
+        return _BY_RANK
+    taken = [
+        sum(len(window.of("scheduler")) for window in windows if window.number < update.number)
+        for windows in (loop.windows, loop.full_windows)
+    ]
+    rates = bool(settings) and all(setting.name.endswith("lr") for setting in settings)
+    return _BY_LENGTH if rates and taken[0] == taken[1] > 0 else _BY_MICRO_BATCH
+
+
 def _beside(setting: SettingDifference) -> tuple[str, str, str]:
     """The value, whose it is where that is not rank 0, and the full-batch run's value."""
-    own, full = _told_apart(setting.accumulated, setting.full)
+    own, full = told_apart([setting.accumulated], [setting.full])
     return own, f" in rank {setting.rank}" if setting.rank else "", full
-
-
-def _told_apart(*values: float) -> list[str]:
-    """Returns numbers with as many digits as tell them apart."""
-    texts = ([f"{value:.{digits}g}" for value in values] for digits in (4, 6, 9, 17))
-    return next(filter(lambda found: len(set(found)) == len(found), texts), [str(value) for value in values])
 
 
 def _writers(loop: Record, update: UpdateComparison, settings: list[SettingDifference]) -> list[Event]:

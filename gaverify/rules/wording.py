@@ -197,6 +197,14 @@ def difference(update: UpdateComparison) -> str:
     return text + (f", norm ratio {update.norm_ratio:.3g}" if math.isfinite(update.norm_ratio) else "")
 
 
+def told_apart(*sides: Sequence[float]) -> list[str]:
+    """Returns each side's numbers in words, with as many digits as tell the sides apart."""
+    texts = ([", ".join(f"{value:.{digits}g}" for value in side) for side in sides] for digits in (4, 6, 9, 17))
+    return next(
+        filter(lambda found: len(set(found)) == len(found), texts), [", ".join(map(str, side)) for side in sides]
+    )
+
+
 def shares(weights: Sequence[float]) -> str:
     """Returns fitted weights as words: `0.534, 0.466`; one that is only the rounding of its fit is `0`."""
     noise = _ROUNDED * max(map(abs, weights), default=0.0)

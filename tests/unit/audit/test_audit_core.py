@@ -25,6 +25,7 @@ from gaverify.records.events import Event
 from gaverify.records.facts import facts_of_loop
 from gaverify.records.findings import Finding
 from gaverify.records.ledger import Ledger, ledger_of
+from gaverify.records.stages import SettingDifference
 from gaverify.records.weights import LossTerm, WeightFit
 from gaverify.records.windows import windows_of
 from gaverify.rulebook import HEADINGS, rule_pages
@@ -640,3 +641,45 @@ class TestAnAverageThatTheLossUses:
 
     def test_where_all_updates_agree_it_is_a_note(self) -> None:
         assert self.code(update(), update(2)) == []
+
+
+class TestRates:
+    """What is said of learning rates that differ at the same update."""
+
+    LENGTH = "divided by K"
+
+    def remedy(self, text: str, full: str, name: str = "lr") -> str:
+        differing = update(2, settings=(SettingDifference(0, 0, name, 0.009, 0.0099),))
+        found = findings_for(record(text, full, updates=(update(), differing)))
+        (finding,) = (finding for finding in found if finding.code == "GAV609")
+        assert finding.remedy is not None
+        return finding.remedy
+
+    def test_a_schedule_that_advances_alike_has_another_length(self) -> None:
+        assert self.LENGTH in self.remedy("BBBBSZL BBBBSZL", "BSZL BSZL")
+
+    def test_without_a_schedule_the_counter_is_at_fault(self) -> None:
+        assert "count updates" in self.remedy("BBBBSZ BBBBSZ", "BSZ BSZ")
+
+    def test_a_schedule_that_advances_more_often_is_no_longer_one(self) -> None:
+        assert "count updates" in self.remedy("BBBBSZLLLL BBBBSZLLLL", "BSZL BSZL")
+
+    def test_other_settings_have_no_schedule(self) -> None:
+        assert "count updates" in self.remedy("BBBBSZL BBBBSZL", "BSZL BSZL", "weight_decay")
+
+    @pytest.mark.parametrize(
+        ("rates", "words"),
+        [
+            ((0.01, 0.01 + 1e-12), None),
+            ((0.01, 0.010001), "0.01, in the full-batch run 0.010001"),
+            ((0.02, 0.01), "0.02"),
+        ],
+    )
+    def test_values_that_look_alike_are_not_held_against_each_other(
+        self, rates: tuple[float, float], words: str | None
+    ) -> None:
+        differing = update(1, learning_rates=rates[:1], learning_rates_full=rates[1:])
+        found = findings_for(record("BLBLBLBSZL", "BSZL", updates=(differing,)))
+        statement = next(finding for finding in found if finding.code == "GAV607").evidence[0].statement
+        assert ("learning rate" in statement) == (words is not None)
+        assert words is None or words in statement
