@@ -152,6 +152,8 @@ class Followers:
             if id(copy.tensor()) in known:
                 continue
             for old in lost:
+                if _is_same(copy, old, weights):
+                    continue  # a copy of its own, which there was no room for before
                 found = self._moved(old, copy, copy.values, weights) if old.landmark is copy.landmark else []
                 if found:
                     moves += found
@@ -248,6 +250,14 @@ def _copy_of(landmark: Landmark, tensor: torch.Tensor, weights: torch.Tensor) ->
     if not float(torch.linalg.vector_norm(elements - weights)) < _CLOSE * size:
         return None
     return Copy(landmark, weakref.ref(tensor), elements, torch.finfo(values.dtype).eps)
+
+
+def _is_same(copy: Copy, old: Copy, weights: dict[int, torch.Tensor]) -> bool:
+    """Whether two copies are equal to one rounding of the weights."""
+    size = float(torch.linalg.vector_norm(weights[id(old.landmark)]))
+    return copy.landmark is old.landmark and bool(
+        torch.linalg.vector_norm(copy.values - old.values) <= copy.unit * size
+    )
 
 
 @torch.no_grad()
