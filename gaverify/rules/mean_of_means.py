@@ -121,7 +121,7 @@ from gaverify.records.findings import Evidence, Finding
 from gaverify.records.weights import WeightFit, are_shares
 from gaverify.rules.empty_micro_batch import explains_weights
 from gaverify.rules.rule import Rule, controlled, measured
-from gaverify.rules.scale import counted_at, factor_in_loop, shares, weighted_term, weights_of
+from gaverify.rules.scale import counted_at, factor_in_loop, factor_of, shares, weighted_term, weights_of
 from gaverify.rules.wording import (
     NOT_ENOUGH,
     backward_place,
@@ -132,7 +132,6 @@ from gaverify.rules.wording import (
     tested,
     weights_text,
 )
-from gaverify.rules.wrong_loss_scale import factor_of
 
 RULE = Rule("GAV202", "mean-of-means")
 _DIGITS = 10.0  # times what a fit leaves over: so far its weights may be off, and digits below it mean nothing

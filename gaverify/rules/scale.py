@@ -6,9 +6,11 @@ import math
 from collections.abc import Sequence
 
 from gaverify.records.audit import Record, UpdateComparison
-from gaverify.records.comparison import Outcome, ParameterComparison
-from gaverify.records.facts import Weights
-from gaverify.records.weights import LossTerm, WeightFit, alike, are_shares
+from gaverify.records.comparison import Method, Outcome, ParameterComparison
+from gaverify.records.facts import Facts, Weights
+from gaverify.records.weights import LossTerm, WeightFit, alike, are_shares, is_constant
+
+_RESIDUAL = {True: 1e-6, False: 1e-3}  # of a fit in float64, and where no float64 control was possible
 
 
 def factor_in_loop(loop: Record, update: UpdateComparison) -> float | None:
@@ -102,3 +104,49 @@ def shares(fitted: tuple[float, ...], amounts: Sequence[float], tolerance: float
 def weight_tolerance(tolerance: float) -> float:
     """How far two fitted weights may be apart: a fit magnifies the noise of what it is fitted to."""
     return min(10 * tolerance, max(1e-3, 2 * tolerance))
+
+
+def factor_of(facts: Facts) -> tuple[float | None, float]:
+    """Returns the factor in accumulated = factor · full and what it leaves over; None where there is no such factor."""
+    if not (facts.compared.divergent and facts.compared.comparable):
+        return None, math.inf
+    accurate = _RESIDUAL[facts.compared.method in (Method.FLOAT64_CONTROL, Method.TOLERANCE)]
+    fit = facts.weights.fit
+    if fit is not None and facts.weights.blamed:
+        ratios = [w / c for w, c in zip(facts.weights.used, fit.weights, strict=True) if c]
+        if len(ratios) == len(fit.weights) and is_constant(ratios, fit.residual):
+            return ratios[0], fit.residual
+        return None, math.inf
+    factor, left = facts.compared.scale
+    return (factor, left) if not facts.diagnosed and left < accurate else (None, math.inf)
+
+
+def told_steps(loop: Record, factor: float) -> int:
+    """K where no backward pass was seen: the number among the run's own arguments that the factor is, or is one over.
+
+    Returns 0 where there is none.
+    """
+    numbers = (number for number in loop.numbers if number > 1)
+    near = {"rel_tol": loop.tolerance}
+    return next((n for n in numbers if math.isclose(factor, n, **near) or math.isclose(factor, 1 / n, **near)), 0)
+
+
+def meaning_in_loop(factor: float, steps: int, ranks: int, tolerance: float) -> str:
+    """Says what a factor stands for; where as many ranks train as there are micro-batches it may be theirs as well.
+
+    Args:
+        factor: What the gradient of a training loop is times the full batch's.
+        steps: K; 0 where it is not known.
+        ranks: R.
+        tolerance: How far it was measured apart from what it stands for, relative.
+    """
+    both = (" = R", ", or a sum over the ranks where their mean was meant") if ranks == steps > 1 else ("", "")
+    twice = (" = 1/R", ", or over the ranks once more") if ranks == steps > 1 else ("", "")
+    known = (
+        (float(steps), f"K{both[0]}: the loss is not divided by K{both[1]}"),
+        (
+            1 / max(steps, 1),
+            f"1/K{twice[0]}: the loss is divided by K although it needs no division, or twice{twice[1]}",
+        ),
+    )
+    return next((f" = {text}" for value, text in known if math.isclose(factor, value, rel_tol=tolerance)), "")

@@ -102,19 +102,26 @@ import math
 from collections.abc import Iterator
 
 from gaverify.records.audit import Record, UpdateComparison
-from gaverify.records.comparison import Method
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding, Location
-from gaverify.records.weights import LossTerm, WeightFit, is_constant
+from gaverify.records.weights import LossTerm, WeightFit
 from gaverify.rules.empty_micro_batch import explains_weights
 from gaverify.rules.rule import Rule, controlled, measured
-from gaverify.rules.scale import constant_factor, counted_at, factor_in_loop, factor_of_some, weights_of
+from gaverify.rules.scale import (
+    constant_factor,
+    counted_at,
+    factor_in_loop,
+    factor_of,
+    factor_of_some,
+    meaning_in_loop,
+    told_steps,
+    weights_of,
+)
 from gaverify.rules.trailing_window_misscaled import short_by
 from gaverify.rules.wording import NOT_ENOUGH, backward_place, count, difference, exact, listed, not_run, tested
 from gaverify.tracebacks import shown
 
 RULE = Rule("GAV201", "wrong-loss-scale")
-_RESIDUAL = {True: 1e-6, False: 1e-3}  # of a fit in float64, and where no float64 control was possible
 
 
 def judge(facts: Facts) -> Iterator[Finding]:
@@ -175,21 +182,6 @@ def _remedy(facts: Facts, factor: float, right: str) -> str:
 def _proven(facts: Facts) -> bool:
     run = facts.weights.remedy
     return run.rounding if run is not None else not facts.weights.failure
-
-
-def factor_of(facts: Facts) -> tuple[float | None, float]:
-    """Returns the factor in accumulated = factor · full and what it leaves over; None where there is no such factor."""
-    if not (facts.compared.divergent and facts.compared.comparable):
-        return None, math.inf
-    accurate = _RESIDUAL[facts.compared.method in (Method.FLOAT64_CONTROL, Method.TOLERANCE)]
-    fit = facts.weights.fit
-    if fit is not None and facts.weights.blamed:
-        ratios = [w / c for w, c in zip(facts.weights.used, fit.weights, strict=True) if c]
-        if len(ratios) == len(fit.weights) and is_constant(ratios, fit.residual):
-            return ratios[0], fit.residual
-        return None, math.inf
-    factor, left = facts.compared.scale
-    return (factor, left) if not facts.diagnosed and left < accurate else (None, math.inf)
 
 
 def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
@@ -270,20 +262,10 @@ def _of_some(facts: Facts, loop: Record, update: UpdateComparison) -> Iterator[F
     )
 
 
-def _told(loop: Record, factor: float) -> int:
-    """K where no backward pass was seen: the number among the run's own arguments that the factor is, or is one over.
-
-    Returns 0 where there is none.
-    """
-    numbers = (number for number in loop.numbers if number > 1)
-    near = {"rel_tol": loop.tolerance}
-    return next((n for n in numbers if math.isclose(factor, n, **near) or math.isclose(factor, 1 / n, **near)), 0)
-
-
 def _of_update(
     facts: Facts, loop: Record, factor: float, fit: WeightFit, count: int, update: UpdateComparison | None
 ) -> Finding:
-    count = count or _told(loop, factor)
+    count = count or told_steps(loop, factor)
     meaning = meaning_in_loop(factor, count, facts.ranks.ranks if facts.ranks is not None else 1, loop.tolerance)
     number = update.number if update is not None else 1
     what = f"the gradient of update {number}" if update is not None else "the sum over the window's micro-batches"
@@ -297,24 +279,3 @@ def _of_update(
         remedy=f"multiply each micro-batch's loss by {exact([1 / factor], loop.tolerance)}{right}",
         proven=True,
     )
-
-
-def meaning_in_loop(factor: float, steps: int, ranks: int, tolerance: float) -> str:
-    """Says what a factor stands for; where as many ranks train as there are micro-batches it may be theirs as well.
-
-    Args:
-        factor: What the gradient of a training loop is times the full batch's.
-        steps: K; 0 where it is not known.
-        ranks: R.
-        tolerance: How far it was measured apart from what it stands for, relative.
-    """
-    both = (" = R", ", or a sum over the ranks where their mean was meant") if ranks == steps > 1 else ("", "")
-    twice = (" = 1/R", ", or over the ranks once more") if ranks == steps > 1 else ("", "")
-    known = (
-        (float(steps), f"K{both[0]}: the loss is not divided by K{both[1]}"),
-        (
-            1 / max(steps, 1),
-            f"1/K{twice[0]}: the loss is divided by K although it needs no division, or twice{twice[1]}",
-        ),
-    )
-    return next((f" = {text}" for value, text in known if math.isclose(factor, value, rel_tol=tolerance)), "")

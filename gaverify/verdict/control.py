@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from gaverify.errors import GaverifyError
+from gaverify.errors import GaverifyError, ProblemError
 from gaverify.passes.batching import fresh, placed
 from gaverify.passes.devices import widest
 from gaverify.passes.gradients import (
@@ -51,6 +51,21 @@ class Control:
     rows: dict[str, Difference]
     full: PassResult
     accumulated: PassResult
+
+    def check_losses(self, full: PassResult, accumulated: PassResult) -> None:
+        """Refuses a control whose losses are no numbers, although those in working precision are.
+
+        Args:
+            full: The full batch in working precision.
+            accumulated: The micro-batches in working precision.
+
+        Raises:
+            ProblemError: A kernel that has no float64 may say so, or return what the memory held.
+        """
+        losses = [self.full.loss, *self.accumulated.micro_losses]
+        broken = next((loss for loss in losses if not math.isfinite(loss)), None)
+        if broken is not None and all(map(math.isfinite, [full.loss, *accumulated.micro_losses])):
+            raise ProblemError(f"a loss is {broken} in float64 and finite otherwise: some kernel has no float64")
 
 
 @contextmanager

@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
 from gaverify.errors import ProblemError
-from gaverify.passes.gradients import Gradients, PassResult, accumulated_gradients, full_batch_gradients
+from gaverify.passes.gradients import PassResult, accumulated_gradients, full_batch_gradients
 from gaverify.passes.isolation import ModelState
-from gaverify.passes.precision import rounded_products, rounded_unit, short_name, unit_roundoff
+from gaverify.passes.precision import rounded_products, rounded_unit, unit_roundoff
 from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.task import Task
 from gaverify.passes.terms import Terms
-from gaverify.records.compared import BITS_WORTH_A_NOTE, PrecisionLoss
+from gaverify.records.compared import PrecisionLoss
 from gaverify.records.comparison import Method, Outcome, ParameterComparison
 from gaverify.records.findings import Finding
 from gaverify.records.totals import outcome_of, relative_total, resolution_of
@@ -32,9 +32,11 @@ from gaverify.verdict.control import (
     judge_by_floor,
     noise_floor,
 )
-from gaverify.verdict.criteria import U32, U64, Difference, decide_at_once, floors_wanted, not_compared, record
+from gaverify.verdict.criteria import U32, U64, Difference, decide_at_once, floors_wanted
+from gaverify.verdict.lost_bits import Measured, lowest_precision, precision_loss
 from gaverify.verdict.non_finite import first_non_finite
 from gaverify.verdict.part import settled
+from gaverify.verdict.tolerances import by_tolerance
 
 # Units of roundoff of the whole gradient beyond which a difference is hardly rounding: 1e-4 in float32.
 _SHOWS = 2.0**11
@@ -104,7 +106,7 @@ def judge(
     if record.ambiguous and not _agree(task, measured):
         accumulated, measured = _other_reading(task, state, record, full, accumulated, measured)
     if rtol is not None and atol is not None:
-        rows = _by_tolerance(measured, accumulated.gradients, full.gradients, rtol, atol)
+        rows = by_tolerance(measured, accumulated.gradients, full.gradients, rtol, atol)
     judgement = Judgement(
         [],
         Method.WORKING_PRECISION,
@@ -112,7 +114,7 @@ def judge(
         accumulated,
         record,
         state,
-        _dtype(task),
+        lowest_precision(task),
         {row.name: row for row in measured},
         *_on_host(full.terms),
     )
@@ -131,7 +133,8 @@ def judge(
         return judgement
     _decide(task, judgement, exact, listener)
     if kept is not None and judgement.control is not None:
-        judgement.precision = _precision_loss(task, judgement, *kept)
+        passes = Measured(judgement.full, record, state)
+        judgement.precision = precision_loss(task, passes, judgement.control.full.gradients, *kept)
     judgement.timings["control"] = time.perf_counter() - accumulated_at - judgement.timings["comparison"]
     return judgement
 
@@ -147,7 +150,9 @@ def _recorded(task: Task, state: ModelState) -> tuple[Task, PassResult, DrawReco
 
 def _agree(task: Task, measured: list[Difference]) -> bool:
     """Whether all gradients are equal within float32's rounding at least: then no draw went to the wrong sample."""
-    unit = max(unit_roundoff(_dtype(task)), unit_roundoff(task.autocast) if task.autocast is not None else 0.0)
+    unit = max(
+        unit_roundoff(lowest_precision(task)), unit_roundoff(task.autocast) if task.autocast is not None else 0.0
+    )
     if unit > unit_roundoff(torch.float32):
         return False
     return all(row.outcome is Outcome.EQUIVALENT for row in decide_at_once(measured, unit, {}))
@@ -182,39 +187,6 @@ def _other_reading(
     return accumulated, measured
 
 
-def _precision_loss(task: Task, judgement: Judgement, full: Gradients, accumulated: Gradients) -> PrecisionLoss | None:
-    """Holds both working-precision gradients against the float64 one; where bits are lost, float32 sums as well."""
-    assert judgement.control is not None
-    exact = judgement.control.full.gradients
-    loss = PrecisionLoss(short_name(judgement.dtype), _error(full, exact), _error(accumulated, exact))
-    if not math.isfinite(loss.full + loss.accumulated):  # every gradient is zero in float64
-        return None
-    if loss.bits_lost < BITS_WORTH_A_NOTE or task.strategy != "accumulate":
-        return loss
-    return replace(loss, in_float32=_error(_summed_in_float32(task, judgement), exact))
-
-
-def _error(gradients: Gradients, exact: Gradients) -> float:
-    """‖g − exact‖ / ‖exact‖ over all parameters."""
-    return relative_total((row.difference, row.reference) for row in measure(gradients, exact))
-
-
-def _summed_in_float32(task: Task, judgement: Judgement) -> Gradients:
-    """Accumulates once more, each micro-batch's gradient added to a float32 sum: the remedy for lost bits."""
-    sums: dict[str, torch.Tensor | None] = dict.fromkeys(task.parameters)
-
-    def add(_: int) -> None:
-        for name, parameter in task.parameters.items():
-            if parameter.grad is not None:
-                so_far = sums[name]
-                part = parameter.grad.to(torch.promote_types(parameter.grad.dtype, torch.float32))
-                sums[name] = part if so_far is None else so_far + part
-                parameter.grad = None
-
-    accumulated_gradients(task, judgement.state, judgement.record, judgement.full, after_backward=add)
-    return sums
-
-
 def _on_host(terms: Mapping[str, Terms]) -> tuple[dict[str, float], dict[str, float]]:
     """Σ|terms| of all sums and of plain ones, fetched from each device at once: each fetch is a synchronisation."""
     devices: dict[torch.device, list[str]] = {}
@@ -230,12 +202,6 @@ def _on_host(terms: Mapping[str, Terms]) -> tuple[dict[str, float], dict[str, fl
 def _drop(result: PassResult) -> None:
     """Frees the gradients once they are measured, before a control needs the memory."""
     result.gradients = dict.fromkeys(result.gradients)
-
-
-def _dtype(task: Task) -> torch.dtype:
-    """The lowest precision among the trainable parameters and autocast."""
-    dtypes = {parameter.dtype.to_real() for parameter in task.parameters.values()}
-    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def _decide(task: Task, judgement: Judgement, exact: bool, listener: Listener | None) -> None:
@@ -256,7 +222,7 @@ def _decide(task: Task, judgement: Judgement, exact: bool, listener: Listener | 
         try:
             listener = listener if _divergence_shows(task, rows, coarse) else None
             control = float64_control(task, judgement.state, judgement.record, listener)
-            _check_losses(judgement, control)
+            control.check_losses(judgement.full, judgement.accumulated)
             judgement.control = control
         except Exception as error:
             if is_own_fault(error):
@@ -274,24 +240,6 @@ def _decide(task: Task, judgement: Judgement, exact: bool, listener: Listener | 
     floor = noise_floor(task, judgement.state, judgement.record, full, coarse)
     judgement.rows = judge_by_floor(judgement.working, floor, judgement.scales, coarse)
     judgement.method = Method.NOISE_FLOOR
-
-
-def _check_losses(judgement: Judgement, control: Control) -> None:
-    """Lets a control decide nothing whose losses are no numbers, although those in working precision are.
-
-    Raises:
-        ProblemError: A kernel that has no float64 may say so, or return what the memory held.
-    """
-
-    def losses(full: PassResult, accumulated: PassResult) -> list[float]:
-        return [full.loss, *accumulated.micro_losses]
-
-    working = losses(judgement.full, judgement.accumulated)
-    lifted = losses(control.full, control.accumulated)
-    broken = next((loss for loss in lifted if not math.isfinite(loss)), None)
-    if broken is not None and all(map(math.isfinite, working)):
-        name = short_name(judgement.dtype)
-        raise ProblemError(f"a loss is {broken} in float64 and finite in {name}: some kernel has no float64")
 
 
 def _divergence_shows(task: Task, rows: list[Difference], unit: float) -> bool:
@@ -314,22 +262,3 @@ def _settled(task: Task, judgement: Judgement, unit: float) -> bool:
     judgement.rows = [decided.get(row.name, row) for row in judgement.rows]
     judgement.method = Method.MICRO_BATCH_FLOOR
     return True
-
-
-def _by_tolerance(
-    measured: list[Difference], accumulated: Gradients, reference: Gradients, rtol: float, atol: float
-) -> list[ParameterComparison]:
-    """Decides by |actual − expected| ≤ atol + rtol · |expected| for every element, as `assert_close` does."""
-    rows = []
-    for row in measured:
-        actual, expected = accumulated[row.name], reference[row.name]
-        allowed, outcome = math.nan, Outcome.INCONCLUSIVE
-        if actual is not None and expected is not None:
-            actual, expected = (t.to_dense() if t.layout is not torch.strided else t for t in (actual, expected))
-            close = bool(torch.isclose(actual, expected, rtol=rtol, atol=atol).all())
-            outcome = Outcome.EQUIVALENT if close else Outcome.DIVERGENT
-            limit = atol + rtol * expected.abs().double()
-            allowed = float(torch.linalg.vector_norm(limit))
-        missing = row.why is not None
-        rows.append(not_compared(row) if missing else record(row, outcome, Method.TOLERANCE, allowed, row.difference))
-    return rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gaverify.rules.wrong_loss_scale import meaning_in_loop
+from gaverify.rules.scale import meaning_in_loop
 
 
 @pytest.mark.parametrize(
