@@ -15,7 +15,8 @@ from gaverify.audit.recording.hand_recorder import HandRecorder
 from gaverify.audit.recording.storage import Storage
 from gaverify.audit.replay.draws import DealtLoopDraws, KeptLoopDraws, LoopDraws
 from gaverify.audit.replay.inputs import GivenInputs, KeptInputs, has_loss
-from gaverify.audit.replay.loaders import GivenSamples, KeptSamples, Loaders
+from gaverify.audit.replay.loaders import Loaders
+from gaverify.audit.replay.samples import GivenSamples, KeptSamples
 from gaverify.audit.replay.watching import WatchedDraws
 from gaverify.records.events import Ending
 

@@ -12,11 +12,11 @@ from markupsafe import Markup
 from gaverify.records.audit_report import AuditReport, Moment
 from gaverify.records.comparison import Outcome, ParameterComparison
 from gaverify.records.findings import Finding
-from gaverify.records.operations import ModuleDifference
 from gaverify.records.profile import LABELS, Profile
 from gaverify.records.verdict import Verdict
 from gaverify.report.junit import modules_of
-from gaverify.report.page.charts import Scale, bars_chart, parameters_chart, scale_of, weights_chart
+from gaverify.report.page.charts import bars_chart, parameters_chart, weights_chart
+from gaverify.report.page.modules import ModuleView, by_outputs, by_parameters, first_to_differ
 from gaverify.report.plot import profile_svg
 from gaverify.report.stories import Answer, Story, Table, story_of
 from gaverify.report.text.findings import told
@@ -24,9 +24,6 @@ from gaverify.report.text.layout import clean
 from gaverify.report.text.profile import moved_title
 from gaverify.report.text.report import facts_of
 from gaverify.report.text.wording import figures, moved_figures, number, ordered, shape, worst
-
-_MODULES = 400
-"""Modules that the strip of the forward order shows; the worst of neighbouring ones stand for a deeper model."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +40,6 @@ class FindingView:
     remedy: str
     lines: Sequence[tuple[int, str, bool]]
     chart: Markup
-
-
-@dataclass(frozen=True)
-class ModuleView:
-    """A module in the model's order: how far its worst parameter is off, as a share of the strip, and its outcome."""
-
-    name: str
-    outcome: str
-    difference: str
-    percent: float
-    culprit: bool
 
 
 @dataclass(frozen=True)
@@ -111,8 +97,8 @@ def view_of(answer: Answer) -> AnswerView:
         findings=[_finding(finding, before) for finding in story.findings],
         tables=[_table(table, culprits) for table in story.tables],
         command=clean(story.command),
-        forward=list(_forward(answer.modules, culprits)) if isinstance(answer, Verdict) else (),
-        forward_begins=_first_to_differ(answer.modules) if isinstance(answer, Verdict) else "",
+        forward=list(by_outputs(answer.modules, culprits)) if isinstance(answer, Verdict) else (),
+        forward_begins=first_to_differ(answer.modules) if isinstance(answer, Verdict) else "",
         weights=list(_weights(answer, story)),
         timeline=list(_timeline(answer.timeline)) if isinstance(answer, AuditReport) else (),
         plot=Markup(profile_svg(answer)) if isinstance(answer, Profile) and answer.rows else Markup(""),
@@ -182,7 +168,7 @@ def _number(value: object) -> float:
 
 def _table(table: Table, culprits: set[str]) -> TableView:
     rows = [_cells(row) for row in ordered(table.rows)]
-    modules = list(_modules(table.rows, culprits))
+    modules = list(by_parameters(table.rows, culprits))
     begins = next((m.name for m in modules if m.outcome == Outcome.DIVERGENT.value), "")
     known = {name for name, _ in modules_of(table.rows)}
     elsewhere = sorted(clean(name) for name in culprits - known)
@@ -204,51 +190,6 @@ def _cells(row: ParameterComparison) -> tuple[str, ...]:
         clean(str(row.method)),
         worst(row) or clean(row.reason),
     )
-
-
-def _modules(rows: Sequence[ParameterComparison], culprits: set[str]) -> Iterator[ModuleView]:
-    groups = modules_of(rows)
-    worst_of = [(name, ordered(members)[0]) for name, members in groups]
-    scale = scale_of((row.relative_difference for _, row in worst_of if not row.vanishing), 100)
-    size = math.ceil(len(worst_of) / _MODULES)
-    for at in range(0, len(worst_of), max(size, 1)):
-        piece = worst_of[at : at + size]
-        first = ordered(row for _, row in piece)[0]
-        name = next(name for name, row in piece if row is first)
-        yield _module(name, first, scale, any(module in culprits for module, _ in piece))
-
-
-def _module(name: str, row: ParameterComparison, scale: Scale, culprit: bool) -> ModuleView:
-    share = 0.0 if row.vanishing or math.isnan(row.relative_difference) else scale.at(row.relative_difference)
-    difference = "rounding of a zero" if row.vanishing else number(row.relative_difference)
-    return ModuleView(clean(name or "(root)"), row.outcome.value, difference, round(share, 1), culprit)
-
-
-def _forward(modules: Sequence[ModuleDifference], culprits: set[str]) -> Iterator[ModuleView]:
-    """How the difference travels through the forward: each module's outputs; nothing where all of them agree."""
-    if all(module.difference == 0 for module in modules):
-        return
-    scale = scale_of((module.difference for module in modules), 100)
-    size = math.ceil(len(modules) / _MODULES)
-    for at in range(0, len(modules), size):
-        piece = modules[at : at + size]
-        most = max(piece, key=lambda module: module.difference)
-        outcome = Outcome.DIVERGENT if most.difference > 0 else Outcome.EQUIVALENT
-        yield ModuleView(
-            clean(most.module),
-            outcome.value,
-            number(most.difference) if most.difference > 0 else "the same values",
-            round(scale.at(most.difference), 1),
-            any(module.module in culprits for module in piece),
-        )
-
-
-def _first_to_differ(modules: Sequence[ModuleDifference]) -> str:
-    """The first module whose outputs differ, and not one that only holds it: a block differs as its layers do."""
-    names = [module.module for module in modules if module.difference > 0]
-    holders = {name[:at] for name in names for at, character in enumerate(name) if character == "."} | {""}
-    first = next((name for name in names if name not in holders), next(iter(names), ""))
-    return clean(first or "(root)")
 
 
 def _weights(answer: Answer, story: Story) -> Iterator[tuple[str, Markup]]:

@@ -11,10 +11,10 @@ import torch
 from recorded import NAMES, numbers, run_of, together
 
 from gaverify.audit.judgement import farthest_change, settings_apart
+from gaverify.audit.rank_checks import check_parameters
 from gaverify.audit.rank_facts import rank_facts
 from gaverify.audit.ranks import RankedRun
 from gaverify.audit.reading import Run
-from gaverify.audit.running import check_parameters
 from gaverify.errors import ProblemError
 from gaverify.records.audit import RowCheck, UpdateComparison
 from gaverify.records.comparison import Outcome

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from gaverify.audit.recording.rows import input_rows
 from gaverify.audit.replay.dealing import Counterparts, Kept, Share, Unalignable
-from gaverify.audit.replay.loaders import GivenSamples, KeptSamples
+from gaverify.audit.replay.samples import GivenSamples, KeptSamples
 from gaverify.audit.same_data import check_rows
 
 

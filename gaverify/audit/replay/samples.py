@@ -1,0 +1,176 @@
+"""The samples of loaders, kept in the full batch's run and given to the others: see `loaders` for how they are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from gaverify.audit.replay.loaders import Both, Collate, Loaders, Quiet
+from gaverify.errors import ProblemError
+from gaverify.passes.batching import batch_size_of, micro_batch_sizes, take
+
+
+class _WithSamples(Loaders):
+    """Both sides of a replay ask the loaders for their samples.
+
+    Args:
+        quiet: As for `Loaders`.
+        length: Batches of a pass at most, as `len` of a loader tells; None leaves that alone.
+        collated: Batches are kept, and cut, as they were collated.
+    """
+
+    def __init__(self, quiet: Quiet, length: int | None = None, *, collated: bool = False) -> None:
+        super().__init__(quiet)
+        self._length, self._collated = length, collated
+
+    def install(self) -> None:
+        """Puts itself between loaders and whoever iterates or measures them."""
+        super().install()
+        longest, original = self._length, DataLoader.__len__
+        if longest is not None:
+            DataLoader.__len__ = lambda loader: min(longest, original(loader))  # type: ignore[method-assign]
+
+    def _opened(self, loader: Any, original: Callable[[Any], Any]) -> Any:
+        if isinstance(loader.collate_fn, Collate):
+            return original(loader)
+        plain = loader.collate_fn
+        loader.collate_fn = Collate(plain)
+        try:
+            return original(loader)
+        finally:
+            loader.collate_fn = plain
+
+    def _single(self, loader: Any) -> bool:
+        """Whether what is kept of a batch are its samples, and not the batch itself."""
+        return bool(loader._auto_collation) and not self._collated
+
+    def _kept(self, both: Both) -> Any:
+        return both.batch if self._collated else both.samples
+
+    def _taken(self, samples: Any, loader: Any, start: int, stop: int, total: int) -> Any:
+        return samples[start:stop] if self._single(loader) else take(samples, start, stop, total)
+
+    def _size(self, samples: Any, loader: Any) -> int:
+        if self._single(loader):
+            return len(samples)
+        try:
+            return batch_size_of(samples)
+        except ProblemError:
+            return 1
+
+    def _made(self, loader: Any, samples: Any) -> Any:
+        if self._collated:
+            return samples
+        batch = loader.collate_fn(samples)
+        batch = batch.batch if isinstance(batch, Both) else batch
+        return pin_memory(batch) if loader.pin_memory and torch.cuda.is_available() else batch
+
+
+class KeptSamples(_WithSamples):
+    """The full-batch run: one file for every batch that the script is given.
+
+    Args:
+        folder: Of the run.
+        quiet: As for `Loaders`.
+        tail: Share of a batch that is left of the second one, which then ends the pass; 0 leaves passes alone.
+        collated: Batches are kept as they were collated.
+    """
+
+    def __init__(self, folder: Path, quiet: Quiet, tail: float = 0.0, *, collated: bool = False) -> None:
+        super().__init__(quiet, 2 if tail else None, collated=collated)
+        self._folder, self._tail = folder, tail
+
+    def _batches(self, loader: Any, number: int, passing: int, inner: Any) -> Iterator[Any]:
+        at, complete = 0, True
+        for both in super()._batches(loader, number, passing, inner):
+            if isinstance(both, Both) and self._tail and at == 1:
+                samples = self._kept(both)
+                total = self._size(samples, loader)
+                rows = max(1, round(total * self._tail))
+                short = self._taken(samples, loader, 0, rows, total)
+                complete = self._keep(f"loader-{number}-{passing}-{at}", short) and complete
+                with self._quiet():
+                    batch = self._made(loader, short)
+                yield batch
+                self.ended += 1
+                break
+            if isinstance(both, Both):
+                complete = self._keep(f"loader-{number}-{passing}-{at}", self._kept(both)) and complete
+                at += 1
+                yield both.batch
+            else:
+                yield both
+        if complete:
+            (self._folder / f"loader-{number}-{passing}-end").touch()
+
+    def _keep(self, name: str, samples: Any) -> bool:
+        with self._quiet():
+            try:
+                torch.save(samples, self._folder / f"{name}.pt")
+            except (TypeError, AttributeError, RuntimeError, ValueError):  # cannot be stored: stays the run's own
+                (self._folder / f"{name}.pt").unlink(missing_ok=True)
+                return False
+        return True
+
+
+class GivenSamples(_WithSamples):
+    """The other runs: micro-batches are cut from the samples that the full-batch run kept.
+
+    Args:
+        source: Folder of the full-batch run.
+        parts: Micro-batches per batch of that run; 0 where that is not known, 1 for a repetition of it.
+        quiet: As for `Loaders`.
+        length: Batches of a pass at most; None where that run left passes alone.
+        collated: That run kept its batches as they were collated.
+    """
+
+    def __init__(
+        self, source: Path, parts: int, quiet: Quiet, length: int | None = None, *, collated: bool = False
+    ) -> None:
+        super().__init__(quiet, length, collated=collated)
+        self._source, self._parts = source, parts
+        self.given = 0
+
+    def _batches(self, loader: Any, number: int, passing: int, inner: Any) -> Iterator[Any]:
+        at, sizes, start, samples, total = -1, list[int](), 0, None, 0
+        whole, unit = 0, 0  # the size of the first batch, and of its first micro-batch
+        for both in super()._batches(loader, number, passing, inner):
+            if not isinstance(both, Both):
+                yield both
+                continue
+            if not sizes:
+                at += 1
+                path = self._source / f"loader-{number}-{passing}-{at}.pt"
+                if not path.exists():
+                    if at and (self._source / f"loader-{number}-{passing}-end").exists():
+                        self.ended += 1
+                        return  # the full-batch run's pass over its loader ended here
+                    yield both.batch
+                    continue
+                samples, start = torch.load(path, weights_only=False), 0
+                total = self._size(samples, loader)
+                natural = self._size(self._kept(both), loader)
+                sizes = self._cut(total, natural) if self._length is None or total >= whole else _cut(total, unit)
+                whole, unit = (total, sizes[0]) if not whole else (whole, unit)
+            count = sizes.pop(0)
+            with self._quiet():
+                batch = self._made(loader, self._taken(samples, loader, start, start + count, total))
+            start += count
+            self.given += 1
+            yield batch
+
+    def _cut(self, total: int, natural: int) -> list[int]:
+        """The sizes of the micro-batches of one batch: those of the run's own loader where they fit."""
+        if self._parts and total >= self._parts and (total % natural or total // natural != self._parts):
+            return list(micro_batch_sizes(total, self._parts))
+        return _cut(total, natural)
+
+
+def _cut(total: int, unit: int) -> list[int]:
+    full, rest = divmod(total, unit)
+    return [unit] * full + ([rest] if rest else [])
