@@ -28,6 +28,8 @@ Signature in the numbers
   repairs it.
 - The loss itself is lower when accumulated, since there are fewer negatives.
 - A two-pass cached gradient gives the full-batch gradient to rounding: this is the proof that gaverify runs.
+- In a training script the proof is another run: the code of the loss hands each micro-batch the values, and the
+  gradients, of its samples in the full batch. What is left is rounding.
 
 Example
 

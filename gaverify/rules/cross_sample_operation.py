@@ -24,7 +24,8 @@ Signature in the numbers
   inputs agree, those of its result do not.
 - A result with two dimensions of the batch's size is a cross-sample matrix.
 - With the reduction over the batch (or the operation's result) held constant in both runs the difference falls to
-  rounding.
+  rounding. In a training script the module's own code hands each micro-batch the values, and the gradients, of its
+  samples in the full batch.
 
 Example
 
