@@ -43,3 +43,13 @@ def test_master_weights_are_judged_by_the_gradients_that_they_are_given(loop: st
     else:
         assert (result.code, result.faults) == (1, {"GAV201"}), str(result)
         assert result.line("GAV201") == marked("master_weights.py", "loss")
+
+
+def test_the_step_of_an_optimizer_inside_another_is_a_part_of_that_one() -> None:
+    right = audit("loops_wrapped.py", options=("--updates", "4"))
+    assert (right.code, right.outcome, right.faults) == (0, "equivalent", set()), str(right)
+    assert [len(update["parameters"]) for update in right.document["updates"]] == [4] * 4, str(right)
+    wrong = audit("loops_wrapped.py", common="--undivided", options=("--updates", "4"))
+    assert (wrong.code, wrong.faults) == (1, {"GAV201"}), str(wrong)
+    assert "= K" in wrong.finding("GAV201")["summary"], str(wrong)
+    assert wrong.line("GAV201") == marked("loops_wrapped.py", "loss")

@@ -19,7 +19,7 @@ from gaverify.audit.recording.pass_recorder import PassRecorder
 from gaverify.audit.recording.places import user_place
 from gaverify.audit.recording.ranks import place_in_group, shards_alone
 from gaverify.audit.recording.update import Forward
-from gaverify.audit.recording.watching import Watched
+from gaverify.audit.recording.watching import Watched, parameters_of
 from gaverify.records.events import Kind
 from gaverify.tracebacks import Place
 
@@ -114,6 +114,11 @@ class Recorder(PassRecorder):
         """Before an optimizer's step; returns a closure to use in place of the script's, if that has one."""
         if self.off:
             return None
+        if self._is_inner(optimizer):
+            self._inner.append(optimizer)
+            self._parts.add(self.watch.add(optimizer))
+            return None
+        self._outer = optimizer
         if closure is None:
             self._before_step(optimizer, user_place(), lead=True)
             return None
@@ -130,6 +135,11 @@ class Recorder(PassRecorder):
 
     def step_ended(self, optimizer: Any) -> None:
         """After an optimizer's step."""
+        if self._inner and self._inner[-1] is optimizer:
+            self._inner.pop()
+            return
+        if self._outer is optimizer:
+            self._outer = None
         if self._searching is optimizer:
             self._searching = None
         if self.off:
@@ -148,6 +158,16 @@ class Recorder(PassRecorder):
             elif led:
                 self._buffers.put(step, buffers)
             self._end_if_complete()
+
+    def _is_inner(self, optimizer: Any) -> bool:
+        """Whether a step is a part of another optimizer's, which holds all its parameters: a wrapper's, or a shard's.
+
+        The wrapper's step is then the script's, with what it does to the gradients before it.
+        """
+        if self._outer is None or self._outer is optimizer:
+            return False
+        held = {id(parameter) for parameter in parameters_of(self._outer)}
+        return all(id(parameter) in held for parameter in parameters_of(optimizer))
 
     def _end_if_complete(self) -> None:
         """Sees to it that the script ends soon if it has made all updates that were asked for."""

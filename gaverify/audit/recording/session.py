@@ -67,6 +67,9 @@ class Session:
         self._weight = Weight()
         self._numbers = {"forward": 0, "backward": 0}
         self._used: set[int] = set()  # backward passes that a step has used
+        self._outer: Any = None  # the optimizer whose step is running
+        self._inner: list[Any] = []  # optimizers whose steps are running as a part of that one
+        self._parts: set[int] = set()  # optimizers that have stepped so: another one's parameters are theirs
         self.left_out: dict[str, int] = {}
         self.elsewhere = 0  # backward passes that reached no parameter
         self.rank, self.ranks = 0, 1
@@ -192,7 +195,9 @@ class Session:
             "parameters": [
                 [
                     (self.names.key(parameter, index, ordinal), list(_shape(parameter)))
-                    for ordinal, parameter in enumerate(self.watch.parameters(index))
+                    for ordinal, parameter in enumerate(
+                        self.watch.parameters(index) if index not in self._parts else ()
+                    )
                 ]
                 for index in range(len(self.watch))
             ],
