@@ -148,10 +148,16 @@ def settings_apart(full: Samples, each: Sequence[Samples]) -> tuple[SettingDiffe
 
 def _foreign(runs: Runs, full: Samples, accumulated: Samples, window: Window | None) -> Foreign | None:
     """The first of the optimizers that step whose gradient holds backward passes of another one's loss."""
-    if len(runs.accumulated.meta["optimizers"]) < 2:
-        return None
-    found = (foreign_passes(window, at, fit_of(full, accumulated, only=at)) for at in accumulated.steps)
-    return next((foreign for foreign in found if foreign is not None), None)
+    held: dict[int, set[str]] = {}
+    for (optimizer, _), (key, _) in runs.accumulated.parameters.items():
+        held.setdefault(optimizer, set()).add(key)
+    for at in accumulated.steps:
+        others = [other for other, keys in held.items() if keys - held.get(at, set())]
+        if others:
+            foreign = foreign_passes(window, at, fit_of(full, accumulated, only=at), others)
+            if foreign is not None:
+                return foreign
+    return None
 
 
 def _deciding(full: Samples, used: Rows, summed: Rows, clips: tuple[Clip, ...]) -> tuple[Stage, bool]:

@@ -30,10 +30,10 @@ def check_updates(child: Done, run: Run) -> None:
     if not any(event.kind == "step" for event in run.events):
         if run.meta["by_hand"] and not child.job.by_hand:
             return  # it is run again
-        seen = "backward passes, but no optimizer step" if backwards else _instead(child.job, run)
+        seen = f"backward passes, but no optimizer step; {_TRAIN}" if backwards else _instead(child.job, run)
         raise ProblemError(_sentence(child, run, "reached no optimizer step", f"it made {seen}"))
     if not backwards and not run.meta["had_gradients"]:
-        raise ProblemError(_sentence(child, run, "stepped without any backward pass and without a gradient", ""))
+        raise ProblemError(_sentence(child, run, "stepped without any backward pass and without a gradient", _TRAIN))
 
 
 def _instead(job: Job, run: Run) -> str:
@@ -56,9 +56,7 @@ def _instead(job: Job, run: Run) -> str:
     return f"neither a backward pass nor an optimizer step; {_TRAIN}"
 
 
-def _sentence(child: Done, run: Run, what: str, seen: str) -> str:
+def _sentence(child: Done, run: Run, what: str, advice: str) -> str:
     left = Ending(run.meta["reason"]) is Ending.EXIT
     how = f"it left with sys.exit({run.meta['status']})" if left else "it ran to its end"
-    advice = "" if ";" in seen else _TRAIN
-    rest = "; ".join(filter(None, (seen, advice)))
-    return f"the {TITLES[child.job.role]} {what} ({how}): {child.command}\n{rest}"
+    return f"the {TITLES[child.job.role]} {what} ({how}): {child.command}\n{advice}"

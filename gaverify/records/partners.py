@@ -5,7 +5,7 @@ Pure functions over frozen events and fits; no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from gaverify.records.events import Event
@@ -34,15 +34,19 @@ class Partner:
     accumulated: int
 
 
-def foreign_passes(window: Window | None, optimizer: int, fit: WeightFit | None) -> Foreign | None:
+def foreign_passes(
+    window: Window | None, optimizer: int, fit: WeightFit | None, others: Collection[int]
+) -> Foreign | None:
     """Returns the backward passes that an optimizer's step uses although they are others' alone; None where none is.
 
-    They reach other optimizers' parameters as well, and the full-batch gradient is the sum of the remaining ones.
+    They reach other optimizers' own parameters as well, and the full-batch gradient is the sum of the remaining ones.
 
     Args:
         window: Of the step.
         optimizer: The optimizer.
         fit: Of its gradient alone.
+        others: The optimizers that hold parameters which this one does not. One that holds the same ones (that a
+            wrapper lets step, or that is never used) has no loss of its own.
     """
     passes = window.of("backward") if window is not None else ()
     if fit is None or len(fit.weights) != len(passes) or not passes or not fit.residual < _FITS:
@@ -53,7 +57,8 @@ def foreign_passes(window: Window | None, optimizer: int, fit: WeightFit | None)
         for at, event in enumerate(passes)
         if abs(fit.weights[at]) < _NOTHING * most
         and abs(fit.used[at]) > _NOTHING * used
-        and {optimizer} < set(event.touched)
+        and optimizer in event.touched
+        and not set(others).isdisjoint(event.touched)
     )
     return Foreign(optimizer, found, fit.residual) if found else None
 

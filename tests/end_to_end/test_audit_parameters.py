@@ -49,7 +49,14 @@ def test_the_step_of_an_optimizer_inside_another_is_a_part_of_that_one() -> None
     right = audit("loops_wrapped.py", options=("--updates", "4"))
     assert (right.code, right.outcome, right.faults) == (0, "equivalent", set()), str(right)
     assert [len(update["parameters"]) for update in right.document["updates"]] == [4] * 4, str(right)
-    wrong = audit("loops_wrapped.py", common="--undivided", options=("--updates", "4"))
+    wrong = audit("loops_wrapped.py", common="--loss undivided", options=("--updates", "4"))
     assert (wrong.code, wrong.faults) == (1, {"GAV201"}), str(wrong)
     assert "= K" in wrong.finding("GAV201")["summary"], str(wrong)
     assert wrong.line("GAV201") == marked("loops_wrapped.py", "loss")
+
+
+def test_an_optimizer_inside_another_has_no_loss_of_its_own() -> None:
+    """Three of four backward passes are not to count, and belong to nobody else."""
+    result = audit("loops_wrapped.py", common="--loss running", options=("--updates", "1"))
+    assert (result.code, result.faults) == (1, {"GAV202"}), str(result)
+    assert "repeats the micro-batches before it" in result.finding("GAV202")["summary"], str(result)

@@ -25,14 +25,17 @@ class SlowWeights(torch.optim.Optimizer):
 
 def main():
     parser = options(__doc__)
-    parser.add_argument("--undivided", action="store_true")
+    parser.add_argument("--loss", choices=("divided", "undivided", "running"), default="divided")
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     model, loader = network(), loader_for(args)
     optimizer = SlowWeights(torch.optim.Adam(model.parameters(), lr=args.lr / 10))
+    total = 0.0
     for i, (features, labels) in enumerate(loader):
         loss = nn.functional.cross_entropy(model(features), labels)
-        (loss if args.undivided else loss / args.accum).backward()  # here: loss
+        loss = loss if args.loss == "undivided" else loss / args.accum
+        total = total + loss if i % args.accum and args.loss == "running" else loss
+        total.backward(retain_graph=args.loss == "running")  # here: loss
         if (i + 1) % args.accum == 0:
             optimizer.step()
             optimizer.zero_grad()

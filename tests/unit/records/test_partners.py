@@ -56,11 +56,16 @@ class TestForeignPasses:
     WINDOW = windows("Cc Gg Cc Gg", "CGCG cg CGCG cg")[3][1]
 
     def test_passes_without_weight_that_reach_another_optimizer(self) -> None:
-        assert foreign_passes(self.WINDOW, CRITIC, fit(1.0, 0.0, 1.0, 1e-6)) == Foreign(CRITIC, (1, 3), 1e-7)
+        assert foreign_passes(self.WINDOW, CRITIC, fit(1.0, 0.0, 1.0, 1e-6), [GENERATOR]) == Foreign(
+            CRITIC, (1, 3), 1e-7
+        )
+
+    def test_an_optimizer_of_the_same_parameters_has_no_loss_of_its_own(self) -> None:
+        assert foreign_passes(self.WINDOW, CRITIC, fit(1.0, 0.0, 1.0, 1e-6), []) is None
 
     @pytest.mark.parametrize("right", [fit(1.0, 1.0, 1.0, 1.0), fit(0.0, 1.0, 0.0, 1.0), fit(1.0, 0.0, residual=0.3)])
     def test_what_counts_or_is_its_own_is_not_foreign(self, right: WeightFit) -> None:
-        assert foreign_passes(self.WINDOW, CRITIC, right) is None
+        assert foreign_passes(self.WINDOW, CRITIC, right, [GENERATOR]) is None
 
     def test_the_forwards_of_the_others_are_left(self) -> None:
         assert [event.values["model"] for event in reached_by(self.WINDOW, (1, 3))] == [0, 0]
