@@ -29,6 +29,7 @@ class OperationMode(TorchDispatchMode):
         """Torch wraps a mode in `torch._dynamo.disable` unless it says no here, and that import costs a second."""
         return False
 
+    @hands_over
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._handler(func, args, kwargs or {})
 
@@ -40,6 +41,7 @@ class FunctionMode(TorchFunctionMode):
         super().__init__()
         self._handler = hands_over(handler)
 
+    @hands_over
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._handler(func, args, kwargs or {})
 

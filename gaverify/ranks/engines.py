@@ -2,60 +2,106 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
-import torch
 from torch import nn
 
 from gaverify.errors import ProblemError
-from gaverify.passes.gradients import PassProbe
 from gaverify.passes.task import Task
 from gaverify.records.ranks import Engine
 
 
-def wrapped(task: Task, engine: Engine, unused: bool) -> Task:
-    """Returns the task with its model under the engine; the process group has to be there.
+@dataclass(frozen=True)
+class Reach:
+    """What decides how a model can be wrapped: what micro-batches reach of it.
+
+    Args:
+        unused: Whether a micro-batch leaves a parameter out; DDP waits for it for ever if it is not told.
+        calls: How often each of the model's `blocks` runs in each micro-batch; 0 where the ranks do not agree. FSDP2
+            gathers a block's parameters whenever it runs, so the ranks that run it wait for those that do not.
+        left_out: The parameters that all of a rank's micro-batches leave out; of all ranks: those that only some do.
+            FSDP2 reduces what has a gradient, and its ranks then send each other buffers of different sizes.
+    """
+
+    unused: bool
+    calls: tuple[tuple[int, ...], ...]
+    left_out: frozenset[str] = frozenset()
+
+
+def of_all(reaches: Sequence[Reach]) -> Reach:
+    """Returns what holds on every rank."""
+    first = reaches[0].calls
+    agreed = tuple(
+        calls if all(reach.calls[at] == calls for reach in reaches) else (0,) for at, calls in enumerate(first)
+    )
+    left_out = [reach.left_out for reach in reaches]
+    apart = frozenset.union(*left_out) - frozenset.intersection(*left_out)
+    return Reach(any(reach.unused for reach in reaches), agreed, apart)
+
+
+def wrapped(task: Task, engine: Engine, reach: Reach) -> Task:
+    """Returns the task with its model, and a loss that has parameters, under the engine; the process group is there.
 
     Args:
         task: With the bare model.
         engine: DDP or FSDP2.
-        unused: Whether some parameters take no part in the loss; DDP waits for them for ever if it is not told.
+        reach: What the micro-batches of all ranks reach.
 
     Raises:
         ProblemError: The engine refuses the model.
     """
+    wrap = _replicated if engine is Engine.DDP else _sharded
     try:
-        if engine is Engine.DDP:
-            model: nn.Module = nn.parallel.DistributedDataParallel(task.problem.model, find_unused_parameters=unused)
-            return replace(task, problem=replace(task.problem, model=model))
-        return _sharded(task)
+        return wrap(task, reach)
+    except ProblemError:
+        raise
     except Exception as error:
         raise ProblemError(f"{engine.value} refuses the model: {type(error).__name__}: {error}") from error
 
 
-def _sharded(task: Task) -> Task:
+def _replicated(task: Task, reach: Reach) -> Task:
+    def under_ddp(module: nn.Module) -> nn.Module:
+        return nn.parallel.DistributedDataParallel(module, find_unused_parameters=reach.unused)
+
+    model, loss = task.problem.model, task.problem.loss
+    if isinstance(loss, nn.Module) and _trains_more(loss, model):
+        loss = under_ddp(loss)
+    return replace(task, problem=replace(task.problem, model=under_ddp(model), loss=loss))
+
+
+def _trains_more(loss: nn.Module, model: nn.Module) -> bool:
+    """Whether a loss has trainable parameters that are not the model's."""
+    own = {id(parameter) for parameter in model.parameters()}
+    return any(parameter.requires_grad and id(parameter) not in own for parameter in loss.parameters())
+
+
+def _sharded(task: Task, reach: Reach) -> Task:
     try:
         from torch.distributed.fsdp import fully_shard
     except ImportError:  # torch 2.4 and 2.5
         from torch.distributed._composable.fsdp import fully_shard  # type: ignore
 
-    model = task.problem.model
-    for block in _blocks(model):
-        fully_shard(block)
+    if reach.left_out:
+        names = ", ".join(f"`{name}`" for name in task.parameters if name in reach.left_out)
+        raise ProblemError(
+            f"some ranks' samples give no gradient to {names}, and FSDP2 needs one on every rank or on none; "
+            "use a larger batch or engine ddp"
+        )
+    model, loss = task.problem.model, task.problem.loss
+    for block, calls in zip(list(blocks(model)), reach.calls, strict=True):
+        if all(calls):
+            fully_shard(block)
     fully_shard(model)
-    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    names = list(task.parameters)
-    if set(parameters) != set(names):
-        raise ProblemError("parameters of a loss module are not sharded; put them into the model, or use engine ddp")
-    return replace(task, parameters={name: parameters[name] for name in names})
+    parameters = dict(model.named_parameters())
+    if isinstance(loss, nn.Module) and _trains_more(loss, model):
+        fully_shard(loss)
+        parameters |= {f"loss.{name}": parameter for name, parameter in loss.named_parameters()}
+    return replace(task, parameters={name: parameters[name] for name in task.parameters})
 
 
-def _blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """The blocks of the model's lists and sequences, as a user shards them; none where blocks share parameters.
+def blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """The blocks of the model's lists, as a user shards them; none where blocks share parameters.
 
     FSDP2 gathers a group of parameters when its module runs, so a parameter that two groups share has no owner.
     """
@@ -67,44 +113,3 @@ def _blocks(model: nn.Module) -> Iterator[nn.Module]:
     for module in model.modules():
         if isinstance(module, nn.ModuleList):
             yield from (child for child in module if any(True for _ in child.parameters()))
-
-
-class Scaled(PassProbe):
-    """A rank's own gradients, scaled as its loop scales them: the engines average over the ranks.
-
-    Args:
-        ranks: R; each micro-batch's loss counts R times its weight.
-        share: What the loss is multiplied by besides, in a control.
-    """
-
-    def __init__(self, ranks: int, share: float = 1.0) -> None:
-        self._ranks = ranks * share
-
-    def backward(self, k: int | None, loss: torch.Tensor, weight: float) -> None:
-        """Puts the gradients of R · `weight` · `loss` into `.grad`."""
-        super().backward(k, loss, weight * self._ranks)
-
-
-class Synchronised(Scaled):
-    """Reduces the gradients with a rank's last micro-batch only, as `no_sync` is meant to be used.
-
-    Args:
-        task: Under its engine.
-        engine: Which it is.
-        last: The rank's last micro-batch.
-        ranks: R.
-        share: What the loss is multiplied by besides, in a control.
-    """
-
-    def __init__(self, task: Task, engine: Engine, last: int, ranks: int, share: float = 1.0) -> None:
-        super().__init__(ranks, share)
-        self._model: Any = task.problem.model
-        self._engine, self._last = engine, last
-
-    def around(self, k: int | None) -> AbstractContextManager[Any]:
-        """Leaves the reduction out of all micro-batches but the last."""
-        if self._engine is Engine.DDP:
-            return contextlib.nullcontext() if k == self._last else self._model.no_sync()  # type: ignore[no-any-return]
-        self._model.set_requires_gradient_sync(k == self._last)
-        self._model.set_is_last_backward(k == self._last)
-        return contextlib.nullcontext()

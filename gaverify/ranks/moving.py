@@ -12,10 +12,11 @@ from gaverify.passes.gradients import PassProbe, full_batch_gradients
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.task import Task
 from gaverify.ranks.confirming import Ranks
-from gaverify.ranks.engines import Scaled, Synchronised, wrapped
+from gaverify.ranks.engines import wrapped
 from gaverify.ranks.forking import run_forked
 from gaverify.ranks.groups import alone, joined
-from gaverify.ranks.rank import Kept, Window, accumulated
+from gaverify.ranks.loops import Scaled, Synchronised
+from gaverify.ranks.rank import Kept, Window, accumulated, by_itself
 from gaverify.ranks.traffic import TrafficMeter
 from gaverify.records.ranks import Moved, Traffic
 
@@ -54,8 +55,8 @@ def _counts(window: Window, rank: int) -> Callable[[], tuple[Traffic, Traffic]]:
         own = range(rank, len(window.task.sizes), window.ranks)
         with joined(rank, window.ranks, window.folder / "store", window.backend), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            unused = any(gradient is None for gradient in window.reference.gradients.values())
-            task = wrapped(window.task, window.engine, unused)
+            _, reach = by_itself(window, own, TrafficMeter())
+            task = wrapped(window.task, window.engine, reach)
             once = Synchronised(task, window.engine, own[-1], window.ranks)
             for _ in range(2):  # DDP sorts its buckets anew when the window after its first reduction reduces
                 _window(window, task, own, once)

@@ -22,8 +22,9 @@ from gaverify.passes.isolation import ModelState
 from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.shards import is_sharded, offset_of_shard
 from gaverify.passes.task import Task
-from gaverify.ranks.engines import Scaled, Synchronised, wrapped
+from gaverify.ranks.engines import Reach, of_all, wrapped
 from gaverify.ranks.groups import joined
+from gaverify.ranks.loops import Alone, Synchronised
 from gaverify.ranks.traffic import TrafficMeter
 from gaverify.records.ranks import Engine, Traffic
 
@@ -102,12 +103,8 @@ def rank_task(window: Window, rank: int) -> Callable[[], RankReport]:
 def _run(window: Window, rank: int) -> RankReport:
     own = range(rank, len(window.task.sizes), window.ranks)
     calls, traffic = TrafficMeter(), TrafficMeter()
-    with calls.counting():
-        # a state of its own: the parent's would set the parent's number of threads again, which were not forked
-        state = ModelState(window.task.modules, (window.task.problem.loss,))
-        alone = accumulated(window, window.task, state, own, Scaled(window.ranks))
-    unused = any(gradient is None for gradient in window.reference.gradients.values())
-    task = wrapped(window.task, window.engine, unused)
+    alone, reach = by_itself(window, own, calls)
+    task = wrapped(window.task, window.engine, reach)
     with traffic.counting():
         share = window.shares[rank] if window.shares else 1.0
         probe = Synchronised(task, window.engine, own[-1], window.ranks, share)
@@ -127,6 +124,24 @@ def _run(window: Window, rank: int) -> RankReport:
         dict(together.buffers),
         together.loss,
     )
+
+
+def by_itself(window: Window, own: range, calls: TrafficMeter) -> tuple[PassResult, Reach]:
+    """Returns what a rank's own micro-batches give without an engine, and what those of all ranks reach.
+
+    Args:
+        window: What to run.
+        own: The rank's micro-batches.
+        calls: Counts the collectives of the user's own code.
+    """
+    bare = Alone(window.task, window.ranks)
+    with calls.counting():
+        # a state of its own: the parent's would set the parent's number of threads again, which were not forked
+        state = ModelState(window.task.modules, (window.task.problem.loss,))
+        alone = accumulated(window, window.task, state, own, bare)
+    reaches: list[Any] = [None] * window.ranks
+    torch.distributed.all_gather_object(reaches, bare.reach)
+    return alone, of_all(reaches)
 
 
 def accumulated(window: Window, task: Task, state: ModelState, own: range, probe: PassProbe) -> PassResult:

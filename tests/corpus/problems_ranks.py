@@ -158,3 +158,56 @@ def reading_its_rank() -> Problem:
         return cross_entropy(model(inputs), classes.clamp(min=0)) * (1 + rank)
 
     return Problem(_model(), loss, _tokens())
+
+
+class _Routed(nn.Module):
+    """Each sample goes to the expert that its first feature names, so that a micro-batch may leave one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(FEATURES, 3) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = x.new_zeros(len(x), 3)
+        for at, expert in enumerate(self.experts):
+            if (mine := x[:, 0] == at).any():
+                out[mine] = expert(x[mine])
+        return out
+
+
+class _Tempered(nn.Module):
+    """A loss with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor([1.5]))
+
+    def forward(self, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return cross_entropy(model(batch[0]) * self.temperature, batch[1].clamp(min=0))
+
+
+def routed_experts(*order: int) -> Problem:
+    """Four micro-batches go to the experts in this order, and a loss has a parameter; rank 0 runs the first and third.
+
+    Right, where the engine knows of both.
+    """
+    torch.manual_seed(6)
+    inputs, classes = _tokens()
+    inputs[:, 0] = torch.tensor(order or (0, 0, 1, 1)).repeat_interleave(4)
+    return Problem(_Routed(), _Tempered(), (inputs, classes))
+
+
+def routed_experts_with_forgotten_ranks() -> Problem:
+    """The same, where a hand-made loss scale is as many times too large as there are ranks."""
+    problem = routed_experts()
+    tempered = problem.loss
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = tempered
+
+        def forward(self, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+            return self.inner(model, batch) * _ranks()
+
+    return Problem(problem.model, Scaled(), problem.batch)

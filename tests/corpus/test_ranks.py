@@ -39,6 +39,8 @@ CASES = (
     Case(ranks.noisy_on_ranks, 2, frozenset()),
     Case(ranks.tied_on_ranks, 2, frozenset()),
     Case(ranks.reading_its_rank, 1, frozenset({"GAV703"})),
+    Case(ranks.routed_experts, 2, frozenset()),
+    Case(ranks.routed_experts_with_forgotten_ranks, 2, frozenset({"GAV704"})),
 )
 QUICK = [CASES[0], CASES[1], CASES[4], CASES[6], CASES[10]]
 
@@ -84,6 +86,18 @@ def test_on_four_ranks(case: Case) -> None:
     check(case, verified(case, "ddp", 4))
 
 
+def test_ranks_that_run_other_experts() -> None:
+    """DDP would wait for their gradients, FSDP2 for their parameters: one is told, the other cannot be."""
+    problem = ranks.routed_experts(0, 1, 1, 0)
+    verdict = gaverify.verify(problem, steps=2, ranks=2, engine="fsdp2", timeout=60)
+    assert (verdict.outcome, verdict.findings) == (Outcome.EQUIVALENT, ())
+    apart = ranks.routed_experts(0, 1, 0, 1)
+    assert gaverify.verify(apart, steps=2, ranks=2, timeout=60).outcome is Outcome.EQUIVALENT
+    words = "no gradient to `experts.0.weight`, `experts.0.bias`, `experts.1.weight`, `experts.1.bias`, and FSDP2 needs"
+    with pytest.raises(ProblemError, match=words):
+        gaverify.verify(apart, steps=2, ranks=2, engine="fsdp2", timeout=60)
+
+
 def test_nothing_of_the_group_is_left_in_the_users_process() -> None:
     problem = ranks.own_count_equal()
     before = {name: value.clone() for name, value in problem.model.state_dict().items()}
@@ -121,3 +135,10 @@ def test_a_loss_that_raises_on_one_rank_is_told() -> None:
 
     with pytest.raises(ProblemError, match="not on this rank"):
         gaverify.verify(Problem(problem.model, raising, problem.batch), steps=1, ranks=2)
+
+
+def test_a_kernel_that_raises_is_no_fault_of_ours() -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Flatten(), torch.nn.Linear(8, 1))
+    problem = Problem(model, lambda m, b: m(b).square().mean(), torch.full((8, 2), 7))
+    with pytest.raises(ProblemError, match="raised on the full batch: IndexError: index out of range"):
+        gaverify.verify(problem, steps=2, ranks=2)
