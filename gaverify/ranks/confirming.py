@@ -53,7 +53,7 @@ class Ranks:
     waiting: Callable[[], None] = lambda: None
 
 
-def confirm(task: Task, judgement: Judgement, one: Judgement, ranks: Ranks) -> Confirmation:
+def confirm(task: Task, judgement: Judgement, one: Judgement, ranks: Ranks, *, exact: bool = False) -> Confirmation:
     """Runs every micro-batch of the task on its rank, and decides every parameter as one process does.
 
     Args:
@@ -62,6 +62,7 @@ def confirm(task: Task, judgement: Judgement, one: Judgement, ranks: Ranks) -> C
         one: The verdict of one process on what the ranks compute together, with its gradients: `judgement`, or that of
             K micro-batches where the code calls `torch.distributed` itself and sees the samples of all ranks.
         ranks: What to run.
+        exact: In float64 whatever working precision says.
 
     Raises:
         ProblemError: A rank raised, died, or did not end in time.
@@ -72,7 +73,7 @@ def confirm(task: Task, judgement: Judgement, one: Judgement, ranks: Ranks) -> C
     unit = max(map(unit_roundoff, filter(None, (judgement.dtype, task.autocast))))
     rows = [decide(row, _working(row, unit, judgement.scales)) for row in working.values()]
     method = Method.WORKING_PRECISION
-    if unit > U64 and any(row.outcome is Outcome.INCONCLUSIVE for row in rows):
+    if unit > U64 and (exact or any(row.outcome is Outcome.INCONCLUSIVE for row in rows)):
         rows, method = _in_float64(task, judgement, ranks, working, unit), Method.FLOAT64_CONTROL
     facts = RankFacts(
         ranks=ranks.count,

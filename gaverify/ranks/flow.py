@@ -48,7 +48,7 @@ def judge_on_ranks(task: Task, ranks: Ranks, *, diagnose: bool, exact: bool = Fa
             facts = investigate(task, judgement, diagnose=diagnose)
     begun = time.perf_counter()
     task.progress(f"{ranks.count} ranks under {ranks.engine.value}")
-    confirmation = confirm(task, judgement, whole, ranks)
+    confirmation = confirm(task, judgement, whole, ranks, exact=exact)
     timings = {**judgement.timings, "ranks": time.perf_counter() - begun}
     judgement = replace(judgement, rows=list(confirmation.rows), method=confirmation.method, timings=timings)
     if not any(row.outcome is Outcome.DIVERGENT for row in confirmation.rows):

@@ -12,6 +12,7 @@ import torch
 
 import gaverify
 from gaverify import Outcome, Problem, ProblemError
+from gaverify.records.comparison import Method
 from gaverify.records.ranks import Collective
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
@@ -96,6 +97,12 @@ def test_ranks_that_run_other_experts() -> None:
     words = "no gradient to `experts.0.weight`, `experts.0.bias`, `experts.1.weight`, `experts.1.bias`, and FSDP2 needs"
     with pytest.raises(ProblemError, match=words):
         gaverify.verify(apart, steps=2, ranks=2, engine="fsdp2", timeout=60)
+
+
+def test_exact_asks_float64_of_the_ranks_as_well() -> None:
+    problem = ranks.own_count_equal()
+    found = [gaverify.verify(problem, steps=1, ranks=2, exact=exact).method for exact in (False, True)]
+    assert found == [Method.WORKING_PRECISION, Method.FLOAT64_CONTROL]
 
 
 def test_nothing_of_the_group_is_left_in_the_users_process() -> None:
