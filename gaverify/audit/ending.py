@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gaverify.amounts import bytes_text
 from gaverify.audit.editing import PLACED, assigned, not_placed
-from gaverify.audit.job import DISK_FULL, RECORDER_FAILED, Job
+from gaverify.audit.job import DISK_FULL, RECORDER_FAILED, ROOM, Job
 from gaverify.audit.members import (
     ERROR,
     INTERNAL,
@@ -87,11 +88,10 @@ def check(child: Child, beside: Sequence[Child] = ()) -> None:
     for folder in folders_of(child.folder) if child.job.launcher else ():
         if (folder / INTERNAL).exists():
             status = RECORDER_FAILED
+        if (folder / ROOM).exists():
+            status = DISK_FULL
     if status == DISK_FULL:
-        raise ProblemError(
-            f"no space left in `{child.folder.parent}` while the {child.title} stored its gradients; "
-            "free some, record fewer `--updates`, or set TMPDIR to a larger disk"
-        )
+        raise ProblemError(f"{_no_room(child)}; free some, record fewer `--updates`, or set TMPDIR to a larger disk")
     if status == RECORDER_FAILED:
         told = [folder / INTERNAL for folder in folders_of(child.folder) if (folder / INTERNAL).exists()]
         text = told[0].read_text(encoding="utf-8") if told else "no traceback"
@@ -104,6 +104,18 @@ def check(child: Child, beside: Sequence[Child] = ()) -> None:
     cause, whole = _cause(child, status)
     left = _left_before(child, beside)
     raise ProblemError(f"the {child.title} failed: {cause}\n{child.command}\n{left}{whole}{output_of(child)}".rstrip())
+
+
+def _no_room(child: Child) -> str:
+    """Says what was to be stored where the recorder knew before it began; else that the disk filled up."""
+    told = next((path for folder in folders_of(child.folder) if (path := folder / ROOM).exists()), None)
+    if told is None:
+        return f"no space left in `{child.folder.parent}` while the {child.title} stored its gradients"
+    wanted, free = json.loads(told.read_text(encoding="utf-8"))
+    return (
+        f"the {child.title} has to store {bytes_text(wanted)} of gradients, and `{child.folder.parent}` has "
+        f"{bytes_text(free)} left"
+    )
 
 
 def _check_values(child: Child) -> None:

@@ -16,6 +16,7 @@ COMPILED = "compiled graph"
 """Stands among the kernels that draw out of sight; the runs are then made without compilation."""
 
 DISK_FULL = 97
+ROOM = "room.json"  # the bytes that a run would store, and those that are free
 """Exit status of a child that could not write what it recorded."""
 
 RECORDER_FAILED = 98

@@ -87,6 +87,18 @@ def test_a_full_disk(script: Path) -> None:
 
 
 @slow
+@pytest.mark.parametrize(("free", "code"), [(50_000, 2), (50_000_000, 0)])
+def test_a_disk_that_is_too_small_is_told_before_it_is_full(script: Path, free: int, code: int) -> None:
+    body = f"import shutil, types\nshutil.disk_usage = lambda path: types.SimpleNamespace(free={free})\n"
+    body += "model = torch.nn.Sequential(torch.nn.Linear(4, 2_000), torch.nn.Linear(2_000, 1))\n"
+    result = audited(script, body + TRAIN)
+    if code:
+        refused(result, "full-batch run has to store 96.0 kB of gradients, and", "has 50.0 kB left; free some")
+    else:
+        assert result.code == 0, str(result)
+
+
+@slow
 def test_an_interrupt_leaves_nothing_behind(script: Path, tmp_path: Path) -> None:
     script.write_text(HEAD + "print(os.getpid(), flush=True)\ntime.sleep(600)\n", encoding="utf-8")
     temporary = tmp_path / "temporary"

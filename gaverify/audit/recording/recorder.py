@@ -20,6 +20,7 @@ from gaverify.audit.recording.places import user_place
 from gaverify.audit.recording.ranks import place_in_group, shards_alone
 from gaverify.audit.recording.update import Forward
 from gaverify.audit.recording.watching import Watched, parameters_of
+from gaverify.passes.shards import is_sharded
 from gaverify.records.events import Kind
 from gaverify.tracebacks import Place
 
@@ -214,6 +215,10 @@ class Recorder(PassRecorder):
         tensors = capture(forwards)
         if self.rank and self.job.role != "full":
             tensors = shards_alone(tensors, entry.sample.parameters)  # of replicas, those of rank 0 are read
+        if stored:
+            shared = self.ranks if any(map(is_sharded, entry.sample.parameters)) else 1
+            left = max(self.job.updates, 1) - self._update.number + 1
+            self.storage.reserve((value for members in tensors.values() for value in members.values()), left * shared)
         for kind, members in tensors.items() if stored else ():
             self.storage.tensors(f"{kind}-{entry.index}-{entry.steps}", members)
         entry.pending, entry.increments, entry.forwards, entry.summed = 0, [], set(), None

@@ -8,14 +8,14 @@ import os
 import shutil
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from gaverify.audit.job import DISK_FULL, RECORDER_FAILED
+from gaverify.audit.job import DISK_FULL, RECORDER_FAILED, ROOM
 from gaverify.records.events import Event
 
 _LOW = 1 << 20  # less room than this: a failed write was a full disk
@@ -32,6 +32,22 @@ class Storage:
     def event(self, event: Event) -> None:
         """Appends an event."""
         self._events.write(json.dumps({**vars(event), "values": dict(event.values)}) + "\n")
+
+    def reserve(self, tensors: Iterable[torch.Tensor], times: int) -> None:
+        """Ends the process where the disk cannot take what will be stored, long before it is full.
+
+        Args:
+            tensors: What one update stores.
+            times: How often it is stored, by this process and by other ranks.
+        """
+        wanted = times * sum(tensor.nbytes for tensor in tensors if tensor.layout is torch.strided)
+        try:
+            free = shutil.disk_usage(self.folder).free
+        except OSError:  # then the disk tells when it is full
+            return
+        if wanted > free:
+            (self.folder / ROOM).write_text(json.dumps([wanted, free]), encoding="utf-8")
+            leave(DISK_FULL)
 
     def tensors(self, name: str, content: Any) -> None:
         """Writes tensors as one file, streamed from where they lie."""

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from gaverify.audit.job import DISK_FULL, ROOM
+from gaverify.audit.recording import storage
 from gaverify.audit.recording.patches import _loads
 from gaverify.audit.recording.storage import Storage
 
@@ -45,3 +47,15 @@ def test_only_files_of_the_script_are_noted_as_loaded(tmp_path: Path, monkeypatc
         torch.save([1], path)
         assert torch.load(path) == [1]
     assert noted == [str(checkpoint)]
+
+
+@pytest.mark.parametrize(("times", "enough"), [(2, True), (3, False)])
+def test_room_is_asked_for_before_it_is_used(
+    times: int, enough: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(storage, "leave", left.append)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=90))
+    Storage(tmp_path).reserve([torch.ones(10)], times)
+    assert left == ([] if enough else [DISK_FULL])
+    assert enough or json.loads((tmp_path / ROOM).read_text()) == [120, 90]
