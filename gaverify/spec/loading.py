@@ -26,7 +26,11 @@ _OTHER_COMMANDS = {
 }
 """What people name in place of a spec, by its ending, and the command that takes it."""
 
-_OF_TRACE = ("optimizer", "lr")
+_ONLY_WITH = (
+    ("trace", ("optimizer", "lr"), "belongs to the step that a trace shows; add `--trace`, or leave it out"),
+    ("ranks", ("engine", "timeout"), "belongs to a run on several ranks; add `--ranks 2`, or leave it out"),
+)
+"""Options that nothing reads unless a field is set; who types one expects that it counts."""
 """Fields that only `trace` reads."""
 
 
@@ -164,9 +168,9 @@ def _check(table: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[list
             place += f" {key}" if option and key else f".{key}" if key else ""
             value = values[field][key] if key else values.get(field)
             (on_line if option else in_file).append(f"{place}: {sentence(field, key, kind, value, option=option)}")
-    if not (table.get("trace") or options.get("trace")):  # `--no-trace` over a spec that traces is meant
-        told = "belongs to the step that a trace shows; add `--trace`, or leave it out"
-        on_line += [f"--{field}: {told}" for field in _OF_TRACE if field in options]
+    for needed, fields, told in _ONLY_WITH:
+        if not (table.get(needed) or options.get(needed)):  # `--no-trace` over a spec that traces is meant
+            on_line += [f"--{field}: {told}" for field in fields if field in options]
     return in_file, on_line, None if in_file or on_line else spec
 
 
@@ -186,7 +190,9 @@ def _wrong(error: ValidationError, values: Mapping[str, Any]) -> dict[tuple[str,
     }
     if not {"rtol", "atol"} <= facts.keys():
         facts.update(rtol=None, atol=None)  # one of them is wrong: no second sentence about the pair
-    for field, conflict in conflicts(facts.get("steps"), facts.get("weighting"), facts["rtol"], facts["atol"]):
+    steps, ranks = facts.get("steps"), facts.get("ranks") or 1
+    total = steps * ranks if isinstance(steps, int) and isinstance(ranks, int) else None
+    for field, conflict in conflicts(total, facts.get("weighting"), facts["rtol"], facts["atol"]):
         wrong[field, ""] = conflict
     return wrong
 

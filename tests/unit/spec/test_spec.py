@@ -191,6 +191,17 @@ def test_what_only_a_trace_reads() -> None:
     assert parse_spec({"model": "m", "lr": 0.1, "trace": True}, "a", {"trace": False, "lr": 0.2}).trace is False
 
 
+def test_what_only_ranks_read() -> None:
+    told = "belongs to a run on several ranks; add `--ranks 2`, or leave it out"
+    assert problems({"model": "m"}, engine="fsdp2", timeout=5.0) == (f"--engine: {told}", f"--timeout: {told}")
+    assert parse_spec({"model": "m", "ranks": 2}, "a", {"engine": "fsdp2"}).engine == "fsdp2"
+
+
+def test_weights_of_ranks_are_counted_whatever_else_is_wrong() -> None:
+    (problem,) = problems({"model": "m"}, steps=2, ranks=2, weighting=(0.25,) * 4, seed=-1)
+    assert problem.startswith("--seed: ")
+
+
 def test_paths_are_resolved_where_they_exist(tmp_path: Path) -> None:
     write(tmp_path, "mine.py", "")
     (tmp_path / "digits").mkdir()
