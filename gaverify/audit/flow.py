@@ -177,8 +177,11 @@ class _Audit:
 
     def _record(self, full: Run, perturbed: Run, accumulated: Run, options: dict[str, Any]) -> Record:
         from gaverify.audit.judgement import compare_updates, working_unit  # the first to need torch
+        from gaverify.audit.ranks import RankedRun
 
         begun = time.monotonic()
+        if isinstance(accumulated, RankedRun):
+            accumulated = accumulated.beside(full)
         numbers = numbered(common_rounds(full.events, accumulated.events))
         record = Record(
             windows_of(accumulated.events, numbers),
@@ -197,7 +200,6 @@ class _Audit:
         if near_the_floor(record):
             record = floored(self._runner, (full, perturbed, accumulated), record, options)
         from gaverify.audit.rank_facts import rank_facts
-        from gaverify.audit.ranks import RankedRun
 
         if isinstance(accumulated, RankedRun) and record.updates:
             facts = rank_facts(full, accumulated, record.updates[0], record.unit)

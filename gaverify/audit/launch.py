@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import shutil
 import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from gaverify.errors import SpecError
+from gaverify.errors import ProblemError, SpecError
 
 JOB = "GAVERIFY_AUDIT_JOB"
 """The variable that tells a process started by a launcher where its job is described."""
 
 _HERE = "127.0.0.1"
+_PORTS, _TRIES = range(10_000, 32_768), 64
 _ENTRANCE = str(Path(__file__).with_name("entrance"))  # holds nothing but `sitecustomize.py`
 
 
@@ -41,10 +44,17 @@ def launched(rank: int, ranks: int, port: int) -> Mapping[str, str]:
 
 
 def free_port() -> int:
-    """Returns a port of the loopback that nobody listens on now."""
-    with socket.socket() as free:
-        free.bind((_HERE, 0))
-        return int(free.getsockname()[1])
+    """Returns a port of the loopback that nobody listens on now.
+
+    Ports that the system hands out (32768 and above) are left alone: until rank 0 listens it has time to give one of
+    them to another process. Which one it is hangs on no seed of the script's.
+    """
+    for _ in range(_TRIES):
+        port = _PORTS.start + secrets.randbelow(len(_PORTS))
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind((_HERE, port))
+            return port
+    raise ProblemError(f"none of {_TRIES} ports of {_HERE} that were tried is free: end what listens on them")
 
 
 def entering(job: Path, environment: Mapping[str, str]) -> dict[str, str]:

@@ -97,12 +97,9 @@ def _decided(request: Request, record: Record, findings: tuple[Finding, ...]) ->
             f"gradient is unknown; write `--ranks {record.ranks}`, and gaverify starts all of them, or "
             "`--launcher` with your own command (`--launcher python` where the script starts them itself)"
         )
-    if differing is not None and record.unaligned and not faults:
-        names = ", ".join(record.unaligned)
-        return Outcome.INCONCLUSIVE, (
-            f"update {differing.number} differs, but random draws could not be dealt out per sample ({names}): "
-            "nothing can be told apart from them; switch them off for the audit"
-        )
+    open_ = _open(record, differing, faults)
+    if open_:
+        return Outcome.INCONCLUSIVE, open_
     if differing is not None:
         return Outcome.DIVERGENT, f"update {differing.number}: {_differing(differing)}{_hidden(record)}"
     decisive = [finding for finding in faults if finding.proven or request.events_only]
@@ -122,9 +119,26 @@ def _decided(request: Request, record: Record, findings: tuple[Finding, ...]) ->
         return Outcome.INCONCLUSIVE, f"{_compared(record)}suspected, but not shown by any control: {codes}"
     if not record.updates:
         return Outcome.INCONCLUSIVE, "nothing was compared: the runs have no update in common"
-    return Outcome.EQUIVALENT, _compared(record).rstrip("; ") + _fewer(request, record) + _hidden(
-        record
-    ) + record.epochs
+    told = _fewer(request, record) + _hidden(record) + _in_both_runs(record) + record.epochs
+    return Outcome.EQUIVALENT, _compared(record).rstrip("; ") + told
+
+
+def _open(record: Record, differing: UpdateComparison | None, faults: Sequence[Finding]) -> str:
+    """Why a difference without a fault decides nothing; empty where it does."""
+    if differing is None or faults:
+        return ""
+    if record.together is not None and record.together.is_altered:
+        return (
+            f"update {differing.number} differs, but {record.together.altered:.2g} of the gradient is no sum of what "
+            "the ranks' backward passes computed: a hook that compresses what is reduced (`register_comm_hook`), or "
+            "another one on gradients, makes something else of each cut of the batch; leave it out for the audit"
+        )
+    if record.unaligned:
+        return (
+            f"update {differing.number} differs, but random draws could not be dealt out per sample "
+            f"({', '.join(record.unaligned)}): nothing can be told apart from them; switch them off for the audit"
+        )
+    return ""
 
 
 def _hidden(record: Record) -> str:
@@ -132,6 +146,23 @@ def _hidden(record: Record) -> str:
     if record.full_ranks < 2:
         return ""
     return f"; both runs trained in {record.full_ranks} ranks, so that faults of ranks cannot show"
+
+
+def _in_both_runs(record: Record) -> str:
+    """What an equal gradient of ranks does not tell: what both runs lose, and which rows counted."""
+    ranks, told = record.together, ""
+    if ranks is not None and ranks.is_altered:
+        told += (
+            f"; {ranks.altered:.2g} of that gradient is no sum of what the backward passes computed (a hook that "
+            "compresses it, say): what it loses is in both runs"
+        )
+    if ranks is not None and ranks.fed_alike:
+        told += (
+            "; ranks of tensor parallelism share their rows, which count once"
+            if ranks.tensor_parallel
+            else "; ranks were fed the same rows: is a `DistributedSampler` missing, or the rank not asked for?"
+        )
+    return told
 
 
 def _short(record: Record) -> str:

@@ -34,7 +34,7 @@ def controlled_ranks(runner: Runner, full: Run, record: Record, options: dict[st
 
     if ranks.stepped_without:
         ranks = replace(ranks, sync_control=left(None, {"synchronise": True}))
-    elif ranks.at_fault and ranks.engine is None and ranks.apart > ranks.rounding:
+    elif ranks.at_fault and (ranks.apart > ranks.rounding or ranks.ends_unreduced):
         ranks = replace(ranks, sync_control=left(full, {"synchronise": True}))
     elif ranks.at_fault and ranks.buffers_apart:
         ranks = replace(ranks, frozen_control=left(None, {"frozen": ranks.buffers_apart}))

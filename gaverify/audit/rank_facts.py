@@ -44,6 +44,7 @@ def rank_facts(full: Run, accumulated: RankedRun, update: UpdateComparison, unit
     whole = full.samples(first)
     ranks = [run.samples(first) for run in accumulated.ranks]
     sharded = any(accumulated.meta["shards"])
+    engine = Engine.FSDP2 if accumulated.meta["fully_sharded"] else None
     own = [{at: _total(samples, at) for at in samples.steps} for samples in ranks]
     # Clipping would hide a wrong weight; without it what the optimizers saw counts, which a script may have reduced.
     stages = [side.summed if update.decided is Stage.SUMMED else side.of("final") for side in (whole, ranks[0])]
@@ -51,10 +52,10 @@ def rank_facts(full: Run, accumulated: RankedRun, update: UpdateComparison, unit
     window = [event for event in accumulated.ranks[0].events if event.update == 1 and event.kind == "backward"]
     return RankFacts(
         ranks=len(ranks),
-        engine=Engine.FSDP2 if sharded else None,
-        apart=math.nan if sharded else max(_apart(accumulated.each(round_), "final") for round_ in rounds),
-        summed_apart=math.nan if sharded else _apart(ranks, "summed"),
-        started_apart=math.nan if sharded else _apart(ranks, "before"),
+        engine=engine,
+        apart=max(apart(accumulated, round_, "final") for round_ in rounds),
+        summed_apart=apart(accumulated, first, "summed"),
+        started_apart=apart(accumulated, first, "before"),
         window=_traffic(window),
         own=_gathered(window),
         weights=fit,
@@ -64,13 +65,30 @@ def rank_facts(full: Run, accumulated: RankedRun, update: UpdateComparison, unit
         from_one_process=difference,
         buffers_apart=_buffers_apart(ranks),
         mean_left=math.nan if sharded else _mean_left(whole, own),
-        reduced=tuple(event.values.get("reduced", 0) for event in window),
+        # What tensor parallelism reduces alone is activations.
+        reduced=() if sharded and engine is None else tuple(event.values.get("reduced", 0) for event in window),
         stepped_without=sharded and not any(run.gradients(first) for run in accumulated.ranks),
         shards=_shares(full, accumulated, first) if sharded else (),
         fed_alike=_fed_alike([run.rows_of(run.samples(first), reached=False) for run in accumulated.ranks]),
+        tensor_parallel=accumulated.meta["tensor_parallel"],
         targets=_targets(accumulated),
+        altered=_altered(accumulated.samples(first)),
         update_bytes=_SMALLEST * sum(math.prod(shape) for _, shape in accumulated.parameters.values()),
     )
+
+
+def _altered(samples: Samples) -> float:
+    """Which part of the gradient is no sum of what the ranks' backward passes computed; NaN where that is not known.
+
+    Elements for which none computed anything got their gradient in another way, and are left out.
+    """
+    increments, used = samples.increments, {}
+    for at, gradient in samples.summed.items():
+        parts = [part[at] for part in increments if at in part and len(part[at]) == len(gradient)]
+        known = torch.stack(parts).any(0) if parts else torch.zeros_like(gradient, dtype=torch.bool)
+        used[at] = gradient * known
+    fit = fit_gradients(used, samples.of("stretches"), used, increments)
+    return math.nan if fit is None else fit.residual
 
 
 def _traffic(backwards: Sequence[Event]) -> Traffic:
@@ -187,9 +205,28 @@ def _total(samples: Samples, at: int) -> torch.Tensor:
     return sum((change for _, change in step["increments"]), torch.zeros_like(step["final"]))
 
 
-def _apart(ranks: Sequence[Samples], what: str) -> float:
-    """How far the ranks' gradients, or their weights before the step, are apart, relative to rank 0's."""
-    first, *others = [torch.cat([*(side.summed if what == "summed" else side.of(what)).values()]) for side in ranks]
-    norm = float(torch.linalg.vector_norm(first))
-    apart = [float(torch.linalg.vector_norm(other - first)) for other in others]
-    return max(apart, default=0.0) / norm if norm else math.inf if any(apart) else 0.0
+def apart(accumulated: RankedRun, round_: Round, what: str) -> float:
+    """How far gradients, or weights before the step, are apart between ranks that hold the same piece of a parameter.
+
+    Relative to those of the first such rank, at the sampled elements; NaN where no two ranks hold the same. Ranks whose
+    pieces have other shapes sample other elements, and addends of a sum that is still to be made are no copies.
+    """
+    first: dict[Any, torch.Tensor] = {}
+    found = []
+    for run in accumulated.ranks:
+        samples = run.samples(round_)
+        difference = norm = 0.0
+        copies = False
+        for at, values in (samples.summed if what == "summed" else samples.of(what)).items():
+            shards, sizes = run.meta["shards"][at], samples.steps[at]["sizes"]
+            layout = (tuple(sizes), str(sorted(run.meta["local"][at].items())))
+            for place, part in enumerate(values.split(sizes)):
+                if str(place) in run.meta["addends"][at] or not len(part):
+                    continue
+                kept = first.setdefault((at, place, str(shards.get(str(place))), layout), part)
+                copies = copies or kept is not part
+                difference += float((part - kept).square().sum())
+                norm += float(kept.square().sum()) if kept is not part else 0.0
+        if copies:
+            found.append(math.sqrt(difference / norm) if norm else math.inf if difference else 0.0)
+    return max(found, default=math.nan)

@@ -15,18 +15,51 @@ import torch
 
 from gaverify.audit.reading import Place, Run, Samples
 from gaverify.audit.recording.sampling import positions
+from gaverify.audit.same_data import check_rows
 from gaverify.errors import ProblemError
 from gaverify.records.events import Event
-from gaverify.records.rounds import Round
+from gaverify.records.rounds import Round, rounds_of
 
 _COUNTED = ("forward", "backward", "step", "zero_grad")
 
 
 @dataclass(frozen=True)
 class RankedRun(Run):
-    """The runs of all ranks; what is not overridden here is rank 0's."""
+    """The runs of all ranks; what is not overridden here is rank 0's.
+
+    Args:
+        ranks: All of them.
+        feeding: Those whose rows make the batch; empty: all. Ranks of tensor parallelism share theirs.
+    """
 
     ranks: tuple[Run, ...] = ()
+    feeding: tuple[Run, ...] = ()
+
+    def beside(self, full: Run) -> RankedRun:
+        """Returns this run with the rows of one rank for each set of ranks that share theirs, where they are `full`'s.
+
+        Only ranks of tensor parallelism share them on purpose. Rows that data happens to hold more than once are no
+        such sharing: they are in the full batch as often.
+        """
+        first, sharing = rounds_of(self.events)[:1], self._sharing()
+        if not first or len(sharing) == len(self.ranks) or not self.meta["tensor_parallel"]:
+            return self
+        rows = full.rows_of(full.samples(first[0]), reached=False)
+        alone, every = (
+            check_rows(rows, [row for run in runs for row in run.rows_of(run.samples(first[0]), reached=False)])
+            for runs in (sharing, self.ranks)
+        )
+        return replace(self, feeding=sharing) if alone.checked and alone.same and not every.same else self
+
+    def _sharing(self) -> tuple[Run, ...]:
+        """The first rank of each set that was fed the same rows in the same order; all where sets differ in size."""
+        sets: dict[Any, list[Run]] = {}
+        for run in self.ranks:
+            fed = [(path, *rows["hash"][:, -1].tolist()) for forward in run.rows(1) for path, rows in forward.items()]
+            sets.setdefault(tuple(fed), []).append(run)
+        if () in sets or len({len(members) for members in sets.values()}) != 1:
+            return self.ranks
+        return tuple(members[0] for members in sets.values())
 
     @cached_property
     def events(self) -> tuple[Event, ...]:
@@ -37,8 +70,9 @@ class RankedRun(Run):
         """
         streams = [[event for event in run.events if event.kind in _COUNTED] for run in self.ranks]
         self._check_alike(streams)
-        together = {id(everyone[0]): everyone for everyone in zip(*streams, strict=True)}
-        return tuple(_merged(event, together.get(id(event), (event,))) for event in self.ranks[0].events)
+        feeding = [at for at, run in enumerate(self.ranks) if run in (self.feeding or self.ranks)]
+        together = {id(same[0]): [same[at] for at in feeding] for same in zip(*streams, strict=True)}
+        return tuple(_merged(event, together.get(id(event), [event])) for event in self.ranks[0].events)
 
     def _check_alike(self, streams: Sequence[Sequence[Event]]) -> None:
         for rank, stream in enumerate(streams):
@@ -65,7 +99,9 @@ class RankedRun(Run):
                 if place in gradients:
                     part = gradients[place]
                     offset = run.meta["shards"][place[0]][str(place[1])]
-                    whole[tuple(slice(at, at + size) for at, size in zip(offset, part.shape, strict=True))] = part
+                    copies = run.meta["addends"][place[0]].get(str(place[1]))
+                    shard = whole[tuple(slice(at, at + size) for at, size in zip(offset, part.shape, strict=True))]
+                    shard.copy_(part if copies is None else shard + part / copies)
             found[place] = whole
         return found
 
@@ -76,7 +112,8 @@ class RankedRun(Run):
         steps: dict[int, Any] = {}
         for at, step in whole.steps.items():
             if self.meta["shards"][at]:
-                steps[at] = {**step, **self._sampled_again(at, round_)}
+                changed = any(side.steps[at]["summed"] is not None for side in others if at in side.steps)
+                steps[at] = {**step, **self._sampled_again(at, round_, changed=changed)}
                 continue
             increments = [
                 (number * len(self.ranks) + rank, change)
@@ -87,10 +124,11 @@ class RankedRun(Run):
             steps[at] = {**step, "increments": increments}
         return Samples(steps)
 
-    def _sampled_again(self, optimizer: int, round_: Round) -> dict[str, Any]:
+    def _sampled_again(self, optimizer: int, round_: Round, *, changed: bool) -> dict[str, Any]:
         """Samples of the gradients that were put together, at the places where a run of one process samples.
 
-        What each backward pass added, and the weights, are known of the shards only.
+        What each backward pass added, and the weights, are known of the shards only. `changed` says that the gradients
+        at the step are not those of the last backward pass.
         """
         members = {at: shape for (index, at), (_, shape) in self.parameters.items() if index == optimizer}
         counts = [math.prod(members[at]) for at in sorted(members)]
@@ -99,7 +137,7 @@ class RankedRun(Run):
         nothing = torch.zeros(0, dtype=torch.float64, device="cpu")
         return {
             "final": _at(final, optimizer, places),
-            "summed": _at(summed, optimizer, places),
+            "summed": _at(summed, optimizer, places) if changed else None,
             "sizes": [len(place) for place in places],
             "stretches": torch.cat(
                 [
@@ -120,8 +158,8 @@ class RankedRun(Run):
         return [Samples({at: step for at, step in steps.items() if at in whole}) for steps in found]
 
     def rows_of(self, samples: Samples, *, reached: bool) -> list[dict[str, Any]]:
-        """Returns the rows that all ranks were fed."""
-        return [row for run in self.ranks for row in run.rows_of(samples, reached=reached)]
+        """Returns the rows that all ranks were fed, those of ranks that share them once."""
+        return [row for run in self.feeding or self.ranks for row in run.rows_of(samples, reached=reached)]
 
     @cached_property
     def disk_bytes(self) -> int:

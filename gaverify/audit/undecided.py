@@ -87,8 +87,9 @@ def _other_data(record: Record, update: UpdateComparison) -> str:
             advice = f"what the loop drew could not be dealt out per sample: {drawn}"
     if record.together is not None and record.together.fed_alike:
         advice = (
-            "ranks were fed the same rows: is a `DistributedSampler` missing, or the rank not asked for? Ranks that "
-            "share rows on purpose (tensor parallel) cannot be compared"
+            "ranks of tensor parallelism share their rows: does `--full` name the batch that one of them is fed?"
+            if record.together.tensor_parallel
+            else "ranks were fed the same rows: is a `DistributedSampler` missing, or the rank not asked for?"
         )
     padded = " (after padding was taken off)" if data.padded else ""
     return (

@@ -102,6 +102,9 @@ class RankFacts:
         stepped_without: Whether the step found no gradient in any sharded parameter.
         shards: What each rank made of its shard; empty without shards.
         fed_alike: Whether two ranks were fed the same rows.
+        tensor_parallel: Whether ranks hold parts of the same layers and share rows on purpose, which count once then.
+        altered: Which part of the gradient after the window's last backward pass is no sum of what the ranks' backward
+            passes computed, relative; NaN where that is not known. A hook that compresses what is reduced does this.
         targets: Valid targets of each rank in the window, the same in each of its micro-batches; empty where not known.
         update_bytes: Bytes of one gradient of the whole model in the coarsest type that an engine reduces in.
     """
@@ -130,6 +133,8 @@ class RankFacts:
     summed_apart: float = math.nan
     started_apart: float = 0.0
     fed_alike: bool = False
+    tensor_parallel: bool = False
+    altered: float = math.nan
 
     @property
     def as_one_process(self) -> bool:
@@ -186,7 +191,25 @@ class RankFacts:
     @property
     def reductions(self) -> int:
         """How many backward passes of the window reduced whole gradients over the ranks."""
-        return sum(size >= max(self.update_bytes, 1) for size in self.reduced)
+        return sum(map(self._is_whole, self.reduced))
+
+    @property
+    def ends_unreduced(self) -> bool:
+        """Whether the window's last backward pass leaves its sharded gradients unreduced, after one that did reduce."""
+        return self.engine is Engine.FSDP2 and bool(self.reductions) and not self._is_whole(self.reduced[-1])
+
+    def _is_whole(self, size: int) -> bool:
+        """Whether so many bytes are those of whole gradients.
+
+        Tensor parallelism reduces activations in each backward pass, so that one which lacks a rank's part of a
+        gradient, beside the one that reduces most, reduces none.
+        """
+        return size >= max(self.update_bytes, 1, max(self.reduced) - self.update_bytes / self.ranks)
+
+    @property
+    def is_altered(self) -> bool:
+        """Whether something, such as a hook that compresses, made the gradient other than a sum of the ranks' own."""
+        return self.altered > self.rounding
 
     @property
     def gathers(self) -> bool:

@@ -13,6 +13,7 @@ pytestmark = [
 SCRIPT = "loops_ranks.py"
 
 # (options, batch of one process, ranks, batch of a rank, K, faults)
+SAID = {"compressed": "what it loses is in both runs", "tensor parallelism": "share their rows, which count once"}
 CASES = {
     "right": ("", 16, 2, 4, 2, set()),
     "right on four ranks": ("--dropout 0.2", 16, 4, 2, 2, set()),
@@ -38,6 +39,10 @@ CASES = {
     "divided by all samples, sharded": ("--loop sharded_parts", 8, 2, 4, 1, {"GAV704"}),
     "a sum by hand": ("--loop whole_sum", 8, 2, 4, 1, {"GAV704"}),
     "never reduced, sharded": ("--loop sharded_never", 16, 2, 4, 2, {"GAV702"}),
+    "reduced too early, sharded": ("--loop sharded_first", 16, 2, 4, 2, {"GAV702"}),
+    "compressed": ("--loop compressed", 16, 2, 4, 2, set()),
+    "tensor parallelism": ("--loop tensor", 8, 2, 2, 4, set()),
+    "forgotten division in tensor parallelism": ("--loop tensor_undivided", 8, 2, 2, 4, {"GAV201"}),
     "clipped by norms of shards": ("--loop sharded_norm", 16, 2, 4, 2, {"GAV706"}),
     "clipped by the whole norm": ("--loop sharded --clip 0.05", 16, 2, 4, 2, set()),
     "statistics of each rank": ("--loop statistics", 16, 2, 8, 1, {"GAV707"}),
@@ -56,6 +61,7 @@ def test_loops_of_several_ranks(name: str) -> None:
     assert result.faults == faults, result
     assert result.outcome == ("divergent" if faults else "equivalent"), result
     assert all(finding["proven"] for finding in result.document["findings"]), result
+    assert SAID.get(name, "") in result.document["reason"], result
     assert ("GAV708" in result.notes) == ("every time" in name), result
     assert result.document["ranks"]["ranks"] == ranks
     backwards = [(call["rank"], call["update"]) for call in result.document["timeline"] if call["kind"] == "backward"]

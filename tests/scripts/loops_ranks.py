@@ -35,15 +35,30 @@ net = nn.Sequential(nn.Linear(6, 16), nn.Dropout(args.dropout), nn.GELU(), nn.Li
 if args.loop in ("statistics", "sharded_statistics", "no_statistics"):
     net = nn.Sequential(nn.Linear(6, 16), norm, nn.GELU(), nn.Linear(16, 3))
 sharded, by_hand = args.loop.startswith("sharded"), args.loop.startswith("by_hand")
+tensor = args.loop.startswith("tensor")
 if sharded:
     from torch.distributed.fsdp import fully_shard
 
     model: nn.Module = fully_shard(net)
+elif tensor:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan = {"0": ColwiseParallel(), "3": RowwiseParallel()}
+    model = parallelize_module(net, init_device_mesh("cpu", (ranks,)), plan)
 else:
     model = net if by_hand else nn.parallel.DistributedDataParallel(net)
+if args.loop == "compressed":  # by a part of the gradient, which is lost
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+    state = PowerSGDState(
+        None, start_powerSGD_iter=0, min_compression_rate=0.5, use_error_feedback=False, warm_start=False
+    )
+    model.register_comm_hook(state, powerSGD_hook)  # type: ignore[operator]
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 size = args.batch_size
-window = size * K * ranks
+place, places = (0, 1) if tensor else (rank, ranks)  # ranks of tensor parallelism share their rows
+window = size * K * places
 
 
 def contrasted(outputs: torch.Tensor) -> torch.Tensor:
@@ -70,15 +85,17 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         count = (targets != -100).sum()
         dist.all_reduce(count)
         return cross_entropy(logits, targets, reduction="sum") * ranks / count / K
-    return cross_entropy(logits, targets) / (1 if args.loop == "undivided" else K)
+    return cross_entropy(logits, targets) / (1 if args.loop.endswith("undivided") else K)
 
 
 def synchronised(last: bool) -> contextlib.AbstractContextManager[None]:
     if sharded:
+        if args.loop == "sharded_first":  # the switch is set where the window begins, and not where it ends
+            last = k == 0
         last = (last or args.loop == "sharded_always") and args.loop != "sharded_never"
         model.set_requires_gradient_sync(last)  # type: ignore[operator]
         return contextlib.nullcontext()
-    if by_hand:
+    if by_hand or tensor:
         return contextlib.nullcontext()
     if args.loop == "never" or (not last and args.loop != "always"):
         return model.no_sync()  # type: ignore[operator, no-any-return]
@@ -87,7 +104,7 @@ def synchronised(last: bool) -> contextlib.AbstractContextManager[None]:
 
 for start in range(0, len(inputs) - window + 1, window):
     for k in range(K):
-        at = start + (k * ranks + rank) * size
+        at = start + (k * places + place) * size
         rows = slice(at, at + size)
         if args.strided:  # as a `DistributedSampler` hands them out: the ranks take turns
             rows = slice(start + k * ranks * size + rank, start + (k + 1) * ranks * size, ranks)

@@ -31,6 +31,7 @@ def run_of(
     parameters: Sequence[Any] = NAMES,
     backward: Mapping[str, Any] | None = None,
     fed: torch.Tensor | None = None,
+    told: Mapping[str, Any] | None = None,
     **step: Any,
 ) -> Run:
     """Writes the record of a process that made one update.
@@ -45,13 +46,25 @@ def run_of(
         parameters: Names and shapes of what its optimizer holds.
         backward: Values of the event of its backward pass.
         fed: The input of its one forward.
+        told: What else its closing record holds, or holds otherwise.
         step: What else the sample of its step holds, or holds otherwise.
     """
     folder.mkdir()
-    meta = {"rank": rank, "ranks": ranks, "updates": 1, "shards": [{}], "local": [{}], "parameters": [parameters]}
+    meta = {
+        "rank": rank,
+        "ranks": ranks,
+        "updates": 1,
+        "shards": [{}],
+        "local": [{}],
+        "addends": [{}],
+        "fully_sharded": False,
+        "tensor_parallel": False,
+        "parameters": [parameters],
+        **(told or {}),
+    }
     (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
     calls = [
-        ("forward", {"rows": 2, "model": 0, "number": 1}),
+        ("forward", {"rows": 2 if fed is None else len(fed), "model": 0, "number": 1}),
         ("backward", {"touched": [0], "targets": [], "forwards": [1], **(backward or {})}),
         ("step", {"optimizer": 0, "inside": False, "by_hand": False}),
     ]

@@ -5,6 +5,7 @@ Shapes: S sampled elements of an optimizer's gradients.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,7 +33,7 @@ class OwnGradients:
     def __init__(self) -> None:
         self._parts: dict[int, list[torch.Tensor]] = {}
         self._sharded: set[int] = set()
-        self._hooked: set[int] = set()
+        self._hooked: set[tuple[int, int]] = set()  # a parameter may be several optimizers'
 
     def listen(self, index: int, sample: Sample) -> None:
         """Listens to the parameters of an optimizer that are not listened to yet."""
@@ -42,8 +43,8 @@ class OwnGradients:
         for at, parameter in enumerate(sample.parameters):
             if type(parameter.data) is not torch.Tensor:
                 self._sharded.add(index)
-            elif parameter.requires_grad and id(parameter) not in self._hooked:
-                self._hooked.add(id(parameter))
+            elif parameter.requires_grad and (index, id(parameter)) not in self._hooked:
+                self._hooked.add((index, id(parameter)))
                 parameter.register_hook(self._hook(index, at, sample))
 
     def _hook(self, index: int, at: int, sample: Sample) -> Any:
@@ -71,6 +72,7 @@ def synchronised(models: Iterable[torch.nn.Module]) -> Iterator[None]:
     for module in modules:
         if hasattr(module, "set_requires_gradient_sync"):  # FSDP2
             module.set_requires_gradient_sync(True)
+            module.set_requires_all_reduce(True)
             module.set_is_last_backward(True)
         elif hasattr(module, "require_backward_grad_sync"):  # DDP
             module.require_backward_grad_sync = True
@@ -100,6 +102,33 @@ def frozen(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
 def shards_of(parameters: list[torch.Tensor]) -> dict[int, tuple[int, ...]]:
     """Returns where the shard of this process begins in each sharded parameter, by position; empty where none is."""
     return {at: offset_of_shard(kept.data) for at, kept in enumerate(parameters) if is_sharded(kept.data)}
+
+
+def addends_of(parameters: Sequence[torch.Tensor]) -> dict[int, int]:
+    """Returns which gradients, by position, are addends of a sum still to be made, and how many ranks hold each.
+
+    A weight that tensor parallelism keeps whole beside sharded activations has such a gradient until the step.
+    """
+    found = {}
+    for at, parameter in enumerate(parameters):
+        gradient: Any = parameter.grad
+        placements = getattr(gradient, "placements", ())
+        if any(placement.is_partial() for placement in placements):
+            sizes = zip(placements, gradient.device_mesh.shape, strict=True)
+            found[at] = math.prod(size for placement, size in sizes if placement.is_replicate())
+    return found
+
+
+def fully_sharded(models: Iterable[torch.nn.Module]) -> bool:
+    """Whether `fully_shard` has cut one of these models: its own reductions make the gradients then."""
+    return any(hasattr(module, "set_requires_gradient_sync") for model in models for module in model.modules())
+
+
+def tensor_parallel(models: Sequence[torch.nn.Module], parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether ranks hold parts of the same layers: shards that `fully_shard` has not made, or not alone."""
+    kept: list[Any] = [parameter.data for parameter in parameters if is_sharded(parameter.data)]
+    most = 1 if fully_sharded(models) else 0
+    return any(sum(not placement.is_replicate() for placement in data.placements) > most for data in kept)
 
 
 def shards_alone(

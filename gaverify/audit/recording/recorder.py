@@ -17,7 +17,7 @@ from torch import nn
 from gaverify.audit.recording.averages import Average
 from gaverify.audit.recording.pass_recorder import PassRecorder
 from gaverify.audit.recording.places import user_place
-from gaverify.audit.recording.ranks import place_in_group, shards_alone
+from gaverify.audit.recording.ranks import addends_of, place_in_group, shards_alone
 from gaverify.audit.recording.update import Forward
 from gaverify.audit.recording.watching import Watched, parameters_of
 from gaverify.passes.shards import is_sharded
@@ -212,6 +212,7 @@ class Recorder(PassRecorder):
         self._used |= {part.backward for part in entry.increments if not part.cleared}
         forwards = [forward for forward in self._forwards if forward.number in entry.forwards]
         stored = self.job.role not in ("events", "frozen") and self._update.number <= max(self.job.updates, 1)
+        self._addends[entry.index] = addends_of(entry.sample.parameters)
         tensors = capture(forwards)
         if self.rank and self.job.role != "full":
             tensors = shards_alone(tensors, entry.sample.parameters)  # of replicas, those of rank 0 are read

@@ -28,7 +28,15 @@ from gaverify.audit.recording.names import Names
 from gaverify.audit.recording.outputs import Outputs
 from gaverify.audit.recording.places import user_place
 from gaverify.audit.recording.precision import Roundoff
-from gaverify.audit.recording.ranks import OwnGradients, flattened, leave_together, local_shapes, shards_of
+from gaverify.audit.recording.ranks import (
+    OwnGradients,
+    flattened,
+    fully_sharded,
+    leave_together,
+    local_shapes,
+    shards_of,
+    tensor_parallel,
+)
 from gaverify.audit.recording.reach import Reach
 from gaverify.audit.recording.storage import Storage, leave
 from gaverify.audit.recording.update import Forward, Update
@@ -77,6 +85,7 @@ class Session:
         self._buffers = Buffers(Path(job.source) if job.source else None)
         self._meter = TrafficMeter()
         self._own = OwnGradients() if job.ranked else None
+        self._addends: dict[int, dict[int, int]] = {}  # of each optimizer, as at its last step
         self._gathers: list[Place | None] = []  # where trained tensors were gathered since the last backward pass
         self._held = Held() if job.role == "frozen" else None
         self._draws = Draws(job, storage.folder)
@@ -187,7 +196,10 @@ class Session:
             "ranks": self.ranks,
             "shards": [shards_of(self.watch.parameters(index)) for index in range(len(self.watch))],
             "local": [local_shapes(self.watch.parameters(index)) for index in range(len(self.watch))],
+            "addends": [self._addends.get(index, {}) for index in range(len(self.watch))],
             "flattened": flattened(self.names.models),
+            "fully_sharded": fully_sharded(self.names.models),
+            "tensor_parallel": tensor_parallel(self.names.models, self.watch.all_parameters()),
             "updates": self._update.number - 1,
             "unit": self.roundoff.unit,
             "working": self.roundoff.describe(),

@@ -25,6 +25,7 @@ from gaverify.records.events import Event
 from gaverify.records.facts import facts_of_loop
 from gaverify.records.findings import Finding
 from gaverify.records.ledger import Ledger, ledger_of
+from gaverify.records.ranks import RankFacts
 from gaverify.records.stages import SettingDifference
 from gaverify.records.weights import LossTerm, WeightFit
 from gaverify.records.windows import windows_of
@@ -407,12 +408,48 @@ class TestWeights:
         found = findings_for(early)
         assert set(faults(found)) == {"GAV601", "GAV201"} and all(finding.proven for finding in found)
 
-    @pytest.mark.parametrize("alike", [True, False])
-    def test_ranks_that_were_fed_the_same_rows_are_told(self, alike: bool) -> None:
+    @pytest.mark.parametrize(
+        ("changes", "words"),
+        [
+            ({"fed_alike": True}, "is a `DistributedSampler` missing"),
+            ({"fed_alike": True, "tensor_parallel": True}, "does `--full` name the batch that one of them is fed?"),
+            ({}, "shuffling, seeds"),
+        ],
+    )
+    def test_ranks_that_were_fed_the_same_rows_are_told(self, changes: dict[str, bool], words: str) -> None:
         other = update(judged=False, data=RowCheck(8, 8, 3, "argument 1"))
-        several = record(RIGHT, "BSZ BSZ", updates=(other,), together=ranks(None, divergent=False, fed_alike=alike))
+        several = record(RIGHT, "BSZ BSZ", updates=(other,), together=ranks(None, divergent=False, **changes))
         reason = report_of(Request("train.py"), several, (), (), META, {}).reason
-        assert ("is a `DistributedSampler` missing" in reason) is alike
+        assert words in reason
+
+    @pytest.mark.parametrize(("altered", "outcome"), [(0.4, Outcome.INCONCLUSIVE), (1e-7, Outcome.DIVERGENT)])
+    def test_a_hook_that_compresses_leaves_a_difference_open(self, altered: float, outcome: Outcome) -> None:
+        differs = update(ratio=1.5, fit=fit(0.9, 0.4, residual=0.3))
+        found = record(RIGHT, "BSZ BSZ", updates=(differs,), together=ranks(None, altered=altered))
+        report = report_of(Request("train.py", ("--a",), ("--b",)), found, findings_for(found), (), META, {})
+        assert report.outcome is outcome
+        assert ("register_comm_hook" in report.reason) is (outcome is Outcome.INCONCLUSIVE)
+        assert [found.code for found in report.findings] == [] if altered > 0.1 else ["GAV000"]
+
+    def test_a_hook_that_compresses_excuses_no_forgotten_division(self) -> None:
+        differs = update(ratio=4.0, fit=fit(4.0, right=(0.25,) * 4))
+        found = record(RIGHT, "BSZ BSZ", updates=(differs,), together=ranks(None, altered=0.4))
+        report = report_of(Request("train.py", ("--a",), ("--b",)), found, findings_for(found), (), META, {})
+        assert (report.outcome, faults(report.findings)) == (Outcome.DIVERGENT, ["GAV201"])
+
+    @pytest.mark.parametrize(
+        ("facts", "words"),
+        [
+            (ranks(None, divergent=False, altered=0.4), "what it loses is in both runs"),
+            (ranks(None, divergent=False, fed_alike=True, tensor_parallel=True), "rows, which count once"),
+            (ranks(None, divergent=False, fed_alike=True), "or the rank not asked for?"),
+            (ranks(None, divergent=False), ""),
+        ],
+    )
+    def test_what_an_equal_gradient_of_ranks_does_not_tell(self, facts: RankFacts, words: str) -> None:
+        found = record(RIGHT, "BSZ BSZ", updates=(update(),), together=facts)
+        report = report_of(Request("train.py", ("--a",), ("--b",), updates=1), found, (), (), META, {})
+        assert report.outcome is Outcome.EQUIVALENT and report.reason.endswith(words or "gradients agree to rounding")
 
     def test_an_update_that_is_not_judged_accuses_nobody(self) -> None:
         other = update(ratio=4.0, fit=fit(4.0), judged=False, data=RowCheck(8, 8, 3, "argument 1"))

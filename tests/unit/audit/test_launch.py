@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from gaverify.audit.launch import entering, program
+from gaverify.audit.launch import entering, free_port, program
 from gaverify.audit.members import ended_early, failed_first, folder_for, is_whole, ranks_of
 from gaverify.audit.request import Request, Setting
 from gaverify.cli import main
-from gaverify.errors import SpecError
+from gaverify.errors import ProblemError, SpecError
 
 HIDDEN = "import sys\nsys.hidden_one_ran = True\n"
 SEEN = """
@@ -154,3 +155,28 @@ def test_set_beside_a_launcher_is_refused_at_the_front_door(capsys: pytest.Captu
     assert main(words) == 2
     err = capsys.readouterr().err
     assert "--launcher: `K` cannot be changed in the source" in err and "Traceback" not in err
+
+
+def test_a_port_that_is_taken_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        port = free_port()
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        numbers = iter([port - 10_000, 7])
+        monkeypatch.setattr("gaverify.audit.launch.secrets.randbelow", lambda _: next(numbers, 8))
+        assert free_port() != port
+
+
+def test_ports_are_none_that_the_system_hands_out() -> None:
+    """Rank 0 listens seconds later: until then another process is given one of those."""
+    assert all(10_000 <= free_port() < 32_768 for _ in range(20))
+
+
+def test_no_free_port_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        port = free_port()
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        monkeypatch.setattr("gaverify.audit.launch.secrets.randbelow", lambda _: port - 10_000)
+        with pytest.raises(ProblemError, match="none of 64 ports"):
+            free_port()

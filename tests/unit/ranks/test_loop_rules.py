@@ -61,6 +61,15 @@ CASES = {
     "not reduced": (ranks(None, apart=1.4, mean_left=1e-7), {"GAV701"}),
     "changed by one rank": (ranks(None, apart=0.7, summed_apart=0.0, mean_left=1e-7, divergent=False), {"GAV701"}),
     "never reduced, sharded": (sharded(stepped_without=True, reduced=(0, 0), sync_control=2e-7), {"GAV702"}),
+    "reduced too early": (sharded(reduced=(652, 0), update_bytes=163, sync_control=2e-7), {"GAV702"}),
+    "reduced in a part of the mesh": (
+        sharded(stepped_without=True, reduced=(652, 652), update_bytes=163, sync_control=2e-7),
+        {"GAV702", "GAV708"},
+    ),
+    "every time, beside activations": (
+        ranks(None, divergent=False, reduced=(2252, 2252), update_bytes=163),
+        {"GAV708"},
+    ),
     "unequal shares": (ranks(fit((0.534, 0.466)), weights_control=3e-7), {"GAV703"}),
     "means over unequal targets, sharded": (sharded(targets=(20, 12), weights_control=3e-7), {"GAV703"}),
     "one factor, sharded": (
@@ -76,6 +85,8 @@ QUIET = {
     "reduced by hand": ranks(None, summed_apart=1.4, divergent=False),
     "gradients at the step": sharded(divergent=False, reduced=(0, 652), update_bytes=163),
     "reduced and yet empty": sharded(stepped_without=True, reduced=(0, 652), update_bytes=163),
+    "activations in each backward pass": sharded(divergent=False, reduced=(1600, 2252), update_bytes=163),
+    "reduced too early, without a difference": sharded(divergent=False, reduced=(652, 0), update_bytes=163),
     "one factor for all shards": sharded(shards=(Share(1.7, 2e-7, 1.5), Share(1.7, 2e-7, 1.34))),
     "unequal targets that are not the cause": sharded(targets=(20, 12), weights_control=0.2),
     "equal targets": sharded(targets=(16, 16), weights_control=2e-7),
@@ -105,6 +116,7 @@ def test_neighbours_stay_quiet(name: str) -> None:
         ranks(None, started_apart=0.3),
         sharded(stepped_without=True, reduced=(0, 0)),
         sharded(stepped_without=True, reduced=(0, 0), sync_control=0.2),
+        sharded(reduced=(652, 0), update_bytes=163, sync_control=0.2),
         ranks(fit((0.534, 0.466))),
         ranks(fit((0.534, 0.466)), weights_control=0.1),
         ranks(fit((0.25, 0.25), factor=2.0, left=2e-7)),

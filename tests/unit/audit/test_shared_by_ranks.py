@@ -1,0 +1,150 @@
+"""Ranks that share rows, or pieces of parameters: what counts once, what is added up, what has to be the same."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from recorded import numbers, run_of, together
+
+from gaverify.audit.rank_facts import apart, rank_facts
+from gaverify.audit.ranks import RankedRun
+from gaverify.audit.recording.ranks import OwnGradients
+from gaverify.audit.recording.rows import input_rows
+from gaverify.audit.recording.sampling import Sample
+from gaverify.audit.same_data import check_rows
+from gaverify.records.audit import RowCheck, UpdateComparison
+from gaverify.records.comparison import Outcome
+from gaverify.records.ranks import RankFacts
+
+FULL = numbers(2.0, 0.0, 1.0, -1.0, 3.0)
+OWN = (numbers(1.0, 0.0, 2.0, -1.0, 3.0), numbers(3.0, 0.0, 0.0, -1.0, 3.0))  # their mean is the full batch's
+UPDATE = UpdateComparison(1, Outcome.EQUIVALENT, True, (), RowCheck(4, 4))
+ROUND = ((0, 1),)
+ROWS = torch.arange(12.0, device="cpu").reshape(4, 3)
+
+
+def shard(offset: int, addends: int = 0) -> dict[str, Any]:
+    """What a rank tells that holds a piece of the weight from `offset` on, and the bias whole."""
+    counted = [{"0": addends}] if addends else [{}]
+    return {"shards": [{"0": [offset]}], "local": [{"0": [4]}], "addends": counted}
+
+
+def ranks_of(
+    folder: Path,
+    told: tuple[dict[str, Any], ...] = ({}, {}),
+    finals: tuple[torch.Tensor, ...] = (FULL, FULL),
+    **fed: torch.Tensor,
+) -> RankedRun:
+    """Two ranks; `fed` are the rows of `rank_0` and `rank_1`, one for each of their forwards."""
+    runs = []
+    for rank, own in enumerate(told):
+        name = f"rank_{rank}"
+        runs.append(run_of(folder / name, finals[rank], OWN[rank], rank=rank, ranks=2, told=own, fed=fed.get(name)))
+        if name in fed:
+            torch.save([input_rows((row,), {}) for row in fed[name].split(1)], folder / name / "rows-1.pt")
+    return together(runs)
+
+
+def facts(folder: Path, runs: RankedRun) -> RankFacts:
+    return rank_facts(run_of(folder / "full", FULL, FULL, role="full"), runs, UPDATE, 2.0**-24)
+
+
+PARALLEL = ({"tensor_parallel": True},) * 2
+
+
+@pytest.mark.parametrize(
+    ("told", "other", "counted"),
+    [(PARALLEL, ROWS[:2], 2), (({}, {}), ROWS[:2], 4), (PARALLEL, ROWS[:2].flip(0), 4), (PARALLEL, ROWS[2:], 4)],
+    ids=["shared", "without tensor parallelism", "in another order", "divided"],
+)
+def test_ranks_that_share_their_rows_count_once(
+    tmp_path: Path, told: tuple[dict[str, Any], ...], other: torch.Tensor, counted: int
+) -> None:
+    full = run_of(tmp_path / "alone", FULL, FULL, role="full", fed=ROWS[:2])
+    runs = ranks_of(tmp_path, told, rank_0=ROWS[:2], rank_1=other).beside(full)
+    forward = next(event for event in runs.events if event.kind == "forward")
+    rows = runs.rows_of(runs.samples(ROUND), reached=False)
+    assert forward.values["rows"] == counted
+    assert check_rows(full.rows_of(full.samples(ROUND), reached=False), rows).same is (counted == 2)
+
+
+def test_rows_that_the_full_batch_holds_as_often_count_as_often(tmp_path: Path) -> None:
+    full = run_of(tmp_path / "alone", FULL, FULL, role="full", fed=torch.cat([ROWS[:2], ROWS[:2]]))
+    assert ranks_of(tmp_path, PARALLEL, rank_0=ROWS[:2], rank_1=ROWS[:2]).beside(full).feeding == ()
+
+
+def test_a_batch_of_which_every_rank_is_fed_a_part_of_the_same_size_is_not_the_full_one(tmp_path: Path) -> None:
+    full = run_of(tmp_path / "alone", FULL, FULL, role="full", fed=ROWS)
+    runs = ranks_of(tmp_path, PARALLEL, rank_0=ROWS[:2], rank_1=ROWS[:2]).beside(full)
+    assert runs.feeding == () and facts(tmp_path, runs).fed_alike
+
+
+@pytest.mark.parametrize(("copies", "weight"), [(1, FULL[:4] * 2), (2, FULL[:4])])
+def test_addends_of_a_gradient_are_added_up(tmp_path: Path, copies: int, weight: torch.Tensor) -> None:
+    runs = ranks_of(tmp_path, (shard(0, copies), shard(0, copies)))
+    assert torch.equal(runs.gradients(ROUND)[0, 0], weight)
+    assert torch.equal(runs.gradients(ROUND)[0, 1], FULL[4:])  # held whole by both
+
+
+@pytest.mark.parametrize("summed", [None, FULL])
+def test_gradients_that_nothing_changed_before_the_step_are_one_stage(
+    tmp_path: Path, summed: torch.Tensor | None
+) -> None:
+    """Two stages that differ alike would cost the control runs of clipping by hand."""
+    runs = [run_of(tmp_path / str(at), FULL, FULL, rank=at, ranks=2, told=shard(0), summed=summed) for at in range(2)]
+    assert (together(runs).samples(ROUND).of("summed") == {}) is (summed is None)
+
+
+def test_copies_of_a_shard_have_to_hold_the_same(tmp_path: Path) -> None:
+    """A mesh of replicas of shards: ranks of one column hold the same piece."""
+    runs = ranks_of(tmp_path, (shard(0), shard(0)), (FULL, FULL * 2))
+    assert apart(runs, ROUND, "final") == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("told", "bias", "expected"),
+    [
+        ((shard(0), shard(4)), 3.0, 0.0),
+        ((shard(0), shard(4)), 6.0, 1.0),
+        ((shard(0, 1), shard(0, 1)), 3.0, 0.0),
+    ],
+    ids=["other shards", "a bias of its own", "addends"],
+)
+def test_pieces_are_no_copies(
+    tmp_path: Path, told: tuple[dict[str, Any], dict[str, Any]], bias: float, expected: float
+) -> None:
+    other = torch.cat([FULL[:4] * 7, numbers(bias)])
+    assert apart(ranks_of(tmp_path, told, (FULL, other)), ROUND, "final") == pytest.approx(expected)
+
+
+def test_where_no_two_ranks_hold_the_same_nothing_is_known(tmp_path: Path) -> None:
+    told = tuple({"shards": [{"0": [at], "1": [at]}], "local": [{"0": [4], "1": [1]}]} for at in (0, 4))
+    assert math.isnan(apart(ranks_of(tmp_path, told, (FULL, FULL * 2)), ROUND, "final"))
+
+
+@pytest.mark.parametrize(("used", "part"), [(FULL, 0.0), (FULL.sign(), 0.4)])
+def test_what_is_no_sum_of_the_ranks_own_gradients(tmp_path: Path, used: torch.Tensor, part: float) -> None:
+    assert facts(tmp_path, ranks_of(tmp_path, finals=(used, used))).altered == pytest.approx(part, abs=0.1)
+
+
+def test_what_no_backward_pass_computed_alters_nothing(tmp_path: Path) -> None:
+    """A gradient that a script puts in place itself is not known to the ranks' backward passes."""
+    nothing = [(1, torch.cat([FULL[:4], numbers(0.0)]))]
+    runs = [run_of(tmp_path / str(rank), FULL, FULL, rank=rank, ranks=2, increments=nothing) for rank in range(2)]
+    assert facts(tmp_path, together(runs)).altered == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_parameter_of_two_optimizers_is_listened_to_for_both() -> None:
+    """`ZeroRedundancyOptimizer` holds all parameters, and the one inside it this rank's."""
+    weight = torch.nn.Parameter(torch.ones(3, device="cpu"))
+    own, samples = OwnGradients(), (Sample([weight]), Sample([weight]))
+    for index, sample in enumerate(samples):
+        own.listen(index, sample)
+    (weight * numbers(1.0, 2.0, 3.0)).sum().backward()
+    for index in range(2):
+        taken = own.take(index)
+        assert taken is not None and taken.tolist() == [1.0, 2.0, 3.0]
