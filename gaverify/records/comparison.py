@@ -8,11 +8,15 @@ from typing import NamedTuple
 
 
 class Method(str, Enum):
-    """What decided; the values are what JSON prints. `EVENTS`: only the order of a script's calls was looked at."""
+    """What decided; the values are what JSON prints.
+
+    `EVENTS`: only the order of a script's calls was looked at. `MICRO_BATCH_FLOOR` stands in older documents only.
+    """
 
     WORKING_PRECISION = "working-precision"
     FLOAT64_CONTROL = "float64-control"
     NOISE_FLOOR = "noise-floor"
+    TWO_SAMPLES = "two-samples"
     MICRO_BATCH_FLOOR = "micro-batch-floor"
     TOLERANCE = "tolerance"
     NOT_COMPARED = "not-compared"

@@ -29,9 +29,9 @@ _COARSE = 2.0**-13  # above float32's and TF32's unit roundoff, below float16's 
 # models reach 9.7 floors and faults start at 4e5. In bfloat16 and float16 one floor is a percent of the gradient
 # already: equivalent runs reach 1.1, a run that averages token means 40 to 77.
 _FINE_FLOORS, _COARSE_FLOORS = (32.0, 320.0), (4.0, 16.0)
-# Without a control of the whole batch: at most so many floors of one micro-batch, where that is at most so much of the
-# gradient. Equivalent models reach 2.2 floors in most parameters and 9 in a few; the smallest fault on record is 6e-5.
-_FEW_FLOORS, _FINE = 4.0, 1e-5
+# Without a control of the whole batch: at most so many times the rounding of two samples, and at most so much of the
+# gradient (a little below 1e-5, which is what the report may say could have been seen).
+_FEW_FLOORS, _FINE = 8.0, 9.9e-6
 
 
 class Difference(NamedTuple):
@@ -55,12 +55,13 @@ class Grounds(NamedTuple):
     """What is known about the rounding in one parameter's difference.
 
     Args:
-        method: Which question is put: working precision, micro-batch floor, float64 control or noise floor.
+        method: Which question is put: working precision, two samples, float64 control or noise floor.
         unit: Unit roundoff u of the arithmetic that the difference was measured in.
         terms: Σ|terms| where the gradient is a sum and they were seen; 0 where not.
         working: The same difference in working precision, for the float64 control; NaN where there was none.
         working_unit: Its unit roundoff.
-        floor: How far the gradient moves when each weight is rounded otherwise; None where that was not measured.
+        floor: How far the gradient moves when each weight is rounded otherwise, or, for two samples, how far working
+            precision rounds it; None where that was not measured.
     """
 
     method: Method
@@ -92,7 +93,7 @@ def limits(row: Difference, grounds: Grounds) -> tuple[float, float]:
     """Returns the largest difference that rounding explains, and the one above which it is a fault.
 
         working precision   16 u of the norms; 16 u · Σ|terms| where that tells     no difference is a fault yet
-        micro-batch floor   the same; 4 floors where that tells                                          nor here
+        two samples         the same; 8 times their rounding, 1e-5 of the reference at most              nor here
         float64 control     max(16 u64, 4 u32) · scale, sqrt(u64 / u) · Δ, 32 floor64         the same
         noise floor         16 u · scale, 32 floors (4 where u is coarse)                     320 floors (16)
 
@@ -100,7 +101,7 @@ def limits(row: Difference, grounds: Grounds) -> tuple[float, float]:
     not shrink. In float64 4 u32 of the scale are always allowed by a control or a floor: a cast to float32 inside a
     kernel hides from both.
     """
-    if grounds.method in (Method.WORKING_PRECISION, Method.MICRO_BATCH_FLOOR):
+    if grounds.method in (Method.WORKING_PRECISION, Method.TWO_SAMPLES):
         return _explained(row.scale, row.reference, grounds.unit, grounds.terms, grounds.floor or 0.0), math.inf
     scale = max(row.scale, grounds.terms)
     smallest = WORKING_UNITS * grounds.unit * scale
@@ -119,14 +120,14 @@ def limits(row: Difference, grounds: Grounds) -> tuple[float, float]:
 def _explained(scale: float, reference: float, unit: float, terms: float, floor: float = 0.0) -> float:
     """What is rounding without a control: a few u of the norms, and more only where no fault could hide in it.
 
-    Σ|terms| and a floor may be far larger than the gradient. They count where what they allow is at most 1e-5 of the
-    gradient; Σ|terms| also where the gradient itself is no more than the rounding of its terms.
+    Σ|terms| and a floor may be far larger than the gradient. Σ|terms| counts where what it allows is at most 1e-5 of
+    the gradient, or where the gradient itself is no more than the rounding of its terms; a floor up to 1e-5.
     """
     allowed = WORKING_UNITS * unit * scale
-    by_terms, by_floor = WORKING_UNITS * unit * terms, _FEW_FLOORS * floor
+    by_terms, by_floor = WORKING_UNITS * unit * terms, min(_FEW_FLOORS * floor, _FINE * reference)
     if by_terms > allowed and (by_terms <= _FINE * reference or scale <= by_terms):
         allowed = by_terms
-    return by_floor if allowed < by_floor <= _FINE * reference else allowed
+    return max(allowed, by_floor)
 
 
 def decide_at_once(rows: Iterable[Difference], unit: float, terms: Mapping[str, float]) -> list[ParameterComparison]:
@@ -152,7 +153,7 @@ def decide_at_once(rows: Iterable[Difference], unit: float, terms: Mapping[str, 
 
 
 def fine(row: Difference) -> bool:
-    """Whether a difference is so small that a few floors may explain it."""
+    """Whether a difference is so small that rounding of two samples may explain it."""
     return row.difference <= _FINE * row.reference
 
 

@@ -260,5 +260,5 @@ def _settled(task: Task, judgement: Judgement, unit: float) -> bool:
         return False
     decided = {row.name: row for row in found}
     judgement.rows = [decided.get(row.name, row) for row in judgement.rows]
-    judgement.method = Method.MICRO_BATCH_FLOOR
+    judgement.method = Method.TWO_SAMPLES
     return True

@@ -1,25 +1,29 @@
-"""Decides a few open parameters without a float64 control of the whole batch: by two cheap runs on a part of it.
+"""Decides a few open parameters without a float64 control of the whole batch: by two of its samples.
 
-    noise floor   the first micro-batch alone, against itself with each weight rounded otherwise: 2/K of a pass
-    float64       two samples at once against the same two one by one: a fault of structure shows in any two samples
+    float64             both samples at once against one by one: a fault of structure shows in any two samples
+    working precision   both at once, against float64: their rounding, measured
 
-Only both together settle anything, and only where a fault of more than 1e-5 of the gradient would have been seen by the
-floor alone. What they do not settle goes to the float64 control of the whole batch.
+Only both together settle anything, and only differences below 1e-5 of the gradient. What they do not settle goes to the
+float64 control of the whole batch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
-from gaverify.passes.gradients import PassResult, accumulated_gradients
-from gaverify.passes.isolation import ModelState, generator_states
-from gaverify.passes.perturbation import moved, rounding_share
+import torch
+
+from gaverify.errors import ProblemError
+from gaverify.passes.gradients import Gradients, PassProbe, PassResult, accumulated_gradients
+from gaverify.passes.isolation import ModelState
 from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.task import Task
+from gaverify.passes.weighting import valid_targets
 from gaverify.records.comparison import Method, Outcome, ParameterComparison
-from gaverify.tracebacks import is_own_fault
+from gaverify.tracebacks import hands_over, is_own_fault
 from gaverify.verdict.comparison import measure
 from gaverify.verdict.control import in_float64
 from gaverify.verdict.criteria import U64, Difference, Grounds, decide, fine, zero_in_float64
@@ -27,59 +31,63 @@ from gaverify.verdict.criteria import U64, Difference, Grounds, decide, fine, ze
 _SAME = 1e-7  # relative difference of weights that are the same number
 
 
-def micro_batch_floor(
-    task: Task,
-    state: ModelState,
-    record: DrawRecord,
-    full: PassResult,
-    weight: float,
-    names: Collection[str],
-    unit: float,
-) -> dict[str, float]:
-    """Returns for the parameters `names` how far rounding moves the accumulated gradient, told by one micro-batch.
+class _Only(PassProbe):
+    """Forms the gradients of some parameters alone: those of the other weights are up to a third of a pass."""
 
-        √K · ‖w₁ g₁(θ) − w₁ g₁(θ')‖₂        θ' with each weight moved by its roundoff
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters = list(parameters)
 
-    The roundings of K micro-batches are independent, so their norms add in squares.
-    """
-    alone = replace(task, sizes=task.sizes[:1], weighting=[weight])
-    parameters = list(task.parameters.values())
-    restore = generator_states()
-
-    def gradients(state: ModelState) -> PassResult:
-        found = accumulated_gradients(alone, state, record, full)
-        found.gradients = {name: found.gradients[name] for name in names}
-        return found
-
-    task.progress("noise floor of one micro-batch")
-    here = gradients(state)
-    with moved(parameters, [rounding_share(parameter, unit) for parameter in parameters]):
-        there = gradients(ModelState(task.modules, (task.problem.loss,)))
-    restore()
-    rows = measure(there.gradients, here.gradients)
-    return {row.name: math.sqrt(task.steps) * row.difference for row in rows if math.isfinite(row.difference)}
+    @hands_over
+    def backward(self, k: int | None, loss: torch.Tensor, weight: float) -> None:
+        """Puts these gradients of `weight` · `loss` into `.grad`."""
+        (loss * weight if weight != 1.0 else loss).backward(inputs=self._parameters)  # type: ignore[no-untyped-call]
 
 
-def two_samples_agree(task: Task, state: ModelState, record: DrawRecord, full: PassResult, share: float) -> bool:
-    """Whether the first two samples at once and one by one have the same gradient in float64.
+def rounding_of_two_samples(
+    task: Task, state: ModelState, record: DrawRecord, full: PassResult, names: Sequence[str], share: float
+) -> dict[str, float] | None:
+    """Returns how far working precision rounds the gradient of the first two samples, for the parameters `names`.
+
+    None where these samples at once and one by one have not the same gradient in float64.
 
     Args:
         task: What to run, of two samples at least.
         state: Restored in the end.
         record: The full batch's draws.
         full: The full-batch pass.
+        names: The parameters whose gradients are looked at.
         share: The weight of a sample: 1/2 of a mean, 1 of a sum.
 
     Raises:
         Exception: Whatever a kernel without float64, or a model that takes no single sample, raises.
     """
+    only: PassProbe | None = _Only([task.parameters[name] for name in names])
+
+    def gradients(task: Task, state: ModelState, count: int, weight: float, *, lift: bool) -> Gradients:
+        part = replace(task, sizes=(2 // count,) * count, weighting=[weight] * count)
+        found = accumulated_gradients(part, state, record, full, lift=lift, probe=only).gradients
+        return {name: found[name] for name in names}
+
+    task.progress("two samples")
+    rounded: Gradients = {}
+    with suppress(ProblemError):
+        rounded = gradients(task, state, 1, 1.0, lift=False)
+    # reentrant activation checkpointing forms all gradients or none
+    if not rounded or any(gradient is None for gradient in rounded.values()):
+        only = None
+        rounded = gradients(task, state, 1, 1.0, lift=False)
     with in_float64(task, state) as (lifted, there):
         task.progress("float64: two samples")
-        at_once = replace(lifted, sizes=(2,), weighting=[1.0])
-        whole = accumulated_gradients(at_once, there, record, full, lift=True)
-        one_by_one = replace(lifted, sizes=(1, 1), weighting=[share, share])
-        parts = accumulated_gradients(one_by_one, there, record, whole, lift=True)
-        rows = measure(parts.gradients, whole.gradients)
+        at_once = gradients(lifted, there, 1, 1.0, lift=True)
+        rows = measure(gradients(lifted, there, 2, share, lift=True), at_once)
+        if not _agree(rows):
+            return None
+        here = {name: g if g is None else g.to(task.parameters[name].device) for name, g in rounded.items()}
+        return {row.name: row.difference for row in measure(here, at_once) if math.isfinite(row.difference)}
+
+
+def _agree(rows: Sequence[Difference]) -> bool:
+    """Whether all rows that were measured in float64 are rounding."""
     decided = [decide(row, Grounds(Method.FLOAT64_CONTROL, U64)) for row in rows]
     zero = zero_in_float64(decided)
     return all(
@@ -97,6 +105,9 @@ def settled(
 ) -> list[ParameterComparison] | None:
     """Returns the records of rows that working precision left open, all equivalent; None where they are not settled.
 
+    What rounds a mean over two samples by so much rounds that over B by no more: a sum that is formed term by term
+    rounds in proportion to its terms at most, and independent roundings add in squares. A sum over B has B/2 times it.
+
     Args:
         task: What was run.
         state: Of the model before the passes.
@@ -106,30 +117,34 @@ def settled(
         unit: Unit roundoff of the working precision.
     """
     full, accumulated = passes
-    share = _share(task, accumulated.weights)
+    share = _share(task, accumulated)
     if share is None or record.inner or record.ambiguous or record.unaligned or not all(map(fine, open_rows)):
         return None
     dealt = replace(record, used=set(), made={})  # what these runs do with the draws is nothing to report
     try:
-        names = [row.name for row in open_rows]
-        floor = micro_batch_floor(task, state, dealt, full, accumulated.weights[0], names, unit)
-        rows = [decide(row, Grounds(Method.MICRO_BATCH_FLOOR, unit, floor=floor.get(row.name))) for row in open_rows]
-        if any(row.outcome is not Outcome.EQUIVALENT for row in rows):
-            return None
-        agree = two_samples_agree(task, state, dealt, full, share) and not (dealt.unaligned or dealt.ambiguous)
-        return rows if agree else None
+        rounding = rounding_of_two_samples(task, state, dealt, full, [row.name for row in open_rows], share)
     except Exception as error:  # single samples that the model does not take, a kernel without float64
         if is_own_fault(error):
             raise
         return None
+    if rounding is None or dealt.unaligned or dealt.ambiguous:
+        return None
+    times = 1.0 if share < 1.0 else task.batch_size / 2
+    grounds = [Grounds(Method.TWO_SAMPLES, unit, floor=times * rounding.get(row.name, 0.0)) for row in open_rows]
+    rows = [decide(row, known) for row, known in zip(open_rows, grounds, strict=True)]
+    return rows if all(row.outcome is Outcome.EQUIVALENT for row in rows) else None
 
 
-def _share(task: Task, weights: Sequence[float]) -> float | None:
-    """The weight that a sample would have among two; None where the micro-batches' weights do not tell.
+def _share(task: Task, accumulated: PassResult) -> float | None:
+    """The weight that a sample would have among two; None where the micro-batches' weights or targets do not tell.
 
-    A weight that is a little wrong is seen where all micro-batches are run, and nowhere else.
+    A weight that is a little wrong, and a target more or less, are seen where all micro-batches are run.
     """
+    weights = accumulated.weights
     if task.steps < 2 or task.batch_size < 2 or len(weights) != task.steps:
+        return None
+    targets = [valid_targets(observed) for observed in accumulated.observed]
+    if len({None if count is None else count / n for count, n in zip(targets, task.sizes, strict=True)}) > 1:
         return None
     if all(math.isclose(w, n / task.batch_size, rel_tol=_SAME) for w, n in zip(weights, task.sizes, strict=True)):
         return 0.5

@@ -15,6 +15,7 @@ METHODS: Mapping[str, str] = {
     Method.WORKING_PRECISION: "in working precision",
     Method.FLOAT64_CONTROL: "by the float64 control",
     Method.NOISE_FLOOR: "by the noise floor of the full batch",
+    Method.TWO_SAMPLES: "by the rounding of two samples, which agree in float64",
     Method.MICRO_BATCH_FLOOR: "by the noise floor of a micro-batch and float64 on two samples",
     Method.TOLERANCE: "by the tolerances that were asked for",
 }

@@ -42,9 +42,9 @@ def row(
         ("bfloat16: 16 of its own u", 16 * U16, Grounds(Method.WORKING_PRECISION, U16), OPEN),
         ("Σ|terms| of a sum", 16 * U32 * 10, Grounds(Method.WORKING_PRECISION, U32, terms=10.0), OPEN),
         ("terms that allow more than 1e-5", 16 * U32, Grounds(Method.WORKING_PRECISION, U32, terms=11.0), OPEN),
-        ("4 floors of a micro-batch", 4e-6, Grounds(Method.MICRO_BATCH_FLOOR, U32, floor=1e-6), OPEN),
-        ("4 floors that are more than 1e-5", 16 * U32, Grounds(Method.MICRO_BATCH_FLOOR, U32, floor=3e-6), OPEN),
-        ("a micro-batch without this gradient", 16 * U32, Grounds(Method.MICRO_BATCH_FLOOR, U32), OPEN),
+        ("8 times the rounding of two samples", 8e-6, Grounds(Method.TWO_SAMPLES, U32, floor=1e-6), OPEN),
+        ("rounding of more than 1e-5", 9.9e-6, Grounds(Method.TWO_SAMPLES, U32, floor=3e-6), OPEN),
+        ("two samples without this gradient", 16 * U32, Grounds(Method.TWO_SAMPLES, U32), OPEN),
         ("terms smaller than the norm say nothing", 16 * U32, Grounds(Method.WORKING_PRECISION, U32, terms=0.5), OPEN),
         ("float64: 4 u32, for casts that hide", 4 * U32, Grounds(Method.FLOAT64_CONTROL, U64), FAULT),
         ("float64: of the terms", 4 * U32 * 9, Grounds(Method.FLOAT64_CONTROL, U64, terms=9.0), FAULT),
@@ -118,7 +118,7 @@ def test_a_gradient_that_is_the_rounding_of_its_terms_is_explained_by_them() -> 
 
 
 def test_a_floor_explains_no_gradient_that_is_no_larger_than_itself() -> None:
-    assert decide(row(1e-6, 1e-6), Grounds(Method.MICRO_BATCH_FLOOR, U32, floor=1e-6)).outcome is OPEN
+    assert decide(row(1e-6, 1e-6), Grounds(Method.TWO_SAMPLES, U32, floor=1e-6)).outcome is OPEN
 
 
 def test_what_vanishes_is_relative_to_the_arithmetic_that_decided() -> None:

@@ -8,6 +8,8 @@ import problems_small
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 import gaverify
 from gaverify import Outcome, Problem
@@ -34,7 +36,7 @@ def open_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def quiet() -> Problem:
-    """A small network whose rounding is a few floors at most, and which is equivalent."""
+    """A small network whose rounding two samples tell, and which is equivalent."""
     return problems_small.planted("mlp", "weight", 0.0)[0]
 
 
@@ -42,8 +44,8 @@ def quiet() -> Problem:
 def test_a_few_open_parameters_are_settled_by_a_part() -> None:
     verdict = gaverify.verify(quiet(), steps=4)
     assert verdict.outcome is Outcome.EQUIVALENT
-    assert verdict.method == Method.MICRO_BATCH_FLOOR
-    assert Method.MICRO_BATCH_FLOOR in methods(verdict) <= {Method.WORKING_PRECISION, Method.MICRO_BATCH_FLOOR}
+    assert verdict.method == Method.TWO_SAMPLES
+    assert Method.TWO_SAMPLES in methods(verdict) <= {Method.WORKING_PRECISION, Method.TWO_SAMPLES}
     assert verdict.resolution <= 1e-5
     assert "control" in verdict.timings
 
@@ -89,16 +91,65 @@ def test_weights_that_are_a_little_wrong_are_settled_by_no_part(monkeypatch: pyt
 WITHIN = ("convolutions", "early-gain", 1.5e-6, 3)
 
 
-def test_a_fault_within_the_floor_is_seen_by_two_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_within_their_rounding_is_seen_by_two_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     problem, options, _ = problems_small.planted(*WITHIN)
     verdict = refused(monkeypatch, problem, weighting=options["weighting"])
     assert verdict.outcome is Outcome.DIVERGENT
 
 
-def test_without_the_two_samples_the_floor_alone_would_have_hidden_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gaverify.verdict.part.two_samples_agree", lambda *_: True)
+def test_without_float64_their_rounding_alone_would_have_hidden_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gaverify.verdict.part._agree", lambda *_: True)
     verdict = gaverify.verify(problems_small.planted(*WITHIN)[0], steps=4, diagnose=False)
     assert verdict.outcome is Outcome.EQUIVALENT
+
+
+class Words(nn.Module):
+    """Classifies each word by itself, so that no micro-batch differs from another but in its targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(50, 16), nn.Linear(16, 50)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.tanh(self.table(words))).flatten(0, -2)
+
+
+@pytest.mark.parametrize("ignored", [0, 1])
+@pytest.mark.usefixtures("open_rows")
+def test_a_target_less_in_a_late_micro_batch_is_seen(ignored: int) -> None:
+    """One target of 160,000 that the loss ignores: 5e-6 of the gradient, and nothing of it in the first two samples."""
+    torch.manual_seed(0)
+    words, targets = torch.randint(50, (8, 20_000)), torch.randint(50, (8, 20_000))
+    targets[7, :ignored] = -100
+    problem = Problem(
+        Words(), lambda model, batch: cross_entropy(model(batch[0]), batch[1].flatten()), (words, targets)
+    )
+    verdict = gaverify.verify(problem, steps=4, diagnose=False)
+    assert verdict.outcome is (Outcome.DIVERGENT if ignored else Outcome.EQUIVALENT)
+
+
+@pytest.mark.usefixtures("open_rows")
+def test_checkpointing_that_forms_all_gradients_or_none_is_settled_as_well() -> None:
+    problem = quiet()
+
+    class Checkpointed(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.inner, x.requires_grad_(), use_reentrant=True)
+
+    verdict = gaverify.verify(Problem(Checkpointed(problem.model), problem.loss, problem.batch), steps=4)
+    assert verdict.outcome is Outcome.EQUIVALENT and verdict.method == Method.TWO_SAMPLES
+
+
+@pytest.mark.usefixtures("open_rows")
+def test_a_sum_over_the_samples_is_settled_as_a_mean_is() -> None:
+    problem = quiet()
+    summed = Problem(problem.model, lambda model, batch: problem.loss(model, batch) * len(batch[0]), problem.batch)
+    verdict = gaverify.verify(summed, steps=4, weighting="none")
+    assert verdict.outcome is Outcome.EQUIVALENT and verdict.method == Method.TWO_SAMPLES
 
 
 @pytest.mark.usefixtures("open_rows")
@@ -124,7 +175,7 @@ def test_a_fault_of_gaverifys_own_is_none_of_the_models(monkeypatch: pytest.Monk
     def broken(*_: Any) -> bool:
         raise TypeError("planted")
 
-    monkeypatch.setattr("gaverify.verdict.part.two_samples_agree", broken)
+    monkeypatch.setattr("gaverify.verdict.part.rounding_of_two_samples", broken)
     with pytest.raises(TypeError, match="planted"):
         gaverify.verify(quiet(), steps=4)
 
