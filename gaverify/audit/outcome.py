@@ -113,13 +113,19 @@ def _decided(request: Request, record: Record, findings: tuple[Finding, ...]) ->
     for update in record.updates:
         why = undecided(record, update)
         if why:
-            return Outcome.INCONCLUSIVE, why
+            return Outcome.INCONCLUSIVE, why + _launched_alone(request, record)
     if faults:
         codes = ", ".join(dict.fromkeys(f"{finding.code} {finding.name}" for finding in faults))
         return Outcome.INCONCLUSIVE, f"{_compared(record)}suspected, but not shown by any control: {codes}"
     if not record.updates:
         return Outcome.INCONCLUSIVE, "nothing was compared: the runs have no update in common"
-    told = _fewer(request, record) + _hidden(record) + _in_both_runs(record) + record.epochs
+    told = (
+        _fewer(request, record)
+        + _hidden(record)
+        + _in_both_runs(record)
+        + record.epochs
+        + _launched_alone(request, record)
+    )
     return Outcome.EQUIVALENT, _compared(record).rstrip("; ") + told
 
 
@@ -146,6 +152,13 @@ def _hidden(record: Record) -> str:
     if record.full_ranks < 2:
         return ""
     return f"; both runs trained in {record.full_ranks} ranks, so that faults of ranks cannot show"
+
+
+def _launched_alone(request: Request, record: Record) -> str:
+    """That a launcher made no ranks; empty where it did, or there is none."""
+    if not request.launcher or record.ranks > 1:
+        return ""
+    return "; the command of `--launcher` trained in one process: no ranks were compared"
 
 
 def _in_both_runs(record: Record) -> str:

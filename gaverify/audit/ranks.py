@@ -81,9 +81,13 @@ class RankedRun(Run):
                     ", ".join(f"{sum(event.kind == kind for event in events)} {kind}" for kind in _COUNTED)
                     for events in (streams[0], stream)
                 ]
+                common = min(run.updates for run in self.ranks)
+                fewer = f"; `--updates {common}` compares those that all ranks make" if common else ""
                 raise ProblemError(
                     f"the ranks of the accumulated run made different calls: {counts[0]} in rank 0 and {counts[1]} in "
                     f"rank {rank}; each rank must have as many batches as the others"
+                    + fewer
+                    * (common < max(run.updates for run in self.ranks))
                 )
 
     def gradients(self, round_: Round, *, summed: bool = False) -> dict[Place, torch.Tensor]:

@@ -85,6 +85,11 @@ def _other_data(record: Record, update: UpdateComparison) -> str:
         if record.unaligned:
             drawn = "; ".join(f"{name}: {why}" for name, why in record.unaligned.items())
             advice = f"what the loop drew could not be dealt out per sample: {drawn}"
+    if record.together is not None and 0 < data.accumulated - data.full < record.ranks:
+        advice = (
+            "a `DistributedSampler` repeats samples where the data does not divide by the ranks: `drop_last=True` "
+            "leaves them out"
+        )
     if record.together is not None and record.together.fed_alike:
         advice = (
             "ranks of tensor parallelism share their rows: does `--full` name the batch that one of them is fed?"
@@ -93,8 +98,9 @@ def _other_data(record: Record, update: UpdateComparison) -> str:
         )
     padded = " (after padding was taken off)" if data.padded else ""
     return (
-        f"update {update.number}: the runs did not see the same samples: {data.differing} rows of `{data.path}` "
-        f"differ{padded}; {rows}; {advice}"
+        f"update {update.number}: the runs did not see the same samples: {data.differing} "
+        f"{'row' if data.differing == 1 else 'rows'} of `{data.path}` {'differs' if data.differing == 1 else 'differ'}"
+        f"{padded}; {rows}; {advice}"
     )
 
 

@@ -5,7 +5,9 @@ What it finds
 Replicas that train alone: the model's own forward was called in place of the wrapper's, the wrapper was left out, every
 backward pass of the window ran under `no_sync`, or the reduction never took place for another reason. Likewise
 replicas whose reduced gradients one rank changes alone (`if rank == 0: clip_grad_norm_(…)`), and replicas that begin
-with different weights because nothing sent them rank 0's.
+with different weights because nothing sent them rank 0's. Of sharded models it holds what several ranks have alike: the
+copies of a shard under HSDP, weights that tensor parallelism leaves whole, and those that `fully_shard` was told to
+ignore, which nothing reduces.
 
 Why gradients diverge
 

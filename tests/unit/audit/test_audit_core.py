@@ -451,6 +451,28 @@ class TestWeights:
         report = report_of(Request("train.py", ("--a",), ("--b",), updates=1), found, (), (), META, {})
         assert report.outcome is Outcome.EQUIVALENT and report.reason.endswith(words or "gradients agree to rounding")
 
+    @pytest.mark.parametrize(("accumulated", "told"), [(9, True), (8, False), (16, False)])
+    def test_a_sampler_that_fills_up_is_told(self, accumulated: int, told: bool) -> None:
+        other = update(judged=False, data=RowCheck(8, accumulated, 1, "argument 1"))
+        several = record(RIGHT, "BSZ BSZ", updates=(other,), together=ranks(None, divergent=False), ranks=2)
+        reason = report_of(Request("train.py"), several, (), (), META, {}).reason
+        assert "1 row of `argument 1` differs" in reason
+        assert ("`drop_last=True` leaves them out" in reason) is told
+
+    @pytest.mark.parametrize(
+        ("launcher", "trained", "told"), [("torchrun", 1, True), ("torchrun", 2, False), ("", 1, False)]
+    )
+    @pytest.mark.parametrize("judged", [True, False])
+    def test_a_launcher_that_makes_no_ranks_is_told(
+        self, launcher: str, trained: int, told: bool, judged: bool
+    ) -> None:
+        request = Request("train.py", ("--a",), ("--b",), updates=1, launcher=tuple(launcher.split()))
+        made = update(judged=judged, data=RowCheck(8, 8, 0 if judged else 3, "argument 1"))
+        together = ranks(None, divergent=False) if trained > 1 else None
+        found = record(RIGHT, "BSZ BSZ", updates=(made,), ranks=trained, together=together)
+        reason = report_of(request, found, (), (), META, {}).reason
+        assert ("trained in one process: no ranks were compared" in reason) is told
+
     def test_an_update_that_is_not_judged_accuses_nobody(self) -> None:
         other = update(ratio=4.0, fit=fit(4.0), judged=False, data=RowCheck(8, 8, 3, "argument 1"))
         assert findings_for(record(RIGHT, "BSZ BSZ", updates=(other,))) == ()

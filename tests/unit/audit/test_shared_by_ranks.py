@@ -16,6 +16,7 @@ from gaverify.audit.recording.ranks import OwnGradients
 from gaverify.audit.recording.rows import input_rows
 from gaverify.audit.recording.sampling import Sample
 from gaverify.audit.same_data import check_rows
+from gaverify.errors import ProblemError
 from gaverify.records.audit import RowCheck, UpdateComparison
 from gaverify.records.comparison import Outcome
 from gaverify.records.ranks import RankFacts
@@ -148,3 +149,17 @@ def test_a_parameter_of_two_optimizers_is_listened_to_for_both() -> None:
     for index in range(2):
         taken = own.take(index)
         assert taken is not None and taken.tolist() == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(("updates", "told"), [(1, True), (0, False)])
+def test_ranks_with_fewer_batches_are_refused_with_the_updates_that_all_make(
+    tmp_path: Path, updates: int, told: bool
+) -> None:
+    """Where a rank joins the others' collectives (DDP's `join`), the updates that all make can be compared."""
+    runs = [run_of(tmp_path / str(at), FULL, FULL, rank=at, ranks=2) for at in range(2)]
+    runs[0].meta["updates"], runs[1].meta["updates"] = 2, updates  # type: ignore[index]
+    more = (runs[0].folder / "events.jsonl").read_text(encoding="utf-8")
+    (runs[0].folder / "events.jsonl").write_text(more * 2, encoding="utf-8")
+    with pytest.raises(ProblemError, match="must have as many batches as the others") as refused:
+        together(runs).events  # noqa: B018
+    assert ("`--updates 1` compares those that all ranks make" in str(refused.value)) is told
