@@ -63,7 +63,7 @@ from collections.abc import Iterator
 
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Finding
-from gaverify.records.ranks import RankFacts
+from gaverify.records.ranks import Engine, RankFacts
 from gaverify.rules.rule import Rule, controlled, measured
 from gaverify.rules.wording import backward_place
 
@@ -112,7 +112,7 @@ def _other_gradients(facts: Facts, ranks: RankFacts) -> Finding:
         text = f"with every backward pass reducing the difference from the full batch is {reduced:.0e}"
         evidence.append(controlled("ranks", text, left=reduced))
     why = "each changes them in its own way before it" if after else "they were not reduced"
-    remedy = "call the wrapper's forward, and run the window's last backward pass outside `no_sync`"
+    remedy = _remedy(ranks)
     if after:
         remedy = "let every rank do what changes the gradients after they were reduced: clip, scale, add noise"
     return RULE.finding(
@@ -122,3 +122,12 @@ def _other_gradients(facts: Facts, ranks: RankFacts) -> Finding:
         remedy=remedy + (": tested, equivalent" if repaired else ""),
         proven=proven or repaired,
     )
+
+
+def _remedy(ranks: RankFacts) -> str:
+    """What reduces the gradients, by how the ranks hold the model."""
+    if ranks.tensor_parallel:
+        return "feed ranks that hold parts of the same layers the same rows, so that what each holds whole is alike"
+    if ranks.engine is Engine.FSDP2:
+        return "average over the ranks what they hold whole beside their shards, or do not let `fully_shard` ignore it"
+    return "call the wrapper's forward, and run the window's last backward pass outside `no_sync`"

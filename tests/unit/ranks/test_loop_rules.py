@@ -130,3 +130,15 @@ def test_without_a_control_that_came_out_nothing_is_proven(facts: RankFacts) -> 
     assert finding is not None and not finding.proven
     assert "proven" not in " ".join(evidence.statement for evidence in finding.evidence).replace("not proven", "")
     assert "tested" not in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        (ranks(None, engine=None, apart=1.4), "outside `no_sync`"),
+        (ranks(None, engine=Engine.FSDP2, apart=1.4), "do not let `fully_shard` ignore it"),
+        (ranks(None, engine=None, apart=1.4, tensor_parallel=True), "the same rows"),
+    ],
+)
+def test_ranks_that_are_apart_get_the_remedy_of_their_engine(facts: RankFacts, words: str) -> None:
+    assert words in judged(facts)["GAV701"].remedy
