@@ -4,20 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
-from typing import Any
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from gaverify.errors import ProblemError
+from gaverify.errors import ProblemError, SpecError
 from gaverify.loading.adapting import as_loss, first_batch, has_training_step, training_step_loss
 from gaverify.passes import batching
 from gaverify.passes.devices import resolve_device
+from gaverify.passes.isolation import (
+    deterministic,
+    eager_when_compiled,
+    gradients_kept,
+    isolated_generators,
+    mode_set,
+    seed_everything,
+)
 from gaverify.passes.precision import DTYPES, converted
 from gaverify.passes.problem import Loss, Problem, Split
+from gaverify.passes.reference import Fitting
 from gaverify.passes.task import Task
+from gaverify.passes.weighting import check_weighting
 from gaverify.records.reference import Reference
+from gaverify.verdict.settings import Settings
+
+if TYPE_CHECKING:
+    from gaverify.spec import Spec
 
 Progress = Callable[[str, int, int], None]
 
@@ -47,6 +61,66 @@ def problem_of(
             "wrap several modules into an nn.ModuleDict"
         )
     return problem
+
+
+def settings_of(ranks: int | None, **words: Any) -> Settings:
+    """Returns what a verification is asked to do.
+
+    Args:
+        ranks: R, or None.
+        words: The fields of `Settings` as `verify` takes them; `steps` are those of one rank.
+
+    Raises:
+        ProblemError: A word is unknown, or options contradict each other.
+    """
+    steps = words["steps"] * (ranks or 1)
+    check_weighting(words["weighting"], steps)
+    check_choices(**{name: words[name] for name in ("mode", "strategy", "rtol", "atol", "exact")})
+    meant = {name: dtype_of(words[name]) for name in ("dtype", "autocast")}
+    return Settings(**{**words, **meant, "steps": steps, "reference": reference_of(words["reference"])})
+
+
+def settings_of_spec(spec: Spec) -> Settings:
+    """Returns what a spec asks a verification to do."""
+    return settings_of(spec.ranks, **{entry.name: getattr(spec, entry.name) for entry in fields(Settings)})
+
+
+def trimmed(problem: Problem, batch_size: int | None) -> Problem:
+    """Returns the problem with its first `batch_size` samples, where fewer were asked for than the factory made."""
+    if batch_size is None or problem.batch_size == batch_size:
+        return problem
+    try:
+        size = batching.batch_size_of(problem.batch, batch_size=problem.batch_size, split=problem.split)
+    except ProblemError:
+        return replace(problem, batch_size=batch_size)  # only the option tells
+    if batch_size > size:
+        raise SpecError(f"--batch-size {batch_size}: the factory made a batch of {size}; make it larger there")
+    if batch_size == size:
+        return replace(problem, batch_size=size)
+    batch = batching.take(problem.batch, 0, batch_size, size, problem.split)
+    return replace(problem, batch=batch, batch_size=batch_size)
+
+
+def prepared(stack: ExitStack, problem: Problem, settings: Settings) -> Task:
+    """Puts a problem where it shall run, seeded and with nothing left to chance, for as long as `stack` is open."""
+    modules = [module for module in (problem.model, problem.loss) if isinstance(module, nn.Module)]
+    for context in (
+        isolated_generators(),
+        deterministic(),
+        eager_when_compiled(modules),
+        mode_set(modules, settings.mode),
+        gradients_kept([p for module in modules for p in module.parameters()]),
+    ):
+        stack.enter_context(context)
+    task = task_of(stack, problem, modules, settings.steps, settings.device, settings.dtype, settings.autocast)
+    seed_everything(settings.seed)
+    return replace(
+        task,
+        weighting=settings.weighting,
+        ignore_index=settings.ignore_index,
+        strategy=settings.strategy,
+        fitting=Fitting(settings.reference, settings.spill),
+    )
 
 
 def task_of(

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,22 +14,11 @@ from torch import nn
 
 from gaverify.causes.investigation import investigate
 from gaverify.causes.listening import Heard
-from gaverify.errors import ProblemError, SpecError
-from gaverify.passes import batching
+from gaverify.loading import load_problem
 from gaverify.passes.devices import resolve_device
-from gaverify.passes.isolation import (
-    deterministic,
-    eager_when_compiled,
-    gradients_kept,
-    isolated_generators,
-    mode_set,
-    seed_everything,
-)
 from gaverify.passes.problem import Loss, Problem, Split
-from gaverify.passes.reference import Fitting
 from gaverify.passes.task import Task
-from gaverify.passes.weighting import check_weighting
-from gaverify.preparation import Progress, check_choices, dtype_of, problem_of, reference_of, reporter, task_of
+from gaverify.preparation import Progress, prepared, problem_of, reporter, settings_of, settings_of_spec, trimmed
 from gaverify.records.comparison import NotCompared, Outcome, ParameterComparison
 from gaverify.records.facts import Facts
 from gaverify.records.ranks import Engine
@@ -41,7 +31,9 @@ from gaverify.verdict.settings import Settings, Weighting, run_info
 from gaverify.verdict.tracing import traced
 
 if TYPE_CHECKING:
-    from gaverify.ranks.confirming import Ranks
+    from gaverify.origins import LoadedAfresh
+    from gaverify.ranks.window import Ranks
+    from gaverify.spec import Spec
 
 
 def verify(
@@ -106,8 +98,9 @@ def verify(
         spill: Put the full batch's gradients on disk, so that one set of gradients at a time is in memory.
         name: How reports call the model.
         ranks: R, 2 or more: K micro-batches on each of R ranks, processes on this machine, against one full batch.
+            Where there is an accelerator they are fresh ones, for which model, loss and batch are pickled.
         engine: "ddp" or "fsdp2", for `ranks`.
-        timeout: Seconds that a window on the ranks may take; None waits for ever.
+        timeout: Seconds that a window on the ranks may take, with the start of fresh ones; None waits for ever.
         progress: Called as `progress(description, done, total)`.
 
     Returns:
@@ -117,17 +110,15 @@ def verify(
         ProblemError: The problem cannot be verified; the message says what is wrong, and where.
     """
     problem = problem_of(model, loss, batch, split, batch_size, name)
-    total = steps * (ranks or 1)
-    check_weighting(weighting, total)
-    check_choices(mode=mode, strategy=strategy, rtol=rtol, atol=atol, exact=exact)
-    settings = Settings(
-        steps=total,
+    settings = settings_of(
+        ranks,
+        steps=steps,
         weighting=weighting,
         device=device,
-        dtype=dtype_of(dtype),
+        dtype=dtype,
         seed=seed,
         mode=mode,
-        autocast=dtype_of(autocast),
+        autocast=autocast,
         strategy=strategy,
         rtol=rtol,
         atol=atol,
@@ -137,40 +128,55 @@ def verify(
         lr=lr,
         diagnose=diagnose,
         exact=exact,
-        reference=reference_of(reference),
+        reference=reference,
         spill=spill,
     )
+    return _on_ranks_or_alone(problem, settings, ranks, engine, timeout, None, progress)
+
+
+def verify_spec(spec: Spec, progress: Progress | None = None) -> Verdict:
+    """Builds the problem of a spec and verifies it."""
+    problem = trimmed(load_problem(spec), spec.batch_size)
+    problem = problem_of(problem, None, None, None, None, spec.model)
+    settings = settings_of_spec(spec)
+    verdict = _on_ranks_or_alone(problem, settings, spec.ranks, spec.engine, spec.timeout, spec, progress)
+    return replace(verdict, spec=spec.to_dict())
+
+
+def _on_ranks_or_alone(
+    problem: Problem,
+    settings: Settings,
+    ranks: int | None,
+    engine: str | Engine,
+    timeout: float | None,
+    spec: Spec | None,
+    progress: Progress | None,
+) -> Verdict:
+    """Verifies here, or, with ranks, in a coordinator: forked, or fresh where no fork can use the device."""
     if ranks is None:
         return _verified(problem, settings, None, progress)
     from gaverify.ranks.coordinating import coordinated, ranks_wanted
 
-    wanted = ranks_wanted(ranks, steps, engine, timeout, problem, resolve_device(device), strategy, rtol)
-    return coordinated(lambda report: _verified(problem, settings, wanted, report), progress)
+    wanted = ranks_wanted(ranks, settings, engine, timeout, problem, resolve_device(settings.device))
+    if not wanted.fresh:
+        return coordinated(lambda report: _verified(problem, settings, wanted, report), progress)
+    from gaverify.origins import left
+
+    with left(problem, settings, spec) as origin:
+        return coordinated(partial(_verified_afresh, origin, wanted), progress, wanted.device)
+
+
+def _verified_afresh(origin: LoadedAfresh, ranks: Ranks, progress: Progress | None) -> Verdict:
+    """Verifies what a fresh coordinator loads, which tells its ranks what it found."""
+    problem = origin.problem()
+    return _verified(problem, origin.settings, replace(ranks, origin=origin.known(problem)), progress)
 
 
 def _verified(problem: Problem, settings: Settings, ranks: Ranks | None, progress: Progress | None) -> Verdict:
     """Verifies in this process, or, in a coordinator that may join process groups, on ranks."""
     started = time.perf_counter()
-    modules = [module for module in (problem.model, problem.loss) if isinstance(module, nn.Module)]
     with ExitStack() as stack:
-        for context in (
-            isolated_generators(),
-            deterministic(),
-            eager_when_compiled(modules),
-            mode_set(modules, settings.mode),
-            gradients_kept([p for module in modules for p in module.parameters()]),
-        ):
-            stack.enter_context(context)
-        task = task_of(stack, problem, modules, settings.steps, settings.device, settings.dtype, settings.autocast)
-        task = replace(
-            task,
-            weighting=settings.weighting,
-            ignore_index=settings.ignore_index,
-            strategy=settings.strategy,
-            progress=reporter(progress, settings.steps),
-            fitting=Fitting(settings.reference, settings.spill),
-        )
-        seed_everything(settings.seed)
+        task = replace(prepared(stack, problem, settings), progress=reporter(progress, settings.steps))
         judgement, facts = _judged(task, settings, ranks)
         findings = with_excerpts(findings_for(facts))
         outcome = judgement.outcome(findings)
@@ -210,56 +216,6 @@ def _judged(task: Task, settings: Settings, ranks: Ranks | None) -> tuple[Judgem
     facts = investigate(task, judgement, diagnose=settings.diagnose, heard=heard)
     judgement.timings["diagnosis"] = time.perf_counter() - begun
     return judgement, facts
-
-
-def verify_spec(spec: Any, progress: Progress | None = None) -> Verdict:
-    """Builds the problem of a `gaverify.spec.Spec` and verifies it."""
-    from gaverify.loading import load_problem
-
-    problem = trimmed(load_problem(spec), spec.batch_size)
-    verdict = verify(
-        problem,
-        steps=spec.steps,
-        weighting=spec.weighting,
-        device=spec.device,
-        dtype=spec.dtype,
-        seed=spec.seed,
-        mode=spec.mode,
-        autocast=spec.autocast,
-        strategy=spec.strategy,
-        rtol=spec.rtol,
-        atol=spec.atol,
-        ignore_index=spec.ignore_index,
-        trace=spec.trace,
-        optimizer=spec.optimizer,
-        lr=spec.lr,
-        diagnose=spec.diagnose,
-        exact=spec.exact,
-        reference=spec.reference,
-        spill=spec.spill,
-        ranks=spec.ranks,
-        engine=spec.engine,
-        timeout=spec.timeout,
-        name=spec.model,
-        progress=progress,
-    )
-    return replace(verdict, spec=spec.to_dict())
-
-
-def trimmed(problem: Problem, batch_size: int | None) -> Problem:
-    """Returns the problem with its first `batch_size` samples, where fewer were asked for than the factory made."""
-    if batch_size is None or problem.batch_size == batch_size:
-        return problem
-    try:
-        size = batching.batch_size_of(problem.batch, batch_size=problem.batch_size, split=problem.split)
-    except ProblemError:
-        return replace(problem, batch_size=batch_size)  # only the option tells
-    if batch_size > size:
-        raise SpecError(f"--batch-size {batch_size}: the factory made a batch of {size}; make it larger there")
-    if batch_size == size:
-        return replace(problem, batch_size=size)
-    batch = batching.take(problem.batch, 0, batch_size, size, problem.split)
-    return replace(problem, batch=batch, batch_size=batch_size)
 
 
 def assert_equivalent(

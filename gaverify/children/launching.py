@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 _KEEPER = str(Path(__file__).with_name("keeper.py"))
+# The child gets this process's own search path; `-P` keeps the current folder from shadowing the standard library.
+_START = "import sys; sys.path[:] = sys.argv[1:]; from {} import main; main()"
 _PATIENCE = 10.0  # seconds; the keeper itself needs two at most, for a child that ignores SIGTERM
 
 
@@ -40,6 +42,11 @@ class Kept:
             if stream is not None:
                 with contextlib.suppress(OSError):
                     stream.close()
+
+
+def python(module: str) -> list[str]:
+    """Returns the command that runs `main()` of a module of gaverify's in a fresh process."""
+    return [sys.executable, "-P", "-c", _START.format(module), *sys.path]
 
 
 def started(command: Sequence[str], **options: Any) -> Kept:

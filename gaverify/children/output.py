@@ -1,4 +1,4 @@
-"""What a child said before it failed: the cause in a line, and the last lines of its output."""
+"""What a child says: its stdout, kept for its answer; the cause of a failure in a line, and its last lines."""
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ _TAIL = 15
 _READ = 1 << 14  # bytes of a log that are read from its end
 _NO_NUMPY = "UserWarning: Failed to initialize NumPy"
 _MARK = "Traceback (most recent call last):"
+
+
+def private_stdout() -> int:
+    """Returns a descriptor of stdout for the answer, and points what everybody else calls stdout at stderr."""
+    descriptor = os.dup(1)
+    os.dup2(2, 1)
+    return descriptor
 
 
 def last_lines(log: Path) -> list[str]:

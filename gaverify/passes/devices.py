@@ -5,6 +5,7 @@ Nothing else in gaverify asks for an accelerator by its name, but where a switch
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from gaverify.errors import ProblemError
 
 ACCELERATORS = ("cuda", "xpu", "mps")
 """Kinds of accelerators that torch has a module of, the one that `auto` prefers first; ROCm's answer to `cuda`."""
+
+RANKED = ("cpu", "cuda")
+"""Kinds of devices that gloo and NCCL know."""
 
 
 def _module(kind: str) -> Any:
@@ -86,6 +90,32 @@ def with_number(device: torch.device) -> torch.device:
     if device.index is not None or device.type not in ("cuda", "xpu"):
         return torch.device(device.type) if device.type in ("cpu", "mps") else device
     return torch.device(device.type, _module(device.type).current_device())
+
+
+def select_device(device: torch.device) -> None:
+    """Makes a device the one that its kind's name means in this process, as launchers of ranks do."""
+    if device.type in ("cuda", "xpu"):
+        _module(device.type).set_device(device)
+
+
+def devices_of_ranks(kind: str, count: int) -> list[torch.device]:
+    """Returns the device of each of R ranks: one of its own, as far as there are enough of the kind."""
+    if kind == "cpu":
+        return [torch.device(kind)] * count
+    there = _devices_of(kind)
+    return [there[rank % len(there)] for rank in range(count)]
+
+
+def backend_of(devices: Sequence[torch.device]) -> str:
+    """Returns what ranks on these devices talk through: NCCL, which refuses two of them on one, else gloo."""
+    own = devices[0].type == "cuda" and len(set(devices)) == len(devices) and torch.distributed.is_nccl_available()
+    return "cpu:gloo,cuda:nccl" if own else "gloo"
+
+
+def release_memory(device: torch.device) -> None:
+    """Hands cached memory of an accelerator back, for other processes to take."""
+    if counts_memory(device):
+        _module(device.type).empty_cache()
 
 
 def generator_state(device: torch.device) -> torch.Tensor:

@@ -24,7 +24,7 @@ from gaverify.passes.batching import fresh
 from gaverify.passes.devices import seed_torch
 from gaverify.passes.dispatch import Observed, PassMode
 from gaverify.passes.isolation import ModelState, foreign_generator_states, generator_states
-from gaverify.passes.randomness import Dealer, DrawRecord, Recomputing, Recorder
+from gaverify.passes.randomness import Dealer, DrawRecord, Recomputing, Recorder, named_modules
 from gaverify.passes.reference import estimated_needs, fitted, spilled
 from gaverify.passes.task import Task, loss_of, micro_batch_of, told_as_users
 from gaverify.passes.terms import Terms
@@ -245,6 +245,7 @@ def _pass(task: Task, state: ModelState) -> Iterator[None]:
     """One strategy's pass: no gradients at its start, the state and the generators restored at its end."""
     restore = generator_states()
     with ExitStack() as stack:
+        stack.enter_context(named_modules(task.modules))
         if task.math_kernels:
             from torch.nn.attention import SDPBackend, sdpa_kernel
 

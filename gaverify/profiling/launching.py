@@ -7,12 +7,11 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gaverify.children import ended_as_interrupted, started
+from gaverify.children import ended_as_interrupted, python, started
 from gaverify.errors import GaverifyError, InternalError
 from gaverify.records.comparison import Outcome
 from gaverify.records.profile import LABELS, Memory, Plan, Profile, Row, Seconds, Setting, Status
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, int, int], None]
 
-# The child gets this process's own search path; `-P` keeps the current folder from shadowing the standard library.
-_START = "import sys; sys.path[:] = sys.argv[1:]; from gaverify.profiling.worker import main; main()"
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(64 * 1024)}
 """Makes glibc return freed tensors to the system at once, see mallopt(3). By default much of it stays with the process,
 more or less by chance, and the high-water mark then tells of the allocator's habits rather than of the tensors."""
@@ -105,7 +102,7 @@ def run_job(job: dict[str, Any], report: Callable[[str], None] = lambda _: None)
     told: dict[str, Any] = {}
     with tempfile.TemporaryFile(mode="w+", encoding="utf-8", errors="replace") as stderr:
         kept = started(
-            [sys.executable, "-P", "-c", _START, *sys.path],
+            python("gaverify.profiling.worker"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,

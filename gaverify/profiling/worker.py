@@ -12,7 +12,10 @@ import platform
 import sys
 import traceback
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from typing import IO, Any
+
+from gaverify.children import private_stdout
 
 OUT_OF_MEMORY, DOES_NOT_FIT, FAILED, REFUSED, INTERNAL = (
     "out-of-memory",
@@ -26,7 +29,7 @@ OUT_OF_MEMORY, DOES_NOT_FIT, FAILED, REFUSED, INTERNAL = (
 def main() -> None:
     """Measures the row that the job on stdin describes."""
     job = json.load(sys.stdin)
-    channel = _private_stdout()
+    channel = os.fdopen(private_stdout(), "w", encoding="utf-8")
     _prefer_for_killing()
     try:
         _measure(job, channel)
@@ -95,7 +98,7 @@ def _loaded(spec: Any) -> Any:
     from gaverify.errors import GaverifyError, is_out_of_memory
     from gaverify.loading import load_problem
     from gaverify.passes.devices import resolve_device
-    from gaverify.verification import trimmed
+    from gaverify.preparation import trimmed
 
     try:
         resolve_device(spec.device)
@@ -115,13 +118,18 @@ def _checked_ranks(problem: Any, spec: Any, plan: Any) -> Any:
     if spec.ranks is None:
         return None
     from gaverify.errors import ProblemError
+    from gaverify.origins import LoadedAfresh
     from gaverify.passes.devices import resolve_device
+    from gaverify.preparation import settings_of_spec
     from gaverify.ranks.coordinating import ranks_wanted
 
     def wanted(steps: int) -> Any:
-        return ranks_wanted(
-            spec.ranks, steps, spec.engine, spec.timeout, problem, resolve_device(spec.device), "accumulate", None
+        settings = replace(
+            settings_of_spec(spec), steps=steps * spec.ranks, weighting="uniform", strategy="accumulate", rtol=None
         )
+        device = resolve_device(spec.device)
+        ranks = ranks_wanted(spec.ranks, settings, spec.engine, spec.timeout, problem, device)
+        return replace(ranks, origin=LoadedAfresh(settings, spec).known(problem))
 
     try:
         wanted(1)
@@ -211,13 +219,6 @@ def _described(error: BaseException) -> dict[str, str]:
     if isinstance(error, GaverifyError) and error.exit_code == GaverifyError.exit_code:
         return {"kind": FAILED, "message": message}
     return {"kind": INTERNAL, "message": f"{type(error).__name__}: {message}"}
-
-
-def _private_stdout() -> IO[str]:
-    """Takes stdout for the messages, and points what everybody else calls stdout at stderr."""
-    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    return channel
 
 
 def _prefer_for_killing() -> None:

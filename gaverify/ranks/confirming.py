@@ -6,9 +6,9 @@ Shapes: R ranks, K micro-batches each; S sampled elements of all gradients toget
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -18,10 +18,10 @@ from gaverify.passes.precision import unit_roundoff
 from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.task import Task
 from gaverify.passes.weight_fit import SINGULAR_FLOAT32, fit_weights
-from gaverify.ranks.forking import run_forked
 from gaverify.ranks.gathering import gathers_with_gradient
 from gaverify.ranks.groups import group_of_one
-from gaverify.ranks.rank import RankReport, Window, merged, rank_task, sampled
+from gaverify.ranks.rank import RankReport, merged, reported, sampled
+from gaverify.ranks.window import Ranks, on_ranks, window_of
 from gaverify.records.comparison import Method, Outcome, ParameterComparison
 from gaverify.records.ranks import Engine, RankFacts, Traffic
 from gaverify.records.totals import relative_total
@@ -41,16 +41,6 @@ class Confirmation:
     rows: tuple[ParameterComparison, ...]
     facts: RankFacts
     method: Method
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """How many ranks there shall be, under which engine, and how long they may take."""
-
-    count: int
-    engine: Engine
-    timeout: float | None = None
-    waiting: Callable[[], None] = lambda: None
 
 
 def confirm(task: Task, judgement: Judgement, one: Judgement, ranks: Ranks, *, exact: bool = False) -> Confirmation:
@@ -89,7 +79,7 @@ def confirm(task: Task, judgement: Judgement, one: Judgement, ranks: Ranks, *, e
         buffers_apart=_buffers_apart(reports),
     )
     if facts.at_fault and facts.gathers:
-        _, repaired = _window(task, judgement.record, judgement.full, ranks, gathers_with_gradient)
+        _, repaired = _window(task, judgement.record, judgement.full, ranks, around=gathers_with_gradient)
         facts = replace(facts, gather_control=_apart_from(repaired, together))
     shares = facts.shares_to_try if facts.at_fault else ()
     if shares:
@@ -103,18 +93,13 @@ def _working(row: Difference, unit: float, scales: Mapping[str, float]) -> Groun
 
 
 def _window(
-    task: Task,
-    record: DrawRecord,
-    reference: PassResult,
-    ranks: Ranks,
-    around: Callable[[], AbstractContextManager[None]] = nullcontext,
-    shares: tuple[float, ...] = (),
+    task: Task, record: DrawRecord, full: PassResult, ranks: Ranks, **differing: Any
 ) -> tuple[list[RankReport], Gradients]:
+    """Runs the ranks; `differing` are fields of the `Window` that are not those of the first one."""
     with working_folder("gaverify-ranks-") as folder:
-        window = Window(task, record, reference, ranks.engine, ranks.count, folder, around=around, shares=shares)
-        jobs = [(f"rank {rank} of {ranks.count}", rank_task(window, rank)) for rank in range(ranks.count)]
-        reports = run_forked(jobs, ranks.timeout, ranks.waiting)
-        return reports, merged(reports, list(task.parameters))
+        window = replace(window_of(task, record, full, ranks, folder), **differing)
+        reports = on_ranks(reported, window)
+        return reports, merged(reports, list(task.parameters), task.device)
 
 
 def _in_float64(
@@ -126,7 +111,7 @@ def _in_float64(
     with in_float64(task, judgement.state) as (lifted, state):
         with group_of_one():
             full, _ = full_batch_gradients(lifted, state, judgement.record, lift=True)
-        _, gradients = _window(lifted, judgement.record, full, ranks)
+        _, gradients = _window(lifted, judgement.record, full, ranks, lifted=True)
         rows = measure(gradients, full.gradients)
     return [
         decide(

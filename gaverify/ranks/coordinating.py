@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -15,37 +18,59 @@ import torch
 from gaverify.children import ended_as_interrupted, working_folder
 from gaverify.errors import ProblemError
 from gaverify.passes.batching import batch_size_of
+from gaverify.passes.devices import RANKED, available_devices, with_number
 from gaverify.passes.problem import Problem
-from gaverify.ranks.confirming import Ranks
 from gaverify.ranks.forking import run_forked
+from gaverify.ranks.fresh import run_fresh
 from gaverify.ranks.relaying import Relay
+from gaverify.ranks.window import Ranks
 from gaverify.records.ranks import Engine
+from gaverify.verdict.settings import Settings
 
 Answer = TypeVar("Answer")
 Progress = Callable[[str, int, int], None]
 
 
-def coordinated(work: Callable[[Progress | None], Answer], progress: Progress | None) -> Answer:
-    """Returns what `work` returns in a forked process; it is given a `progress` that reports in this one.
+def coordinated(
+    work: Callable[[Progress | None], Answer], progress: Progress | None, afresh: torch.device | None = None
+) -> Answer:
+    """Returns what `work` returns in a process of its own; it is given a `progress` that reports in this one.
+
+    Args:
+        work: What to run.
+        progress: Told how far it is.
+        afresh: None forks. A device: the process is a fresh one, which computes there; `work` must be picklable.
 
     Raises:
         GaverifyError: What `work` raised.
     """
-    relay = None if progress is None else Relay(progress)
-    try:
-        with ended_as_interrupted(), working_folder("gaverify-ranks-") as folder:
-
-            def judged() -> Answer:
-                # temporary files of a process that is killed would stay; the folder around them goes with this one
-                tempfile.tempdir = str(folder)
-                return work(None if relay is None else relay.send)
-
-            waiting = (lambda: None) if relay is None else relay.drain
-            (answer,) = run_forked([("the verification", judged)], waiting=waiting)
-    finally:
-        if relay is not None:
-            relay.close()
+    with ended_as_interrupted(), working_folder("gaverify-ranks-") as folder, ExitStack() as stack:
+        relay = None
+        if progress is not None:
+            relay = Relay(progress, folder)
+            stack.callback(relay.close)
+        job = "the verification", partial(_judged, work, folder, relay.sender if relay is not None else None)
+        waiting = relay.drain if relay is not None else lambda: None
+        if afresh is None:
+            (answer,) = run_forked([job], waiting=waiting)
+        else:
+            (answer,) = run_fresh([job], afresh, [afresh], waiting=waiting)
     return answer  # type: ignore[no-any-return]
+
+
+def _judged(work: Callable[[Progress | None], Answer], folder: Path, progress: Progress | None) -> Answer:
+    # temporary files of a process that is killed would stay; the folder around them goes with this one
+    tempfile.tempdir = str(folder)
+    return work(progress)
+
+
+def needs_fresh(device: torch.device) -> bool:
+    """Whether processes that compute there cannot be forked.
+
+    No accelerator can be used after a fork. Where there is one, autograd has threads for it from the first backward on,
+    and refuses to run on the CPU as well in a process that was forked then.
+    """
+    return device.type != "cpu" or len(available_devices()) > 1
 
 
 def _engine_of(word: str | Engine) -> Engine:
@@ -63,41 +88,41 @@ def _engine_of(word: str | Engine) -> Engine:
 
 def ranks_wanted(
     count: int,
-    steps: int,
+    settings: Settings,
     engine: str | Engine,
     timeout: float | None,
     problem: Problem,
     device: torch.device | None,
-    strategy: str,
-    rtol: float | None,
 ) -> Ranks:
     """Returns what to run on ranks.
 
     Args:
         count: R, 2 or more.
-        steps: K, the micro-batches of each.
+        settings: What else is asked for; its steps are K · R.
         engine: Or its name.
         timeout: Seconds for one window; None waits for ever.
         problem: With the live model.
         device: Where the run shall be; None: where the model is.
-        strategy: As `verify` takes it.
-        rtol: As `verify` takes it.
 
     Raises:
         ProblemError: The problem cannot be run on ranks; the message says what to change.
     """
     if count < 2:
         raise ProblemError(f"ranks = {count}: one rank is what a run without `ranks` verifies; write ranks = 2 or more")
-    if strategy != "accumulate" or rtol is not None:
-        other = "rtol and atol" if rtol is not None else f"strategy {strategy!r}"
+    if settings.strategy != "accumulate" or settings.rtol is not None:
+        other = "rtol and atol" if settings.rtol is not None else f"strategy {settings.strategy!r}"
         raise ProblemError(f"{other} cannot be combined with ranks; leave one of them out")
     where = device or next((p.device for p in problem.model.parameters()), torch.device("cpu"))
-    if where.type != "cpu":
+    if where.type not in RANKED:
         raise ProblemError(
-            f"ranks are forked processes, which cannot compute on {where}; write device='cpu', where the same faults "
-            "show, or audit the training script under its launcher"
+            f"ranks run on CPUs and on CUDA devices, not on {where}; write device='cpu', where the same faults show"
         )
-    total, size = count * steps, batch_size_of(problem.batch, count * steps, problem.batch_size, problem.split)
+    spread = {parameter.device for parameter in problem.model.parameters()}
+    if device is None and len(spread) > 1:
+        places = " and ".join(sorted(map(str, spread)))
+        raise ProblemError(f"the model lies on {places}: a rank has one device; write device={where.type!r}")
+    total, steps = settings.steps, settings.steps // count
+    size = batch_size_of(problem.batch, total, problem.batch_size, problem.split)
     if total > size:
         each = "1 micro-batch" if steps == 1 else f"{steps} micro-batches"
         raise ProblemError(
@@ -106,4 +131,4 @@ def ranks_wanted(
         )
     if not torch.distributed.is_available():
         raise ProblemError("this torch was built without torch.distributed; ranks cannot be run")
-    return Ranks(count, _engine_of(engine), timeout)
+    return Ranks(count, _engine_of(engine), with_number(where), timeout, needs_fresh(where))

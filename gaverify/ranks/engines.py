@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from gaverify.errors import ProblemError
 from gaverify.passes.task import Task
@@ -89,13 +91,16 @@ def _sharded(task: Task, reach: Reach) -> Task:
             "use a larger batch or engine ddp"
         )
     model, loss = task.problem.model, task.problem.loss
+    # the group that there is, on the model's device: by default torch takes an accelerator wherever there is one, and
+    # makes a group of NCCL for it
+    mesh = DeviceMesh.from_group(dist.group.WORLD, task.device.type)  # type: ignore[arg-type]
     for block, calls in zip(list(blocks(model)), reach.calls, strict=True):
         if all(calls):
-            fully_shard(block)
-    fully_shard(model)
+            fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     parameters = dict(model.named_parameters())
     if isinstance(loss, nn.Module) and _trains_more(loss, model):
-        fully_shard(loss)
+        fully_shard(loss, mesh=mesh)
         parameters |= {f"loss.{name}": parameter for name, parameter in loss.named_parameters()}
     return replace(task, parameters={name: parameters[name] for name in task.parameters})
 

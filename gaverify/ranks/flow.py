@@ -6,12 +6,15 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from torch import nn
+
 from gaverify.causes.investigation import investigate
 from gaverify.errors import ProblemError
 from gaverify.passes.batching import micro_batch_sizes
 from gaverify.passes.task import Task
-from gaverify.ranks.confirming import Ranks, confirm
+from gaverify.ranks.confirming import confirm
 from gaverify.ranks.groups import group_of_one
+from gaverify.ranks.window import Ranks
 from gaverify.records.comparison import Outcome
 from gaverify.records.facts import Facts
 from gaverify.verdict.judging import Judgement, judge
@@ -20,8 +23,9 @@ from gaverify.verdict.judging import Judgement, judge
 def judge_on_ranks(task: Task, ranks: Ranks, *, diagnose: bool, exact: bool = False) -> tuple[Judgement, Facts]:
     """Returns the verdict on the ranks' gradient, and everything that was measured.
 
-    The diagnosis runs in one process: on K · R micro-batches, or, where the code calls `torch.distributed` itself and
-    so sees the samples of all ranks at once, on K micro-batches that hold what the ranks hold together.
+    The diagnosis runs in one process: on K · R micro-batches, or, where the code calls `torch.distributed` itself (or
+    a `SyncBatchNorm` does) and so sees the samples of all ranks at once, on K micro-batches that hold what the ranks
+    hold together.
 
     Args:
         task: Cut into K · R micro-batches.
@@ -39,7 +43,7 @@ def judge_on_ranks(task: Task, ranks: Ranks, *, diagnose: bool, exact: bool = Fa
     with group_of_one() as meter:
         judgement = judge(task, rtol=None, atol=None, keep_gradients=True, exact=exact)
         whole = judgement
-        if meter.traffic.count():
+        if meter.traffic.count() or _shares_statistics(task):
             sizes = micro_batch_sizes(task.batch_size, task.steps // ranks.count)
             task_of_one = replace(task, sizes=sizes, weighting=_together(task.weighting, ranks.count))
             whole = judge(task_of_one, rtol=None, atol=None, keep_gradients=True, exact=exact)
@@ -54,6 +58,12 @@ def judge_on_ranks(task: Task, ranks: Ranks, *, diagnose: bool, exact: bool = Fa
     if not any(row.outcome is Outcome.DIVERGENT for row in confirmation.rows):
         facts = replace(facts, compared=replace(facts.compared, rows=confirmation.rows, method=confirmation.method))
     return judgement, replace(facts, ranks=confirmation.facts)
+
+
+def _shares_statistics(task: Task) -> bool:
+    """Whether a module takes statistics over all ranks, which it does without a call in a group of one."""
+    modules = (module for root in task.modules for module in root.modules())
+    return any(isinstance(module, nn.SyncBatchNorm) and module.training for module in modules)
 
 
 def _together(weighting: Any, count: int) -> Any:

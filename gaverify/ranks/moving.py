@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 
 from gaverify.children import working_folder
 from gaverify.passes.batching import micro_batch_sizes
+from gaverify.passes.devices import backend_of
 from gaverify.passes.gradients import PassProbe, full_batch_gradients
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.task import Task
-from gaverify.ranks.confirming import Ranks
 from gaverify.ranks.engines import wrapped
-from gaverify.ranks.forking import run_forked
 from gaverify.ranks.groups import alone, joined
 from gaverify.ranks.loops import Scaled, Synchronised
-from gaverify.ranks.rank import Kept, Window, accumulated, by_itself
+from gaverify.ranks.rank import Kept, accumulated, by_itself
 from gaverify.ranks.traffic import TrafficMeter
+from gaverify.ranks.window import Ranks, Window, on_ranks, window_of
 from gaverify.records.ranks import Moved, Traffic
 
 
@@ -38,9 +37,7 @@ def moved(task: Task, state: ModelState, steps: int, ranks: Ranks) -> Moved:
     with alone():  # a loss may ask `torch.distributed` for its rank
         reference, record = full_batch_gradients(task, state)
     with working_folder("gaverify-ranks-") as folder:
-        window = Window(task, record, reference, ranks.engine, ranks.count, folder)
-        jobs = [(f"rank {rank} of {ranks.count}", _counts(window, rank)) for rank in range(ranks.count)]
-        found = run_forked(jobs, ranks.timeout, ranks.waiting)
+        found = on_ranks(_counted, window_of(task, record, reference, ranks, folder))
     return Moved(max((once for once, _ in found), key=_order), max((every for _, every in found), key=_order))
 
 
@@ -48,22 +45,23 @@ def _order(traffic: Traffic) -> tuple[int, int]:
     return traffic.bytes_moved, traffic.count()
 
 
-def _counts(window: Window, rank: int) -> Callable[[], tuple[Traffic, Traffic]]:
-    """Returns what the process of a rank does: windows that do not count, then one of each kind."""
-
-    def work() -> tuple[Traffic, Traffic]:
-        own = range(rank, len(window.task.sizes), window.ranks)
-        with joined(rank, window.ranks, window.folder / "store", window.backend), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            _, reach = by_itself(window, own, TrafficMeter())
-            task = wrapped(window.task, window.engine, reach)
-            once = Synchronised(task, window.engine, own[-1], window.ranks)
-            for _ in range(2):  # DDP sorts its buckets anew when the window after its first reduction reduces
-                _window(window, task, own, once)
-            # the last micro-batch of `once` leaves FSDP2's reduction on, as `Scaled` needs it
-            return _window(window, task, own, once), _window(window, task, own, Scaled(window.ranks))
-
-    return work
+def _counted(window: Window, rank: int) -> tuple[Traffic, Traffic]:
+    """What the process of a rank does: windows that do not count, then one of each kind."""
+    count, engine = window.ranks.count, window.ranks.engine
+    with (
+        window.task(rank) as bare,
+        joined(rank, count, window.folder / "store", backend_of(window.ranks.devices)),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        own = range(rank, len(bare.sizes), count)
+        _, reach = by_itself(window, bare, own, TrafficMeter())
+        task = wrapped(bare, engine, reach)
+        once = Synchronised(task, engine, own[-1], count)
+        for _ in range(2):  # DDP sorts its buckets anew when the window after its first reduction reduces
+            _window(window, task, own, once)
+        # the last micro-batch of `once` leaves FSDP2's reduction on, as `Scaled` needs it
+        return _window(window, task, own, once), _window(window, task, own, Scaled(count))
 
 
 def _window(window: Window, task: Task, own: range, probe: PassProbe) -> Traffic:

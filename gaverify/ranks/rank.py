@@ -5,11 +5,7 @@ Shapes: R ranks, K micro-batches each; rank r runs the micro-batches r, R + r, 2
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,33 +13,20 @@ from typing import Any
 import torch
 
 from gaverify.errors import ProblemError
+from gaverify.passes.devices import backend_of
 from gaverify.passes.gradients import Gradients, PassProbe, PassResult, accumulated_gradients
 from gaverify.passes.isolation import ModelState
-from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.shards import is_sharded, offset_of_shard
 from gaverify.passes.task import Task
+from gaverify.ranks.digests import digest_of
 from gaverify.ranks.engines import Reach, of_all, wrapped
 from gaverify.ranks.groups import joined
 from gaverify.ranks.loops import Alone, Synchronised
 from gaverify.ranks.traffic import TrafficMeter
+from gaverify.ranks.window import Window
 from gaverify.records.ranks import Engine, Traffic
 
 SAMPLED = 1 << 12  # elements per parameter of a rank's own gradient: enough to fit R weights
-
-
-@dataclass(frozen=True)
-class Window:
-    """What every rank is told: the problem, the reference, where files go, and what is entered around its window."""
-
-    task: Task
-    record: DrawRecord
-    reference: PassResult
-    engine: Engine
-    ranks: int
-    folder: Path
-    backend: str = "gloo"
-    around: Callable[[], AbstractContextManager[None]] = nullcontext
-    shares: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -85,61 +68,60 @@ class Kept(ModelState):
         """Restores nothing."""
 
 
-def rank_task(window: Window, rank: int) -> Callable[[], RankReport]:
-    """Returns what the process of a rank does: join the group, run its window, leave the group."""
-
-    def work() -> RankReport:
-        with (
-            joined(rank, window.ranks, window.folder / "store", window.backend),
-            warnings.catch_warnings(),
-            window.around(),
-        ):
-            warnings.simplefilter("ignore")
-            return _run(window, rank)
-
-    return work
+def reported(window: Window, rank: int) -> RankReport:
+    """What the process of a rank does: join the group, run its window, leave the group."""
+    with (
+        window.task(rank) as task,
+        joined(rank, window.ranks.count, window.folder / "store", backend_of(window.ranks.devices)),
+        warnings.catch_warnings(),
+        window.around(),
+    ):
+        warnings.simplefilter("ignore")
+        return _run(window, task, rank)
 
 
-def _run(window: Window, rank: int) -> RankReport:
-    own = range(rank, len(window.task.sizes), window.ranks)
+def _run(window: Window, bare: Task, rank: int) -> RankReport:
+    count, engine = window.ranks.count, window.ranks.engine
+    own = range(rank, len(bare.sizes), count)
     calls, traffic = TrafficMeter(), TrafficMeter()
-    alone, reach = by_itself(window, own, calls)
-    task = wrapped(window.task, window.engine, reach)
+    alone, reach = by_itself(window, bare, own, calls)
+    task = wrapped(bare, engine, reach)
     with traffic.counting():
         share = window.shares[rank] if window.shares else 1.0
-        probe = Synchronised(task, window.engine, own[-1], window.ranks, share)
+        probe = Synchronised(task, engine, own[-1], count, share)
         together = accumulated(window, task, Kept(), own, probe)
     shards = {name: _shard(gradient) for name, gradient in together.gradients.items()}
     file = None
-    if rank == 0 or window.engine is Engine.FSDP2:
+    if rank == 0 or engine is Engine.FSDP2:
         file = window.folder / f"rank-{rank}.pt"
         torch.save(shards, file)
     return RankReport(
         file,
-        _digest(shards),
+        digest_of({name: shard.values for name, shard in shards.items()}),
         {name: sampled(shard.values) for name, shard in shards.items()},
         {name: sampled(gradient) for name, gradient in alone.gradients.items()},
         traffic.traffic,
         calls.traffic,
-        dict(together.buffers),
+        {name: buffer.cpu() for name, buffer in together.buffers.items()},
         together.loss,
     )
 
 
-def by_itself(window: Window, own: range, calls: TrafficMeter) -> tuple[PassResult, Reach]:
+def by_itself(window: Window, task: Task, own: range, calls: TrafficMeter) -> tuple[PassResult, Reach]:
     """Returns what a rank's own micro-batches give without an engine, and what those of all ranks reach.
 
     Args:
         window: What to run.
+        task: With the bare model.
         own: The rank's micro-batches.
         calls: Counts the collectives of the user's own code.
     """
-    bare = Alone(window.task, window.ranks)
+    bare = Alone(task, window.ranks.count)
     with calls.counting():
         # a state of its own: the parent's would set the parent's number of threads again, which were not forked
-        state = ModelState(window.task.modules, (window.task.problem.loss,))
-        alone = accumulated(window, window.task, state, own, bare)
-    reaches: list[Any] = [None] * window.ranks
+        state = ModelState(task.modules, (task.problem.loss,))
+        alone = accumulated(window, task, state, own, bare)
+    reaches: list[Any] = [None] * window.ranks.count
     torch.distributed.all_gather_object(reaches, bare.reach)
     return alone, of_all(reaches)
 
@@ -186,25 +168,13 @@ def sampled(gradient: torch.Tensor | None) -> torch.Tensor:
     return flat[:: -(-flat.numel() // SAMPLED) or 1].detach().to("cpu", torch.float64)
 
 
-def _digest(shards: dict[str, Shard]) -> str:
-    digest = hashlib.sha256()
-    for name, shard in shards.items():
-        digest.update(name.encode())
-        if shard.values is not None:
-            dense = shard.values.to_dense() if shard.values.layout is not torch.strided else shard.values
-            dense = dense.detach().cpu().contiguous()
-            # the tensor's own memory, without a copy and without NumPy
-            digest.update((ctypes.c_char * dense.nbytes).from_address(dense.data_ptr()))
-    return digest.hexdigest()
-
-
-def merged(reports: list[RankReport], names: list[str]) -> Gradients:
-    """Returns the whole gradients: rank 0's replica, or every shard in its place."""
+def merged(reports: list[RankReport], names: list[str], device: torch.device) -> Gradients:
+    """Returns the whole gradients on a device: rank 0's replica, or every shard in its place."""
     gradients: dict[str, torch.Tensor | None] = dict.fromkeys(names)
     for report in reports:
         if report.file is None:
             continue
-        for name, shard in torch.load(report.file, weights_only=False).items():
+        for name, shard in torch.load(report.file, map_location=device, weights_only=False).items():
             if shard.values is None:
                 continue
             if tuple(shard.values.shape) == shard.shape:

@@ -5,6 +5,9 @@ Each works in a group of one as well, which is what the full batch is computed i
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -125,6 +128,41 @@ def noisy_on_ranks() -> Problem:
     model = nn.Sequential(nn.Linear(FEATURES, 16), nn.Dropout(0.3), nn.ReLU(), nn.Linear(16, 3))
     inputs, classes = _tokens()
     return Problem(model, lambda m, b: cross_entropy(m(b[0]), b[1]), (inputs, classes.clamp(min=0)))
+
+
+class PerSample(nn.Module):
+    """Draws for one sample after the other: neither the order of a rank's draws nor their contents tell whose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(FEATURES, 8), nn.Linear(8, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        rows = [self.body(row) * torch.rand(8, device=row.device) * random.random() for row in inputs]
+        return self.head(torch.stack(rows))  # type: ignore[no-any-return]
+
+
+def _cross_entropy(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return cross_entropy(model(batch[0]), batch[1].clamp(min=0))
+
+
+def drawing_per_sample() -> Problem:
+    """Draws of torch and of Python in a loop over the samples, which a rank finds by the place in the code."""
+    torch.manual_seed(5)
+    return Problem(PerSample(), _cross_entropy, _tokens())
+
+
+def normalised() -> Problem:
+    """A BatchNorm, whose statistics are those of a rank's own micro-batch."""
+    torch.manual_seed(6)
+    model = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    return Problem(model, _cross_entropy, _tokens())
+
+
+def synchronised() -> Problem:
+    """A SyncBatchNorm, which takes them over all ranks."""
+    problem = normalised()
+    return replace(problem, model=nn.SyncBatchNorm.convert_sync_batchnorm(problem.model))
 
 
 def tied_on_ranks() -> Problem:

@@ -38,6 +38,7 @@ CASES = (
     Case(ranks.gathered_with_gradient, 1, frozenset()),
     Case(ranks.gathered_with_gradient, 2, frozenset({"GAV103"})),
     Case(ranks.noisy_on_ranks, 2, frozenset()),
+    Case(ranks.drawing_per_sample, 2, frozenset()),
     Case(ranks.tied_on_ranks, 2, frozenset()),
     Case(ranks.reading_its_rank, 1, frozenset({"GAV703"})),
     Case(ranks.routed_experts, 2, frozenset()),

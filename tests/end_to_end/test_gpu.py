@@ -1,10 +1,15 @@
-"""On a CUDA device: the verdict, the diagnosis where the model is, and one synchronisation for the comparison."""
+"""On a CUDA device: the verdict, the diagnosis where the model is, one synchronisation for the comparison, and ranks.
+
+Two ranks share one device through gloo, or have one each through NCCL: whichever the machine allows.
+"""
 
 from __future__ import annotations
 
+import os
 import warnings
 
 import problems_coupling
+import problems_ranks
 import pytest
 import torch
 from problems import classified, fault_codes, story
@@ -12,7 +17,10 @@ from torch import nn
 
 import gaverify
 from gaverify import Outcome
+from gaverify.spec import Spec
+from gaverify.verification import verify_spec
 
+NOT_SIMULATED = pytest.mark.skipif("GAVERIFY_SIMULATED_DEVICE" in os.environ, reason="for a real device")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
@@ -54,3 +62,50 @@ def synchronised(layers: int) -> int:
 
 def test_a_verdict_synchronises_no_more_often_for_more_parameters() -> None:
     assert synchronised(24) == synchronised(3)
+
+
+def on_ranks(model: str, engine: str, steps: int) -> gaverify.Verdict:
+    return verify_spec(Spec(model=model, steps=steps, ranks=2, engine=engine, device="cuda"))
+
+
+@pytest.mark.parametrize(
+    ("model", "engine", "steps", "codes"),
+    [
+        ("mlp", "fsdp2", 2, set()),
+        pytest.param("problems_ranks:own_count", "ddp", 1, {"GAV703"}, marks=NOT_SIMULATED),  # tried, and takes long
+    ],
+)
+def test_fresh_ranks_compute_on_the_device(model: str, engine: str, steps: int, codes: set[str]) -> None:
+    verdict = on_ranks(model, engine, steps)
+    assert fault_codes(verdict) == codes, story(verdict)
+    assert verdict.outcome is (Outcome.DIVERGENT if codes else Outcome.EQUIVALENT), story(verdict)
+    assert verdict.run.device == "cuda:0" and verdict.ranks is not None
+
+
+def test_a_live_model_goes_to_fresh_ranks() -> None:
+    problem = problems_ranks.drawing_per_sample()
+    verdict = gaverify.verify(problem.model.cuda(), problem.loss, tuple(t.cuda() for t in problem.batch), 2, ranks=2)
+    assert verdict.outcome is Outcome.EQUIVALENT, story(verdict)
+    assert not torch.distributed.is_initialized()
+
+
+def test_ranks_of_the_host_leave_the_device_alone() -> None:
+    """FSDP2 takes an accelerator wherever there is one, and autograd runs in no fork there."""
+    spec = Spec(model="problems_ranks:noisy_on_ranks", steps=1, device="cpu", ranks=2, engine="fsdp2")
+    verdict = verify_spec(spec)
+    assert verdict.outcome is Outcome.EQUIVALENT and verdict.run.device == "cpu", story(verdict)
+
+
+@NOT_SIMULATED
+def test_batch_statistics_of_all_ranks_are_the_full_batchs() -> None:
+    """One micro-batch per rank: together they hold the full batch. Without the module's exchange they do not."""
+    synchronised, alone = (on_ranks(f"problems_ranks:{name}", "ddp", 1) for name in ("synchronised", "normalised"))
+    assert synchronised.outcome is Outcome.EQUIVALENT, story(synchronised)
+    assert fault_codes(alone) == {"GAV101"}, story(alone)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a device per rank")
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_ranks_have_devices_of_their_own(engine: str) -> None:
+    verdict = on_ranks("problems_ranks:noisy_on_ranks", engine, 2)
+    assert verdict.outcome is Outcome.EQUIVALENT, story(verdict)

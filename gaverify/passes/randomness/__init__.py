@@ -20,5 +20,6 @@ from gaverify.passes.randomness.foreign import unwatched
 from gaverify.passes.randomness.operations import MASKED, raw
 from gaverify.passes.randomness.recomputing import Recomputing
 from gaverify.passes.randomness.recording import Recorder
+from gaverify.passes.randomness.sites import named_modules
 
-__all__ = ["MASKED", "Dealer", "Draw", "DrawRecord", "Recomputing", "Recorder", "raw", "unwatched"]
+__all__ = ["MASKED", "Dealer", "Draw", "DrawRecord", "Recomputing", "Recorder", "named_modules", "raw", "unwatched"]

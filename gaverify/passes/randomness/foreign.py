@@ -12,7 +12,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
 
@@ -105,10 +105,14 @@ def recorded(draws: list[ForeignDraw]) -> Callable[[Call], Any]:
         site, state = call_site(), state_of(call.module)
         result = call.run()
         array = result.copy() if getattr(result, "shape", ()) else None
-        draws.append(ForeignDraw(site, call, state, array))
+        draws.append(ForeignDraw(site, replace(call, run=_made), state, array))
         return result
 
     return keep
+
+
+def _made() -> None:
+    """Stands for a draw that was made: a record is data, which other processes can be given."""
 
 
 def own_rows(draw: ForeignDraw, call: Call, result: Any, micro_batch: tuple[int, int], batch_size: int) -> Any:

@@ -6,12 +6,14 @@ it is imported, not before: a process that never imports torch pays nothing.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.abc
 import importlib.machinery
 import os
 import sys
 import time
+import warnings
 from typing import Any
 
 _MEMORY = 8 << 30
@@ -127,11 +129,15 @@ def _replace(torch: Any) -> None:
         "get_device_capability": lambda device=None: (8, 0),
         "is_bf16_supported": lambda *args, **kwargs: True,
         "Event": _Event,
+        "Stream": _Stream,
+        "current_stream": lambda device=None: _Stream(),
+        "stream": lambda stream: contextlib.nullcontext(),
         "device": _CurrentDevice,
     }
     for name, value in replaced.items():
         setattr(cuda, name, value)
     _replace_storages(torch)
+    _replace_collectives(torch)
 
 
 class _Properties:
@@ -154,6 +160,23 @@ class _Event:
         return (other._at - self._at) * 1e3
 
 
+class _Stream:
+    """There is one, in which everything is done at once."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Event()
+
+    def wait_event(self, event: Any) -> None:
+        """Waits for nothing."""
+
+    wait_stream = wait_event
+
+    def synchronize(self) -> None:
+        """Waits for nothing."""
+
+
 class _CurrentDevice:
     """`with torch.cuda.device(0)`: there is only one."""
 
@@ -170,7 +193,7 @@ class _CurrentDevice:
 def _replace_storages(torch: Any) -> None:
     """Storages have functions of their own to be copied by, which `torch.save` uses: by way of a tensor here."""
     storage, set_storage = torch.UntypedStorage, torch.ops.aten.set_.source_Storage
-    originals = {name: getattr(storage, name) for name in ("clone", "to", "cpu")}
+    originals = {name: getattr(storage, name) for name in ("clone", "to", "cpu", "resize_")}
 
     def bytes_of(self: Any) -> Any:
         return set_storage(torch.empty(0, dtype=torch.uint8, device=self.device.type), self)
@@ -188,6 +211,53 @@ def _replace_storages(torch: Any) -> None:
             return originals["to"](self, device=device, non_blocking=non_blocking)
         return self if kind == self.device.type else moved(self, kind)
 
-    storage.clone, storage.to = clone, to
+    def resize(self: Any, size: int) -> Any:
+        if self.device.type != "cuda":
+            return originals["resize_"](self, size)
+        if size > self.size():
+            bytes_of(self).resize_(size)
+        return self  # what would be freed stays: whoever frees it asks for the same size again
+
+    storage.clone, storage.to, storage.resize_ = clone, to, resize
     storage.cuda = lambda self, device=None, non_blocking=False: to(self, device="cuda")
     storage.cpu = lambda self: moved(self, "cpu") if self.device.type == "cuda" else originals["cpu"](self)
+
+
+_COLLECTIVES = (
+    "allreduce_",
+    "allreduce_coalesced_",
+    "broadcast_",
+    "allgather_",
+    "_allgather_base_",
+    "reduce_scatter_",
+    "_reduce_scatter_base_",
+    "barrier",
+)
+
+
+def _replace_collectives(torch: Any) -> None:
+    """Collectives go through the host, as gloo's do; gloo itself is built without a device here, and fails on one."""
+    if not torch.distributed.is_available():
+        return
+    from torch.utils._pytree import tree_flatten, tree_map_only
+
+    def through_host(operation: Any) -> Any:
+        def kernel(*args: Any) -> Any:
+            host = tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), args)
+            result = operation(*host)
+            work = result[-1] if isinstance(result, tuple) else result
+            work.wait()
+            for there, here in zip(tree_flatten(args)[0], tree_flatten(host)[0], strict=True):
+                if isinstance(there, torch.Tensor) and there.device.type == "cuda":
+                    there.copy_(here)
+            return (args[0], work) if isinstance(result, tuple) else work
+
+        return kernel
+
+    library = torch.library.Library("c10d", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that torch's own kernels are replaced
+        for name in _COLLECTIVES:
+            if hasattr(torch.ops.c10d, name):
+                library.impl(name, through_host(getattr(torch.ops.c10d, name)), "CUDA", allow_override=True)
+    torch.simulated_collectives = library  # the kernels last as long as the library

@@ -12,23 +12,30 @@ from pathlib import Path
 import pytest
 
 WAITS = """
-import signal, sys, tempfile, time
-for name in sys.argv[1:]:
-    signal.signal(getattr(signal, name), signal.SIG_IGN)
-from gaverify.ranks.coordinating import coordinated
+import sys, tempfile, time
 def work(progress):
     folder = tempfile.mkdtemp()
     print("ready", flush=True)
     time.sleep({seconds})
     return folder
-coordinated(work, None)
+"""
+STARTS = """
+import signal, sys, torch, waits
+for name in sys.argv[1:]:
+    signal.signal(getattr(signal, name), signal.SIG_IGN)
+from gaverify.ranks.coordinating import coordinated
+coordinated(waits.work, None, {device})
 """
 
 
-def waiting(folder: Path, seconds: float, *ignored: str) -> subprocess.Popen[str]:
+def waiting(folder: Path, seconds: float, *ignored: str, device: str = "None") -> subprocess.Popen[str]:
+    place = folder.with_name("code")
+    place.mkdir()
+    (place / "waits.py").write_text(WAITS.format(seconds=seconds), encoding="utf-8")
+    paths = os.pathsep.join([str(place), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = subprocess.Popen(
-        [sys.executable, "-c", WAITS.format(seconds=seconds), *ignored],
-        env={**os.environ, "TMPDIR": str(folder)},
+        [sys.executable, "-c", STARTS.format(device=device), *ignored],
+        env={**os.environ, "TMPDIR": str(folder), "PYTHONPATH": paths},
         text=True,
         stderr=subprocess.PIPE,  # where a forked process's output goes
         start_new_session=True,
@@ -39,22 +46,33 @@ def waiting(folder: Path, seconds: float, *ignored: str) -> subprocess.Popen[str
     return process
 
 
+@pytest.fixture(name="folder")
+def _folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    return folder
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "everybody"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
-def test_a_signal_leaves_no_folder(number: int, everybody: bool, tmp_path: Path) -> None:
-    """A terminal sends it to all processes, `kill` to one."""
-    process = waiting(tmp_path, 60)
+@pytest.mark.parametrize(
+    ("number", "everybody", "device"),
+    [(signal.SIGINT, True, "None"), (signal.SIGTERM, False, "None"), (signal.SIGTERM, False, "torch.device('cpu')")],
+    ids=["terminal", "kill", "fresh"],
+)
+def test_a_signal_leaves_no_folder(number: int, everybody: bool, device: str, folder: Path) -> None:
+    """A terminal sends it to all processes, `kill` to one. What goes on would hold the stream that is waited for."""
+    process = waiting(folder, 60, device=device)
     begun = time.monotonic()
     os.killpg(process.pid, number) if everybody else process.send_signal(number)
     process.communicate(timeout=30)
     assert process.returncode != 0 and time.monotonic() - begun < 30
-    assert list(tmp_path.iterdir()) == []
+    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.slow
-def test_what_the_caller_ignores_ends_no_rank(tmp_path: Path) -> None:
-    process = waiting(tmp_path, 0.5, "SIGINT", "SIGHUP")
+def test_what_the_caller_ignores_ends_no_rank(folder: Path) -> None:
+    process = waiting(folder, 0.5, "SIGINT", "SIGHUP")
     for number in (signal.SIGINT, signal.SIGHUP):
         os.killpg(process.pid, number)
     process.communicate(timeout=30)
-    assert process.returncode == 0 and list(tmp_path.iterdir()) == []
+    assert process.returncode == 0 and list(folder.iterdir()) == []

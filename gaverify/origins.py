@@ -1,0 +1,88 @@
+"""Where processes that are not forked get a problem from: its spec, or a file that the user's process left for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from gaverify.children import ended_as_interrupted, working_folder
+from gaverify.errors import ProblemError
+from gaverify.loading import load_problem
+from gaverify.passes.problem import Problem
+from gaverify.passes.task import Task
+from gaverify.preparation import prepared, problem_of, trimmed
+from gaverify.ranks.digests import digests_of
+from gaverify.ranks.fresh import loaded, saved
+from gaverify.spec import Spec
+from gaverify.verdict.settings import Settings
+
+
+@dataclass(frozen=True)
+class LoadedAfresh:
+    """A problem that every process loads for itself.
+
+    Args:
+        settings: What the verification is asked to do.
+        spec: What to build the problem from.
+        file: Where there is no spec: the problem, pickled.
+        digests: Of the numbers that the verification found in it; None before it has looked.
+    """
+
+    settings: Settings
+    spec: Spec | None = None
+    file: Path | None = None
+    digests: Mapping[str, str] | None = None
+
+    def problem(self) -> Problem:
+        """Loads the problem.
+
+        Raises:
+            GaverifyError: It cannot be loaded.
+        """
+        if self.spec is not None:
+            built = trimmed(load_problem(self.spec), self.spec.batch_size)
+            return problem_of(built, None, None, None, None, self.spec.model)
+        assert self.file is not None
+        problem: Problem = loaded(self.file)
+        return problem
+
+    def known(self, problem: Problem) -> LoadedAfresh:
+        """Returns the same with the numbers of the problem, which all processes must find."""
+        return replace(self, digests=digests_of(problem))
+
+    def task(self, stack: ExitStack, device: torch.device) -> Task:
+        """Returns the task on a device.
+
+        Raises:
+            ProblemError: The problem was built with other numbers than in the verification.
+        """
+        problem = self.problem()
+        found = digests_of(problem)
+        differing = [what for what, digest in (self.digests or {}).items() if digest != found[what]]
+        if differing:
+            raise ProblemError(
+                f"`{problem.name}` builds other numbers in every process: its {' and '.join(differing)} differ from "
+                f"those of another one with the same seed; let it draw from torch's, NumPy's or Python's generators, "
+                "seeded inside, or hide the accelerator (CUDA_VISIBLE_DEVICES=) and write device='cpu': then the ranks "
+                "share what was built once"
+            )
+        return prepared(stack, problem, replace(self.settings, device=device))
+
+
+@contextmanager
+def left(problem: Problem, settings: Settings, spec: Spec | None) -> Iterator[LoadedAfresh]:
+    """Gives where fresh processes find a problem, for as long as the block runs.
+
+    Raises:
+        ProblemError: There is no spec, and the problem cannot be pickled.
+    """
+    if spec is not None:
+        yield LoadedAfresh(settings, spec)
+        return
+    with ended_as_interrupted(), working_folder("gaverify-ranks-") as folder:
+        saved(problem, folder / "problem.pt")
+        yield LoadedAfresh(settings, file=folder / "problem.pt")
