@@ -14,6 +14,7 @@ from torch import nn
 
 from gaverify.causes.investigation import investigate
 from gaverify.causes.listening import Heard
+from gaverify.causes.shrinking import Shrunk
 from gaverify.loading import load_problem
 from gaverify.passes.devices import resolve_device
 from gaverify.passes.problem import Loss, Problem, Split
@@ -203,7 +204,7 @@ def _judged(task: Task, settings: Settings, ranks: Ranks | None) -> tuple[Judgem
         from gaverify.ranks.flow import judge_on_ranks
 
         return judge_on_ranks(task, ranks, diagnose=settings.diagnose, exact=settings.exact)
-    heard = Heard()
+    heard, part = Heard(), Shrunk(listens=settings.diagnose)
     judgement = judge(
         task,
         rtol=settings.rtol,
@@ -211,9 +212,10 @@ def _judged(task: Task, settings: Settings, ranks: Ranks | None) -> tuple[Judgem
         keep_gradients=settings.trace,
         exact=settings.exact,
         listener=heard if settings.diagnose else None,
+        part=part,
     )
     begun = time.perf_counter()
-    facts = investigate(task, judgement, diagnose=settings.diagnose, heard=heard)
+    facts = investigate(task, judgement, diagnose=settings.diagnose, heard=heard, part=part)
     judgement.timings["diagnosis"] = time.perf_counter() - begun
     return judgement, facts
 

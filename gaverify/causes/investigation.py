@@ -9,12 +9,13 @@ import torch
 
 from gaverify.causes.batch_quality import identical_samples
 from gaverify.causes.listening import Heard
+from gaverify.causes.shrinking import Shrunk
 from gaverify.passes.precision import unit_roundoff
 from gaverify.passes.task import Task
 from gaverify.records.compared import Compared
 from gaverify.records.facts import Backward, Buffers, Draws, Facts, Weights
 from gaverify.verdict.comparison import measure
-from gaverify.verdict.judging import Judgement
+from gaverify.verdict.judging import Judgement, judge_whole
 
 _DRIFT_UNITS = 64.0  # of roundoff that K updates of a running average may differ by
 
@@ -62,7 +63,9 @@ def _drift(judgement: Judgement) -> dict[str, float]:
     return {row.name: row.difference / row.scale for row in rows if row.difference > least * row.scale}
 
 
-def investigate(task: Task, judgement: Judgement, *, diagnose: bool, heard: Heard | None = None) -> Facts:
+def investigate(
+    task: Task, judgement: Judgement, *, diagnose: bool, heard: Heard | None = None, part: Shrunk | None = None
+) -> Facts:
     """Returns everything that was measured; questions are asked only after a divergence; one that fails says so.
 
     Args:
@@ -70,6 +73,7 @@ def investigate(task: Task, judgement: Judgement, *, diagnose: bool, heard: Hear
         judgement: What was decided, with its passes.
         diagnose: Whether to look for the cause of a divergence.
         heard: What listened to the float64 control.
+        part: The part of the batch that decided, where one did: it is searched, and what it shows confirmed.
     """
     facts = collected(task, judgement)
     if not diagnose or not facts.compared.divergent or task.steps < 2:
@@ -79,4 +83,15 @@ def investigate(task: Task, judgement: Judgement, *, diagnose: bool, heard: Hear
         return facts
     from gaverify.causes.questions import asked  # a verdict without a cause to look for does not wait for this import
 
-    return asked(task, judgement, facts, heard or Heard())
+    if part is None or part.task is None or part.judgement is None:
+        return asked(task, judgement, facts, heard or Heard())
+    from gaverify.causes.confirming import confirmed
+
+    known = replace(collected(part.task, part.judgement), diagnosed=True)
+    found = asked(part.task, part.judgement, known, part.heard)
+    part.forget()
+    facts_of_all = confirmed(task, judgement, facts, found)
+    if facts_of_all is not None:
+        return facts_of_all
+    judge_whole(task, judgement, heard)
+    return investigate(task, judgement, diagnose=diagnose, heard=heard)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from gaverify.causes.bench import FORESEEN, Bench
-from gaverify.causes.neutral.cached import cached_gradients
+from gaverify.causes.neutral.cached import CACHED, cached_gradients
 from gaverify.causes.neutral.holding import DecisionsHeld, Evaluated, Held, OutputHeld
 from gaverify.passes.gradients import PassProbe
 from gaverify.records.experiment import Cause, ControlKind, ControlRun
@@ -47,7 +47,7 @@ def try_suspect(
     """
     failures: list[str] = []
     best: Tried | None = None
-    for make in _controls(bench, suspect):
+    for _, make in _controls(bench, suspect):
         try:
             control, neutral = make()
         except FORESEEN as error:
@@ -64,21 +64,34 @@ def try_suspect(
     return best or Tried(Cause(suspect, None), None, tuple(failures), helps=False)
 
 
-def _controls(bench: Bench, suspect: Suspect) -> Iterator[Callable[[], tuple[ControlRun, PassProbe | None]]]:
-    """Yields the controls in the order of how much of the model they leave running."""
+def again(bench: Bench, cause: Cause) -> Cause | None:
+    """Runs the control of a cause and its repairs on another bench; None where that has no such control."""
+    known = cause.control.what if cause.control is not None else ""
+    for what, make in _controls(bench, cause.suspect, fit=False):
+        if what == known:
+            control, neutral = make()
+            remedies = tuple(_remedies(bench, cause.suspect, neutral)) if control.rounding else ()
+            explained = 1.0 - control.left / bench.total
+            return replace(cause, control=control, remedies=remedies, explained=explained, alone=bench.total)
+    return None
+
+
+_Control = tuple[str, Callable[[], tuple[ControlRun, PassProbe | None]]]
+
+
+def _controls(bench: Bench, suspect: Suspect, *, fit: bool = True) -> Iterator[_Control]:
+    """Yields the controls, each with its name, in the order of how much of the model they leave running."""
     path = suspect.operation.module
 
-    def run(
-        what: str, probe: PassProbe, kind: ControlKind = ControlKind.HELD
-    ) -> Callable[[], tuple[ControlRun, PassProbe | None]]:
-        return lambda: (bench.run(what, probe, fit=True, kind=kind), probe)
+    def run(what: str, probe: PassProbe, kind: ControlKind = ControlKind.HELD) -> _Control:
+        return what, lambda: (bench.run(what, probe, fit=fit, kind=kind), probe)
 
     if suspect.statistics and path is not None:
         modules = _same_kind(bench, path)
         names = f"`{path}`" if len(modules) == 1 else f"all {len(modules)} {type(modules[0]).__name__} layers"
         yield run(f"{names} frozen", Evaluated(modules), ControlKind.FROZEN)
     if suspect.kind in ("matrix", "non-additive") or (suspect.kind != "random" and not suspect.in_model):
-        yield lambda: (cached_gradients(bench, frozenset(suspect.calls)), None)
+        yield CACHED, lambda: (cached_gradients(bench, frozenset(suspect.calls)), None)
     if suspect.frame is not None:
         yield run(
             "the full batch's decisions taken by every micro-batch", DecisionsHeld(suspect.frame), ControlKind.DECISIONS

@@ -5,7 +5,9 @@ Nothing else in gaverify asks for an accelerator by its name, but where a switch
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -56,6 +58,12 @@ def widest(device: torch.device) -> torch.dtype:
 def counts_memory(device: torch.device) -> bool:
     """Whether torch counts what is allocated on a device, and has events to time it by."""
     return device.type in ("cuda", "xpu")
+
+
+def return_freed() -> None:
+    """Gives freed memory back to the system: glibc keeps it, in pieces that fit nothing larger."""
+    with suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def available_devices() -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gaverify.passes.devices import counts_memory
+from gaverify.passes.devices import counts_memory, return_freed
 from gaverify.profiling.activations import ActivationMeter
 from gaverify.profiling.workload import Workload
 from gaverify.records.profile import Memory
@@ -128,7 +128,7 @@ def _resident_peak(work: Workload) -> Memory | None:
         work.update(work.micro_batches())
     work.start()
     gc.collect()
-    _return_freed()
+    return_freed()
     _reset_high_water()
     baseline = _resident()[0]
     work.update(work.micro_batches())
@@ -138,12 +138,6 @@ def _resident_peak(work: Workload) -> Memory | None:
     if baseline is None or peak is None:
         return None
     return Memory("resident", baseline, peak)
-
-
-def _return_freed() -> None:
-    """Gives the memory that was freed back to the system, so that it can be seen when it is taken again (glibc)."""
-    with suppress(OSError, AttributeError, TypeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _use_usual_allocator() -> None:

@@ -18,6 +18,7 @@ class Method(str, Enum):
     NOISE_FLOOR = "noise-floor"
     TWO_SAMPLES = "two-samples"
     MICRO_BATCH_FLOOR = "micro-batch-floor"
+    FLOAT64_PART = "float64-part"
     TOLERANCE = "tolerance"
     NOT_COMPARED = "not-compared"
     EVENTS = "events"

@@ -45,6 +45,8 @@ class RunInfo:
     """Whether the full batch's gradients were put on disk."""
     rounded: tuple[str, ...] = ()
     """Products whose float32 inputs were rounded before they were multiplied: "matmul tf32"."""
+    part: tuple[int, ...] = ()
+    """The two micro-batches of the part that float64 and the search ran on; empty where the whole batch decided."""
     python: str = field(default_factory=platform.python_version)
     platform: str = field(default_factory=platform.platform)
 

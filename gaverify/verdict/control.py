@@ -12,7 +12,7 @@ import torch
 
 from gaverify.errors import GaverifyError, ProblemError
 from gaverify.passes.batching import fresh, placed
-from gaverify.passes.devices import widest
+from gaverify.passes.devices import return_freed, widest
 from gaverify.passes.gradients import (
     AfterBackward,
     PassProbe,
@@ -71,11 +71,13 @@ class Control:
 @contextmanager
 def in_float64(task: Task, state: ModelState) -> Iterator[tuple[Task, ModelState]]:
     """Gives the task in float64: the same weights, batch and draws, all on the CPU where a device has no float64."""
-    there = all(widest(device) is torch.float64 for device in task.devices)
-    device = None if there else torch.device("cpu")  # None: each tensor where it is
+    everywhere = all(widest(device) is torch.float64 for device in task.devices)
+    device = None if everywhere else torch.device("cpu")  # None: each tensor where it is
     devices = task.devices if device is None else (device,)
     default = torch.get_default_dtype()
+    return_freed()  # what the passes before left in pieces
     with ExitStack() as stack:
+        stack.callback(return_freed)
         stack.enter_context(converted(task.modules, device=device, dtype=torch.float64))
         torch.set_default_dtype(torch.float64)
         stack.callback(torch.set_default_dtype, default)
@@ -84,7 +86,9 @@ def in_float64(task: Task, state: ModelState) -> Iterator[tuple[Task, ModelState
         split = task.problem.split and placed(task.problem.split, device, torch.float64)
         problem = Problem(task.problem.model, task.problem.loss, batch, split, task.problem.batch_size)
         lifted = replace(task, problem=problem, device=devices[0], devices=devices, autocast=None)
-        yield lifted, ModelState(task.modules, (task.problem.loss,))
+        there = ModelState(task.modules, (task.problem.loss,))
+        stack.callback(there.forget)  # who looked on may live longer, and would keep the weights in float64
+        yield lifted, there
 
 
 def float64_control(task: Task, state: ModelState, record: DrawRecord, listener: Listener | None = None) -> Control:

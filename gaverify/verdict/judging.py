@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -39,12 +39,15 @@ from gaverify.verdict.part import settled
 from gaverify.verdict.tolerances import by_tolerance
 
 # Units of roundoff of the whole gradient beyond which a difference is hardly rounding: 1e-4 in float32.
-_SHOWS = 2.0**11
+SHOWS = 2.0**11
 
 
 @dataclass
 class Judgement:
-    """What was decided, by which method, and the passes that it rests on."""
+    """What was decided, by which method, and the passes that it rests on.
+
+    `part` has the sizes of the part of the batch that decided, where the method is that.
+    """
 
     rows: list[ParameterComparison]
     method: Method
@@ -60,6 +63,7 @@ class Judgement:
     control_failure: str = ""
     precision: PrecisionLoss | None = None
     rounded: dict[str, str] = field(default_factory=dict)
+    part: tuple[int, ...] = ()
     timings: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -73,6 +77,10 @@ class Judgement:
         return Outcome.DIVERGENT if faults else outcome_of(self.rows)
 
 
+Part = Callable[[Task, Judgement, float], bool]
+"""Decides the parameters of a judgement by a part of the batch, given its unit roundoff; says whether that told."""
+
+
 def judge(
     task: Task,
     *,
@@ -81,10 +89,12 @@ def judge(
     keep_gradients: bool = False,
     exact: bool = False,
     listener: Listener | None = None,
+    part: Part | None = None,
 ) -> Judgement:
     """Runs both strategies and decides every parameter; `exact`: in float64 whatever working precision says.
 
-    A `listener` listens to the float64 control where working precision shows more than rounding.
+    Where working precision shows more than rounding, a `part` of the batch is asked to decide before the float64
+    control of all of it, and a `listener` listens to that.
 
     Raises:
         ProblemError: The loss of the full batch is not finite, or the user's code raised.
@@ -131,7 +141,7 @@ def judge(
     if rtol is not None:
         judgement.rows, judgement.method = rows, Method.TOLERANCE
         return judgement
-    _decide(task, judgement, exact, listener)
+    _decide(task, judgement, exact, listener, None if exact else part)
     if kept is not None and judgement.control is not None:
         passes = Measured(judgement.full, record, state)
         judgement.precision = precision_loss(task, passes, judgement.control.full.gradients, *kept)
@@ -204,7 +214,13 @@ def _drop(result: PassResult) -> None:
     result.gradients = dict.fromkeys(result.gradients)
 
 
-def _decide(task: Task, judgement: Judgement, exact: bool, listener: Listener | None) -> None:
+def judge_whole(task: Task, judgement: Judgement, listener: Listener | None) -> None:
+    """Decides every parameter again, without a part of the batch: what that showed was not confirmed."""
+    judgement.part = ()
+    _decide(task, judgement, False, listener, None)
+
+
+def _decide(task: Task, judgement: Judgement, exact: bool, listener: Listener | None, part: Part | None) -> None:
     unit = unit_roundoff(judgement.dtype)
     if task.autocast is not None:
         unit = max(unit, unit_roundoff(task.autocast))
@@ -219,22 +235,10 @@ def _decide(task: Task, judgement: Judgement, exact: bool, listener: Listener | 
     if unit <= U32 and not (exact and unit > U64) and _settled(task, judgement, coarse):
         return
     if unit > U64:
-        try:
-            listener = listener if _divergence_shows(task, rows, coarse) else None
-            control = float64_control(task, judgement.state, judgement.record, listener)
-            control.check_losses(judgement.full, judgement.accumulated)
-            judgement.control = control
-        except Exception as error:
-            if is_own_fault(error):
-                raise
-            judgement.control_failure = failure_sentence(error)
-        else:
-            scales = judgement.scales
-            judgement.rows = judge_by_control(judgement.working, control, scales, coarse)
-            if floors_wanted(judgement.rows):
-                floor = control_floor(task, judgement.state, judgement.record, control)
-                judgement.rows = judge_by_control(judgement.working, control, scales, coarse, floor)
-            judgement.method = Method.FLOAT64_CONTROL
+        shows = _divergence_shows(task, rows, coarse)
+        if shows and part is not None and part(task, judgement, coarse):
+            return
+        if _controlled(task, judgement, coarse, listener if shows else None):
             return
     full = full_batch_gradients(task, judgement.state, judgement.record)[0]
     floor = noise_floor(task, judgement.state, judgement.record, full, coarse)
@@ -242,10 +246,28 @@ def _decide(task: Task, judgement: Judgement, exact: bool, listener: Listener | 
     judgement.method = Method.NOISE_FLOOR
 
 
+def _controlled(task: Task, judgement: Judgement, unit: float, listener: Listener | None) -> bool:
+    """Whether the float64 control decided; why it was impossible is noted where it was."""
+    try:
+        control = float64_control(task, judgement.state, judgement.record, listener)
+        control.check_losses(judgement.full, judgement.accumulated)
+    except Exception as error:
+        if is_own_fault(error):
+            raise
+        judgement.control_failure = failure_sentence(error)
+        return False
+    judgement.control, judgement.method = control, Method.FLOAT64_CONTROL
+    judgement.rows = judge_by_control(judgement.working, control, judgement.scales, unit)
+    if floors_wanted(judgement.rows):
+        floor = control_floor(task, judgement.state, judgement.record, control)
+        judgement.rows = judge_by_control(judgement.working, control, judgement.scales, unit, floor)
+    return True
+
+
 def _divergence_shows(task: Task, rows: list[Difference], unit: float) -> bool:
     """Whether a diagnosis is to be expected: it costs an equivalent verdict time to be listened to."""
     finite = [(row.difference, row.reference) for row in rows if math.isfinite(row.difference)]
-    return task.strategy == "accumulate" and task.steps > 1 and relative_total(finite) > _SHOWS * unit
+    return task.strategy == "accumulate" and task.steps > 1 and relative_total(finite) > SHOWS * unit
 
 
 def _settled(task: Task, judgement: Judgement, unit: float) -> bool:

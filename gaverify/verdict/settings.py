@@ -67,6 +67,7 @@ def run_info(task: Task, judgement: Judgement, settings: Settings) -> RunInfo:
         reference_failed=tuple(task.fitting.failed),
         spill=task.fitting.spill,
         rounded=tuple(f"{kind} {to}" for kind, to in judgement.rounded.items()),
+        part=judgement.part,
         loss_full=judgement.full.loss,
         loss_accumulated=judgement.accumulated.loss,
     )

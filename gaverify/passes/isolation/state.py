@@ -52,6 +52,11 @@ class ModelState:
         """Keeps the values of parameters that share storage with `tensor`, if there are any, before they change."""
         self._tensors.before_write(tensor)
 
+    def forget(self) -> None:
+        """Lets go of every value: nothing is put back any more, and what the values are of can be freed."""
+        self._tensors = Tensors(0)
+        self._walk = Walk(self._tensors, frozenset(), frozenset())
+
     def restore(self) -> None:
         """Puts every value back, in place, so that ties and outside references survive.
 

@@ -17,6 +17,7 @@ METHODS: Mapping[str, str] = {
     Method.NOISE_FLOOR: "by the noise floor of the full batch",
     Method.TWO_SAMPLES: "by the rounding of two samples, which agree in float64",
     Method.MICRO_BATCH_FLOOR: "by the noise floor of a micro-batch and float64 on two samples",
+    Method.FLOAT64_PART: "by float64 on a part of the batch",
     Method.TOLERANCE: "by the tolerances that were asked for",
 }
 
@@ -170,6 +171,8 @@ def method(verdict: Verdict) -> str:
     if verdict.method == Method.TOLERANCE and verdict.spec:
         given = [f"{key} {verdict.spec[key]}" for key in ("rtol", "atol") if verdict.spec.get(key) is not None]
         text += f" ({', '.join(given)})" if given else ""
+    if verdict.run.part:
+        text += f"; that part is the first {sum(verdict.run.part)} of {verdict.run.batch_size} samples"
     if verdict.control_failure:
         text += f"; float64 was impossible: {verdict.control_failure}"
     if math.isfinite(verdict.resolution) and verdict.resolution > 0:

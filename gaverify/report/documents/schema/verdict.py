@@ -43,6 +43,7 @@ class Run(Shape):
     reference_failed: list[Literal["full", "offload"]] = Field(default_factory=list)
     spill: bool = False
     rounded: list[str] = Field(default_factory=list)
+    part: list[int] = Field(default_factory=list)
     environment: Annotated[Environment, Of("")]
 
 
