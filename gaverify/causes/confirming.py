@@ -95,14 +95,15 @@ def _weights(bench: Bench, facts: Facts, found: Facts) -> Facts:
 
 
 def _cause(bench: Bench, facts: Facts, found: Facts) -> Facts:
-    """Runs the control that helped, and the repairs, where the same operation is the first that diverges.
+    """Runs the control that helped, and the repairs, where no other operation diverges first.
 
-    A repair has to come out as it did in the part.
+    What differs by less than working precision tells in a forward names none. A repair has to come out as in the part.
     """
     (before,) = found.forward.causes
     first = trace_divergences(bench, weights=facts.weights.used, valid_targets=facts.weights.valid_targets)
-    suspect = next((s for s in first.suspects if str(s.culprit) not in found.forward.ruled_out), None)
-    if suspect is None or str(suspect.culprit) != str(before.suspect.culprit):
+    seen = [suspect for suspect in first.suspects if str(suspect.culprit) not in found.forward.ruled_out]
+    suspect = seen[0] if seen else replace(before.suspect, samples=0)
+    if str(suspect.culprit) != str(before.suspect.culprit):
         return facts
     suspect = replace(suspect, statistics=before.suspect.statistics)
     cause = proof.again(bench, replace(before, suspect=suspect))
