@@ -52,6 +52,8 @@ def coordinated(
         job = "the verification", partial(_judged, work, folder, relay.sender if relay is not None else None)
         waiting = relay.drain if relay is not None else lambda: None
         if afresh is None:
+            import torch._dynamo  # noqa: F401 — both engines import it, for seconds: here once, not in every fork
+
             (answer,) = run_forked([job], waiting=waiting)
         else:
             (answer,) = run_fresh([job], afresh, [afresh], waiting=waiting)
