@@ -12,10 +12,17 @@ import torch
 
 import gaverify
 from gaverify import Outcome, Problem, ProblemError
+from gaverify.passes.devices import available_devices
 from gaverify.records.comparison import Method
 from gaverify.records.ranks import Collective
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
+pytestmark = [
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed"),
+    pytest.mark.skipif(
+        len(available_devices()) > 1,
+        reason="the losses here are closures, which only forks are given; hide the accelerator: CUDA_VISIBLE_DEVICES=",
+    ),
+]
 
 
 class Case(NamedTuple):
