@@ -9,11 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gaverify.passes.devices import available_devices
 from gaverify.ranks.forking import run_forked
 from gaverify.ranks.gathering import watch_gathers
 from gaverify.ranks.groups import joined
 
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed"),
+    pytest.mark.skipif(len(available_devices()) > 1, reason="autograd refuses to run in a fork beside an accelerator"),
+]
 
 
 def _into_list(value: torch.Tensor) -> torch.Tensor:
