@@ -6,9 +6,10 @@ a group of world size 1 in the coordinator, and that of the R ranks in theirs.
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -27,6 +28,7 @@ from gaverify.ranks.window import Ranks
 from gaverify.records.ranks import Engine
 from gaverify.verdict.settings import Settings
 
+_COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 Answer = TypeVar("Answer")
 Progress = Callable[[str, int, int], None]
 
@@ -52,12 +54,26 @@ def coordinated(
         job = "the verification", partial(_judged, work, folder, relay.sender if relay is not None else None)
         waiting = relay.drain if relay is not None else lambda: None
         if afresh is None:
-            import torch._dynamo  # noqa: F401 — both engines import it, for seconds: here once, not in every fork
-
+            _import_compiler()
             (answer,) = run_forked([job], waiting=waiting)
         else:
             (answer,) = run_fresh([job], afresh, [afresh], waiting=waiting)
     return answer  # type: ignore[no-any-return]
+
+
+def _import_compiler() -> None:
+    """Imports torch's compiler, which both engines import, for seconds: here once, not in every fork.
+
+    The import makes a folder for what is compiled and notes it in the environment; here nothing is compiled.
+    """
+    known = os.environ.get(_COMPILED)
+    import torch._dynamo  # noqa: F401
+
+    made = os.environ.get(_COMPILED)
+    if known is None and made is not None:
+        del os.environ[_COMPILED]
+        with suppress(OSError):  # not empty: it was there before
+            os.rmdir(made)
 
 
 def _judged(work: Callable[[Progress | None], Answer], folder: Path, progress: Progress | None) -> Answer:
