@@ -25,3 +25,11 @@ def test_dropout_is_replayed_without_numpy() -> None:
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert '"equivalent"' in done.stdout
+
+
+def test_ranks_exchange_what_they_reach_without_numpy() -> None:
+    code = CODE.replace('"--weighting", "tokens"', '"--weighting", "tokens", "--steps", "2", "--ranks", "2"')
+    block = "sys.modules['numpy'] = None"
+    done = subprocess.run([sys.executable, "-c", code.format(block=block)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert '"equivalent"' in done.stdout
