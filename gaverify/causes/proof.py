@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from gaverify.causes.bench import FORESEEN, Bench
-from gaverify.causes.neutral.cached import CACHED, cached_gradients
+from gaverify.causes.neutral.cached import cached_gradients
 from gaverify.causes.neutral.holding import DecisionsHeld, Evaluated, Held, OutputHeld
 from gaverify.passes.gradients import PassProbe
 from gaverify.records.experiment import Cause, ControlKind, ControlRun
@@ -65,33 +65,38 @@ def try_suspect(
 
 
 def again(bench: Bench, cause: Cause) -> Cause | None:
-    """Runs the control of a cause and its repairs on another bench; None where that has no such control."""
-    known = cause.control.what if cause.control is not None else ""
-    for what, make in _controls(bench, cause.suspect, fit=False):
-        if what == known:
+    """Runs a control of a cause's kind, and its repairs, on another bench; None where none leaves only rounding."""
+    known = cause.control.kind if cause.control is not None else None
+    for kind, make in _controls(bench, cause.suspect, fit=False):
+        if kind is not known:
+            continue
+        try:
             control, neutral = make()
-            remedies = tuple(_remedies(bench, cause.suspect, neutral)) if control.rounding else ()
+        except FORESEEN:  # it does not fit; another one of the kind may
+            continue
+        if control.rounding:
+            remedies = tuple(_remedies(bench, cause.suspect, neutral))
             explained = 1.0 - control.left / bench.total
             return replace(cause, control=control, remedies=remedies, explained=explained, alone=bench.total)
     return None
 
 
-_Control = tuple[str, Callable[[], tuple[ControlRun, PassProbe | None]]]
+_Control = tuple[ControlKind, Callable[[], tuple[ControlRun, PassProbe | None]]]
 
 
 def _controls(bench: Bench, suspect: Suspect, *, fit: bool = True) -> Iterator[_Control]:
-    """Yields the controls, each with its name, in the order of how much of the model they leave running."""
+    """Yields the controls, each with its kind, in the order of how much of the model they leave running."""
     path = suspect.operation.module
 
     def run(what: str, probe: PassProbe, kind: ControlKind = ControlKind.HELD) -> _Control:
-        return what, lambda: (bench.run(what, probe, fit=fit, kind=kind), probe)
+        return kind, lambda: (bench.run(what, probe, fit=fit, kind=kind), probe)
 
     if suspect.statistics and path is not None:
         modules = _same_kind(bench, path)
         names = f"`{path}`" if len(modules) == 1 else f"all {len(modules)} {type(modules[0]).__name__} layers"
         yield run(f"{names} frozen", Evaluated(modules), ControlKind.FROZEN)
     if suspect.kind in ("matrix", "non-additive") or (suspect.kind != "random" and not suspect.in_model):
-        yield CACHED, lambda: (cached_gradients(bench, frozenset(suspect.calls)), None)
+        yield ControlKind.CACHED_GRADIENTS, lambda: (cached_gradients(bench, frozenset(suspect.calls)), None)
     if suspect.frame is not None:
         yield run(
             "the full batch's decisions taken by every micro-batch", DecisionsHeld(suspect.frame), ControlKind.DECISIONS

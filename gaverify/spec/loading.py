@@ -31,7 +31,6 @@ _ONLY_WITH = (
     ("ranks", ("engine", "timeout"), "belongs to a run on several ranks; add `--ranks 2`, or leave it out"),
 )
 """Options that nothing reads unless a field is set; who types one expects that it counts."""
-"""Fields that only `trace` reads."""
 
 
 def parse_spec(table: Mapping[str, Any], source: str, overrides: Mapping[str, Any] | None = None) -> Spec:

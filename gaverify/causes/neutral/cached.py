@@ -21,7 +21,6 @@ from gaverify.passes.task import Task
 from gaverify.records.experiment import ControlKind, ControlRun
 from gaverify.tracebacks import hands_over
 
-CACHED = "cached gradients"
 _SAME = 1e-4  # relative difference of rows that are the same in two batches, in the coarsest precision of a control
 
 
@@ -167,4 +166,4 @@ def cached_gradients(bench: Bench, inside: frozenset[int]) -> ControlRun:
         return total
 
     left = bench.against_full_batch(together)
-    return ControlRun(CACHED, left, left <= bench.rounding, kind=ControlKind.CACHED_GRADIENTS)
+    return ControlRun("cached gradients", left, left <= bench.rounding, kind=ControlKind.CACHED_GRADIENTS)
