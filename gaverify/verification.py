@@ -204,7 +204,7 @@ def _judged(task: Task, settings: Settings, ranks: Ranks | None) -> tuple[Judgem
         from gaverify.ranks.flow import judge_on_ranks
 
         return judge_on_ranks(task, ranks, diagnose=settings.diagnose, exact=settings.exact)
-    heard, part = Heard(), Shrunk(listens=settings.diagnose)
+    heard, part = Heard(), Shrunk(searches=settings.diagnose)
     judgement = judge(
         task,
         rtol=settings.rtol,
@@ -215,7 +215,7 @@ def _judged(task: Task, settings: Settings, ranks: Ranks | None) -> tuple[Judgem
         part=part,
     )
     begun = time.perf_counter()
-    facts = investigate(task, judgement, diagnose=settings.diagnose, heard=heard, part=part)
+    facts = investigate(task, judgement, diagnose=settings.diagnose, heard=heard, found=part.found)
     judgement.timings["diagnosis"] = time.perf_counter() - begun
     return judgement, facts
 

@@ -32,7 +32,7 @@ from gaverify.causes.trace.traces import Frame, source_line
 from gaverify.errors import GaverifyError
 from gaverify.passes.gradients import PassProbe, accumulated_gradients, full_batch_gradients
 from gaverify.records.experiment import ControlKind, ControlRun
-from gaverify.records.facts import BackwardPlace, Facts
+from gaverify.records.facts import Backward, BackwardPlace, Facts
 from gaverify.records.operations import Operation
 from gaverify.records.weights import WeightFit
 from gaverify.tracebacks import shown
@@ -49,8 +49,14 @@ class BackwardCulprit:
     control: ControlRun | None
 
 
-def ask(bench: Bench, facts: Facts) -> Facts:
-    """Looks for the place where gradients part, where all forwards agree, with weights that fit the losses."""
+def ask(bench: Bench, facts: Facts, known: Backward | None = None) -> Facts:
+    """Looks for the place where gradients part, where all forwards agree, with weights that fit the losses.
+
+    Args:
+        bench: Where to run.
+        facts: What is known.
+        known: What was found in a part of the batch: nothing but that is tried.
+    """
     if facts.forward.causes or not facts.forward.agree:
         return facts
     bench, used = draws.given(bench, facts), facts.weights.used
@@ -60,11 +66,11 @@ def ask(bench: Bench, facts: Facts) -> Facts:
     def means(fit: WeightFit | None) -> bool:
         return weights.means(bench, facts, fit)
 
-    found = bench.attempt("backward", lambda: backward_culprit(there, means))
+    found = bench.attempt("backward", lambda: backward_culprit(there, means, known))
     if found is None:
         return facts
-    known = replace(facts.backward, place=found.place, culprit=found.operation, control=found.control)
-    facts = replace(facts, backward=known)
+    parts = replace(facts.backward, place=found.place, culprit=found.operation, control=found.control)
+    facts = replace(facts, backward=parts)
     if found.control is None or not found.control.rounding:
         return facts
     fit, left = found.control.fit, found.control.left
@@ -78,7 +84,9 @@ def ask(bench: Bench, facts: Facts) -> Facts:
     return replace(facts, weights=replace(facts.weights, fit=fit, remedy=remedy))
 
 
-def backward_culprit(bench: Bench, means: Callable[[WeightFit | None], bool]) -> BackwardCulprit | None:
+def backward_culprit(
+    bench: Bench, means: Callable[[WeightFit | None], bool], known: Backward | None = None
+) -> BackwardCulprit | None:
     """Returns where the backward diverges, with a control run; None where no single place was found.
 
     Hooks and constants are tried first, where there are any, because their lines are known.
@@ -86,9 +94,11 @@ def backward_culprit(bench: Bench, means: Callable[[WeightFit | None], bool]) ->
     Args:
         bench: Where to run, with the weights that fit the losses.
         means: Whether fitted weights explain everything and are shares of something.
+        known: What was found in a part of the batch: nothing but that is tried.
     """
-    trial = _Trial(bench, means)
-    for search in (_parameter_hooks, _module_hooks, _tensor_hooks, _constants, _boundaries):
+    trial = _Trial(bench, means, known.culprit if known is not None else None)
+    searches = _SEARCHES.values() if known is None or known.place is None else (_SEARCHES[known.place],)
+    for search in dict.fromkeys(searches):
         culprit = search(trial)
         if culprit is not None:
             return culprit
@@ -97,10 +107,14 @@ def backward_culprit(bench: Bench, means: Callable[[WeightFit | None], bool]) ->
 
 @dataclass(frozen=True)
 class _Trial:
-    """Runs controls; wrong weights beside the culprit do not hide that one helps."""
+    """Runs controls; wrong weights beside the culprit do not hide that one helps.
+
+    `known` is the culprit that was found in a part of the batch: of several like it none is sought.
+    """
 
     bench: Bench
     means: Callable[[WeightFit | None], bool]
+    known: Operation | None = None
 
     def run(self, what: str, probe: PassProbe) -> ControlRun | None:
         """The control run, with the weights that were right in it; None where nothing is left to compare."""
@@ -136,6 +150,8 @@ def _module_hooks(trial: _Trial) -> BackwardCulprit | None:
     without = trial.run("backward hooks on modules removed", WithoutHooks(registries))
     if without is None or not without.rounding:
         return None
+    if trial.known is not None:
+        return BackwardCulprit(BackwardPlace.MODULE_HOOK, trial.known, without)
 
     def control(some: list[tuple[str, nn.Module]]) -> ControlRun | None:
         if not some:
@@ -164,6 +180,8 @@ def _constants(trial: _Trial) -> BackwardCulprit | None:
     held = trial.run("what the forward cuts out of the graph held constant", probe)
     if held is None or not held.rounding or not probe.frames:
         return None
+    if trial.known is not None:
+        return BackwardCulprit(BackwardPlace.CONSTANT, trial.known, held)
 
     def control(some: list[Frame]) -> ControlRun | None:
         if not some:
@@ -208,6 +226,16 @@ def _boundaries(trial: _Trial) -> BackwardCulprit | None:
     what = f"the output of `{path or '(root)'}` held constant"
     control = trial.run(what, OutputHeld(modules[path], bounds, size))
     return BackwardCulprit(BackwardPlace.MODULE, Operation("backward", path, _kinds(trial.bench)[path]), control)
+
+
+_SEARCHES: dict[BackwardPlace, Callable[[_Trial], BackwardCulprit | None]] = {
+    BackwardPlace.PARAMETER_HOOK: _parameter_hooks,
+    BackwardPlace.MODULE_HOOK: _module_hooks,
+    BackwardPlace.TENSOR_HOOK: _tensor_hooks,
+    BackwardPlace.CONSTANT: _constants,
+    BackwardPlace.MODULE: _boundaries,
+    BackwardPlace.LOSS: _boundaries,
+}
 
 
 def _kinds(bench: Bench) -> dict[str, str]:

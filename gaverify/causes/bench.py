@@ -28,6 +28,7 @@ from gaverify.records.experiment import ControlKind, ControlRun
 from gaverify.records.totals import relative_total
 from gaverify.verdict.comparison import measure
 from gaverify.verdict.control import failure_sentence
+from gaverify.verdict.criteria import Difference
 
 T = TypeVar("T")
 
@@ -107,8 +108,10 @@ class Bench:
             right = fitted([sketches])
         else:
             accumulated = accumulated_gradients(self.task, self.state, self.record, full, lift=self.lift, probe=probe)
-        left = relative_difference(accumulated.gradients, full.gradients)
-        return ControlRun(what, left, left <= self.rounding, right, kind)
+        rows = measure(accumulated.gradients, full.gradients)
+        left = _total(rows)
+        reached = frozenset(row.name for row in rows if row.reference > 0)
+        return ControlRun(what, left, left <= self.rounding, right, kind, reached)
 
     def accumulated(self, full: PassResult, probe: PassProbe | None = None) -> Gradients:
         """Returns what the micro-batches accumulate, with one probe more."""
@@ -152,7 +155,11 @@ def _any(gradients: Gradients) -> bool:
 
 def relative_difference(accumulated: Gradients, reference: Gradients) -> float:
     """Returns ‖accumulated − reference‖ / ‖reference‖ over all parameters; infinite where they cannot be compared."""
-    rows = [row for row in measure(accumulated, reference) if row.why is not NotCompared.UNUSED]
+    return _total(measure(accumulated, reference))
+
+
+def _total(measured: Sequence[Difference]) -> float:
+    rows = [row for row in measured if row.why is not NotCompared.UNUSED]
     if any(math.isnan(row.difference) for row in rows) or not any(row.reference > 0 for row in rows):
         return math.inf
     return relative_total((row.difference, row.reference) for row in rows)

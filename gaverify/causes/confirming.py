@@ -1,33 +1,39 @@
 """A cause that was found in a part of the batch, confirmed on all of it: its control and its repairs run once there.
 
-The runs are in working precision, where the difference has to fall to what correct models show there. What does not is
-not confirmed, and the search begins again with the whole batch in float64.
+In working precision first, where the difference has to fall to what correct models show there; else in float64, whose
+control of all of the batch decides then. What is not confirmed there either, the whole search looks for.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 
-from gaverify.causes import coupling, proof, weights
+from gaverify.causes import backward, proof, state, weights
 from gaverify.causes.bench import FORESEEN, Bench
 from gaverify.causes.earlier import kept
 from gaverify.causes.sketches import fitted
 from gaverify.causes.trace.first_divergence import trace_divergences
 from gaverify.passes.gradients import full_batch_gradients
 from gaverify.passes.task import Task
-from gaverify.records.experiment import ControlRun
+from gaverify.records.experiment import ControlKind, ControlRun
 from gaverify.records.facts import Facts, State
 from gaverify.records.weights import WeightFit
 from gaverify.verdict.judging import Judgement
 
 # What float32 leaves of correct models is 2e-7 to 7e-6 (`bench`); more than this may be a second cause.
 _ROUNDING = 2e-5
+_MANY = 1 << 14  # samples, from which on float32's sums over them leave more than that of correct models
 _DENOMINATOR, _DIGITS = 1000, 10.0  # of a weight as a fraction, and times the fit's residual that it may be off
 _REPEATS = 1e-9  # of float64: a batch that differs from itself is looked into as a whole
+_SAME_LOSS = 1e-6  # relative; a backward is blamed where the losses agree so far
+
+_Confirm = Callable[[Bench, Facts, Facts], Facts]
 
 
-def confirmed(task: Task, judgement: Judgement, facts: Facts, found: Facts) -> Facts | None:
+def confirmed_in_working_precision(task: Task, judgement: Judgement, facts: Facts, found: Facts) -> Facts | None:
     """Returns the facts of the whole batch with the cause that its part showed; None where it is not confirmed there.
 
     Args:
@@ -36,40 +42,72 @@ def confirmed(task: Task, judgement: Judgement, facts: Facts, found: Facts) -> F
         facts: What they showed.
         found: What the search showed in the part.
     """
-    if not _one_cause(found):
+    if _confirm_of(found) is None or task.batch_size > _MANY:
+        return None
+    task.progress("the whole batch again")
+    try:
+        full, _ = full_batch_gradients(task, judgement.state, judgement.record)
+    except FORESEEN:
+        return None
+    total = facts.compared.total
+    bench = Bench(task, judgement.state, judgement.record, False, earlier=kept(full), total=total)
+    return confirmed(bench, facts, found)
+
+
+def confirmed(bench: Bench, facts: Facts, found: Facts) -> Facts | None:
+    """Returns the facts of the bench's batch with the cause that a part of it showed; None where it is not confirmed.
+
+    Args:
+        bench: With the pass of the full batch that was made before.
+        facts: What is known of its batch.
+        found: What the search showed in the part.
+    """
+    confirm = _confirm_of(found)
+    if confirm is None:
         return None
     try:
-        bench, facts = _begun(task, judgement, facts, found)
-        facts = _cause(bench, facts, found) if found.forward.causes else _weights(bench, facts, found)
+        bench, facts = _begun(bench, facts, found)
+        facts = confirm(bench, facts, found)
     except FORESEEN:
         return None
     return facts if facts.cleared and facts.left <= min(_ROUNDING, bench.rounding) else None
 
 
-def _one_cause(found: Facts) -> bool:
-    """Whether one operation, or the weights alone, explain everything in the part."""
-    state, twice = found.state, found.repeatability
-    still = (state is None or not state.blamed) and twice is not None and max(twice.forward, twice.backward) < _REPEATS
-    plain = found.draws.control is None and found.backward.place is None and found.backward.kept is None
-    remedy, causes = found.weights.remedy, found.forward.causes
-    weighted = not causes and remedy is not None and remedy.rounding
-    coupled = len(causes) == 1 and not found.weights.blamed and causes[0].control is not None
-    return found.cleared and still and plain and (weighted or coupled)
+def _confirm_of(found: Facts) -> _Confirm | None:
+    """How the one thing that explains everything in the part is confirmed; None where several do, or nothing."""
+    twice = found.repeatability
+    still = twice is not None and max(twice.forward, twice.backward) < _REPEATS
+    if not (found.cleared and still) or found.draws.control is not None or found.backward.kept is not None:
+        return None
+    causes, known = found.forward.causes, found.state
+    remedy, place = found.weights.remedy, found.backward
+    candidates: tuple[tuple[bool, bool, _Confirm], ...] = (
+        (bool(causes), len(causes) == 1 and causes[0].control is not None, _cause),
+        (found.weights.blamed, remedy is not None and remedy.rounding, _weights),
+        (known is not None and bool(known.blamed), known is not None and _rounding(known.control), _state),
+        (place.place is not None, _rounding(place.control), _backward),
+    )
+    present = [(proven, confirm) for there, proven, confirm in candidates if there]
+    return present[0][1] if len(present) == 1 and present[0][0] else None
 
 
-def _begun(task: Task, judgement: Judgement, facts: Facts, found: Facts) -> tuple[Bench, Facts]:
-    """Both strategies once more, as sketches: the micro-batches' own gradients, and one of the full batch."""
-    task.progress("the whole batch again")
-    full, _ = full_batch_gradients(task, judgement.state, judgement.record)
-    earlier = kept(full)
-    bench = Bench(task, judgement.state, judgement.record, False, earlier=earlier, total=facts.compared.total)
-    sketches = bench.sketched(full, None, target=earlier.gradient)[0]
+def _rounding(control: ControlRun | None) -> bool:
+    return control is not None and control.rounding
+
+
+def _begun(bench: Bench, facts: Facts, found: Facts) -> tuple[Bench, Facts]:
+    """The micro-batches' own gradients as sketches, where nobody listened to them before, and the weights that fit."""
+    earlier = bench.earlier or kept(full_batch_gradients(bench.task, bench.state, bench.record, lift=bench.lift)[0])
+    sketches = earlier.shares
+    if sketches is None:
+        sketches = bench.sketched(earlier.full, None, target=earlier.gradient)[0]
+        sketches = replace(sketches, elements=earlier.elements)
     bench = replace(bench, earlier=replace(earlier, shares=sketches))
-    fit = _plain(fitted([replace(sketches, elements=earlier.elements)]))
+    fit = fitted([sketches])
     changes = State(found.state.changes) if found.state is not None else None
     facts = replace(
         facts,
-        weights=replace(facts.weights, fit=fit),
+        weights=replace(facts.weights, fit=fit if bench.exact else _plain(fit)),
         state=changes,
         repeatability=found.repeatability,
         failures=found.failures,
@@ -86,40 +124,67 @@ def _plain(fit: WeightFit) -> WeightFit:
 
 
 def _weights(bench: Bench, facts: Facts, found: Facts) -> Facts:
-    """Accumulates with the weights that fit all micro-batches, where they have a meaning."""
-    fit = facts.weights.fit
-    if fit is None or not weights.means(bench, facts, fit):
+    """Accumulates with the weights that fit all micro-batches.
+
+    They have a meaning; or, where those of the part had none and held for moved parameters, too, they leave nothing.
+    """
+    fit, before = facts.weights.fit, found.weights.fit
+    if fit is None or before is None:
+        return facts
+    alike = bench.exact and fit.determined and weights.explains(bench, facts, fit)
+    if not weights.means(bench, facts, fit) and (weights.have_meaning(found.weights, before) or not alike):
         return facts
     facts = weights.tried(bench, facts, fit)
-    return replace(facts, weights=replace(facts.weights, place=found.weights.place))
+    return replace(facts, weights=replace(facts.weights, place=found.weights.place), forward=found.forward)
+
+
+def _state(bench: Bench, facts: Facts, found: Facts) -> Facts:
+    """Runs the control of the state that was to blame, and holds what was blamed alone, where more than that moves."""
+    if found.state is None or found.state.control is None:
+        return facts
+    control = state.again(bench, found.state, found.state.control.kind)
+    if control is None or (control.rounding and not state.is_to_blame(bench, found.state)):
+        return facts
+    known = replace(found.state, control=control, remedies=(control,) if found.state.remedies else ())
+    return replace(facts, state=known, forward=found.forward, left=control.left, cleared=control.rounding)
+
+
+def _backward(bench: Bench, facts: Facts, found: Facts) -> Facts:
+    """Looks for the place in the backward again; the forwards agree in the part, and the losses everywhere."""
+    full, used = bench.earlier.loss if bench.earlier is not None else math.nan, facts.weights.used
+    gap = abs(sum(w * loss for w, loss in zip(used, facts.weights.losses, strict=True)) - full) / max(abs(full), 1e-300)
+    counted = all(math.isclose(a, b) for a, b in zip(found.forward.shares, found.weights.used, strict=True))
+    if not counted or not gap <= _SAME_LOSS:
+        return facts
+    forward = replace(found.forward, loss_gap=gap, shares=used)
+    known = backward.ask(bench, replace(facts, forward=forward), found.backward)
+    return known if known.backward.place is found.backward.place else facts
 
 
 def _cause(bench: Bench, facts: Facts, found: Facts) -> Facts:
-    """Runs the control that helped, and the repairs, where no other operation diverges first.
+    """Runs the control that helped, and the repairs, which have to come out as in the part."""
+    (before,) = found.forward.causes
+    cause = proof.again(bench, replace(before, suspect=replace(before.suspect, samples=0)))
+    control = cause.control if cause is not None else None
+    if cause is None or control is None or _repairs(before.remedies, 1.0) != _repairs(cause.remedies, _ROUNDING):
+        return facts
+    cut_off = {row.name for row in facts.compared.rows if row.reference_norm > 0} - control.reached
+    if cut_off and control.kind is ControlKind.HELD and not _nothing_before(bench, facts, found):
+        return facts
+    forward = replace(found.forward, causes=(cause,))
+    return replace(facts, forward=forward, left=control.left, cleared=control.rounding)
 
-    What differs by less than working precision tells in a forward names none. A repair has to come out as in the part.
+
+def _nothing_before(bench: Bench, facts: Facts, found: Facts) -> bool:
+    """Whether no other operation diverges first, by a trace of all of the batch.
+
+    A result that is held as a constant cuts the graph: what diverges before it does not show in such a control. What
+    differs by less than working precision tells names none.
     """
     (before,) = found.forward.causes
     first = trace_divergences(bench, weights=facts.weights.used, valid_targets=facts.weights.valid_targets)
     seen = [suspect for suspect in first.suspects if str(suspect.culprit) not in found.forward.ruled_out]
-    suspect = seen[0] if seen else replace(before.suspect, samples=0)
-    if str(suspect.culprit) != str(before.suspect.culprit):
-        return facts
-    suspect = replace(suspect, statistics=before.suspect.statistics)
-    cause = proof.again(bench, replace(before, suspect=suspect))
-    control = cause.control if cause is not None else None
-    if cause is None or control is None or _repairs(before.remedies, 1.0) != _repairs(cause.remedies, _ROUNDING):
-        return facts
-    forward = replace(
-        found.forward,
-        causes=(cause,),
-        agree=first.forwards_agree,
-        loss_gap=first.loss_gap,
-        shares=first.shares,
-        modules=first.modules,
-    )
-    facts = replace(facts, forward=forward, left=control.left, cleared=control.rounding)
-    return coupling.ask(bench, facts) if found.forward.coupling is not None else facts
+    return not seen or str(seen[0].culprit) == str(before.suspect.culprit)
 
 
 def _repairs(runs: tuple[ControlRun, ...], most: float) -> list[tuple[object, bool]]:

@@ -87,7 +87,8 @@ class _Listener(PassProbe):
         own = float(reached[self._sample])
         reached[self._sample] = 0.0
         if own > 0 and bool(torch.isfinite(reached).all()):
-            self.found = SampleCoupling(self._sample, int((reached > 0).sum()), float(reached.max()) / own)
+            others, strength = int((reached > 0).sum()), float(reached.max()) / own
+            self.found = SampleCoupling(self._sample, others, strength, self._size)
 
     def _dim(self, tensor: torch.Tensor) -> int:
         """The first dimension of size B, the batch's."""

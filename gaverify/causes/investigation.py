@@ -9,10 +9,10 @@ import torch
 
 from gaverify.causes.batch_quality import identical_samples
 from gaverify.causes.listening import Heard
-from gaverify.causes.shrinking import Shrunk
 from gaverify.passes.precision import unit_roundoff
 from gaverify.passes.task import Task
 from gaverify.records.compared import Compared
+from gaverify.records.comparison import Method
 from gaverify.records.facts import Backward, Buffers, Draws, Facts, Weights
 from gaverify.verdict.comparison import measure
 from gaverify.verdict.judging import Judgement, judge_whole
@@ -64,7 +64,7 @@ def _drift(judgement: Judgement) -> dict[str, float]:
 
 
 def investigate(
-    task: Task, judgement: Judgement, *, diagnose: bool, heard: Heard | None = None, part: Shrunk | None = None
+    task: Task, judgement: Judgement, *, diagnose: bool, heard: Heard | None = None, found: Facts | None = None
 ) -> Facts:
     """Returns everything that was measured; questions are asked only after a divergence; one that fails says so.
 
@@ -73,7 +73,7 @@ def investigate(
         judgement: What was decided, with its passes.
         diagnose: Whether to look for the cause of a divergence.
         heard: What listened to the float64 control.
-        part: The part of the batch that decided, where one did: it is searched, and what it shows confirmed.
+        found: What the search showed in a part of the batch, where there was one: it is confirmed on all of it.
     """
     facts = collected(task, judgement)
     if not diagnose or not facts.compared.divergent or task.steps < 2:
@@ -83,15 +83,12 @@ def investigate(
         return facts
     from gaverify.causes.questions import asked  # a verdict without a cause to look for does not wait for this import
 
-    if part is None or part.task is None or part.judgement is None:
-        return asked(task, judgement, facts, heard or Heard())
-    from gaverify.causes.confirming import confirmed
+    if judgement.method is not Method.FLOAT64_PART or found is None:
+        return asked(task, judgement, facts, heard or Heard(), found)
+    from gaverify.causes.confirming import confirmed_in_working_precision
 
-    known = replace(collected(part.task, part.judgement), diagnosed=True)
-    found = asked(part.task, part.judgement, known, part.heard)
-    part.forget()
-    facts_of_all = confirmed(task, judgement, facts, found)
-    if facts_of_all is not None:
-        return facts_of_all
+    known = confirmed_in_working_precision(task, judgement, facts, found)
+    if known is not None:
+        return known
     judge_whole(task, judgement, heard)
-    return investigate(task, judgement, diagnose=diagnose, heard=heard)
+    return investigate(task, judgement, diagnose=diagnose, heard=heard, found=found)

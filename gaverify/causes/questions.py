@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from gaverify.causes import backward, coupling, draws, operations, state, weights
 from gaverify.causes.bench import Bench
+from gaverify.causes.confirming import confirmed
 from gaverify.causes.earlier import kept
 from gaverify.causes.listening import Heard
 from gaverify.passes.task import Task
@@ -28,14 +29,17 @@ QUESTIONS: tuple[Callable[[Bench, Facts], Facts], ...] = (
 """In this order: what is cheap to ask, and what the later questions have to know, comes first."""
 
 
-def asked(task: Task, judgement: Judgement, facts: Facts, heard: Heard) -> Facts:
+def asked(task: Task, judgement: Judgement, facts: Facts, heard: Heard, found: Facts | None = None) -> Facts:
     """Returns the facts with what the questions found; a question that could not be asked is noted.
+
+    What a part of the batch showed is confirmed instead, where the float64 control decided and that goes.
 
     Args:
         task: What was run.
         judgement: With the passes.
         facts: What they showed.
         heard: What was heard of the float64 control.
+        found: What the search showed in a part of the batch.
     """
     with ExitStack() as stack:
         state_, control = judgement.state, judgement.control
@@ -44,6 +48,9 @@ def asked(task: Task, judgement: Judgement, facts: Facts, heard: Heard) -> Facts
         earlier = heard.added_to(kept(control.full), control.accumulated) if control is not None else None
         facts = replace(facts, left=facts.compared.total)
         bench = Bench(task, state_, judgement.record, control is not None, earlier=earlier, total=facts.left)
+        known = confirmed(bench, facts, found) if found is not None and control is not None else None
+        if known is not None:
+            return known
         for ask in QUESTIONS:
             if _settled(facts):
                 break

@@ -13,34 +13,37 @@ from dataclasses import replace
 
 import torch
 
+from gaverify.causes.investigation import investigate
 from gaverify.causes.listening import Heard
 from gaverify.passes.nesting import leaves
 from gaverify.passes.task import Task, micro_batch_of
 from gaverify.records.comparison import Method, NotCompared, Outcome, ParameterComparison
+from gaverify.records.facts import Facts
 from gaverify.tracebacks import is_own_fault
 from gaverify.verdict.criteria import U32, Difference, record
 from gaverify.verdict.judging import SHOWS, Judgement, judge
 
 WORTH = 1 << 18
 """Elements of parameters and batch from which on a part is cheaper than what it saves."""
-# Samples of the part's micro-batches: a quarter of the first micro-batch's, and two where that has them.
-_QUARTER, _LEAST = 4, 2
+# Samples of the part's micro-batches: a quarter of the first micro-batch's, and two where that has them; no more than
+# show a fault as well as any number of them does.
+_QUARTER, _LEAST, _MOST = 4, 2, 1024
 # What is rounding in the part is rounding in the batch where it is no larger than a few times as much of the gradient;
 # what is a fault in the part is the same in the batch where it is of the same order there.
 _FEW, _ORDER = 8.0, 100.0
 
 
 class Shrunk:
-    """The part of a batch that was judged in its place: `task` and `judgement` where it told, and what was heard."""
+    """A part of the batch that is judged in its place; `found` is what the search for the cause showed in it."""
 
-    def __init__(self, *, listens: bool) -> None:
-        self.heard = Heard()
-        self.task: Task | None = None
-        self.judgement: Judgement | None = None
-        self._listens = listens
+    def __init__(self, *, searches: bool) -> None:
+        self.found: Facts | None = None
+        self._searches = searches
 
     def __call__(self, task: Task, judgement: Judgement, unit: float) -> bool:
         """Decides the parameters of a judgement by a part of the batch; False where the part does not tell.
+
+        Where it diverges it is searched, too, even if float64 then has to decide the whole batch.
 
         Args:
             task: The whole batch's.
@@ -52,22 +55,19 @@ class Shrunk:
             if part is None:
                 return False
             task.progress(f"a part of the batch: {part.batch_size} samples")
-            found = judge(part, rtol=None, atol=None, listener=self.heard if self._listens else None)
+            heard = Heard()
+            found = judge(part, rtol=None, atol=None, listener=heard if self._searches else None)
+            rows = _decided(task, part, judgement, found, unit)
+            if self._searches:
+                self.found = investigate(part, found, diagnose=True, heard=heard)
         except Exception as error:  # a model that does not take so few samples, a loss that is no number
             if is_own_fault(error):
                 raise
             return False
-        rows = _decided(judgement, found, unit)
         if rows is None:
             return False
         judgement.rows, judgement.method, judgement.part = rows, Method.FLOAT64_PART, part.sizes
-        self.task, self.judgement = part, found
         return True
-
-    def forget(self) -> None:
-        """Lets go of the part and its passes: the whole batch needs the memory."""
-        self.heard.forget()
-        self.task = self.judgement = None
 
 
 def _part_of(task: Task, judgement: Judgement, unit: float) -> Task | None:
@@ -76,7 +76,7 @@ def _part_of(task: Task, judgement: Judgement, unit: float) -> Task | None:
     A weighting in words means the same in a part; numbers and functions of the user's may not.
     """
     first, last = task.sizes[0], task.sizes[-1]
-    size = min(first, max(_LEAST, first // _QUARTER))
+    size = min(first, max(_LEAST, first // _QUARTER), _MOST)
     sizes = (size, size if last == first else max(1, size - 1))
     plain = unit == U32 and task.autocast is None and isinstance(task.weighting, str)
     rows = all(row.why in (None, NotCompared.UNUSED) for row in judgement.rows)
@@ -98,18 +98,22 @@ def _elements(task: Task) -> int:
     return sum(tensor.numel() for tensor in (*task.parameters.values(), *tensors))
 
 
-def _decided(judgement: Judgement, found: Judgement, unit: float) -> list[ParameterComparison] | None:
+def _decided(
+    task: Task, part: Task, judgement: Judgement, found: Judgement, unit: float
+) -> list[ParameterComparison] | None:
     """The records of all parameters, where the part and the whole batch show the same; None where one does not."""
     if found.control is None or not _dealt(found):
         return None
     told = {row.name: row for row in found.rows}
     scale = _norm(judgement.working.values()) / max(_norm(found.working.values()), 1e-300)
+    # What comes of the samples' differences falls with the square root of their number.
+    order = _ORDER * math.sqrt(task.sizes[0] / part.sizes[0])
     rows = []
     for row in judgement.rows:
-        here, there, part = judgement.working[row.name], found.working[row.name], told[row.name]
-        decided = row if row.why is part.why is NotCompared.UNUSED else None
-        if row.why is None and part.why is None:
-            decided = _alike(row, here, part, _FEW * scale * there.difference, unit)
+        here, there, shown = judgement.working[row.name], found.working[row.name], told[row.name]
+        decided = row if row.why is shown.why is NotCompared.UNUSED else None
+        if row.why is None and shown.why is None:
+            decided = _alike(row, here, shown, _FEW * scale * there.difference, unit, order)
         if decided is None:
             return None
         rows.append(decided)
@@ -117,7 +121,12 @@ def _decided(judgement: Judgement, found: Judgement, unit: float) -> list[Parame
 
 
 def _alike(
-    row: ParameterComparison, here: Difference, part: ParameterComparison, rounding: float, unit: float
+    row: ParameterComparison,
+    here: Difference,
+    part: ParameterComparison,
+    rounding: float,
+    unit: float,
+    order: float,
 ) -> ParameterComparison | None:
     """The record of a parameter that shows the same in the part (float64) and here (working precision)."""
     if part.outcome is Outcome.EQUIVALENT:
@@ -126,7 +135,7 @@ def _alike(
         if here.difference > rounding:
             return None
         return record(here, Outcome.EQUIVALENT, Method.FLOAT64_PART, rounding, here.difference)
-    most = max(SHOWS * unit, part.relative_difference / _ORDER)
+    most = max(SHOWS * unit, part.relative_difference / order)
     if part.outcome is not Outcome.DIVERGENT or not here.difference > most * here.reference:
         return None
     allowed = part.relative_allowed * here.reference

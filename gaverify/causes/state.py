@@ -21,6 +21,8 @@ from gaverify.tracebacks import shown
 
 _NEARER = 0.5  # of what one control leaves over: the other one is kept unless it leaves less than this
 _NO_EFFECT = 1e-6  # relative change of the difference below which a control changed nothing
+_PRIMED = "one forward of the full batch before the window"
+_PRIMED_AND_HELD = f"{_PRIMED}, and the state held still from there on,"
 _MANY = 5  # changed values from which on those that a known line writes, or those of one kind, are tried together
 
 
@@ -88,6 +90,29 @@ def ask_lines(bench: Bench, facts: Facts) -> Facts:
             change = replace(change, writer=replace(writer, file=shown(file), line=line))
         placed.append(change)
     return replace(facts, state=replace(state, blamed=tuple(placed)))
+
+
+def again(bench: Bench, known: State, kind: ControlKind) -> ControlRun | None:
+    """Runs a control of state once more, on another bench; None where it is none of these."""
+    names = [change.name for change in read_changes(known.changes)]
+    if kind is ControlKind.STATE_RESTORED:
+        return _restored(bench, fit=False)
+    if kind is ControlKind.STATE_HELD:
+        return bench.run("state held still", StateHeld(bench.task, names), kind=kind)
+    primed = Primed(bench.task, bench.state, lift=bench.lift)
+    if kind is ControlKind.STATE_PRIMED:
+        return bench.without(primed).run(_PRIMED, kind=kind)
+    if kind is ControlKind.STATE_PRIMED_AND_HELD:
+        return bench.without(primed).run(_PRIMED_AND_HELD, StateHeld(bench.task, names), kind=kind)
+    return None
+
+
+def is_to_blame(bench: Bench, known: State) -> bool:
+    """Whether holding what was blamed is enough on another bench, too; what is set only once needs no other run."""
+    once = known.control is not None and known.control.kind is ControlKind.STATE_PRIMED
+    if once or len(known.blamed) >= len(read_changes(known.changes)):
+        return True
+    return _is_enough(_held_or_none(bench, known.blamed))
 
 
 def probe_of(bench: Bench, facts: Facts) -> PassProbe | None:
@@ -175,7 +200,7 @@ def _primed(bench: Bench, changes: Sequence[StateChange]) -> tuple[ControlRun | 
     watch = StateWatch(bench.task, bench.state)
     try:
         there = bench.without(Primed(bench.task, bench.state, lift=bench.lift))
-        run = there.run("one forward of the full batch before the window", watch, kind=ControlKind.STATE_PRIMED)
+        run = there.run(_PRIMED, watch, kind=ControlKind.STATE_PRIMED)
     except FORESEEN:
         return None, ()
     moving = {change.name for change in watch.changes()}
@@ -209,8 +234,7 @@ def _primed_and_held(bench: Bench, changes: Sequence[StateChange], first: Sequen
     if not writes() - writes(primed):
         return None
     held = StateHeld(task, [change.name for change in changes])
-    what = "one forward of the full batch before the window, and the state held still from there on,"
-    run = bench.without(primed).run(what, held, kind=ControlKind.STATE_PRIMED_AND_HELD)
+    run = bench.without(primed).run(_PRIMED_AND_HELD, held, kind=ControlKind.STATE_PRIMED_AND_HELD)
     return run if run.rounding else None
 
 
@@ -219,10 +243,10 @@ def _unexplained(control: ControlRun) -> float:
     return control.left if control.fit is None or control.fit.vacuous else control.fit.residual
 
 
-def _restored(bench: Bench) -> ControlRun:
+def _restored(bench: Bench, *, fit: bool = True) -> ControlRun:
     """Starts every micro-batch from the state that the full batch started from."""
     kind = ControlKind.STATE_RESTORED
-    return bench.run("state restored before each micro-batch", StateRestored(bench.state), fit=True, kind=kind)
+    return bench.run("state restored before each micro-batch", StateRestored(bench.state), fit=fit, kind=kind)
 
 
 def _is_enough(run: ControlRun | None) -> bool:

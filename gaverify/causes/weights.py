@@ -18,7 +18,7 @@ from gaverify.passes.gradients import PassResult, full_batch_gradients
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.perturbation import moved
 from gaverify.records.experiment import ControlKind, ControlRun
-from gaverify.records.facts import Facts, Repeatability, State
+from gaverify.records.facts import Facts, Repeatability, State, Weights
 from gaverify.records.weights import WeightFit, are_shares, is_constant
 
 # A fit that leaves less than this over explains the divergence by weights alone: float64 fits of additive losses
@@ -98,28 +98,31 @@ def weighed(bench: Bench, facts: Facts, fit: WeightFit | None) -> WeightFit | No
 
 def means(bench: Bench, facts: Facts, fit: WeightFit | None) -> bool:
     """Whether weights explain what is left and are shares of something, or one factor: no coincidence."""
-    if fit is None or not _explains(bench, facts, fit):
-        return False
-    weights = facts.weights
+    return fit is not None and explains(bench, facts, fit) and have_meaning(facts.weights, fit)
+
+
+def have_meaning(weights: Weights, fit: WeightFit) -> bool:
+    """Whether fitted weights are shares of the samples or the valid targets, or one factor of those that are used."""
     factor = [c / w for c, w in zip(fit.weights, weights.used, strict=True) if w]
     shares = [weights.valid_targets, tuple(map(float, weights.sizes))]
     known = any(are_shares(fit.weights, share) for share in shares if share)
     return known or is_constant(factor, fit.residual)
 
 
-def _explains(bench: Bench, facts: Facts, fit: WeightFit) -> bool:
+def explains(bench: Bench, facts: Facts, fit: WeightFit) -> bool:
+    """Whether weights leave nothing of the difference, in the bench's precision."""
     most = EXPLAINED_FLOAT64 if bench.exact else EXPLAINED_FLOAT32
     return fit.residual < min(most, _NOTHING_LEFT * facts.compared.total)
 
 
 def _joint(bench: Bench, facts: Facts, fit: WeightFit | None) -> WeightFit | None:
     """The weights that hold for moved parameters too; None where there are none."""
-    if fit is None or fit.vacuous or not _explains(bench, facts, fit):
+    if fit is None or fit.vacuous or not explains(bench, facts, fit):
         return None
     if fit.determined and min(map(abs, fit.weights)) < _NO_WEIGHT * max(map(abs, fit.weights)):
         return None  # a loss that picks some samples and forgets the others: a maximum, a worst group
     joint = bench.attempt("weights at moved parameters", lambda: joint_fit(bench))
-    if joint is None or not _explains(bench, facts, joint):
+    if joint is None or not explains(bench, facts, joint):
         return None
     # Where a branch fell otherwise, one factor per micro-batch explains everything until the branch falls anew.
     parted = bench.attempt("weights at moved parameters", lambda: branches_part(bench))
@@ -132,9 +135,11 @@ def joint_fit(bench: Bench) -> WeightFit:
     Weights that belong to the data (counts, class weights, masks) explain both; factors that come out of the model
     itself, such as 1/√L_k of a root mean squared error, change with its parameters.
     """
-    runs = []
+    earlier = bench.earlier if not bench.neutral else None
+    here = earlier.shares if earlier is not None else None
+    runs = [here] if here is not None else []
     weights = list(bench.task.parameters.values())
-    for share in _MOVED:
+    for share in _MOVED if here is None else _MOVED[1:]:
         with moved(weights, [share] * len(weights)) if share else nullcontext():
             there = replace(bench, state=ModelState(bench.task.modules, (bench.task.problem.loss,)))
             probe = there.with_probe(None)

@@ -38,7 +38,8 @@ class ControlRun:
 
     `what` says it in words for reports, `kind` for rules.
     `left` is the difference that stays, relative to the full-batch gradient's norm; `fit` the weights that would be
-    right in this run, where they were asked for.
+    right in this run, where they were asked for. `reached` names the parameters whose gradient was not zero in it:
+    what is held as a constant cuts others off, and hides what diverges before it.
     """
 
     what: str
@@ -46,6 +47,7 @@ class ControlRun:
     rounding: bool
     fit: WeightFit | None = None
     kind: ControlKind = ControlKind.HELD
+    reached: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

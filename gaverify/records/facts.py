@@ -50,11 +50,15 @@ class State:
 
 @dataclass(frozen=True)
 class SampleCoupling:
-    """On how many `others` the outputs of one sample depend, and the largest gradient by its own one's norm."""
+    """On how many `others` the outputs of one sample depend, and the largest gradient by its own one's norm.
+
+    `batch`: how many samples were looked at, which may be a part of the batch.
+    """
 
     sample: int
     others: int
     strength: float
+    batch: int
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,8 @@ def enlarged(case: Case, times: int) -> Problem:
     sizes = micro_batch_sizes(size, case.steps)
     if micro_batch_sizes(size * times, case.steps) != tuple(n * times for n in sizes):
         raise LeftOut("its ragged tail would be none")
-    index = torch.cat([rows.repeat(times) for rows in torch.arange(size).split(list(sizes))])
+    drawn = [rows[torch.randint(len(rows), (len(rows) * (times - 1),))] for rows in torch.arange(size).split(list(sizes))]
+    index = torch.cat([part for rows, more in zip(torch.arange(size).split(list(sizes)), drawn, strict=True) for part in (rows, more)])
     batch = _taken(problem.batch, index, size)
     given = None if problem.batch_size is None else problem.batch_size * times
     return replace(problem, batch=batch, batch_size=given) if times > 1 else problem

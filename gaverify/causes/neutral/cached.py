@@ -65,7 +65,7 @@ class _Cut(PassProbe):
             if leaf.grad is not None and (cotangent := self._cotangent(k, place, leaf, output)) is not None
         ]
         if pairs:
-            torch.autograd.backward([output for output, _ in pairs], [cotangent for _, cotangent in pairs])
+            torch.autograd.backward([_inner(output, cotangent) for output, cotangent in pairs])
 
     def _cotangent(self, k: int, place: int, leaf: torch.Tensor, output: torch.Tensor) -> torch.Tensor | None:
         """The gradient's rows; what has none, as a temperature, is one value of the window and counts once."""
@@ -132,6 +132,11 @@ class _Cut(PassProbe):
                 changed[key] = self._cut(entry)
             return changed
         return value
+
+
+def _inner(output: torch.Tensor, cotangent: torch.Tensor) -> torch.Tensor:
+    """A number whose gradient at the output is the cotangent: given that, torch imports sympy for half a second."""
+    return torch.vdot(cotangent.reshape(-1), output.reshape(-1)).real
 
 
 def cached_gradients(bench: Bench, inside: frozenset[int]) -> ControlRun:
