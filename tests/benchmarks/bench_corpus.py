@@ -2,8 +2,9 @@
 
     python tests/benchmarks/bench_corpus.py [--seconds 0.2] [--minutes M] [--only ID …]
 
-The problems of the corpus are tiny. So each micro-batch's samples are repeated until the two bare passes take 0.2 s,
-which keeps the micro-batches' weights and what they hold; a little noise keeps samples of numbers apart. Left out, with
+The problems of the corpus are tiny. So samples of each micro-batch are drawn again until the two bare passes take 0.2
+s, which keeps the micro-batches' weights nearly, and what they hold; a little noise keeps samples of numbers apart. (In
+turns they would be like no batch: each piece of it would be the same as the next.) Left out, with
 the reason, is what cannot be enlarged so: a split of its own, passes that do not get longer, a fault that becomes
 another one. One thread, processor time; a row holds the whole verification. The codes take turns, so that a run of M
 minutes, which is an hour for all, has seen each of them.
@@ -50,7 +51,7 @@ class LeftOut(Exception):
 
 
 def enlarged(case: Case, times: int) -> Problem:
-    """Returns the case's problem with the samples of each micro-batch repeated.
+    """Returns the case's problem with samples of each micro-batch drawn again, behind them.
 
     Raises:
         LeftOut: Its micro-batches would not be `times` as large.
@@ -62,8 +63,9 @@ def enlarged(case: Case, times: int) -> Problem:
     sizes = micro_batch_sizes(size, case.steps)
     if micro_batch_sizes(size * times, case.steps) != tuple(n * times for n in sizes):
         raise LeftOut("its ragged tail would be none")
-    drawn = [rows[torch.randint(len(rows), (len(rows) * (times - 1),))] for rows in torch.arange(size).split(list(sizes))]
-    index = torch.cat([part for rows, more in zip(torch.arange(size).split(list(sizes)), drawn, strict=True) for part in (rows, more)])
+    rows = torch.arange(size).split(list(sizes))
+    more = [own[torch.randint(len(own), (len(own) * (times - 1),))] for own in rows]
+    index = torch.cat([part for pair in zip(rows, more, strict=True) for part in pair])
     batch = _taken(problem.batch, index, size)
     given = None if problem.batch_size is None else problem.batch_size * times
     return replace(problem, batch=batch, batch_size=given) if times > 1 else problem

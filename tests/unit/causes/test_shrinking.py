@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import weakref
 
+import problems_backward
 import problems_coupling
 import problems_losses
+import problems_memory
 import problems_state
 import problems_statistics
 import problems_weights
@@ -20,10 +22,20 @@ from torch import nn
 
 import gaverify
 from gaverify import Verdict
-from gaverify.causes import shrinking
+from gaverify.causes import confirming, questions, shrinking
+from gaverify.causes.bench import Bench
 from gaverify.passes.isolation import ModelState
+from gaverify.records.facts import Facts
 
-_FAMILIES = (problems_coupling, problems_losses, problems_state, problems_statistics, problems_weights)
+_FAMILIES = (
+    problems_backward,
+    problems_coupling,
+    problems_losses,
+    problems_memory,
+    problems_state,
+    problems_statistics,
+    problems_weights,
+)
 _CASES = {case.id: case for family in _FAMILIES for case in family.FAULTS}
 
 
@@ -103,6 +115,81 @@ def test_a_part_finds_what_the_whole_finds(name: str, monkeypatch: pytest.Monkey
     whole = gaverify.verify(case.build(), steps=case.steps, **case.options)
     assert said(part) == said(whole), story(part)
     assert {row.name for row in part.divergent} == {row.name for row in whole.divergent}
+
+
+@pytest.fixture
+def searched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of samples of the batches that questions are asked of; the whole one's come after a confirmation."""
+    sizes: list[int] = []
+
+    def noted(bench: Bench, facts: Facts) -> Facts:
+        sizes.append(bench.task.batch_size)
+        return facts
+
+    monkeypatch.setattr(questions, "QUESTIONS", (noted, *questions.QUESTIONS))
+    return sizes
+
+
+_IN_FLOAT64 = {
+    "A01": "GAV101",
+    "A01b-by-hand": "GAV101",
+    "A11": "GAV103",
+    "B01": "GAV202",
+    "B02": "GAV201",
+    "masked-mean": "GAV202",
+    "D03": "GAV401",
+    "target-network": "GAV401",
+    "averages": "GAV403",
+    "gradient-hook": "GAV104",
+}
+
+
+@pytest.mark.usefixtures("everything")
+@pytest.mark.parametrize("name", _IN_FLOAT64)
+def test_what_working_precision_does_not_confirm_float64_does(
+    name: str, searched: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = _CASES[name]
+    whole = gaverify.verify(case.build(), steps=case.steps, **(case.options | {"exact": True}))
+    searched.clear()
+    monkeypatch.setattr(confirming, "_MANY", 0)
+    part = gaverify.verify(case.build(), steps=case.steps, **case.options)
+    assert said(part) == said(whole) and _IN_FLOAT64[name] in fault_codes(part), story(part)
+    assert (part.method, part.run.part) == ("float64-control", ())
+    assert len(searched) == 1 and searched[0] < part.run.batch_size, searched
+
+
+@pytest.mark.usefixtures("everything")
+@pytest.mark.parametrize("late", (True, False))
+def test_what_cuts_the_graph_is_the_cause_only_where_nothing_diverges_before_it(
+    late: bool, searched: list[int]
+) -> None:
+    """The control of a softmax over the samples holds what they get from it: no gradient goes to what is before it.
+
+    An operation there couples the later samples, which the part does not have.
+    """
+
+    class Late(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            flagged = (x[:, -1:] > 0).to(x)
+            return x - flagged * (flagged * x).mean(0)
+
+    class Mixed(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.softmax(x, 0)
+
+    torch.manual_seed(0)
+    before = (Late() if late else nn.Identity(), nn.Linear(6, 8), nn.Tanh())
+    model = nn.Sequential(nn.Linear(6, 6), *before, Mixed(), nn.Linear(8, 3))
+    inputs = torch.randn(16, 6)
+    inputs[:, -1] = (torch.arange(16) >= 8).float()
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(6))
+        model[0].bias.zero_()
+    batch = (inputs, torch.randint(3, (16,)))
+    verdict = gaverify.verify(model, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), batch)
+    assert "GAV102" in fault_codes(verdict), story(verdict)
+    assert searched == ([4, 16] if late else [4]), searched
 
 
 @pytest.mark.usefixtures("everything")

@@ -134,7 +134,7 @@ def test_unexplained_says_each_reason_once_and_advises_by_what_is_known() -> Non
     assert text.count("out of memory") == 1 and "state, backward could not run" in text
     assert text.count("`mm` at a.py:1") == 1
     assert "a smaller batch" in finding.remedy
-    apart, met = SampleCoupling(0, 0, 0.0), SampleCoupling(0, 5, 0.1)
+    apart, met = SampleCoupling(0, 0, 0.0, 8), SampleCoupling(0, 5, 0.1, 8)
     assert "look at the loss" in only(divergent(coupling=apart)).remedy
     assert "samples meet inside the model" in only(divergent(coupling=met)).remedy
     assert only(divergent()).remedy.startswith("bisect")
