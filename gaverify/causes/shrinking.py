@@ -23,7 +23,7 @@ from gaverify.tracebacks import is_own_fault
 from gaverify.verdict.criteria import U32, Difference, record
 from gaverify.verdict.judging import SHOWS, Judgement, judge
 
-WORTH = 1 << 18
+WORTH = 1 << 16
 """Elements of parameters and batch from which on a part is cheaper than what it saves."""
 # Samples of the part's micro-batches: a quarter of the first micro-batch's, and two where that has them; no more than
 # show a fault as well as any number of them does.
