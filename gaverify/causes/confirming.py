@@ -79,20 +79,15 @@ def _confirm_of(found: Facts) -> _Confirm | None:
     still = twice is not None and max(twice.forward, twice.backward) < _REPEATS
     if not (found.cleared and still) or found.draws.control is not None or found.backward.kept is not None:
         return None
-    causes, known = found.forward.causes, found.state
-    remedy, place = found.weights.remedy, found.backward
-    candidates: tuple[tuple[bool, bool, _Confirm], ...] = (
-        (bool(causes), len(causes) == 1 and causes[0].control is not None, _cause),
-        (found.weights.blamed, remedy is not None and remedy.rounding, _weights),
-        (known is not None and bool(known.blamed), known is not None and _rounding(known.control), _state),
-        (place.place is not None, _rounding(place.control), _backward),
-    )
-    present = [(proven, confirm) for there, proven, confirm in candidates if there]
-    return present[0][1] if len(present) == 1 and present[0][0] else None
-
-
-def _rounding(control: ControlRun | None) -> bool:
-    return control is not None and control.rounding
+    controls: list[tuple[ControlRun | None, _Confirm]] = [(cause.control, _cause) for cause in found.forward.causes]
+    if found.weights.blamed:
+        controls.append((found.weights.remedy, _weights))
+    if found.state is not None and found.state.blamed:
+        controls.append((found.state.control, _state))
+    if found.backward.place is not None:
+        controls.append((found.backward.control, _backward))
+    control, confirm = controls[0] if len(controls) == 1 else (None, None)
+    return confirm if control is not None and control.rounding else None
 
 
 def _begun(bench: Bench, facts: Facts, found: Facts) -> tuple[Bench, Facts]:
