@@ -64,9 +64,9 @@ def coupling(facts: Facts, code: str = "") -> tuple[Evidence, ...]:
         if code in ("GAV101", "GAV102"):
             text += ": they meet through choices (an order, a threshold, a branch), which have no gradient"
         return (Evidence("coupling", "coupling", text, values),)
-    where = f" in a part of the batch of {seen.batch}" if seen.batch < facts.batch_size else ""
+    where = f"among the first {seen.batch} samples, " if seen.batch < facts.batch_size else ""
     text = (
-        f"the outputs for sample {seen.sample} depend on {seen.others} of {seen.batch - 1} other samples{where} "
+        f"{where}the outputs for sample {seen.sample} depend on {seen.others} of {seen.batch - 1} other samples "
         f"(gradient up to {seen.strength:.1e} of that to its own input)"
     )
     return (Evidence("coupling", "coupling", text, values),)

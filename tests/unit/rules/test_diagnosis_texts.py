@@ -140,6 +140,15 @@ def test_unexplained_says_each_reason_once_and_advises_by_what_is_known() -> Non
     assert only(divergent()).remedy.startswith("bisect")
 
 
+def test_a_coupling_of_a_part_says_among_which_samples() -> None:
+    facts = divergent(causes=(cause(),), coupling=SampleCoupling(1, 3, 0.1, 4))
+    said = evidence(only(facts), "coupling")
+    assert facts.batch_size > 4
+    assert said.startswith("among the first 4 samples, the outputs for sample 1 depend on 3 of 3"), said
+    whole = divergent(causes=(cause(),), coupling=SampleCoupling(1, 3, 0.1, facts.batch_size))
+    assert evidence(only(whole), "coupling").startswith("the outputs for sample 1 depend on 3 of ")
+
+
 def test_the_reduction_is_the_culprit_of_what_reads_it() -> None:
     mean = Operation("mean", "2", "Centred", file="model.py", line=7, source="x - x.mean(0)")
     finding = only(divergent(causes=(cause(source=mean),)))
