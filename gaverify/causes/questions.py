@@ -49,7 +49,8 @@ def asked(task: Task, judgement: Judgement, facts: Facts, heard: Heard, found: F
         facts = replace(facts, left=facts.compared.total)
         bench = Bench(task, state_, judgement.record, control is not None, earlier=earlier, total=facts.left)
         known = confirmed(bench, facts, found) if found is not None and control is not None else None
-        if known is not None:
+        if known is not None and found is not None:
+            judgement.part = found.weights.sizes
             return known
         for ask in QUESTIONS:
             if _settled(facts):

@@ -46,7 +46,7 @@ class RunInfo:
     rounded: tuple[str, ...] = ()
     """Products whose float32 inputs were rounded before they were multiplied: "matmul tf32"."""
     part: tuple[int, ...] = ()
-    """The two micro-batches of the part that float64 and the search ran on; empty where the whole batch decided."""
+    """The two micro-batches of the part in which the cause was found, and where the method says so, which decided."""
     python: str = field(default_factory=platform.python_version)
     platform: str = field(default_factory=platform.platform)
 

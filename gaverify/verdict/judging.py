@@ -46,7 +46,8 @@ SHOWS = 2.0**11
 class Judgement:
     """What was decided, by which method, and the passes that it rests on.
 
-    `part` has the sizes of the part of the batch that decided, where the method is that.
+    `part` has the sizes of the part of the batch that decided, where the method is that; else of the one in which the
+    cause was found.
     """
 
     rows: list[ParameterComparison]

@@ -31,6 +31,13 @@ def twin():
     return factory(nn.LayerNorm(512))
 """
 
+_MANY = """
+def many():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 4), Centred(), nn.Linear(4, 3))
+    return model, loss, (torch.randn(20000, 8), torch.randint(3, (20000,)))
+"""
+
 
 def test_the_report_says_which_part_decided_and_the_cause_is_proven(tmp_path: Path) -> None:
     path = tmp_path / "model.py"
@@ -50,3 +57,18 @@ def test_an_equivalent_twin_is_decided_as_before(tmp_path: Path) -> None:
     path.write_text(_MODEL, encoding="utf-8")
     run = gaverify(["run", "--model", f"{path}:twin", "--steps", "4", "--format", "json"])
     assert (run.code, json.loads(run.out)["run"]["part"]) == (0, []), run.out
+
+
+def test_a_cause_that_float64_confirms_on_everything_was_looked_for_in_a_part(tmp_path: Path) -> None:
+    """Of more samples than working precision could confirm it for: terminal, document and page say in which."""
+    path, page = tmp_path / "model.py", tmp_path / "page.html"
+    path.write_text(_MODEL + _MANY, encoding="utf-8")
+    run = gaverify(["run", "--model", f"{path}:many", "--steps", "2", "--format", "json"])
+    document = json.loads(run.out)
+    assert run.code == 1 and document["method"] == "float64-control", run.out
+    size = sum(document["run"]["part"])
+    assert 0 < size < 20_000
+    text = gaverify(["run", "--model", f"{path}:many", "--steps", "2", "--format", "html", "--output", str(page)])
+    said = " ".join(text.out.split()) + page.read_text(encoding="utf-8")
+    assert f"(the batch's first {size})" in said and f"among the first {size} samples" in said, text.out
+    assert f"the cause was looked for in the first {size} of 20000 samples" in said, text.out

@@ -57,7 +57,10 @@ class TableView:
 
 @dataclass(frozen=True)
 class AnswerView:
-    """One answer; `facts` are what was run, `timeline` the calls of a script by update and rank."""
+    """One answer; `facts` are what was run, `timeline` the calls of a script by update and rank.
+
+    `forward_of`: of how many samples the modules' outputs were, where they were those of a part of the batch.
+    """
 
     title: str
     kind: str
@@ -72,6 +75,7 @@ class AnswerView:
     command: str
     forward: Sequence[ModuleView] = ()
     forward_begins: str = ""
+    forward_of: int = 0
     weights: Sequence[tuple[str, Markup]] = ()
     timeline: Sequence[tuple[str, Sequence[tuple[str, str, int, str]]]] = ()
     plot: Markup = field(default_factory=lambda: Markup(""))
@@ -99,6 +103,7 @@ def view_of(answer: Answer) -> AnswerView:
         command=clean(story.command),
         forward=list(by_outputs(answer.modules, culprits)) if isinstance(answer, Verdict) else (),
         forward_begins=first_to_differ(answer.modules) if isinstance(answer, Verdict) else "",
+        forward_of=sum(answer.run.part) if isinstance(answer, Verdict) else 0,
         weights=list(_weights(answer, story)),
         timeline=list(_timeline(answer.timeline)) if isinstance(answer, AuditReport) else (),
         plot=Markup(profile_svg(answer)) if isinstance(answer, Profile) and answer.rows else Markup(""),

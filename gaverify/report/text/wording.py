@@ -172,7 +172,8 @@ def method(verdict: Verdict) -> str:
         given = [f"{key} {verdict.spec[key]}" for key in ("rtol", "atol") if verdict.spec.get(key) is not None]
         text += f" ({', '.join(given)})" if given else ""
     if verdict.run.part:
-        text += f"; that part is the first {sum(verdict.run.part)} of {verdict.run.batch_size} samples"
+        what = "that part is" if verdict.method == Method.FLOAT64_PART else "the cause was looked for in"
+        text += f"; {what} the first {sum(verdict.run.part)} of {verdict.run.batch_size} samples"
     if verdict.control_failure:
         text += f"; float64 was impossible: {verdict.control_failure}"
     if math.isfinite(verdict.resolution) and verdict.resolution > 0:
