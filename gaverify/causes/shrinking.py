@@ -24,7 +24,8 @@ from gaverify.verdict.criteria import U32, Difference, record
 from gaverify.verdict.judging import SHOWS, Judgement, judge
 
 WORTH = 1 << 16
-"""Elements of parameters and batch from which on a part is cheaper than what it saves."""
+"""Elements of parameters and batch from which on a part is cheaper than what it saves; or these many samples."""
+_WORTH_SAMPLES = 1024
 # Samples of the part's micro-batches: a quarter of the first micro-batch's, and two where that has them; no more than
 # show a fault as well as any number of them does.
 _QUARTER, _LEAST, _MOST = 4, 2, 1024
@@ -80,7 +81,8 @@ def _part_of(task: Task, judgement: Judgement, unit: float) -> Task | None:
     sizes = (size, size if last == first else max(1, size - 1))
     plain = unit == U32 and task.autocast is None and isinstance(task.weighting, str)
     rows = all(row.why in (None, NotCompared.UNUSED) for row in judgement.rows)
-    if not plain or not rows or not _dealt(judgement) or 2 * sum(sizes) > task.batch_size or _elements(task) < WORTH:
+    small = _elements(task) < WORTH and task.batch_size < _WORTH_SAMPLES
+    if not plain or not rows or not _dealt(judgement) or 2 * sum(sizes) > task.batch_size or small:
         return None
     batch = micro_batch_of(task, 0, sum(sizes), "a part of the batch")
     problem = replace(task.problem, batch=batch, batch_size=sum(sizes))
