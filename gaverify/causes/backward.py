@@ -109,7 +109,7 @@ def backward_culprit(
 class _Trial:
     """Runs controls; wrong weights beside the culprit do not hide that one helps.
 
-    `known` is the culprit that was found in a part of the batch: of several like it none is sought.
+    `known` is the culprit that was found in a part of the batch: it is tried alone before others like it are.
     """
 
     bench: Bench
@@ -150,8 +150,6 @@ def _module_hooks(trial: _Trial) -> BackwardCulprit | None:
     without = trial.run("backward hooks on modules removed", WithoutHooks(registries))
     if without is None or not without.rounding:
         return None
-    if trial.known is not None:
-        return BackwardCulprit(BackwardPlace.MODULE_HOOK, trial.known, without)
 
     def control(some: list[tuple[str, nn.Module]]) -> ControlRun | None:
         if not some:
@@ -160,7 +158,11 @@ def _module_hooks(trial: _Trial) -> BackwardCulprit | None:
         probe = WithoutHooks([registry for _, module in some for registry in module_registries(module)])
         return trial.run(f"the backward hooks on {names} removed", probe)
 
-    needed = [entry.item for entry in released(hooked, control)]
+    known = [(path, module) for path, module in hooked if trial.known is not None and path == trial.known.module]
+    alone = control(known) if len(known) < len(hooked) else None
+    if alone is not None and alone.rounding:
+        hooked, without = known, alone
+    needed = [entry.item for entry in released(hooked, control)] if len(hooked) > 1 else hooked
     path, module = needed[0]
     if len(needed) < len(hooked):
         without = control(needed) or without
@@ -180,8 +182,6 @@ def _constants(trial: _Trial) -> BackwardCulprit | None:
     held = trial.run("what the forward cuts out of the graph held constant", probe)
     if held is None or not held.rounding or not probe.frames:
         return None
-    if trial.known is not None:
-        return BackwardCulprit(BackwardPlace.CONSTANT, trial.known, held)
 
     def control(some: list[Frame]) -> ControlRun | None:
         if not some:
@@ -189,7 +189,11 @@ def _constants(trial: _Trial) -> BackwardCulprit | None:
         return trial.run("what this line cuts out of the graph held constant", ConstantsHeld(some))
 
     frames = list(probe.frames)
-    needed = [entry.item for entry in released(frames, control)]
+    known = [frame for frame in frames if trial.known is not None and _at("", frame).location == trial.known.location]
+    alone = control(known) if len(known) < len(frames) else None
+    if alone is not None and alone.rounding:
+        frames, held = known, alone
+    needed = [entry.item for entry in released(frames, control)] if len(frames) > 1 else frames
     if len(needed) < len(frames):
         held = control(needed) or held
     return BackwardCulprit(BackwardPlace.CONSTANT, _at("constant of the batch", needed[0]), held)
