@@ -126,47 +126,18 @@ def release_memory(device: torch.device) -> None:
         _module(device.type).empty_cache()
 
 
-def generator_state(device: torch.device) -> torch.Tensor:
-    """Returns the state of a device's default generator, a tensor of bytes on the CPU."""
+def generators_in_use() -> dict[torch.device, torch.Generator]:
+    """Returns the default generators that may have been drawn from: the CPU's, and those of accelerators in use."""
+    devices = [device for kind in ACCELERATORS if _is_initialised(kind) for device in _devices_of(kind)]
+    return {device: default_generator(device) for device in (torch.device("cpu"), *devices)}
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """Returns the generator that operations on a device in use draw from unless they are given another."""
     if device.type == "cpu":
-        return torch.get_rng_state()
+        return torch.default_generator
     module = _module(device.type)
-    state: torch.Tensor = module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
-    return state
-
-
-def set_generator_state(device: torch.device, state: torch.Tensor) -> None:
-    """Puts a device's default generator into a state."""
-    if device.type == "cpu":
-        torch.set_rng_state(state)
-    elif device.type == "mps":
-        torch.mps.set_rng_state(state)
-    else:
-        _module(device.type).set_rng_state(state, device)
-
-
-def generators_in_use() -> list[torch.device]:
-    """Returns the devices whose default generators may have been drawn from: the CPU, and accelerators in use."""
-    return [
-        torch.device("cpu"),
-        *(device for kind in ACCELERATORS if _is_initialised(kind) for device in _devices_of(kind)),
-    ]
-
-
-def rewind_generator(device: torch.device) -> None:
-    """Puts the default generator of a device into the state in which the device's first use met it."""
-    if device.type in ("cuda", "xpu"):
-        generator = _module(device.type).default_generators[device.index]
-        generator.manual_seed(generator.initial_seed())
-
-
-def seed_torch(seed: int) -> None:
-    """Seeds the default generators of all devices in use.
-
-    Not `torch.manual_seed`: that leaves the seed waiting for devices which the user's code may use much later.
-    """
-    torch.default_generator.manual_seed(seed)
-    for kind in ACCELERATORS:
-        if _is_initialised(kind):
-            module = _module(kind)
-            (module.manual_seed if kind == "mps" else module.manual_seed_all)(seed)
+    generator: torch.Generator = (
+        module._get_default_mps_generator() if device.type == "mps" else module.default_generators[device.index]
+    )
+    return generator

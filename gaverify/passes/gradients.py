@@ -21,9 +21,8 @@ import torch
 from gaverify.amounts import bytes_text
 from gaverify.errors import GaverifyError, NoMemory
 from gaverify.passes.batching import fresh
-from gaverify.passes.devices import seed_torch
 from gaverify.passes.dispatch import Observed, PassMode
-from gaverify.passes.isolation import ModelState, foreign_generator_states, generator_states
+from gaverify.passes.isolation import ModelState, foreign_generator_states, generator_states, seed_torch
 from gaverify.passes.randomness import Dealer, DrawRecord, Recomputing, Recorder, named_modules
 from gaverify.passes.reference import estimated_needs, fitted, spilled
 from gaverify.passes.task import Task, loss_of, micro_batch_of, told_as_users

@@ -13,9 +13,9 @@ from torch import nn
 from gaverify.audit.job import COMPILED, Job
 from gaverify.audit.recording.matching import Matcher
 from gaverify.audit.recording.packing import packed, unpacked
-from gaverify.passes.devices import generator_state, generators_in_use
+from gaverify.passes.isolation.generators import torch_generator_states
 from gaverify.passes.modes import OperationMode
-from gaverify.passes.randomness import Dealer, Draw, DrawRecord, Recomputing, Recorder, raw
+from gaverify.passes.randomness import Dealer, Draw, DrawRecord, Recomputing, Recorder
 
 Shapes = list[tuple[int, ...]]
 Key = tuple[int, bool, int]
@@ -51,10 +51,10 @@ class KeptDraws:
     @contextmanager
     def watched(self, inner: AbstractContextManager[Any]) -> Iterator[None]:
         """Runs a forward; notes when it drew out of sight, as a compiled graph does."""
-        before, recorder = _generators(), self._forwards[-1][2]
+        before, recorder = torch_generator_states(), self._forwards[-1][2]
         with inner:
             yield
-        if not recorder.record.draws and _generators() != before:
+        if not recorder.record.draws and torch_generator_states() != before:
             self.fused.add(COMPILED)
 
     def close(self, update: int) -> None:
@@ -188,11 +188,11 @@ class Draws:
 
     def leave_forward(self) -> None:
         """Remembers the generators: what they draw from here to the backward is not the model's."""
-        self._outside = _generators() if self._dealt is not None and not self._replayed else None
+        self._outside = torch_generator_states() if self._dealt is not None and not self._replayed else None
 
     def enter_backward(self) -> None:
         """Notes draws between the forward and its backward (in the loss, say), which nobody deals out."""
-        if self._outside is not None and self._dealt is not None and _generators() != self._outside:
+        if self._outside is not None and self._dealt is not None and torch_generator_states() != self._outside:
             self._dealt.unaligned["outside the model"] = "drawn between the forward and its backward"
         self._outside = None
 
@@ -214,10 +214,6 @@ class Draws:
             "dealt": self._dealt.sliced if self._dealt else 0,
             "unaligned": self._dealt.unaligned if self._dealt else {},
         }
-
-
-def _generators() -> list[bytes]:
-    return [raw(generator_state(device)) for device in generators_in_use()]
 
 
 def _batch_rows(full: Shapes, micro: Shapes) -> tuple[int, int] | None:

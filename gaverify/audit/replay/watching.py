@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from gaverify.passes.devices import generator_state, generators_in_use
-from gaverify.passes.randomness import raw
+from gaverify.passes.isolation.generators import foreign_generator_states, torch_generator_states
 
 
 class WatchedDraws:
@@ -25,19 +22,19 @@ class WatchedDraws:
         self.unaligned: dict[str, str] = {}
         self._started = False
         self._states: list[bytes] = []
-        self._others: list[Any] = []
+        self._others: tuple[Any, ...] = ()
         self._paused = 0
 
     def start(self) -> None:
         """Starts to watch."""
         if not self._started:
-            self._started, self._states, self._others = True, _of_torch(), _of_others()
+            self._started, self._states, self._others = True, torch_generator_states(), foreign_generator_states()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Surrounds what is not the loop's own: a forward, a backward, a step, a loader."""
         watches = self._started and not self.moved and not self._paused
-        if watches and _of_torch() != self._states:
+        if watches and torch_generator_states() != self._states:
             self.moved = True
         self._paused += 1
         try:
@@ -45,7 +42,7 @@ class WatchedDraws:
         finally:
             self._paused -= 1
             if watches:
-                self._states = _of_torch()
+                self._states = torch_generator_states()
 
     def forward(self, rows: int | None) -> None:
         """Nothing to note."""
@@ -58,16 +55,4 @@ class WatchedDraws:
 
     def close(self) -> None:
         """Looks at the generators that were not watched."""
-        self.moved = self.moved or (self._started and _of_others() != self._others)
-
-
-def _of_torch() -> list[bytes]:
-    return [raw(generator_state(device)) for device in generators_in_use()]
-
-
-def _of_others() -> list[Any]:
-    states: list[Any] = [random.getstate()]
-    numpy = getattr(sys.modules.get("numpy"), "random", None)
-    if numpy is not None:
-        states.append([part.tobytes() if hasattr(part, "tobytes") else part for part in numpy.get_state()])
-    return states
+        self.moved = self.moved or (self._started and foreign_generator_states() != self._others)

@@ -13,6 +13,7 @@ from gaverify.passes.isolation.generators import (
     generator_states,
     isolated_generators,
     seed_everything,
+    seed_torch,
 )
 from gaverify.passes.isolation.modules import OWN_ATTRIBUTES, scripted_attributes
 from gaverify.passes.isolation.objects import UNSET, attributes_of, slots_of
@@ -37,6 +38,7 @@ __all__ = [
     "numpy_types",
     "scripted_attributes",
     "seed_everything",
+    "seed_torch",
     "slots_of",
     "storage",
     "variables",

@@ -1,20 +1,21 @@
-"""The random generators: torch's, Python's and NumPy's global ones, and those that the user's code holds itself."""
+"""The random generators: torch's, Python's and NumPy's global ones, and those that the user's code holds itself.
+
+Whoever takes, compares or puts back the state of a generator asks here, of whichever kind it is.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-from gaverify.passes.devices import (
-    generator_state,
-    generators_in_use,
-    rewind_generator,
-    seed_torch,
-    set_generator_state,
-)
+import torch
+
+from gaverify.passes.devices import generators_in_use
 
 # Generators of Python and NumPy that a `ModelState` found in the user's code while `isolated_generators` is open: until
 # it closes they count as the global ones do. Draws of a `torch.Generator` are dealt out at the dispatcher instead.
@@ -39,28 +40,24 @@ def hold(generator: Any) -> None:
         _scopes[-1][id(generator)] = generator
 
 
-def _held() -> list[Any]:
-    return list(_scopes[-1].values()) if _scopes else []
+def foreign_generators() -> dict[str, Any]:
+    """Returns Python's and, where it is loaded, NumPy's global generator: modules that answer as their objects do."""
+    numpy = getattr(sys.modules.get("numpy"), "random", None)
+    return {"random": random} | ({"numpy": numpy} if numpy is not None else {})
 
 
 def generator_states() -> Callable[[], None]:
     """Takes the states of all generators and returns the function that puts them back."""
-    devices = {device: generator_state(device) for device in generators_in_use()}
-    python = random.getstate()
-    numpy_random = getattr(sys.modules.get("numpy"), "random", None)
-    numpy = numpy_random.get_state() if numpy_random is not None else None
-    held = [restorer(generator) for generator in _held()]
+    kept = {device: state_of(generator) for device, generator in generators_in_use().items()}
+    others = [restorer(generator) for generator in _foreign()]
 
     def restore() -> None:
-        for device in generators_in_use():
-            if device in devices:
-                set_generator_state(device, devices[device])
+        for device, generator in generators_in_use().items():
+            if device in kept:
+                set_state(generator, kept[device])
             else:  # first used meanwhile
-                rewind_generator(device)
-        random.setstate(python)
-        if numpy_random is not None and numpy is not None:
-            numpy_random.set_state(numpy)
-        for put_back in held:
+                generator.manual_seed(generator.initial_seed())
+        for put_back in others:
             put_back()
 
     return restore
@@ -69,41 +66,61 @@ def generator_states() -> Callable[[], None]:
 def seed_everything(seed: int) -> None:
     """Seeds the torch, Python and NumPy generators."""
     seed_torch(seed)
-    random.seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
+    for generator in foreign_generators().values():
+        generator.seed(seed if generator is random else seed % 2**32)
 
 
-def restorer(generator: Any) -> Callable[[], None]:
-    """Takes the state of one Python or NumPy generator and returns the function that puts it back."""
-    if isinstance(generator, random.Random):
-        kept = generator.getstate()
-        return lambda: generator.setstate(kept)
-    if hasattr(generator, "set_state"):  # numpy.random.RandomState
-        old = generator.get_state()
-        return lambda: generator.set_state(old)
-    bits = getattr(generator, "bit_generator", generator)  # numpy.random.Generator, or a bare BitGenerator
-    state = bits.state
+def seed_torch(seed: int) -> None:
+    """Seeds the default generators of all devices in use.
 
-    def restore() -> None:
-        bits.state = state
+    Not `torch.manual_seed`: that leaves the seed waiting for devices which the user's code may use much later.
+    """
+    for generator in generators_in_use().values():
+        generator.manual_seed(seed)
 
-    return restore
+
+def torch_generator_states() -> list[bytes]:
+    """Returns comparable states of torch's generators."""
+    return [comparable(state_of(generator)) for generator in generators_in_use().values()]
 
 
 def foreign_generator_states() -> tuple[Any, ...]:
     """Returns comparable states of the Python and NumPy generators, whose draws the dispatcher does not see."""
-    numpy_random = getattr(sys.modules.get("numpy"), "random", None)
-    held = tuple(_comparable(generator) for generator in _held())
-    numpy = _comparable(numpy_random) if numpy_random is not None else None
-    return (random.getstate(), numpy, *held)
+    return tuple(comparable(state_of(generator)) for generator in _foreign())
 
 
-def _comparable(generator: Any) -> Any:
-    if isinstance(generator, random.Random):
+def state_of(generator: Any) -> Any:
+    """Returns the state of a generator of torch, Python or NumPy, or of a module of global ones."""
+    if hasattr(generator, "getstate"):
         return generator.getstate()
-    if hasattr(generator, "set_state"):
-        kind, keys, position, *rest = generator.get_state()
-        return (kind, keys.tobytes(), position, *rest)
-    return repr(getattr(generator, "bit_generator", generator).state)
+    if hasattr(generator, "get_state"):
+        return generator.get_state()
+    return getattr(generator, "bit_generator", generator).state  # numpy.random.Generator, or a bare BitGenerator
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """Puts a generator into a state that `state_of` has returned."""
+    if hasattr(generator, "setstate"):
+        generator.setstate(state)
+    elif hasattr(generator, "set_state"):
+        generator.set_state(state)
+    else:
+        getattr(generator, "bit_generator", generator).state = state
+
+
+def restorer(generator: Any) -> Callable[[], None]:
+    """Takes the state of one generator and returns the function that puts it back."""
+    return partial(set_state, generator, state_of(generator))
+
+
+def comparable(state: Any) -> Any:
+    """Returns a state as something that equals another such state; NumPy, which torch does not need, is not asked."""
+    if isinstance(state, torch.Tensor):  # contiguous, and on the CPU
+        return ctypes.string_at(state.data_ptr(), state.numel())
+    if isinstance(state, tuple):
+        return tuple(part.tobytes() if hasattr(part, "tobytes") else part for part in state)
+    return repr(state)
+
+
+def _foreign() -> list[Any]:
+    return [*foreign_generators().values(), *(_scopes[-1].values() if _scopes else ())]

@@ -173,8 +173,7 @@ class Walk:
         return [*self._kind(module), *values]
 
     def _torch_generator(self, generator: torch.Generator) -> Children:
-        state = generator.get_state()
-        self._add(lambda: _set_state(generator, state))
+        self._add(generators.restorer(generator))
         return ()
 
     def _generator(self, generator: Any) -> Children:
@@ -240,7 +239,3 @@ class Walk:
     def _kind(self, value: Any) -> Children:
         kind = type(value)
         return () if origins.is_library(origins.module_of(kind)) or id(kind) in self._seen else (kind,)
-
-
-def _set_state(generator: torch.Generator, state: torch.Tensor) -> None:
-    generator.set_state(state)

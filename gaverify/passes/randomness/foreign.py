@@ -8,14 +8,13 @@ user's, are not seen.
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
 
+from gaverify.passes.isolation.generators import comparable, foreign_generators, set_state, state_of
 from gaverify.passes.randomness.sites import call_site
 from gaverify.tracebacks import hands_over
 
@@ -85,7 +84,8 @@ def watched(handler: Callable[[Call], Any]) -> Iterator[None]:
         return drawing
 
     try:
-        for module, holder, owner in _holders():
+        for module, holder in foreign_generators().items():
+            owner = getattr(holder, "_inst", None) if module == "random" else getattr(holder.rand, "__self__", None)
             for name, function in list(vars(holder).items()):
                 if getattr(function, "__self__", None) is owner and name not in _STATE:
                     kept.append((holder, name, function))
@@ -102,7 +102,7 @@ def recorded(draws: list[ForeignDraw]) -> Callable[[Call], Any]:
     def keep(call: Call) -> Any:
         if len(draws) >= MOST:
             return call.run()
-        site, state = call_site(), state_of(call.module)
+        site, state = call_site(), state_of(foreign_generators()[call.module])
         result = call.run()
         array = result.copy() if getattr(result, "shape", ()) else None
         draws.append(ForeignDraw(site, replace(call, run=_made), state, array))
@@ -153,35 +153,14 @@ def state_after(draws: list[ForeignDraw], at: int, end: Mapping[str, Any]) -> An
 
 def same_state(module: str, state: Any) -> bool:
     """Whether a generator is in that state."""
-    return bool(_comparable(state_of(module)) == _comparable(state))
+    return bool(comparable(state_of(foreign_generators()[module])) == comparable(state))
 
 
 def states() -> dict[str, Any]:
     """Returns the states of both global generators."""
-    return {module: state_of(module) for module, _, _ in _holders()}
+    return {module: state_of(generator) for module, generator in foreign_generators().items()}
 
 
-def state_of(module: str) -> Any:
-    """Returns the state of one of them."""
-    return random.getstate() if module == "random" else sys.modules["numpy"].random.get_state()
-
-
-def set_state(module: str, state: Any) -> None:
+def put(module: str, state: Any) -> None:
     """Sets the state of one of them."""
-    if module == "random":
-        random.setstate(state)
-    else:
-        sys.modules["numpy"].random.set_state(state)
-
-
-def _comparable(state: Any) -> tuple[Any, ...]:
-    """NumPy keeps its numbers in an array."""
-    return tuple(part.tobytes() if hasattr(part, "tobytes") else part for part in state)
-
-
-def _holders() -> Iterator[tuple[str, Any, Any]]:
-    """The modules that hold the functions, and the generator that these are bound to."""
-    yield "random", random, getattr(random, "_inst", None)
-    numpy = getattr(sys.modules.get("numpy"), "random", None)
-    if numpy is not None:
-        yield "numpy", numpy, getattr(numpy.rand, "__self__", None)
+    set_state(foreign_generators()[module], state)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from gaverify.passes.devices import generator_state, with_number
+from gaverify.passes.devices import default_generator, with_number
+from gaverify.passes.isolation.generators import comparable, state_of
 
 MASKED = ("native_dropout", "_fused_dropout")
 """Operations that return their mask beside the masked input."""
@@ -20,23 +20,18 @@ def name_of(func: Any) -> str:
     return str(func._schema.name.split("::")[-1].rstrip("_"))
 
 
-def raw(state: torch.Tensor) -> bytes:
-    """The bytes of a generator's state, a contiguous CPU tensor; NumPy, which torch does not need, is not asked."""
-    return ctypes.string_at(state.data_ptr(), state.numel())
-
-
 def generator_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, bytes]:
     """Identifies the state of the generator that an operation will draw from."""
     generator = kwargs.get("generator")
     if generator is None:
         generator = next((arg for arg in args if isinstance(arg, torch.Generator)), None)
     if generator is not None:
-        return id(generator), raw(generator.get_state())
+        return id(generator), comparable(state_of(generator))
     device = kwargs.get("device")
     if device is None:
         device = next((arg.device for arg in args if isinstance(arg, torch.Tensor)), torch.device("cpu"))
     device = with_number(torch.device(device))
-    return hash(device), raw(generator_state(device))
+    return hash(device), comparable(state_of(default_generator(device)))
 
 
 def drawn_by(operation: str, args: tuple[Any, ...], result: Any) -> torch.Tensor | None:

@@ -58,7 +58,7 @@ class ForeignDealer:
         elif not self._lost:
             self._record.sliced += 1
             for module, state in end.items():
-                foreign.set_state(module, state)
+                foreign.put(module, state)
 
     def _draw(self, call: foreign.Call) -> Any:
         self._hold_against_full()
@@ -77,13 +77,13 @@ class ForeignDealer:
         if self._at is None:
             self._lost = True
             return call.run()
-        foreign.set_state(call.module, draws[self._at].state)
+        foreign.put(call.module, draws[self._at].state)
         result = call.run()
         rows = foreign.own_rows(draws[self._at], call, result, self._micro_batch, self._size)
         if rows is None:
             return result
         self._record.shared.pop(self._once.pop(site, ""), None)
-        foreign.set_state(call.module, foreign.state_after(draws, self._at, self._record.foreign_end))
+        foreign.put(call.module, foreign.state_after(draws, self._at, self._record.foreign_end))
         return rows
 
     def _note(self, site: int, call: foreign.Call) -> None:
