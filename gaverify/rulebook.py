@@ -1,21 +1,19 @@
-"""The rule pages: what `gaverify explain` and `gaverify rules` print. Each is the docstring of its rule's module.
+"""The rule pages: what `gaverify explain` and `gaverify rules` print. Each is a file of `rules/pages/`.
 
-A page starts with `CODE name: one line.`, where `(note)` or `(fault or note)` behind the name tells the severity of its
-findings (a fault where nothing is said), and has the sections of `HEADINGS`, each heading alone on its line. Indented
-lines are formulas and code. Where a code arises in runs and in audits, both examples stand under `Example`.
+A page starts with `# CODE name: one line.`, where `(note)` or `(fault or note)` behind the name tells the severity of
+its findings (a fault where nothing is said), and has the sections of `HEADINGS`, a line `## HEADING` above each.
+Indented lines are formulas and code. Where a code arises in runs and in audits, both examples stand under `Example`.
 """
 
 from __future__ import annotations
 
-import ast
 import difflib
 import re
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from types import ModuleType
-from typing import Any
+from importlib.resources import files as resources
 
 from gaverify.errors import InternalError, SpecError
 
@@ -30,8 +28,9 @@ HEADINGS = (
 )
 A_MODEL, A_LOOP = "A model:", "A training loop:"
 """Lines above the two examples of a code that arises in both: `gaverify run` shows one, `gaverify audit` the other."""
+_FOLDER = resources("gaverify") / "rules" / "pages"
 _ALIKE = 0.5  # of `difflib`'s ratio; below it a word is no typing mistake of a rule's name
-_FIRST = re.compile(r"(?P<code>GAV\d{3}) (?P<name>[a-z0-9-]+)(?: \((?P<severity>[a-z ]+)\))?: (?P<summary>.+)")
+_FIRST = re.compile(r"# (?P<code>GAV\d{3}) (?P<name>[a-z0-9-]+)(?: \((?P<severity>[a-z ]+)\))?: (?P<summary>.+)")
 
 
 @dataclass(frozen=True)
@@ -70,9 +69,8 @@ class RulePage:
 @cache
 def rule_pages() -> tuple[RulePage, ...]:
     """Returns a page for every code, in the order of the codes."""
-    from gaverify.rules import RULES, unexplained
-
-    return tuple(_page(rule) for rule in sorted((*RULES, unexplained), key=lambda rule: str(rule.RULE.code)))
+    files = sorted(_FOLDER.iterdir(), key=lambda file: file.name)
+    return tuple(_page(file.read_text(encoding="utf-8"), file.name) for file in files if file.name.endswith(".md"))
 
 
 def find_page(wanted: str) -> RulePage:
@@ -104,33 +102,21 @@ def _nearest_word(word: str, pages: Mapping[str, RulePage], names: Mapping[str, 
     return both[near] if likeness[near] >= _ALIKE else None
 
 
-def _page(module: ModuleType) -> RulePage:
-    first, _, rest = _docstring(module).partition("\n")
-    read = _FIRST.fullmatch(first.strip())
+def _page(text: str, file: str) -> RulePage:
+    first, _, rest = text.partition("\n")
+    read = _FIRST.fullmatch(first)
     if read is None:
-        raise InternalError(f"the page in {module.__name__} starts with {first!r}, not with `CODE name: one line.`")
+        raise InternalError(f"the page {file} starts with {first!r}, not with `# CODE name: one line.`")
     summary = read["summary"].rstrip(".")
     return RulePage(read["code"], read["name"], read["severity"] or "fault", summary, _sections(rest))
-
-
-def _docstring(module: ModuleType) -> str:
-    """Returns a module's docstring, from its source where Python runs with -OO and has thrown it away."""
-    text = module.__doc__
-    if text is None:
-        loader: Any = getattr(module.__spec__, "loader", None)
-        source = loader.get_source(module.__name__) if hasattr(loader, "get_source") else None
-        text = ast.get_docstring(ast.parse(source)) if source else None
-    if not text:
-        raise InternalError(f"the rule page in {module.__name__} cannot be read: no docstring and no source")
-    return text
 
 
 def _sections(text: str) -> dict[str, str]:
     found: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in text.splitlines():
-        if line in HEADINGS:
-            lines = found.setdefault(line, [])
+        if line.startswith("## "):
+            lines = found.setdefault(line.removeprefix("## "), [])
         else:
             lines.append(line.rstrip())
     return {heading: "\n".join(lines).strip("\n") for heading, lines in found.items()}

@@ -1,4 +1,4 @@
-"""Names causes: one module per code, from facts to findings, read by run and audit alike. Imports no torch."""
+"""Names causes: one judgement per code, from facts to findings, read by run and audit alike. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,48 +7,35 @@ from dataclasses import replace
 
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Finding
-from gaverify.rules import (
-    aligned_randomness,
+from gaverify.rules.calls import clip_per_micro_batch, scaler_per_micro_batch, scheduler_per_micro_batch
+from gaverify.rules.coupling import (
     batch_coupled_loss,
     batch_dependent_backward,
     batch_statistics,
-    buffer_drift,
-    clip_per_micro_batch,
     cross_sample_operation,
-    empty_micro_batch,
-    foreign_gradients,
-    gather_without_gradient,
-    gradients_cleared_inside_window,
+)
+from gaverify.rules.gradients import low_precision_accumulation, missing_gradient, non_finite_gradient
+from gaverify.rules.lost_passes import gradients_cleared_inside_window, trailing_window_lost
+from gaverify.rules.optimizers import foreign_gradients, partner_at_other_weights, step_settings_differ
+from gaverify.rules.randomness import aligned_randomness, unalignable_randomness, unrepeatable_backward
+from gaverify.rules.rank_gradients import (
     gradients_never_reduced,
-    gradients_not_cleared,
-    hidden_state,
-    low_precision_accumulation,
-    mean_of_means,
-    mean_over_ranks,
-    missing_gradient,
-    non_finite_gradient,
-    partner_at_other_weights,
     rank_statistics,
     ranks_hold_different_gradients,
-    scaler_per_micro_batch,
-    scheduler_per_micro_batch,
-    shard_local_norm,
-    state_changed_by_forward,
-    step_inside_window,
-    step_settings_differ,
     synchronised_every_micro_batch,
-    trailing_window_lost,
-    trailing_window_misscaled,
-    unalignable_randomness,
-    unexplained,
-    uninformative_batch,
-    unrepeatable_backward,
-    wrong_loss_scale,
-    wrong_rank_scale,
 )
-from gaverify.rules.wording import coupling, harm
+from gaverify.rules.rank_weights import gather_without_gradient, mean_over_ranks, shard_local_norm, wrong_rank_scale
+from gaverify.rules.remainder import unexplained, uninformative_batch
+from gaverify.rules.state import buffer_drift, hidden_state, state_changed_by_forward
+from gaverify.rules.steps import gradients_not_cleared, step_inside_window
+from gaverify.rules.wording import coupling_seen, harm
+from gaverify.rules.wrong_scale import trailing_window_misscaled, wrong_loss_scale
+from gaverify.rules.wrong_shares import empty_micro_batch, mean_of_means
 
-COUPLING = (batch_statistics, cross_sample_operation, batch_coupled_loss, batch_dependent_backward)
+FORWARD = (batch_statistics, cross_sample_operation, batch_coupled_loss)
+"""Rules about samples that meet in a forward: beside them it is told how far outputs depend on other samples."""
+
+COUPLING = (*FORWARD, batch_dependent_backward)
 """Rules about samples that act on each other: they need the traces of a run."""
 
 EVENTS = (
@@ -112,20 +99,20 @@ def findings_for(facts: Facts) -> tuple[Finding, ...]:
 def _gradients_changed(facts: Facts, found: list[Finding]) -> bool:
     """Whether the gradients of the first differing update are no weighted sum of its micro-batches' any more."""
     faults = {finding.code for finding in found if finding.severity == "fault"}
-    changed = {clip_per_micro_batch.RULE.code, foreign_gradients.RULE.code, scaler_per_micro_batch.RULE.code}
+    changed = {clip_per_micro_batch.code, foreign_gradients.code, scaler_per_micro_batch.code}
     if facts.loop is not None:  # weights of micro-batches say nothing where it is the ranks' that are wrong
-        changed |= {rule.RULE.code for rule in RANKS}
+        changed |= {rule.code for rule in RANKS}
     if (facts.compared.update or 1) > 1:  # the first window has nothing of an earlier one
-        changed.add(gradients_not_cleared.RULE.code)
+        changed.add(gradients_not_cleared.code)
     return bool(faults & changed)
 
 
 def _with_harm(facts: Facts, found: list[Finding]) -> Iterator[Finding]:
     """Adds to the first finding how much the divergence matters: it is one number for all causes together."""
     for position, finding in enumerate(found):
-        told = finding.severity == "fault" or finding.code == unexplained.RULE.code
+        told = finding.severity == "fault" or finding.code == unexplained.code
         matters = facts.loop is None and position == 0 and bool(facts.compared.divergent) and told
         extra = harm(facts) if matters else ()
-        if matters and finding.code in {rule.RULE.code for rule in COUPLING[:3]}:
-            extra = (*coupling(facts, finding.code), *extra)
+        if matters and finding.code in {rule.code for rule in FORWARD}:
+            extra = (*coupling_seen(facts, in_model=finding.code != batch_coupled_loss.code), *extra)
         yield replace(finding, evidence=(*finding.evidence, *extra)) if extra else finding

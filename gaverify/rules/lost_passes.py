@@ -1,14 +1,19 @@
-"""Which backward passes were thrown away, and where: inside a window, or a whole tail of an epoch."""
+"""Backward passes that never reach an update: GAV603 and GAV604."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from gaverify.records.audit import Record
 from gaverify.records.comparison import Outcome
+from gaverify.records.facts import Facts
+from gaverify.records.findings import Evidence, Finding
 from gaverify.records.ledger import LostPasses
 from gaverify.records.windows import Window
+from gaverify.rules.controls import left_by
+from gaverify.rules.rule import controlled, finding_of, measured, rule, rule_of_loops
+from gaverify.rules.wording import counted, passes, place, updates
 
 _NOTHING = 1e-3  # a micro-batch with less than this share of the largest weight did not reach the step
 
@@ -100,3 +105,70 @@ def _summed_elsewhere(loop: Record, loss: LostPasses) -> bool:
     largest = max(map(abs, fit.used))
     lost = [weight for weight, event in zip(fit.used, backwards, strict=True) if event in loss.backwards]
     return all(abs(weight) > _NOTHING * largest for weight in lost)
+
+
+@rule("GAV603")
+def gradients_cleared_inside_window(facts: Facts) -> Iterator[Finding]:
+    """Yields a finding where gradients vanish inside a window."""
+    loop = facts.loop
+    if loop is None:
+        yield from _by_the_forward(facts)
+        return
+    losses = cleared_inside(loop)
+    if not losses:
+        return
+    first = losses[0]
+    total = len(first.backwards) + first.survivors
+    what, remedy = f"uses {first.survivors} of {passes(total)}: the others' gradients were cleared", ""
+    if cleared_before_step(loop, first):
+        what, remedy = "steps without a gradient: it was cleared just before the step", ", never before it"
+    yield finding_of(
+        f"update {first.window} {what}",
+        counted(loop.windows[:8]),
+        Evidence(
+            "events",
+            "cleared",
+            f"thrown away in {updates(loss.window for loss in losses)}",
+            {"updates": [loss.window for loss in losses]},
+        ),
+        location=place(first.by),
+        remedy=f"clear the gradients once per update, after the step{remedy}",
+        proven=True,
+    )
+
+
+def _by_the_forward(facts: Facts) -> Iterator[Finding]:
+    """A finding where the model or the loss clears the gradients of earlier micro-batches: `zero_grad` inside them."""
+    run = facts.backward.kept
+    if run is None:
+        return
+    by = facts.backward.clearing
+    line = f"; cleared by {by}: `{by.source}`" if by is not None and by.source else ""
+    yield finding_of(
+        "the forward clears the gradients of the micro-batches before it",
+        measured("gradients", f"{facts.compared.largest}{line}"),
+        controlled("gradients", left_by(run), left=run.left),
+        location=by.location if by is not None else None,
+        remedy="clear the gradients once per update, after the step"
+        + ("" if by is not None else "; look for `zero_grad` in the loss and in hooks"),
+        proven=run.rounding,
+    )
+
+
+@rule_of_loops("GAV604")
+def trailing_window_lost(facts: Facts, loop: Record) -> Iterator[Finding]:
+    """Yields a finding where the last backward passes of an epoch or of the script are thrown away."""
+    tails = cut_off(loop)
+    if not tails:
+        return
+    first = tails[0]
+    after = f"after update {first.window - 1}" if first.window > 1 else "before the first update"
+    how = "are cleared before a step uses them" if first.by is not None else "are never used: the script ends"
+    place_of = first.by if first.by is not None and first.by.file is not None else first.backwards[-1]
+    yield finding_of(
+        f"{passes(len(first.backwards))} {after} {how}",
+        counted(loop.windows[:8]),
+        location=place(place_of),
+        remedy="step after the last micro-batch of an epoch too, and divide by the micro-batches that its window has",
+        proven=True,
+    )

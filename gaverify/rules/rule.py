@@ -1,31 +1,78 @@
-"""What a rule makes its findings with."""
+"""What all rules share: a code, a name and a judgement, and the words of a finding."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any, Generic, ParamSpec
 
+from gaverify.records.audit import Record
+from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding, Location, Severity
+from gaverify.records.ranks import RankFacts
+
+Asked = ParamSpec("Asked")
 
 
 @dataclass(frozen=True)
-class Rule:
-    """The code and the name that all findings of one module bear."""
+class Rule(Generic[Asked]):
+    """A code, its name, and the judgement that yields its findings; the words about it stand in `pages/CODE.md`."""
 
     code: str
     name: str
+    judgement: Callable[Asked, Iterable[Finding]]
 
-    def finding(
-        self,
-        summary: str,
-        *evidence: Evidence,
-        remedy: str,
-        proven: bool,
-        location: Location | None = None,
-        severity: Severity = "fault",
-    ) -> Finding:
-        """Returns a finding; it is `proven` only where a control run, or the numbers alone, leave no doubt."""
-        return Finding(self.code, self.name, severity, summary, location, evidence, remedy, proven)
+    def judge(self, *facts: Asked.args, **named: Asked.kwargs) -> Iterator[Finding]:
+        """Yields the findings, which bear the rule's code and name."""
+        for finding in self.judgement(*facts, **named):
+            yield replace(finding, code=self.code, name=self.name)
+
+
+def rule(code: str) -> Callable[[Callable[Asked, Iterable[Finding]]], Rule[Asked]]:
+    """Makes a rule of a judgement; it is named as the function is."""
+    return lambda judgement: Rule(code, judgement.__name__.replace("_", "-"), judgement)
+
+
+def rule_of_loops(code: str) -> Callable[[Callable[[Facts, Record], Iterable[Finding]]], Rule[[Facts]]]:
+    """The same for a judgement that needs the windows of a training loop: in a run it finds nothing."""
+
+    def made(judgement: Callable[[Facts, Record], Iterable[Finding]]) -> Rule[[Facts]]:
+        @wraps(judgement)
+        def judge(facts: Facts) -> Iterable[Finding]:
+            return () if facts.loop is None else judgement(facts, facts.loop)
+
+        return rule(code)(judge)
+
+    return made
+
+
+def rule_of_ranks(code: str) -> Callable[[Callable[[Facts, RankFacts], Iterable[Finding]]], Rule[[Facts]]]:
+    """The same for a judgement about several ranks: of one process it finds nothing."""
+
+    def made(judgement: Callable[[Facts, RankFacts], Iterable[Finding]]) -> Rule[[Facts]]:
+        @wraps(judgement)
+        def judge(facts: Facts) -> Iterable[Finding]:
+            return () if facts.ranks is None else judgement(facts, facts.ranks)
+
+        return rule(code)(judge)
+
+    return made
+
+
+def finding_of(
+    summary: str,
+    *evidence: Evidence,
+    remedy: str,
+    proven: bool,
+    location: Location | None = None,
+    severity: Severity = "fault",
+) -> Finding:
+    """Returns a finding; it is `proven` only where a control run, or the numbers alone, leave no doubt.
+
+    The rule that yields it gives it its code and name.
+    """
+    return Finding("", "", severity, summary, location, evidence, remedy, proven)
 
 
 def measured(source: str, statement: str, /, **values: Any) -> Evidence:
@@ -36,3 +83,9 @@ def measured(source: str, statement: str, /, **values: Any) -> Evidence:
 def controlled(source: str, statement: str, /, **values: Any) -> Evidence:
     """Returns the evidence of a control run."""
     return Evidence(source, "control", statement, values)
+
+
+def judged(source: str, what: str, left: float, proven: bool) -> Evidence:
+    """Returns the evidence of a control run that says which difference it leaves, and what that means."""
+    told = "proven" if proven else "another cause is left"
+    return controlled(source, f"{what} is {left:.0e}: {told}", left=left)

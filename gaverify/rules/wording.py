@@ -14,6 +14,7 @@ from gaverify.records.findings import Evidence, Location
 from gaverify.records.ranks import RankFacts
 from gaverify.records.stages import Stage
 from gaverify.records.windows import Window
+from gaverify.rules.rule import judged
 from gaverify.tracebacks import shown
 
 NOT_ENOUGH = (
@@ -53,15 +54,20 @@ def tested(run: ControlRun) -> str:
     return "tested, equivalent" if run.rounding else f"tested, leaves {run.left:.0e}"
 
 
-def coupling(facts: Facts, code: str = "") -> tuple[Evidence, ...]:
-    """Whether the model lets samples meet, by the gradient of one sample's outputs with respect to the others."""
+def coupling_seen(facts: Facts, *, in_model: bool) -> tuple[Evidence, ...]:
+    """Whether the model lets samples meet, by the gradient of one sample's outputs with respect to the others.
+
+    Args:
+        facts: What was measured.
+        in_model: Whether the finding says that they meet in the model, not in the loss.
+    """
     seen = facts.forward.coupling
     if seen is None:
         return ()
     values = {"sample": seen.sample, "others": seen.others, "strength": seen.strength}
     if seen.others == 0:
         text = "the model's outputs for a sample have an exactly zero gradient with respect to all other samples"
-        if code in ("GAV101", "GAV102"):
+        if in_model:
             text += ": they meet through choices (an order, a threshold, a branch), which have no gradient"
         return (Evidence("coupling", "coupling", text, values),)
     where = f"among the first {seen.batch} samples, " if seen.batch < facts.batch_size else ""
@@ -224,5 +230,4 @@ def tried(ranks: RankFacts, what: str) -> tuple[Evidence, ...]:
     if left != left:  # NaN: the control could not be run
         text = "no control run was possible: suspected, not proven"
         return (Evidence("rank-weights", "control", text, {}),)
-    told = "proven" if ranks.is_rounding(left) else "another cause is left"
-    return (Evidence("rank-weights", "control", f"with {what} the difference is {left:.0e}: {told}", {"left": left}),)
+    return (judged("rank-weights", f"with {what} the difference", left, ranks.is_rounding(left)),)

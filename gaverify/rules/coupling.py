@@ -1,0 +1,164 @@
+"""Samples act on each other: GAV101 to GAV104."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gaverify.records.experiment import Cause, ControlKind
+from gaverify.records.facts import BackwardPlace, Facts
+from gaverify.records.findings import Evidence, Finding, Location
+from gaverify.records.operations import Operation
+from gaverify.rules.controls import control, first_operation, held_remedy, left_by, paired_remedy, proven
+from gaverify.rules.rule import controlled, finding_of, measured, rule
+from gaverify.rules.wording import listed, module_name, tested
+
+
+@rule("GAV101")
+def batch_statistics(facts: Facts) -> Iterator[Finding]:
+    """Yields a finding per cause in which a module normalises its channels by statistics of the batch."""
+    for cause in facts.forward.causes:
+        suspect = cause.suspect
+        if not (suspect.statistics and suspect.in_model):
+            continue
+        operation = suspect.culprit
+        remedies = [
+            f"{run.what} in its place: {tested(run)}"
+            for run in cause.remedies
+            if run.rounding and run.kind is ControlKind.REPLACED
+        ]
+        if cause.control is not None and cause.control.kind is ControlKind.FROZEN:
+            remedies.append("freeze its statistics (`.eval()` on the layer, after every `model.train()`)")
+        yield finding_of(
+            f"{module_name(operation.module, operation.kind)} normalises over the micro-batch",
+            first_operation(facts, cause),
+            control(facts, cause),
+            location=operation.location,
+            remedy="; or ".join(remedies) or "use statistics of the sample itself, or stored ones",
+            proven=proven(facts, cause),
+        )
+
+
+@rule("GAV102")
+def cross_sample_operation(facts: Facts) -> Iterator[Finding]:
+    """Yields a finding per operation inside the model that mixes samples."""
+    for cause in facts.forward.causes:
+        suspect = cause.suspect
+        if not suspect.in_model or suspect.statistics or suspect.kind == "random":
+            continue
+        operation = suspect.culprit
+        branches = suspect.kind == "control-flow"
+        what = "takes another way for another batch" if branches else "mixes the samples of a batch"
+        yield finding_of(
+            f"{module_name(operation.module, operation.kind)} {what}",
+            first_operation(facts, cause),
+            control(facts, cause),
+            location=operation.location,
+            remedy=held_remedy(cause)
+            or paired_remedy(suspect)
+            or "let the operation see one sample at a time, or statistics that do not depend on the micro-batch",
+            proven=proven(facts, cause),
+        )
+
+
+_WHAT = {
+    "matrix": "the loss compares the samples of a batch with each other",
+    "rows": "the loss gives each sample a value that depends on the other samples",
+    "non-additive": "the loss is not a weighted sum over samples",
+    "control-flow": "the loss is computed in another way for another batch",
+}
+
+
+@rule("GAV103")
+def batch_coupled_loss(facts: Facts) -> Iterator[Finding]:
+    """Yields a finding per operation outside the model's outputs that couples samples."""
+    for cause in facts.forward.causes:
+        suspect = cause.suspect
+        if suspect.in_model or suspect.kind not in _WHAT:
+            continue
+        fit = facts.weights.fit
+        evidence = [first_operation(facts, cause)]
+        if fit is not None and fit.residual > 1e-6:
+            text = f"the best micro-batch weights leave {fit.residual:.1e} of the gradient over"
+            evidence.append(Evidence("micro-batch-weights", "fit", text, {"residual": fit.residual}))
+        yield finding_of(
+            _WHAT[suspect.kind],
+            *evidence,
+            control(facts, cause),
+            location=suspect.culprit.location,
+            remedy=_remedy(cause),
+            proven=proven(facts, cause),
+        )
+
+
+def _remedy(cause: Cause) -> str:
+    """The repair that was run, else the one that holds for every loss over the outputs of a model."""
+    run = cause.control
+    cached = "a two-pass cached gradient (`gaverify.remedies.CachedGradients`)"
+    if cause.suspect.kind == "non-additive":
+        cached = f"take what it needs of the batch (a mean, a deviation) once over the window; or {cached}"
+    if run is not None and run.kind is ControlKind.CACHED_GRADIENTS and run.rounding:
+        return f"{cached}: tested, gives the full-batch gradient at the memory of a micro-batch"
+    if run is not None and run.kind is ControlKind.OWN_CACHE and run.rounding:
+        return "hand the loss the full batch: it caches gradients itself, a part of the batch at a time: tested"
+    held = held_remedy(cause)
+    if held:
+        return held
+    once = "compute the loss once over all outputs of the window"
+    tried = run is not None and run.kind is ControlKind.CACHED_GRADIENTS
+    return paired_remedy(cause.suspect) or (once if tried else f"{once}: {cached} does it, not tried here")
+
+
+_GAP = 1e-6
+_LOOK = "look at custom `backward` functions and hooks: they see the micro-batch's gradient, not the window's"
+_HOOKS = "do in one place, after the window's last backward, what the hooks do per micro-batch"
+_REMEDIES: dict[BackwardPlace | None, str] = {
+    BackwardPlace.PARAMETER_HOOK: _HOOKS,
+    BackwardPlace.MODULE_HOOK: _HOOKS,
+    BackwardPlace.TENSOR_HOOK: "let the hook treat each sample on its own; it sees the micro-batch's gradient",
+    BackwardPlace.CONSTANT: "compute the constant once over the window and use it in every micro-batch (a constant per "
+    "sample would be another loss)",
+}
+
+
+@rule("GAV104")
+def batch_dependent_backward(facts: Facts) -> Iterator[Finding]:
+    """Yields a finding where all forwards and the losses agree, and gradients do not."""
+    repeats = facts.repeatability is None or facts.repeatability.backward <= _GAP
+    if facts.forward.causes or not facts.forward.agree or not facts.forward.loss_gap <= _GAP or not repeats:
+        return
+    if facts.left <= _GAP and facts.backward.control is None:
+        return
+    rows = [row for row in facts.compared.divergent if row.relative_difference > row.relative_allowed]
+    names = listed([f"`{row.name}`" for row in rows])
+    hooked = ", ".join(f"`{name}`" for name in facts.backward.hooked)
+    hooks = f"; hooks are registered on {hooked}" if hooked else ""
+    place, culprit, gap = facts.backward.place, facts.backward.culprit, facts.forward.loss_gap
+    location = culprit.location if culprit is not None else Location(rows[0].name.rpartition(".")[0] if rows else None)
+    run = facts.backward.control
+    where = f"; gradients part in {_where(place, culprit)}" if culprit is not None else ""
+    yield finding_of(
+        f"the backward of {names} depends on the batch, although all forwards agree",
+        measured(
+            "operations",
+            f"{facts.compared.largest}; every operation of the forward agrees, the losses to {gap:.0e}{where}{hooks}",
+            loss_gap=gap,
+        ),
+        *([] if run is None else [controlled("backward", left_by(run), left=run.left)]),
+        location=location,
+        remedy=_REMEDIES.get(place, _LOOK),
+        proven=run is not None and run.rounding,
+    )
+
+
+def _where(place: BackwardPlace | None, culprit: Operation) -> str:
+    module = f"`{culprit.module or '(root)'}`"
+    fixed = {
+        BackwardPlace.PARAMETER_HOOK: f"the gradient hooks of the parameters of {module}",
+        BackwardPlace.MODULE_HOOK: f"the backward hooks on {module}",
+        BackwardPlace.TENSOR_HOOK: "a gradient hook that the forward puts on a tensor",
+        BackwardPlace.CONSTANT: "what was computed from the batch and is a constant to the backward",
+        BackwardPlace.LOSS: "the backward of the loss",
+    }
+    if place in fixed:
+        return fixed[place] + (f": `{culprit.source}`" if culprit.source else "")
+    return f"the backward of {module}" + (f" ({culprit.kind})" if culprit.kind else "")

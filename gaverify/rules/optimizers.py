@@ -1,0 +1,142 @@
+"""Settings of a step, and other optimizers beside it: GAV609 to GAV611."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from gaverify.records.audit import Record, UpdateComparison
+from gaverify.records.comparison import Outcome
+from gaverify.records.events import Event
+from gaverify.records.facts import Facts
+from gaverify.records.findings import Evidence, Finding
+from gaverify.records.stages import AVERAGE, SettingDifference, Stage
+from gaverify.rules.rule import finding_of, measured, rule_of_loops
+from gaverify.rules.wording import backward_place, count, difference, located, passes, told_apart
+
+_SHOWN = 4  # settings that are listed
+_BY_MICRO_BATCH = "count updates, not micro-batches: advance what the setting is computed from once per optimizer step"
+_BY_LENGTH = (
+    "the schedule advances once per update, as in the full-batch run: give its length (`T_max`, `total_steps`) "
+    "in updates, the number of micro-batches divided by K"
+)
+_BY_RANK = "give every rank the same settings: replicas that step differently drift apart"
+
+
+@rule_of_loops("GAV609")
+def step_settings_differ(facts: Facts, loop: Record) -> Iterator[Finding]:
+    """Yields a finding at the first update that is made with other settings, or by another step."""
+    for update in loop.updates:
+        if not update.judged or update.step_takes_factor:
+            continue
+        settings = _unexplained(loop, update)
+        changed = any(stage.stage is Stage.CHANGE and stage.outcome is Outcome.DIVERGENT for stage in update.stages)
+        if settings or (changed and not loop.inside("scheduler")):
+            yield _made_otherwise(loop, update, settings)
+            return
+
+
+def _unexplained(loop: Record, update: UpdateComparison) -> list[SettingDifference]:
+    """The settings that differ, without rates where a scheduler that steps inside windows is found as such."""
+    rates = bool(loop.inside("scheduler"))
+    return [setting for setting in update.settings if not (rates and setting.name.endswith("lr"))]
+
+
+def _made_otherwise(loop: Record, update: UpdateComparison, settings: list[SettingDifference]) -> Finding:
+    names = ", ".join(dict.fromkeys(f"`{setting.name}`" for setting in settings[:_SHOWN]))
+    what = f"is made with another {names}" if settings else "makes something else of the same gradient"
+    shown = [
+        "`{}` {}{}, in the full-batch run {}".format(setting.name, *_beside(setting)) for setting in settings[:_SHOWN]
+    ]
+    moved = [stage for stage in update.stages if stage.stage is Stage.CHANGE]
+    shown += [
+        f"with the full batch's own gradients the weights change by {stage.norm_ratio:.4g} of what they do there"
+        for stage in moved
+        if stage.outcome is Outcome.DIVERGENT and math.isfinite(stage.norm_ratio)
+    ]
+    values = {"update": update.number, "settings": [vars(setting) for setting in settings]}
+    return finding_of(
+        f"update {update.number} {what}",
+        measured("comparison", "; ".join(shown), **values),
+        location=located(_writers(loop, update, settings)),
+        remedy=_remedy(loop, update, settings),
+        proven=True,
+    )
+
+
+def _remedy(loop: Record, update: UpdateComparison, settings: list[SettingDifference]) -> str:
+    """What to do: a schedule that has taken as many steps in both runs and gives another rate has another length."""
+    if any(setting.rank for setting in settings):
+        return _BY_RANK
+    taken = [
+        sum(len(window.of("scheduler")) for window in windows if window.number < update.number)
+        for windows in (loop.windows, loop.full_windows)
+    ]
+    rates = bool(settings) and all(setting.name.endswith("lr") for setting in settings)
+    return _BY_LENGTH if rates and taken[0] == taken[1] > 0 else _BY_MICRO_BATCH
+
+
+def _beside(setting: SettingDifference) -> tuple[str, str, str]:
+    """The value, whose it is where that is not rank 0, and the full-batch run's value."""
+    own, full = told_apart([setting.accumulated], [setting.full])
+    return own, f" in rank {setting.rank}" if setting.rank else "", full
+
+
+def _writers(loop: Record, update: UpdateComparison, settings: list[SettingDifference]) -> list[Event]:
+    """The last events that set something before the update's step, latest first; then the step itself."""
+    window = loop.window_of(update.number)
+    if window is not None and settings and all(setting.name == AVERAGE for setting in settings):
+        return [*reversed(window.of("average")), *(event for each in loop.windows for event in each.of("average"))]
+    seen = [event for window in loop.windows if window.number <= update.number for event in window.events]
+    setters = [event for window in loop.windows for event in window.of("settings") if event.file is not None]
+    return [*setters[:1], *(event for event in reversed(seen) if event.kind in ("scheduler", "step"))]
+
+
+@rule_of_loops("GAV610")
+def foreign_gradients(facts: Facts, loop: Record) -> Iterator[Finding]:
+    """Yields a finding at the first differing update whose step uses passes of another optimizer's loss."""
+    uses = ((update, update.foreign) for update in loop.updates if update.foreign is not None and update.differs)
+    update, foreign = next(uses, (None, None))
+    if update is None or foreign is None:
+        return
+    window = loop.window_of(update.number)
+    backwards = window.of("backward") if window is not None else ()
+    count = len(foreign.passes)
+    yield finding_of(
+        f"a step of update {update.number} uses {passes(count)} of another optimizer's loss",
+        Evidence("micro-batch-weights", "measured", difference(update), {"update": update.number}),
+        Evidence(
+            "micro-batch-weights",
+            "weights",
+            f"without {'it' if count == 1 else 'them'} the gradient is the full batch's to {foreign.residual:.0e}",
+            vars(foreign),
+        ),
+        location=located(backwards[at] for at in foreign.passes if at < len(backwards)),
+        remedy="switch off `requires_grad` of the other network while this loss is differentiated, or finish one "
+        "network's window, with its step, before the other's begins, and clear between them",
+        proven=True,
+    )
+
+
+@rule_of_loops("GAV611")
+def partner_at_other_weights(facts: Facts, loop: Record) -> Iterator[Finding]:
+    """Yields a finding at the first differing update whose loss met another optimizer's model at other weights."""
+    met = (update for update in loop.updates if update.partners and update.differs and not _explained(loop, update))
+    update = next(met, None)
+    if update is None:
+        return
+    partner = update.partners[0]
+    full, own = count(partner.full, "step"), count(partner.accumulated, "step")
+    yield finding_of(
+        f"the loss of update {update.number} meets another network after {own} of that one's optimizer, with the full "
+        f"batch after {full}",
+        Evidence("events", "measured", difference(update), {"update": update.number, **vars(partner)}),
+        location=backward_place(facts, update.number),
+        remedy="finish one network's window, with its step, before the other network's forwards begin",
+        proven=False,
+    )
+
+
+def _explained(loop: Record, update: UpdateComparison) -> bool:
+    """Whether weights of the micro-batches explain the update: then the partner made no difference."""
+    return update.fit is not None and update.fit.residual < loop.tolerance

@@ -1,0 +1,156 @@
+"""What is left to say: GAV000 of a difference without a cause, GAV901 of a batch that could not show one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from gaverify.records.audit import Record, UpdateComparison
+from gaverify.records.comparison import Outcome, ParameterComparison
+from gaverify.records.facts import Facts
+from gaverify.records.findings import Evidence, Finding
+from gaverify.rules.rule import finding_of, measured, rule
+from gaverify.rules.wording import difference, listed
+
+
+@rule("GAV000")
+def unexplained(facts: Facts, found: tuple[Finding, ...]) -> Iterator[Finding]:
+    """Yields a note where a divergence was looked into and nothing of severity fault came out, or something is left."""
+    if not facts.compared.divergent or any(finding.severity == "fault" for finding in found):
+        return
+    if facts.loop is not None:
+        yield from _in_loop(facts, facts.loop)
+    elif facts.diagnosed:
+        yield _in_run(facts)
+
+
+def _in_run(facts: Facts) -> Finding:
+    ruled_out = []
+    if facts.weights.fit is not None:
+        ruled_out.append(f"weights: the best ones leave {facts.weights.fit.residual:.1e} over")
+    if facts.repeatability is not None and facts.repeatability.backward < 1e-9:
+        ruled_out.append("repeatability: the full batch agrees with itself")
+    if facts.state is not None:
+        changed = listed([f"`{change.name}`" for change in facts.state.changes])
+        held = f"holding {changed} does not help" if facts.state.control else "none is changed and read"
+        ruled_out.append(f"state: {held}")
+    if facts.forward.agree:
+        ruled_out.append("operations: all forwards agree")
+    ruled_out += [f"{suspect}: neutralised, the difference stays" for suspect in dict.fromkeys(facts.forward.ruled_out)]
+    ruled_out += _not_asked(facts)
+    return finding_of(
+        "the divergence is real; no rule explains it",
+        Evidence("all", "ruled out", "; ".join(ruled_out) or "nothing", {}),
+        severity="note",
+        remedy=f"{_advice(facts)}; please report a small example",
+        proven=False,
+    )
+
+
+def _not_asked(facts: Facts) -> Iterator[str]:
+    """What could not run, each reason once."""
+    reasons: dict[str, list[str]] = {}
+    for name, why in facts.failures.items():
+        reasons.setdefault(why, []).append(name)
+    for why, names in reasons.items():
+        yield f"{listed(names)} could not run: {why}"
+
+
+def _advice(facts: Facts) -> str:
+    """Where to look, by what is known."""
+    halves = "bisect: run with half of the layers frozen or bypassed"
+    if facts.failures:
+        return f"make possible what could not run (a smaller batch, kernels with float64), or {halves}"
+    if facts.forward.agree:
+        return f"look at custom `backward` functions and hooks, since all forwards agree; else {halves}"
+    seen = facts.forward.coupling
+    if seen is None:
+        return halves
+    if seen.others == 0:
+        return "look at the loss: the model keeps its samples apart; compute its terms one by one for both runs"
+    return f"samples meet inside the model: {halves}, until the outputs of a sample depend on no other"
+
+
+def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
+    update = loop.divergent
+    if update is None or facts.draws.unaligned or (facts.ranks is not None and facts.ranks.is_altered):
+        return
+    ruled_out = ["no call stands in the wrong place"]
+    if update.fit is not None:
+        ruled_out.insert(0, f"the best weights of the micro-batches leave {update.fit.residual:.1e} over")
+    terms = max((event.values.get("terms", 0) for window in loop.windows for event in window.of("backward")), default=0)
+    if loop.ranks > 1 and terms > 1:
+        ruled_out.append(f"the {terms} terms of the loss were not tried one by one: of several ranks they cannot be")
+    remedy = "samples that act on each other in the model or the loss look like this: "
+    remedy += "`gaverify run --model FILE:FACTORY` on the same model names the operation"
+    alone = _without_backward(loop, update)
+    if alone:
+        ruled_out.append(f"{alone} of {len(update.sizes)} forwards have no backward pass of their own")
+        remedy = "call `backward()` for every micro-batch, or sum their losses before the one call"
+    yield finding_of(
+        f"the difference in update {update.number} is real; no rule of the audit explains it",
+        measured("comparison", difference(update), update=update.number),
+        Evidence("all", "ruled out", "; ".join(ruled_out), {}),
+        severity="note",
+        remedy=remedy,
+        proven=False,
+    )
+
+
+def _without_backward(loop: Record, update: UpdateComparison) -> int:
+    """How many forwards of the window have no backward pass, where the full batch's run has one for each."""
+    whole = next((window for window in loop.full_windows if window.number == update.number), None)
+    if whole is None or len(whole.of("forward")) != len(whole.of("backward")):
+        return 0
+    return max(len(update.sizes) - update.backwards, 0)
+
+
+@rule("GAV901")
+def uninformative_batch(facts: Facts) -> Iterator[Finding]:
+    """Yields a note where one micro-batch, identical samples, zero gradients or equal counts could hide a fault."""
+    reasons = list(_of_a_run(facts) if facts.loop is None else _of_a_loop(facts))
+    counts = facts.weights.valid_targets
+    averaged = facts.loop is not None or facts.weights.weighting == "uniform"
+    equal = len(counts) > 1 and len(set(counts)) == 1
+    if facts.weights.ignored_targets and equal and averaged and not facts.compared.divergent:
+        reasons.append(
+            f"every micro-batch has {counts[0]:g} valid targets: averaging them equally is right on this batch only"
+        )
+    if not reasons:
+        return
+    yield finding_of(
+        "; ".join(reasons),
+        measured("batch-quality", "; ".join(reasons), valid_targets=list(counts)),
+        severity="note",
+        remedy="verify on a batch of different samples with different numbers of valid targets",
+        proven=True,
+    )
+
+
+def _of_a_run(facts: Facts) -> Iterator[str]:
+    if facts.steps == 1 and facts.ranks is None:
+        yield "K = 1: the full batch was compared with itself"
+    if facts.identical:
+        unseen = "" if facts.blind else "; what they draw at random tells them apart"
+        yield f"all samples are identical, so that samples acting on each other could not show{unseen}"
+    rows = facts.compared.rows
+    if _all_zero([row for row in rows if not math.isnan(row.difference_norm)]):
+        yield "every gradient is zero"
+    hooked = facts.backward.hooked
+    if hooked and all(math.isnan(row.difference_norm) for row in rows):
+        names = ", ".join(f"`{name}`" for name in hooked[:3])
+        yield f"hooks on {names} take the gradients away before anything is compared (optimizer in backward?)"
+
+
+def _of_a_loop(facts: Facts) -> Iterator[str]:
+    first = facts.loop.updates[0] if facts.loop is not None and facts.loop.updates else None
+    if facts.loop is None or first is None or first.outcome is Outcome.DIVERGENT:
+        return
+    if facts.loop.same_pieces:
+        yield "both runs fed the first update in the same pieces: the full batch was compared with itself"
+    if _all_zero(first.parameters):
+        yield "every gradient is zero"
+
+
+def _all_zero(rows: Sequence[ParameterComparison]) -> bool:
+    return bool(rows) and all(row.reference_norm == row.accumulated_norm == 0 for row in rows)

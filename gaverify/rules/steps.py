@@ -1,0 +1,220 @@
+"""Steps and clearings at the wrong place: GAV601 and GAV602."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from gaverify.records.audit import Record
+from gaverify.records.events import Event
+from gaverify.records.facts import Facts
+from gaverify.records.findings import Evidence, Finding
+from gaverify.records.windows import Window
+from gaverify.rules.lost_passes import clearing_groups
+from gaverify.rules.rule import controlled, finding_of, rule_of_loops
+from gaverify.rules.wording import counted, located, passes, place, times, updates
+
+_RAMP = 3  # sizes of windows that make a ramp; two are a first window that is too short
+
+
+@rule_of_loops("GAV601")
+def step_inside_window(facts: Facts, loop: Record) -> Iterator[Finding]:
+    """Yields a finding where a step comes too early, and one where parameters move without a step."""
+    early = early_windows(loop)
+    if early and is_ramp(loop):
+        yield _ramp(loop)
+    elif early:
+        yield _step(loop, early)
+    moved = _moved(loop)
+    if moved:
+        yield _movement(loop, moved)
+
+
+def is_ramp(loop: Record) -> bool:
+    """Whether windows grow step by step and never shrink: accumulation that is warmed up on purpose."""
+    counts = [window.backwards for window in loop.complete]
+    grows = all(before <= after for before, after in pairwise(counts))
+    return grows and len(set(counts)) >= _RAMP and counts[-1] <= (loop.steps or counts[-1])
+
+
+def _ramp(loop: Record) -> Finding:
+    counts = [window.backwards for window in loop.complete]
+    return finding_of(
+        f"windows grow from {passes(counts[0])} to {counts[-1]}: accumulation is warmed up, which is meant",
+        counted(loop.complete[:8]),
+        severity="note",
+        location=place(loop.complete[0].steps[0]),
+        remedy="compare updates after the warm-up, or switch it off for the audit",
+        proven=False,
+    )
+
+
+def early_windows(loop: Record) -> list[tuple[Window, int]]:
+    """Returns the windows that were stepped too early, each with the backward passes that it should have had."""
+    shared = steps_before_clearing(loop)
+    if shared:
+        return shared
+    known = [(window, loop.expected(window)) for window in loop.complete]
+    early = [(window, wanted) for window, wanted in known if wanted is not None and window.backwards < wanted]
+    if early and _is_meant(loop, early):
+        return _without_tails(loop, early)
+    first, usual = loop.first, loop.usual(loop.first)
+    if not _knows_k(loop) and first is not None and first.backwards == 1 < usual:
+        return [(first, usual)]
+    return []
+
+
+def steps_before_clearing(loop: Record) -> list[tuple[Window, int]]:
+    """Returns the windows whose step is followed by more backward passes and steps before the gradients are cleared.
+
+    Each comes with the backward passes up to the clearing: the script clears where its window ends and steps inside it.
+    A clearing that is forgotten looks alike where nothing tells how long a window is meant to be: then there are none.
+    """
+    if any(len(group) > 1 for group in clearing_groups(loop.full_windows)):
+        return []
+    found = []
+    wanted = next(filter(None, map(loop.expected, loop.complete)), None)
+    for group in clearing_groups(loop.complete):
+        total = sum(window.backwards for window in group)
+        ones = wanted is None and all(window.backwards == 1 for window in group)
+        if len(group) > 1 and (wanted == total or ones):
+            found += [(window, total) for window in group[:-1]]
+    return found
+
+
+def _knows_k(loop: Record) -> bool:
+    """Whether K is known for the first window."""
+    return loop.first is not None and loop.expected(loop.first) is not None
+
+
+def _is_meant(loop: Record, early: list[tuple[Window, int]]) -> bool:
+    """Whether K is what the script was to do: said so, shown by the other windows, or by the losses' own division.
+
+    Else the arguments may ask for another batch size, and nothing is wrong with the loop.
+    """
+    if loop.steps is not None or len({window.backwards for window in loop.complete}) > 1:
+        return True
+    if any(step.values.get("inside") for window, _ in early for step in window.steps):
+        return True
+    if loop.steps_undone is not None and abs(loop.steps_undone.factor - 1) < loop.tolerance:
+        return loop.steps_undone.residual < loop.tolerance
+    return any(wanted in loop.numbers for _, wanted in early)
+
+
+def _without_tails(loop: Record, early: list[tuple[Window, int]]) -> list[tuple[Window, int]]:
+    """Leaves out short windows at the end of an epoch: the ones before them were whole."""
+    first = loop.first
+    if loop.full_windows or first is None or first.backwards < (loop.expected(first) or 0):
+        return early
+    return [(window, wanted) for window, wanted in early if wanted == 1]
+
+
+def _step(loop: Record, early: list[tuple[Window, int]]) -> Finding:
+    window, wanted = early[0]
+    step = window.steps[0] if window.steps else None
+    inside = step is not None and bool(step.values.get("inside"))
+    where = ", inside the backward itself" if inside else ""
+    undone, evidence = loop.steps_undone, [counted(loop.complete[:8])]
+    proven = False
+    if undone is not None:
+        proven = undone.residual < loop.tolerance
+        left = abs(undone.factor - 1) < loop.tolerance
+        what = f"with every step undone, {passes(len(undone.weights))} at the same weights give the full-batch gradient"
+        text = f"{what} to {max(undone.residual, undone.factor_residual if left else 0.0):.0e}"
+        text += "" if left else f", times {undone.factor:.4g}"
+        text = f"{text}: proven" if proven else f"with every step undone {undone.residual:.1e} is left over as well"
+        evidence.append(controlled("control", text, residual=undone.residual, factor=undone.factor))
+    others = f" (and {updates(late.number for late, _ in early[1:])})" if len(early) > 1 else ""
+    remedy = "step only after the last backward pass of the window: `if (i + 1) % K == 0:` with i from 0"
+    if inside:
+        remedy = "move the step out of the backward hook; a step in a hook cannot accumulate"
+    return finding_of(
+        f"update {window.number} steps after {window.backwards} of {passes(wanted)}{where}{others}",
+        *evidence,
+        location=place(step),
+        remedy=remedy,
+        proven=proven,
+    )
+
+
+def _moved(loop: Record) -> list[tuple[Window, Event]]:
+    """Parameters that changed between two backward passes without a step; not where the full batch's run does it."""
+    full = {window.number for window in loop.full_windows if any(map(_by_hand, window.before_last_backward))}
+    found = []
+    for window in loop.windows:
+        if window.number not in full and window.of("backward"):
+            found += [(window, event) for event in window.before_last_backward if _by_hand(event)]
+    return found
+
+
+def _by_hand(event: Event) -> bool:
+    return event.kind == "moved" and event.values.get("where") == "between"
+
+
+def _movement(loop: Record, moved: list[tuple[Window, Event]]) -> Finding:
+    window = moved[0][0]
+    count = sum(other is window for other, _ in moved)
+    return finding_of(
+        f"the parameters change {times(count)} inside the window of update {window.number}, without a step",
+        counted(loop.complete[:8]),
+        Evidence(
+            "events",
+            "weights",
+            f"moved between two backward passes {times(len(moved))} in all",
+            {"updates": sorted({other.number for other, _ in moved})},
+        ),
+        location=located(event for _, event in moved),
+        remedy="change parameters (weight decay, clipping, averaging) once per update, next to the step",
+        proven=True,
+    )
+
+
+@rule_of_loops("GAV602")
+def gradients_not_cleared(facts: Facts, loop: Record) -> Iterator[Finding]:
+    """Yields a finding where a step uses old gradients."""
+    inside = {number for window, _ in steps_before_clearing(loop) for number in (window.number, window.number + 1)}
+    stale = [entry for entry in loop.ledger.stale if entry.step.update not in inside]
+    if stale:
+        first = stale[0]
+        numbers = updates(entry.step.update for entry in stale)
+        yield finding_of(
+            f"the step of update {first.step.update} uses {passes(first.backwards)} of earlier windows again",
+            counted(loop.complete[:8]),
+            Evidence(
+                "events",
+                "used again",
+                f"{times(len(stale))}, in {numbers}",
+                {"updates": [entry.step.update for entry in stale]},
+            ),
+            location=place(first.step),
+            remedy="call `optimizer.zero_grad()` once per update, after the step or before the window's first backward",
+            proven=True,
+        )
+        return
+    for window, wanted in _overfull(loop):
+        yield finding_of(
+            f"update {window.number} uses {passes(window.backwards)} where {wanted} are meant: "
+            "those that the window before it left over are still in `.grad`",
+            counted(loop.complete[:8]),
+            location=place(window.steps[0]),
+            remedy="step or clear at the end of an epoch: `if (i + 1) % K == 0 or i + 1 == len(loader):`",
+            proven=True,
+        )
+        return
+
+
+def _overfull(loop: Record) -> list[tuple[Window, int]]:
+    """Windows with more backward passes than K after a whole first one."""
+    first = loop.first
+    if first is None or first.backwards == 0:
+        return []
+    wanted = loop.steps if loop.steps is not None else first.backwards
+    lost = {loss.window for loss in loop.ledger.lost}
+    full = {window.number: window.backwards for window in loop.full_windows}
+    ordinary = full.get(first.number, 1)
+    found = []
+    for window in loop.complete:
+        alike = window.optimizers == first.optimizers and full.get(window.number, ordinary) == ordinary
+        if alike and window.number not in lost and window.backwards > wanted > 1 and first.backwards == wanted:
+            found.append((window, wanted))
+    return found

@@ -1,0 +1,267 @@
+"""One factor too much or too little: GAV201, and GAV605 of a short window."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from gaverify.records.audit import Record, UpdateComparison
+from gaverify.records.facts import Facts
+from gaverify.records.findings import Evidence, Finding, Location
+from gaverify.records.weights import LossTerm, WeightFit
+from gaverify.records.windows import Window
+from gaverify.rules.rule import controlled, finding_of, measured, rule, rule_of_loops
+from gaverify.rules.scale import (
+    constant_factor,
+    counted_at,
+    factor_in_loop,
+    factor_of,
+    factor_of_some,
+    meaning_in_loop,
+    told_steps,
+    weights_of,
+)
+from gaverify.rules.wording import (
+    NOT_ENOUGH,
+    backward_place,
+    count,
+    counted,
+    difference,
+    exact,
+    listed,
+    not_run,
+    passes,
+    tested,
+)
+from gaverify.rules.wrong_shares import explains_weights
+from gaverify.tracebacks import shown
+
+
+@rule("GAV201")
+def wrong_loss_scale(facts: Facts) -> Iterator[Finding]:
+    """Yields a finding where one factor for all parameters and micro-batches makes the gradients agree."""
+    if facts.loop is not None:
+        yield from _in_loop(facts, facts.loop)
+        return
+    factor, left = factor_of(facts)
+    if factor is None or abs(factor - 1) < max(1e-7, left):
+        return
+    right = exact([weight / factor for weight in facts.weights.used])
+    yield finding_of(
+        f"the accumulated gradient is {factor:.6g} times the full-batch gradient{_meaning(facts, factor)}",
+        _measured(f"{facts.compared.largest}{counted_at(facts.weights)}; ", factor, left),
+        *_control(facts, right),
+        location=facts.weights.place.location if facts.weights.place is not None else None,
+        remedy=_remedy(facts, factor, right),
+        proven=_proven(facts),
+    )
+
+
+def _meaning(facts: Facts, factor: float) -> str:
+    steps, size = facts.steps, facts.batch_size
+    known = (
+        (float(steps), "K: the loss was not divided by K"),
+        (1.0 / steps, "1/K: the loss was divided by K although it needs no division, or twice"),
+        (steps / size, "K/B"),
+        (size / steps, "B/K"),
+        (1.0 / size, "1/B"),
+        (float(size), "B"),
+    )
+    return next((f" = {text}" for value, text in known if math.isclose(factor, value, rel_tol=1e-5)), "")
+
+
+def _measured(before: str, factor: float, left: float, **values: int) -> Evidence:
+    text = f"{before}one factor for all parameters leaves {left:.0e} of the gradient over"
+    return measured("micro-batch-weights", text, factor=factor, residual=left, **values)
+
+
+def _control(facts: Facts, right: str) -> tuple[Evidence, ...]:
+    run = facts.weights.remedy
+    if run is None:
+        return not_run(facts) if facts.weights.failure else ()
+    text = f"with weights {right} the difference is {run.left:.0e}: proven"
+    if not run.rounding:
+        text = f"with weights {right} a difference of {run.left:.0e} is left"
+    return (controlled("micro-batch-weights", text, left=run.left),)
+
+
+def _remedy(facts: Facts, factor: float, right: str) -> str:
+    run = facts.weights.remedy
+    if run is not None and not run.rounding and not facts.cleared:
+        return NOT_ENOUGH
+    text = f"multiply each micro-batch's loss by {exact([1 / factor])} (weights {right})"
+    return text + (f": {tested(run)}" if run is not None and run.rounding else "")
+
+
+def _proven(facts: Facts) -> bool:
+    run = facts.weights.remedy
+    return run.rounding if run is not None else not facts.weights.failure
+
+
+def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
+    """The same for the first differing update of a training loop, or for all its micro-batches with steps undone."""
+    update = loop.divergent
+    if explains_weights(facts):
+        return
+    if update is not None:
+        factor = factor_in_loop(loop, update)
+        if factor is not None and update.fit is not None and short_by(loop, update) is None:
+            yield _of_update(facts, loop, factor, update.fit, update.backwards, update)
+        elif factor is None and weights_of(loop) is None:
+            found = list(_of_some(facts, loop, update))
+            yield from found or _of_terms(loop, update)
+    elif loop.steps_undone is not None and loop.steps_undone.residual < loop.tolerance:
+        factor = constant_factor(loop.steps_undone, loop.tolerance)
+        if factor is not None:
+            yield _of_update(facts, loop, factor, loop.steps_undone, len(loop.steps_undone.weights), None)
+
+
+def _of_terms(loop: Record, update: UpdateComparison) -> Iterator[Finding]:
+    """The same for the terms of a loss that is a sum, each fitted for itself: a penalty that is not divided, say."""
+    factors = {term: constant_factor(term.fit, loop.tolerance) for term in loop.terms}
+    for term, factor in factors.items():
+        if factor is None:
+            continue
+        meaning = meaning_in_loop(factor, update.backwards, 1, loop.tolerance).replace("the loss", "it")
+        which = "" if term.samples else ", which is the same in every micro-batch,"
+        alike = [other for other, own in factors.items() if own is None and _agrees(other, loop.tolerance)]
+        others = f"; {count(len(alike), 'other term')} counted rightly" if alike else ""
+        yield finding_of(
+            f"term {term.number} of {term.count} of the loss{which} counts {factor:.6g} times as much in update "
+            f"{update.number} as in the full batch{meaning}",
+            measured(
+                "comparison",
+                f"{difference(update)}{others}",
+                factor=factor,
+                update=update.number,
+                term=term.number,
+                terms=term.count,
+            ),
+            controlled(
+                "micro-batch-weights",
+                f"with this term alone one factor leaves {term.fit.factor_residual:.0e} of the gradient over; the "
+                "terms add up to the whole",
+                residual=term.fit.factor_residual,
+            ),
+            location=Location(file=shown(term.file), line=term.line) if term.file is not None else None,
+            remedy=f"multiply this term by {exact([1 / factor], loop.tolerance)} in each micro-batch, and leave the "
+            "others as they are",
+            proven=True,
+        )
+
+
+def _agrees(term: LossTerm, tolerance: float) -> bool:
+    return term.fit.factor_residual <= tolerance and abs(term.fit.factor - 1) < tolerance
+
+
+def _of_some(facts: Facts, loop: Record, update: UpdateComparison) -> Iterator[Finding]:
+    """The same where it is some parameters alone that get a factor: what they feel is counted in every micro-batch."""
+    found = factor_of_some(loop, update)
+    if found is None:
+        return
+    factor, rows = found
+    names, others = listed([f"`{row.name}`" for row in rows]), len(update.parameters) - len(rows)
+    often = "in every micro-batch: divide it by K, or let its gradient flow in one of them"
+    often = often if factor > 1 else "once in K micro-batches: do not divide it by K"
+    what = f"{factor:.6g} = {'K' if factor > 1 else '1/K'} times the full batch's"
+    yield finding_of(
+        f"the gradient of {names} in update {update.number} is {what}; {count(others, 'other parameter')} agree"
+        + ("s" if others == 1 else ""),
+        measured(
+            "comparison", difference(update), factor=factor, update=update.number, parameters=[row.name for row in rows]
+        ),
+        location=backward_place(facts, update.number),
+        remedy=f"what only these parameters feel is counted {often}",
+        proven=True,
+    )
+
+
+def _of_update(
+    facts: Facts, loop: Record, factor: float, fit: WeightFit, count: int, update: UpdateComparison | None
+) -> Finding:
+    count = count or told_steps(loop, factor)
+    meaning = meaning_in_loop(factor, count, facts.ranks.ranks if facts.ranks is not None else 1, loop.tolerance)
+    number = update.number if update is not None else 1
+    what = f"the gradient of update {number}" if update is not None else "the sum over the window's micro-batches"
+    left = fit.factor_residual if fit.factor_residual < loop.tolerance else fit.residual
+    before = f"{difference(update)}; " if update is not None else "with every step undone, "
+    right = "" if count < 2 else f" (weights {exact([1 / factor], loop.tolerance)} each)"
+    return finding_of(
+        f"{what} is {factor:.6g} times the full batch's{meaning}",
+        _measured(before, factor, left, update=number),
+        location=backward_place(facts, number),
+        remedy=f"multiply each micro-batch's loss by {exact([1 / factor], loop.tolerance)}{right}",
+        proven=True,
+    )
+
+
+_ROUNDED = 5e-3  # losses are multiplied in the precision of the script, bfloat16 perhaps
+
+
+@rule_of_loops("GAV605")
+def trailing_window_misscaled(facts: Facts, loop: Record) -> Iterator[Finding]:
+    """Yields a finding where a short window differs by r/K."""
+    if not loop.updates:
+        yield from _by_calls(facts, loop)
+        return
+    for update in loop.updates:
+        found = short_by(loop, update)
+        if found is None:
+            continue
+        short, whole = found
+        factor = short / whole
+        yield finding_of(
+            f"update {update.number} sums {passes(short)} but divides by K = {whole}: "
+            f"its gradient is {factor:.4g} of the full batch's",
+            measured(
+                "micro-batch-weights",
+                f"{difference(update)}; one factor r/K = {short}/{whole} leaves "
+                f"{update.fit.factor_residual if update.fit else math.nan:.0e} of the gradient over",
+                factor=factor,
+                update=update.number,
+            ),
+            counted(loop.complete[:8], "counts"),
+            location=backward_place(facts, update.number),
+            remedy=f"divide the losses of this window by {short}, the micro-batches that it has "
+            f"(weights {1 / short:.4g} each)",
+            proven=True,
+        )
+        return
+
+
+def short_by(loop: Record, update: UpdateComparison) -> tuple[int, int] | None:
+    """Returns r and K where an update's gradient is r/K of the full batch's and its window has r < K micro-batches."""
+    factor = factor_in_loop(loop, update)
+    whole = loop.steps or loop.usual(loop.window_of(update.number))
+    short = update.backwards
+    if factor is None or not 0 < short < whole:
+        return None
+    return (short, whole) if math.isclose(factor, short / whole, rel_tol=loop.tolerance) else None
+
+
+def _by_calls(facts: Facts, loop: Record) -> Iterator[Finding]:
+    """The same by what the losses are multiplied by: 1/K in whole windows, and 1/K still where there are fewer."""
+    for window in loop.complete:
+        whole, short = loop.steps or loop.usual(window), window.backwards
+        alike = [other for other in loop.complete if other.optimizers == window.optimizers]
+        weights = {weight for other in alike for weight in _weights(other)}
+        if not 0 < short < whole or alike[0].backwards != whole or len(weights) != 1:
+            continue
+        weight = weights.pop()
+        if weight is not None and math.isclose(weight * whole, 1.0, rel_tol=_ROUNDED):
+            yield finding_of(
+                f"update {window.number} sums {passes(short)} but divides by K = {whole}: "
+                f"its losses count {short / whole:.4g} together",
+                measured("events", f"every loss is multiplied by {weight:.4g} = 1/{whole}", weight=weight),
+                counted(loop.complete[:8], "counts"),
+                location=backward_place(facts, window.number),
+                remedy=f"divide the losses of this window by {short}, the micro-batches that it has",
+                proven=False,
+            )
+            return
+
+
+def _weights(window: Window) -> list[float | None]:
+    """What each loss of a window was multiplied by, rounded; None where it is not known."""
+    known = [event.values.get("weight") for event in window.of("backward")]
+    return [None if weight is None else float(f"{weight:.3g}") for weight in known]
