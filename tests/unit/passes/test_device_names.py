@@ -14,7 +14,6 @@ NAMED = {
     "records/profile.py": "a released word of the document",
     "records/prediction.py": "a released word of the document",
     "report/text/profile.py": "a released word of the document",
-    "report/documents/schema/profile.py": "a released word of the document",
     "profiling/measuring.py": "a released word of the document",
     "passes/precision.py": "the backends of torch's precision switches",
     "pytest_plugin.py": "the names of pytest's marks",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
-from gaverify.report.documents.schema.shared import Of, Shape
+from gaverify.report.documents.schema.deriving import Of, Shape
 
 
 class _Key(NamedTuple):

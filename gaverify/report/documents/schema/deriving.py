@@ -1,0 +1,113 @@
+"""Shapes of documents out of records: a key has the type that the record's field or property has, as JSON writes it."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Number = Annotated[float | None, Field(description="A finite number; null stands for NaN or an infinity.")]
+
+
+@dataclass(frozen=True)
+class Of:
+    """Where a record holds the value of a key, if not in the attribute of that name.
+
+    Args:
+        source: A path of attributes, "" for the record itself, whose fields a document groups, or a function of it.
+    """
+
+    source: str | Callable[[Any], Any]
+
+
+class Shape(BaseModel):
+    """A JSON object with exactly these keys; one with a default may be missing, as older documents lack it."""
+
+    # Strict and closed: a key that is new, missing or of another type must change the version or fail the tests.
+    # What a class states is only read: validators are built of the shapes that are used.
+    model_config = ConfigDict(extra="forbid", strict=True, defer_build=True)
+
+
+Derived = TypeVar("Derived", bound=Shape)
+_SHAPES: dict[Any, type[Shape]] = {}
+
+
+def derived(
+    record: Any, keys: str = "", older: str = "", *, finite: bool = False
+) -> Callable[[type[Derived]], type[Derived]]:
+    """Gives a shape the keys of a record; those that the class itself states are taken as it states them.
+
+    Args:
+        record: A dataclass or a NamedTuple. Where another record has it for a field, this shape stands in its document.
+        keys: The keys in their order, `key=path.of.attributes` where the record calls it otherwise; "" for its fields.
+        older: Keys that older documents lack: they get the record's default.
+        finite: Numbers of this record are never NaN or infinite.
+    """
+
+    def made(shape: type[Derived]) -> type[Derived]:
+        stated = get_type_hints(shape, include_extras=True)
+        annotations: dict[str, Any] = {}
+        space: dict[str, Any] = {"__doc__": shape.__doc__, "__module__": shape.__module__}
+        for word in keys.split() or get_type_hints(record):
+            key, _, source = word.partition("=")
+            if key in shape.model_fields:
+                annotations[key], info = stated[key], shape.model_fields[key]
+                space |= {} if info.is_required() else {key: info}
+                continue
+            kind = _of_path(record, source or key, finite)
+            annotations[key] = Annotated[kind, Of(source)] if source else kind
+            if key in older.split():
+                space[key] = _default(record, source or key)
+        whole = types.new_class(
+            shape.__name__, (Shape,), {}, lambda names: names.update(space, __annotations__=annotations)
+        )
+        _SHAPES[record] = whole
+        return whole  # type: ignore[return-value]  # with the keys that the class states, and more
+
+    return made
+
+
+def _default(record: Any, name: str) -> Any:
+    field = record.__dataclass_fields__[name]
+    value = field.default_factory() if callable(field.default_factory) else field.default
+    if isinstance(value, (tuple, dict)):
+        return Field(default_factory=dict if isinstance(value, dict) else list)
+    return value.value if isinstance(value, Enum) else value
+
+
+def _of_path(record: Any, path: str, finite: bool) -> Any:
+    """The type of what a path of attributes leads to; None where one on the way is None."""
+    kind, optional = record, False
+    for name in path.split("."):
+        owner = _present(kind)
+        optional = optional or owner is not kind
+        found = get_type_hints(owner)
+        kind = found[name] if name in found else get_type_hints(getattr(owner, name).fget)["return"]
+    shown = _as_json(kind, finite)
+    return shown | None if optional and shown is not Number else shown
+
+
+def _present(kind: Any) -> Any:
+    """A type without None."""
+    parts = get_args(kind) if get_origin(kind) in (types.UnionType, Union) else (kind,)
+    return next(part for part in parts if part is not types.NoneType)
+
+
+def _as_json(kind: Any, finite: bool) -> Any:
+    origin, inner, present = get_origin(kind), get_args(kind), _present(kind)
+    if present is not kind:
+        shown = _as_json(present, finite)
+        return shown if shown is Number else shown | None
+    if kind is float:
+        return float if finite else Number
+    if origin is tuple and inner[-1] is ...:
+        return list[_as_json(inner[0], finite)]  # type: ignore[misc]  # made at run time
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return dict[str, _as_json(inner[1], finite)]  # type: ignore[misc]  # made at run time
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return Literal[tuple(member.value for member in kind)]
+    return _SHAPES.get(kind, kind)
