@@ -9,13 +9,12 @@ import torch
 
 from gaverify.causes.batch_quality import identical_samples
 from gaverify.causes.listening import Heard
-from gaverify.passes.precision import unit_roundoff
 from gaverify.passes.task import Task
 from gaverify.records.compared import Compared
 from gaverify.records.comparison import Method
 from gaverify.records.facts import Backward, Buffers, Draws, Facts, Weights
 from gaverify.verdict.comparison import measure
-from gaverify.verdict.judging import Judgement, judge_whole
+from gaverify.verdict.judging import Judgement, judge_whole, working_unit
 
 _DRIFT_UNITS = 64.0  # of roundoff that K updates of a running average may differ by
 
@@ -42,7 +41,7 @@ def collected(task: Task, judgement: Judgement) -> Facts:
             accumulated.foreign_draws_differ,
             dict(record.shared),
         ),
-        buffers=Buffers(_drift(judgement)),
+        buffers=Buffers(_drift(task, judgement)),
         backward=Backward(hooked=tuple(n for n, p in task.parameters.items() if p._backward_hooks or _post_hooks(p))),
         identical=identical_samples(task.problem.batch, task.batch_size),
     )
@@ -52,13 +51,13 @@ def _post_hooks(parameter: torch.Tensor) -> Any:
     return getattr(parameter, "_post_accumulate_grad_hooks", None)
 
 
-def _drift(judgement: Judgement) -> dict[str, float]:
+def _drift(task: Task, judgement: Judgement) -> dict[str, float]:
     """The buffers that K micro-batches leave otherwise than the full batch, with their relative difference."""
     full, accumulated = judgement.full.buffers, judgement.accumulated.buffers
     common = {name: value for name, value in full.items() if name in accumulated}
     if not common:
         return {}
-    least = _DRIFT_UNITS * unit_roundoff(judgement.dtype)
+    least = _DRIFT_UNITS * working_unit(task, judgement.full, judgement.accumulated)
     rows = measure({name: accumulated[name] for name in common}, common)
     return {row.name: row.difference / row.scale for row in rows if row.difference > least * row.scale}
 

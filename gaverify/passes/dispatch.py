@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from gaverify.passes.grouped import grouped_product
 from gaverify.passes.isolation import ModelState, written_tensors
 from gaverify.passes.modes import OperationMode
-from gaverify.passes.precision import PRODUCTS
+from gaverify.passes.precision import Arithmetic, product_of
 from gaverify.passes.randomness import Dealer, Recomputing, Recorder
 from gaverify.passes.reference import Fitting
 from gaverify.passes.terms import SUMMING, TermSums
@@ -52,7 +52,7 @@ def _plan(func: Any) -> _Plan:
         casts=any(arg.name == "dtype" for arg in arguments),
         likens=func is aten.empty_like.default,
         groups=func._schema.name == "aten::_grouped_mm",  # unknown to older versions of torch
-        product=PRODUCTS.get(func._schema.name, ""),
+        product=product_of(func),
     )
 
 
@@ -62,7 +62,7 @@ class Observed:
 
     target_counts: list[tuple[torch.Tensor, int, int]] = field(default_factory=list)
     terms: TermSums = field(default_factory=TermSums)
-    products: set[str] = field(default_factory=set)  # kinds of `precision.PRODUCTS` that ran; "" for the rest
+    arithmetic: Arithmetic = field(default_factory=Arithmetic)
 
 
 class PassMode:
@@ -108,7 +108,7 @@ class PassMode:
         (made, like), self._likened = self._likened, (None, None)
         if self._lift:
             args, kwargs = _lifted(plan, args, kwargs)
-        self.observed.products.add(plan.product)
+        self.observed.arithmetic.note(plan.product, args)
         if plan.plain:
             return func(*args, **kwargs)
         if plan.writes:

@@ -1,9 +1,12 @@
-"""Unit roundoffs, and the conversion of a model to another precision for the length of a control run."""
+"""Which arithmetic gradients are computed in, and the conversion of a model to another one for a control run."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,6 +29,12 @@ def unit_roundoff(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
+def coarsest_unit(dtypes: Iterable[torch.dtype | None]) -> float:
+    """Returns the largest unit roundoff of the types that have one; 0 where none has."""
+    real = (dtype for dtype in dtypes if dtype is not None and (dtype.is_floating_point or dtype.is_complex))
+    return max(map(unit_roundoff, real), default=0.0)
+
+
 PRODUCTS = {
     **dict.fromkeys(("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"), "matmul"),
     **dict.fromkeys(("aten::convolution", "aten::convolution_backward"), "conv"),
@@ -34,6 +43,31 @@ PRODUCTS = {
 """Operations whose float32 inputs torch may round before it multiplies them, by the switch that decides it."""
 _SHORTER = {"tf32": 2.0**-11, "bf16": 2.0**-8}
 _BACKENDS = {"cuda": "cuda", "cpu": "mkldnn"}
+
+
+@cache
+def product_of(func: Any) -> str:
+    """Returns the switch that decides about an operation of `PRODUCTS`; "" for any other."""
+    return PRODUCTS.get(func._schema.name, "")
+
+
+@dataclass
+class Arithmetic:
+    """The products that ran, and the types of those that carried gradients.
+
+    A product of a backward pass has the type that gradients are computed in there, whoever chose it: the weight's own,
+    autocast, a wrapper that casts, the frozen base under an adapter. A teacher that only runs beside it is in none.
+    """
+
+    products: set[str] = field(default_factory=set)
+    dtypes: set[torch.dtype] = field(default_factory=set)
+
+    def note(self, product: str, args: tuple[Any, ...]) -> None:
+        """Notes an operation, given what `product_of` says about it."""
+        if product:
+            self.products.add(product)
+            if torch._C._current_autograd_node() is not None:
+                self.dtypes.add(args[0].dtype)
 
 
 def rounded_products(device: torch.device, products: Collection[str]) -> dict[str, str]:

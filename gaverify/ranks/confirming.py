@@ -14,7 +14,6 @@ import torch
 
 from gaverify.children import working_folder
 from gaverify.passes.gradients import Gradients, PassResult
-from gaverify.passes.precision import unit_roundoff
 from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.task import Task
 from gaverify.passes.weight_fit import SINGULAR_FLOAT32, fit_weights
@@ -29,7 +28,7 @@ from gaverify.records.weights import WeightFit
 from gaverify.verdict.comparison import measure
 from gaverify.verdict.control import in_float64
 from gaverify.verdict.criteria import U64, Difference, Grounds, decide
-from gaverify.verdict.judging import Judgement
+from gaverify.verdict.judging import Judgement, working_unit
 
 _BUFFER_NOISE = 1e-4  # buffers that differ by less differ by rounding
 
@@ -60,7 +59,7 @@ def confirm(task: Task, judgement: Judgement, one: Judgement, ranks: Ranks, *, e
     full, together = judgement.full.gradients, one.accumulated.gradients
     reports, gradients = _window(task, judgement.record, judgement.full, ranks)
     working = {row.name: row for row in measure(gradients, full)}
-    unit = max(map(unit_roundoff, filter(None, (judgement.dtype, task.autocast))))
+    unit = working_unit(task, judgement.full, judgement.accumulated)
     rows = [decide(row, _working(row, unit, judgement.scales)) for row in working.values()]
     method = Method.WORKING_PRECISION
     if unit > U64 and (exact or any(row.outcome is Outcome.INCONCLUSIVE for row in rows)):

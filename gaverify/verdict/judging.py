@@ -12,7 +12,7 @@ import torch
 from gaverify.errors import ProblemError
 from gaverify.passes.gradients import PassResult, accumulated_gradients, full_batch_gradients
 from gaverify.passes.isolation import ModelState
-from gaverify.passes.precision import rounded_products, rounded_unit, unit_roundoff
+from gaverify.passes.precision import coarsest_unit, rounded_products, rounded_unit, unit_roundoff
 from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.task import Task
 from gaverify.passes.terms import Terms
@@ -114,7 +114,7 @@ def judge(
     accumulated = accumulated_gradients(task, state, record, full)
     accumulated_at = time.perf_counter()
     measured = measure(accumulated.gradients, full.gradients, located=rtol is not None)
-    if record.ambiguous and not _agree(task, measured):
+    if record.ambiguous and not _agree(working_unit(task, full, accumulated), measured):
         accumulated, measured = _other_reading(task, state, record, full, accumulated, measured)
     if rtol is not None and atol is not None:
         rows = by_tolerance(measured, accumulated.gradients, full.gradients, rtol, atol)
@@ -159,12 +159,15 @@ def _recorded(task: Task, state: ModelState) -> tuple[Task, PassResult, DrawReco
     return task, full, record
 
 
-def _agree(task: Task, measured: list[Difference]) -> bool:
+def working_unit(task: Task, *passes: PassResult) -> float:
+    """Returns the unit roundoff of the coarsest arithmetic that gradients were computed in during some passes."""
+    carried = (dtype for result in passes for seen in result.observed for dtype in seen.arithmetic.dtypes)
+    return coarsest_unit([*(parameter.dtype for parameter in task.parameters.values()), task.autocast, *carried])
+
+
+def _agree(unit: float, measured: list[Difference]) -> bool:
     """Whether all gradients are equal within float32's rounding at least: then no draw went to the wrong sample."""
-    unit = max(
-        unit_roundoff(lowest_precision(task)), unit_roundoff(task.autocast) if task.autocast is not None else 0.0
-    )
-    if unit > unit_roundoff(torch.float32):
+    if unit > U32:
         return False
     return all(row.outcome is Outcome.EQUIVALENT for row in decide_at_once(measured, unit, {}))
 
@@ -222,10 +225,8 @@ def judge_whole(task: Task, judgement: Judgement, listener: Listener | None) -> 
 
 
 def _decide(task: Task, judgement: Judgement, exact: bool, listener: Listener | None, part: Part | None) -> None:
-    unit = unit_roundoff(judgement.dtype)
-    if task.autocast is not None:
-        unit = max(unit, unit_roundoff(task.autocast))
-    products = {kind for part in (judgement.full, judgement.accumulated) for kind in part.observed[0].products if kind}
+    unit = working_unit(task, judgement.full, judgement.accumulated)
+    products = judgement.full.observed[0].arithmetic.products | judgement.accumulated.observed[0].arithmetic.products
     if judgement.dtype is torch.float32:
         for device in task.devices:
             judgement.rounded |= rounded_products(device, products)

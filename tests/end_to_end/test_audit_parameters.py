@@ -60,3 +60,15 @@ def test_an_optimizer_inside_another_has_no_loss_of_its_own() -> None:
     result = audit("loops_wrapped.py", common="--loss running", options=("--updates", "1"))
     assert (result.code, result.faults) == (1, {"GAV202"}), str(result)
     assert "repeats the micro-batches before it" in result.finding("GAV202")["summary"], str(result)
+
+
+@pytest.mark.parametrize("common", ["", "--by window", "--without"])
+def test_a_frozen_teacher_in_bfloat16_hides_nothing_of_a_float32_student(common: str) -> None:
+    """Of each full batch's 15 points 7 and 8 fall to its micro-batches: the mean of their means is 6 % off."""
+    result = audit("train_distilled.py", "--batch-size 16 --accum 1", "--batch-size 8 --accum 2", common)
+    if common:
+        assert (result.code, result.outcome, result.faults) == (0, "equivalent", set()), str(result)
+        assert result.update(1)["relative_difference"] < 1e-6
+    else:
+        assert (result.code, result.faults) == (1, {"GAV202"}), str(result)
+        assert result.line("GAV202") == marked("train_distilled.py", "distilled")

@@ -15,6 +15,7 @@ from gaverify.audit.recording.matching import Matcher
 from gaverify.audit.recording.packing import packed, unpacked
 from gaverify.passes.isolation.generators import torch_generator_states
 from gaverify.passes.modes import OperationMode
+from gaverify.passes.precision import Arithmetic, product_of
 from gaverify.passes.randomness import Dealer, Draw, DrawRecord, Recomputing, Recorder
 
 Shapes = list[tuple[int, ...]]
@@ -22,10 +23,12 @@ Key = tuple[int, bool, int]
 """A model, whether it is in training mode, and how many inputs it is given."""
 
 
-def draw_mode(handler: Recorder | Dealer | Recomputing) -> OperationMode:
-    """Returns a mode that gives every random operation to `handler`; everything else runs as it is."""
+def draw_mode(handler: Recorder | Dealer | Recomputing, arithmetic: Arithmetic | None = None) -> OperationMode:
+    """Returns a mode that gives every random operation to `handler` and notes products; all else runs as it is."""
 
     def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if arithmetic is not None:
+            arithmetic.note(product_of(func), args)
         if torch.Tag.nondeterministic_seeded in func.tags:
             return handler(func, args, kwargs)
         return func(*args, **kwargs)
@@ -148,9 +151,11 @@ class Draws:
     Args:
         job: The run.
         folder: Where it writes.
+        arithmetic: What the script computes in.
     """
 
-    def __init__(self, job: Job, folder: Path) -> None:
+    def __init__(self, job: Job, folder: Path, arithmetic: Arithmetic) -> None:
+        self._arithmetic = arithmetic
         self._kept = KeptDraws(folder) if job.role == "full" else None
         self._eager = job.eager
         self._replayed = job.replay  # what is drawn outside the forwards is dealt out as well
@@ -179,12 +184,12 @@ class Draws:
             return nullcontext()
         compiled = hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
         hidden = compiled and not self._eager
-        inner = nullcontext() if self._handler is None or hidden else draw_mode(self._handler)
+        inner = nullcontext() if self._handler is None or hidden else draw_mode(self._handler, self._arithmetic)
         return self._kept.watched(inner) if self._kept is not None else inner
 
     def in_backward(self) -> AbstractContextManager[Any]:
         """Returns what to run a backward in: checkpointing draws again there."""
-        return draw_mode(Recomputing(self._handlers)) if self._handlers else nullcontext()
+        return draw_mode(Recomputing(self._handlers), self._arithmetic) if self._handlers else nullcontext()
 
     def leave_forward(self) -> None:
         """Remembers the generators: what they draw from here to the backward is not the model's."""

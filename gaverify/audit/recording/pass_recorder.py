@@ -58,10 +58,10 @@ class PassRecorder(Session):
                     self._changes.note(self.watch.look(), "forward")
                     self._draws.leave_forward()
 
-    def inside_forward(self, module: nn.Module) -> bool:
-        """Whether a forward is running, or recomputed; its inner modules tell the precision that they work in."""
+    def inside_forward(self) -> bool:
+        """Whether a forward is running, or recomputed; inner modules tell whether autocast is on."""
         if self._in_forward and self.roundoff.open:
-            self.roundoff.look_inside(module)
+            self.roundoff.look_at_autocast()
         return self._in_forward or self._in_backward
 
     @contextmanager
@@ -213,7 +213,7 @@ class PassRecorder(Session):
     def _sent(self) -> dict[str, Any]:
         """What the backward pass sent: bytes of whole gradients that were reduced, of everything, and the calls."""
         for dtype in self._meter.reduced_in:
-            self.roundoff.know(dtype)
+            self.roundoff.arithmetic.dtypes.add(dtype)
         if not self.job.ranked:
             return {}
         sizes, traffic = self._meter.sizes, self._meter.traffic

@@ -115,7 +115,7 @@ def _forwards(recorder: Recorder) -> None:
 
     @functools.wraps(original)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or recorder.off or recorder.inside_forward(self):
+        if torch.compiler.is_compiling() or recorder.off or recorder.inside_forward():
             return original(self, *args, **kwargs)
         with recorder.forward(self, args, kwargs) as listen:
             output = original(self, *args, **kwargs)

@@ -88,7 +88,7 @@ class Session:
         self._addends: dict[int, dict[int, int]] = {}  # of each optimizer, as at its last step
         self._gathers: list[Place | None] = []  # where trained tensors were gathered since the last backward pass
         self._held = Held() if job.role == "frozen" else None
-        self._draws = Draws(job, storage.folder)
+        self._draws = Draws(job, storage.folder, self.roundoff.arithmetic)
         if job.term or job.outputs:
             keep_lines()
         self._outputs = Outputs(self._work, job.moved, small=job.role != "full") if job.outputs else None

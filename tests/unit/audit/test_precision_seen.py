@@ -1,7 +1,9 @@
-"""The coarsest arithmetic of a run: parameters that a wrapper casts for a forward, gradients that are compressed."""
+"""The coarsest arithmetic that carries gradients, which both witnesses see alike; gradients that are compressed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -9,27 +11,130 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import gaverify
+from gaverify.audit.job import Job
 from gaverify.audit.recording.precision import Roundoff
-from gaverify.passes.precision import unit_roundoff
+from gaverify.audit.recording.recorder import Recorder
+from gaverify.audit.recording.storage import Storage
+from gaverify.passes.gradients import full_batch_gradients
+from gaverify.passes.isolation import ModelState
+from gaverify.passes.precision import coarsest_unit, unit_roundoff
+from gaverify.preparation import task_of
 from gaverify.ranks.forking import run_forked
 from gaverify.ranks.groups import joined
 from gaverify.ranks.traffic import TrafficMeter
+from gaverify.verdict.judging import working_unit
+
+BF16 = torch.bfloat16
 
 
-def test_parameters_that_are_cast_for_the_forward_count() -> None:
-    roundoff, module = Roundoff(), nn.Linear(2, 2, device="cpu")
-    roundoff.add(nn.Sequential(module))
-    assert roundoff.unit == unit_roundoff(torch.float32)
-    roundoff.look_inside(module.to(torch.bfloat16))
-    assert roundoff.unit == unit_roundoff(torch.bfloat16)
+class Adapted(nn.Module):
+    """A trained adapter of low rank beside a frozen layer in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(4, 4).to(BF16).requires_grad_(False)
+        self.adapter = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x.to(BF16)).float() + self.adapter(x)
 
 
-@pytest.mark.parametrize(("dtype", "coarsest"), [(torch.float16, torch.float16), (torch.int64, torch.float32)])
-def test_the_type_of_a_reduction_counts_where_it_is_one_of_gradients(dtype: torch.dtype, coarsest: torch.dtype) -> None:
+class Taught(nn.Module):
+    """A float32 student beside a frozen teacher in bfloat16 that it holds itself; `through` its gradients go or not."""
+
+    def __init__(self, *, through: bool = False) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(4, 4), nn.Linear(4, 4).to(BF16).requires_grad_(False)
+        self.through = through
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.student(x)
+        with torch.set_grad_enabled(self.through):
+            seen = self.teacher((out if self.through else x).to(BF16)).float()
+        return seen if self.through else out - seen
+
+
+class Inner(nn.Linear):
+    """A layer that computes under autocast of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=BF16):
+            return super().forward(x).float()
+
+
+class As(nn.Module):
+    """A module that is given its input in another type."""
+
+    def __init__(self, dtype: torch.dtype, module: nn.Module) -> None:
+        super().__init__()
+        self.dtype, self.module = dtype, module.to(dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.module(x.to(self.dtype)).float()
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(4, 4)
+
+
+MIXED: dict[str, tuple[Callable[[], nn.Module], torch.dtype]] = {
+    "float32": (linear, torch.float32),
+    "a bfloat16 trunk, a float32 head": (lambda: nn.Sequential(As(BF16, linear()), linear()), BF16),
+    "a float32 trunk, a bfloat16 head": (lambda: nn.Sequential(linear(), As(BF16, linear())), BF16),
+    "bfloat16 weights, float32 norms": (
+        lambda: nn.Sequential(As(BF16, linear()), nn.LayerNorm(4), As(BF16, linear())),
+        BF16,
+    ),
+    "a frozen teacher beside it": (Taught, torch.float32),
+    "a frozen network behind it": (lambda: Taught(through=True), BF16),
+    "adapters on a bfloat16 base": (lambda: nn.Sequential(Adapted(), Adapted()), BF16),
+    "one adapter, whose base no gradient passes": (Adapted, torch.float32),
+    "autocast inside": (lambda: nn.Sequential(linear(), Inner(4, 4)), BF16),
+}
+
+
+def by_verify(model: nn.Module, x: torch.Tensor, autocast: torch.dtype | None) -> float:
+    problem = gaverify.Problem(model, lambda model, x: model(x).square().mean(), x)
+    with ExitStack() as stack:
+        task = task_of(stack, problem, [model], 2, "cpu", None, autocast)
+        full, _ = full_batch_gradients(task, ModelState(task.modules))
+        return working_unit(task, full)
+
+
+def by_audit(model: nn.Module, x: torch.Tensor, autocast: torch.dtype | None, folder: Path) -> float:
+    recorder = Recorder(Job("full", "", False, (), str(folder), 1), Storage(folder))
+    with torch.autocast("cpu", autocast, enabled=autocast is not None), recorder.forward(model, (x,), {}):
+        loss = model(x).square().mean()
+    with recorder.backward(loss):
+        loss.backward()
+    return recorder.roundoff.unit
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_both_witnesses_see_one_unit(case: str, tmp_path: Path) -> None:
+    make, coarsest = MIXED[case]
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(4, 4)
+    assert by_verify(model, x, None) == by_audit(model, x, None, tmp_path) == unit_roundoff(coarsest)
+
+
+def test_autocast_around_what_is_trained_counts_for_both(tmp_path: Path) -> None:
+    model, x = linear(), torch.randn(4, 4)
+    assert by_verify(model, x, BF16) == by_audit(model, x, BF16, tmp_path) == unit_roundoff(BF16)
+
+
+def test_what_runs_without_gradients_tells_an_audit_nothing() -> None:
     roundoff = Roundoff()
-    for known in (torch.float32, dtype):
-        roundoff.know(known)
-    assert roundoff.unit == unit_roundoff(coarsest)
+    roundoff.add(linear())
+    with torch.no_grad(), torch.autocast("cpu", dtype=BF16):
+        roundoff.look_at_autocast()
+    assert roundoff.unit == unit_roundoff(torch.float32)
+
+
+def test_types_without_roundoff_do_not_count() -> None:
+    assert coarsest_unit([torch.int64, None]) == 0.0
+    assert coarsest_unit([torch.complex64, torch.float16, torch.bool]) == unit_roundoff(torch.float16)
 
 
 def _reduced(folder: Path) -> list[str]:
