@@ -30,7 +30,7 @@ from gaverify.causes.neutral.holding import OutputHeld
 from gaverify.causes.trace.backward_listening import GradientListener
 from gaverify.causes.trace.traces import Frame, source_line
 from gaverify.errors import GaverifyError
-from gaverify.passes.gradients import PassProbe, accumulated_gradients, full_batch_gradients
+from gaverify.passes.gradients import PassProbe
 from gaverify.records.experiment import ControlKind, ControlRun
 from gaverify.records.facts import Backward, BackwardPlace, Facts
 from gaverify.records.operations import Operation
@@ -142,8 +142,7 @@ def _parameter_hooks(trial: _Trial) -> BackwardCulprit | None:
 
 
 def _module_hooks(trial: _Trial) -> BackwardCulprit | None:
-    modules = [(path, module) for root in trial.bench.task.modules for path, module in root.named_modules()]
-    hooked = [(path, module) for path, module in modules if any(module_registries(module))]
+    hooked = [(path, module) for path, module in trial.bench.task.named_modules() if any(module_registries(module))]
     if not hooked:
         return None
     registries = [registry for _, module in hooked for registry in module_registries(module)]
@@ -226,7 +225,7 @@ def _boundaries(trial: _Trial) -> BackwardCulprit | None:
         operation = replace(_at("backward", frame), module=listener.paths.get(call), kind=kind)
         return BackwardCulprit(BackwardPlace.MODULE, operation, control)
     path = listener.paths[call]
-    modules = {name: module for root in trial.bench.task.modules for name, module in root.named_modules()}
+    modules = dict(trial.bench.task.named_modules())
     what = f"the output of `{path or '(root)'}` held constant"
     control = trial.run(what, OutputHeld(modules[path], bounds, size))
     return BackwardCulprit(BackwardPlace.MODULE, Operation("backward", path, _kinds(trial.bench)[path]), control)
@@ -243,15 +242,13 @@ _SEARCHES: dict[BackwardPlace, Callable[[_Trial], BackwardCulprit | None]] = {
 
 
 def _kinds(bench: Bench) -> dict[str, str]:
-    return {path: type(module).__name__ for root in bench.task.modules for path, module in root.named_modules()}
+    return {path: type(module).__name__ for path, module in bench.task.named_modules()}
 
 
 def _listened(bench: Bench) -> GradientListener:
     """Runs both strategies and compares the gradients at all boundaries."""
     listener = GradientListener(bench)
-    probe = bench.with_probe(listener)
-    full, _ = full_batch_gradients(bench.task, bench.state, bench.record, lift=bench.lift, probe=probe)
-    accumulated_gradients(bench.task, bench.state, bench.record, full, lift=bench.lift, probe=probe)
+    bench.accumulated(bench.full_batch(listener), listener)
     return listener
 
 

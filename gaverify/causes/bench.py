@@ -19,7 +19,14 @@ from gaverify.causes.earlier import Earlier
 from gaverify.causes.rows import ControlFailed
 from gaverify.causes.sketches import Sketches, fitted, sketched
 from gaverify.errors import GaverifyError
-from gaverify.passes.gradients import Gradients, PassProbe, PassResult, accumulated_gradients, full_batch_gradients
+from gaverify.passes.gradients import (
+    Gradients,
+    PassProbe,
+    PassResult,
+    accumulated_gradients,
+    forward_pass,
+    full_batch_gradients,
+)
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.task import Task
@@ -98,8 +105,7 @@ class Bench:
     ) -> ControlRun:
         """Runs both strategies and returns what difference is left, with the weights that fit on request."""
         self.task.progress(f"control: {what}")
-        probe = self.with_probe(probe)
-        full, _ = full_batch_gradients(self.task, self.state, self.record, lift=self.lift, probe=probe)
+        full = self.full_batch(probe)
         if not _any(full.gradients):
             raise ControlFailed(f"with {what} every gradient is zero, so that nothing is left to compare")
         right = None
@@ -107,16 +113,25 @@ class Bench:
             sketches, accumulated = self.sketched(full, probe)
             right = fitted([sketches])
         else:
-            accumulated = accumulated_gradients(self.task, self.state, self.record, full, lift=self.lift, probe=probe)
+            accumulated = self.accumulated(full, probe)
         rows = measure(accumulated.gradients, full.gradients)
         left = _total(rows)
         reached = frozenset(row.name for row in rows if row.reference > 0)
         return ControlRun(what, left, left <= self.rounding, right, kind, reached)
 
-    def accumulated(self, full: PassResult, probe: PassProbe | None = None) -> Gradients:
-        """Returns what the micro-batches accumulate, with one probe more."""
+    def full_batch(self, probe: PassProbe | None = None) -> PassResult:
+        """Runs the full batch, with one probe more."""
         probe = self.with_probe(probe)
-        return accumulated_gradients(self.task, self.state, self.record, full, lift=self.lift, probe=probe).gradients
+        return full_batch_gradients(self.task, self.state, self.record, lift=self.lift, probe=probe)[0]
+
+    def accumulated(self, full: PassResult, probe: PassProbe | None = None) -> PassResult:
+        """Runs the micro-batches, with one probe more."""
+        probe = self.with_probe(probe)
+        return accumulated_gradients(self.task, self.state, self.record, full, lift=self.lift, probe=probe)
+
+    def forward(self, probe: PassProbe, k: int | None = None) -> torch.Tensor:
+        """Runs one forward, of the full batch where `k` is None, and returns its loss."""
+        return forward_pass(self.task, self.state, self.record, k, lift=self.lift, probe=self.with_probe(probe))
 
     def against_full_batch(self, accumulate: Callable[[PassResult], Gradients], *, exactly: bool = True) -> float:
         """Returns how far what a repair accumulates is from the gradient of the full batch, which it leaves as it is.
@@ -133,19 +148,22 @@ class Bench:
             left = earlier.difference(found)
             if left <= self.rounding or not exactly:
                 return left
-        probe = self.with_probe(None)
-        full, _ = full_batch_gradients(self.task, self.state, self.record, lift=self.lift, probe=probe)
+        full = self.full_batch()
         if not _any(full.gradients):
             raise ControlFailed("every gradient of the full batch is zero, so that nothing is left to compare")
         return relative_difference(found if found is not None else accumulate(full), full.gradients)
 
     def sketched(
-        self, full: PassResult, probe: PassProbe | None, *, release: bool = False, target: torch.Tensor | None = None
+        self,
+        full: PassResult,
+        probe: PassProbe | None = None,
+        *,
+        release: bool = False,
+        target: torch.Tensor | None = None,
     ) -> tuple[Sketches, PassResult]:
         """Accumulates once more, with a sketch of every micro-batch's gradient."""
-        return sketched(
-            self.task, self.state, self.record, full, lift=self.lift, probe=probe, release=release, target=target
-        )
+        task, state, record, probe = self.task, self.state, self.record, self.with_probe(probe)
+        return sketched(task, state, record, full, lift=self.lift, probe=probe, release=release, target=target)
 
 
 def _any(gradients: Gradients) -> bool:

@@ -16,7 +16,6 @@ from gaverify.causes.bench import FORESEEN, Bench
 from gaverify.causes.earlier import kept
 from gaverify.causes.sketches import fitted
 from gaverify.causes.trace.first_divergence import trace_divergences
-from gaverify.passes.gradients import full_batch_gradients
 from gaverify.passes.task import Task
 from gaverify.records.experiment import ControlKind, ControlRun
 from gaverify.records.facts import Facts, State
@@ -46,11 +45,10 @@ def confirmed_in_working_precision(task: Task, judgement: Judgement, facts: Fact
         return None
     task.progress("the whole batch again")
     try:
-        full, _ = full_batch_gradients(task, judgement.state, judgement.record)
+        bench = Bench(task, judgement.state, judgement.record, False, total=facts.compared.total)
+        bench = replace(bench, earlier=kept(bench.full_batch()))
     except FORESEEN:
         return None
-    total = facts.compared.total
-    bench = Bench(task, judgement.state, judgement.record, False, earlier=kept(full), total=total)
     return confirmed(bench, facts, found)
 
 
@@ -92,10 +90,10 @@ def _confirm_of(found: Facts) -> _Confirm | None:
 
 def _begun(bench: Bench, facts: Facts, found: Facts) -> tuple[Bench, Facts]:
     """The micro-batches' own gradients as sketches, where nobody listened to them before, and the weights that fit."""
-    earlier = bench.earlier or kept(full_batch_gradients(bench.task, bench.state, bench.record, lift=bench.lift)[0])
+    earlier = bench.earlier or kept(bench.full_batch())
     sketches = earlier.shares
     if sketches is None:
-        sketches = bench.sketched(earlier.full, None, target=earlier.gradient)[0]
+        sketches = bench.sketched(earlier.full, target=earlier.gradient)[0]
         sketches = replace(sketches, elements=earlier.elements)
     bench = replace(bench, earlier=replace(earlier, shares=sketches))
     fit = fitted([sketches])

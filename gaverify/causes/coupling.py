@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from gaverify.causes import draws
 from gaverify.causes.bench import Bench
 from gaverify.passes.devices import widest
-from gaverify.passes.gradients import PassProbe, full_batch_gradients
+from gaverify.passes.gradients import PassProbe
 from gaverify.records.facts import Facts, SampleCoupling
 from gaverify.tracebacks import hands_over
 
@@ -36,8 +36,7 @@ def sample_coupling(bench: Bench) -> SampleCoupling | None:
     exact zero for all others means that no differentiable operation of the model lets samples meet.
     """
     listener = _Listener(bench)
-    probe = bench.with_probe(listener)
-    full_batch_gradients(bench.task, bench.state, bench.record, lift=bench.lift, probe=probe)
+    bench.full_batch(listener)
     return listener.found
 
 

@@ -17,7 +17,7 @@ from gaverify.causes.narrowing import released
 from gaverify.causes.neutral.cached import cached_gradients
 from gaverify.causes.neutral.holding import Held
 from gaverify.causes.trace.first_divergence import Divergences, trace_divergences
-from gaverify.causes.trace.normalisation import normalises_by_variance, normalises_channels
+from gaverify.causes.trace.normalisation import normalises
 from gaverify.passes.gradients import PassProbe
 from gaverify.records.experiment import Cause, ControlKind, ControlRun
 from gaverify.records.facts import Facts, State
@@ -308,4 +308,4 @@ def _normalises(bench: Bench, suspect: Suspect) -> bool:
     path = suspect.operation.module
     if path is None or not suspect.in_model:
         return False
-    return normalises_channels(bench, path) or normalises_by_variance(bench, path, suspect.culprit.name)
+    return normalises(bench, path, suspect.culprit.name)

@@ -112,8 +112,8 @@ def _controls(bench: Bench, suspect: Suspect, *, fit: bool = True) -> Iterator[_
     for functions, what in held:
         if functions and not (functions is suspect.functions and suspect.kind == "matrix" and suspect.in_model):
             yield run(what, Held(functions, bounds, size, suspect.order))
-    module = _module(bench, path)
-    if suspect.in_model and path and module is not None:
+    module = dict(bench.task.named_modules()).get(path) if path else None
+    if suspect.in_model and module is not None:
         yield run(f"the output of `{path}` held constant", OutputHeld(module, bounds, size, suspect.outputs))
 
 
@@ -128,14 +128,9 @@ def _lines(functions: Sequence[FunctionKey]) -> str:
     return ", ".join(f"`{name}` at line {line}" for name, line in places)
 
 
-def _module(bench: Bench, path: str | None) -> nn.Module | None:
-    modules = {name: module for root in bench.task.modules for name, module in root.named_modules()}
-    return modules.get(path) if path is not None else None
-
-
 def _same_kind(bench: Bench, path: str) -> list[nn.Module]:
     """The suspect's module and every other of its class: they are repaired together."""
-    modules = {name: module for root in bench.task.modules for name, module in root.named_modules()}
+    modules = dict(bench.task.named_modules())
     kind = type(modules[path])
     return [module for module in modules.values() if type(module) is kind]
 
@@ -167,7 +162,7 @@ def _held_in_the_window(bench: Bench, probe: Held) -> ControlRun:
     no gradient of the full batch goes through the value: this run tells.
     """
     # what it leaves where it fails is only a length in a chart, and worth no other full batch
-    left = bench.against_full_batch(lambda full: bench.accumulated(full, probe), exactly=False)
+    left = bench.against_full_batch(lambda full: bench.accumulated(full, probe).gradients, exactly=False)
     what = "the full batch's value as a constant in every micro-batch"
     return ControlRun(what, left, left <= bench.rounding, kind=ControlKind.HELD_IN_WINDOW)
 

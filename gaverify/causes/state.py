@@ -13,7 +13,7 @@ from gaverify.causes.neutral.priming import Primed
 from gaverify.causes.neutral.state import StateHeld, StateRestored
 from gaverify.causes.trace.state import Frame, StateWatch
 from gaverify.causes.trace.writing_lines import writing_lines
-from gaverify.passes.gradients import PassProbe, accumulated_gradients, forward_pass, full_batch_gradients
+from gaverify.passes.gradients import PassProbe
 from gaverify.records.experiment import ControlKind, ControlRun
 from gaverify.records.facts import Facts, State, StateChange
 from gaverify.records.operations import Operation
@@ -126,12 +126,10 @@ def probe_of(bench: Bench, facts: Facts) -> PassProbe | None:
 
 def moved_beside(bench: Bench) -> float:
     """How far restoring the state before each micro-batch moves the accumulated gradient, everything else as it is."""
-    probe = bench.with_probe(None)
-    full, _ = full_batch_gradients(bench.task, bench.state, bench.record, lift=bench.lift, probe=probe)
-    moving = accumulated_gradients(bench.task, bench.state, bench.record, full, lift=bench.lift, probe=probe)
-    restored = bench.with_probe(StateRestored(bench.state))
-    still = accumulated_gradients(bench.task, bench.state, bench.record, full, lift=bench.lift, probe=restored)
-    return relative_difference(moving.gradients, still.gradients)
+    full = bench.full_batch()
+    moving = bench.accumulated(full).gradients
+    still = bench.accumulated(full, StateRestored(bench.state)).gradients
+    return relative_difference(moving, still)
 
 
 def read_changes(changes: tuple[StateChange, ...]) -> tuple[StateChange, ...]:
@@ -227,8 +225,7 @@ def _primed_and_held(bench: Bench, changes: Sequence[StateChange], first: Sequen
 
     def writes(*before: PassProbe) -> Counter[tuple[str, str, Frame]]:
         watch = StateWatch(task, state)
-        probe = bench.without(*before).with_probe(watch)
-        forward_pass(task, state, bench.record, None, lift=bench.lift, probe=probe)
+        bench.without(*before).forward(watch)
         return Counter({key: count for key, count in watch.writes.items() if key[0] in names})
 
     if not writes() - writes(primed):

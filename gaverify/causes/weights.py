@@ -14,7 +14,6 @@ from gaverify.causes.neutral.gradients import GradientsKept
 from gaverify.causes.sketches import fitted, sketch
 from gaverify.causes.trace.first_divergence import branches_part, reweighted_operation
 from gaverify.causes.trace.state import StateWatch
-from gaverify.passes.gradients import PassResult, full_batch_gradients
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.perturbation import moved
 from gaverify.records.experiment import ControlKind, ControlRun
@@ -87,7 +86,7 @@ def remedied(bench: Bench, fit: WeightFit) -> ControlRun:
     """Runs the accumulation with the fitted weights."""
     there, what = bench.weighted(fit.weights), "with these weights"
     there.task.progress(f"control: {what}")
-    left = there.against_full_batch(there.accumulated)
+    left = there.against_full_batch(lambda full: there.accumulated(full).gradients)
     return ControlRun(what, left, left <= there.rounding, kind=ControlKind.WEIGHTS)
 
 
@@ -142,9 +141,7 @@ def joint_fit(bench: Bench) -> WeightFit:
     for share in _MOVED if here is None else _MOVED[1:]:
         with moved(weights, [share] * len(weights)) if share else nullcontext():
             there = replace(bench, state=ModelState(bench.task.modules, (bench.task.problem.loss,)))
-            probe = there.with_probe(None)
-            full, _ = full_batch_gradients(there.task, there.state, there.record, lift=there.lift, probe=probe)
-            sketches = there.sketched(full, probe)[0]
+            sketches = there.sketched(there.full_batch())[0]
             if bool(sketches.target.isfinite().all()) and bool(sketches.columns.isfinite().all()):
                 runs.append(sketches)
     return fitted(runs)
@@ -152,18 +149,13 @@ def joint_fit(bench: Bench) -> WeightFit:
 
 def _fitted(bench: Bench, watch: StateWatch) -> tuple[WeightFit, Repeatability]:
     """Fits the weights; the full batch runs again, which tells whether it repeats."""
-    probe = bench.with_probe(watch)
-
-    def run() -> PassResult:
-        return full_batch_gradients(bench.task, bench.state, bench.record, lift=bench.lift, probe=probe)[0]
-
-    earlier = bench.earlier or kept(run())
-    full = run()
+    earlier = bench.earlier or kept(bench.full_batch(watch))
+    full = bench.full_batch(watch)
     if isinstance(earlier.watch, StateWatch):
         watch.absorb(earlier.watch)
     norm = earlier.norm or 1.0
     again = sketch(list(full.gradients.values()))
     backward = float(torch.linalg.vector_norm(again.to(earlier.gradient.device) - earlier.gradient)) / norm
     forward = abs(full.loss - earlier.loss) / max(abs(earlier.loss), 1e-300)
-    shares = earlier.shares or bench.sketched(full, probe, release=True, target=again)[0]
+    shares = earlier.shares or bench.sketched(full, watch, release=True, target=again)[0]
     return fitted([shares]), Repeatability(forward, backward)

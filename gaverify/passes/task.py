@@ -53,6 +53,11 @@ class Task(Weighing):
                 stack.enter_context(torch.autocast(kind, self.autocast, enabled=enabled))
             yield
 
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yields every module of model and loss with its path."""
+        for root in self.modules:
+            yield from root.named_modules()
+
     def bounds(self) -> Iterator[tuple[int, int]]:
         """Yields `start, stop` of each micro-batch."""
         start = 0

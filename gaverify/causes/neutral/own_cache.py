@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from gaverify.causes.bench import Bench, relative_difference
 from gaverify.causes.rows import ControlFailed
 from gaverify.causes.trace.state import owners
-from gaverify.passes.gradients import Gradients, full_batch_gradients
+from gaverify.passes.gradients import Gradients
 from gaverify.records.experiment import ControlKind, ControlRun
 
 
@@ -60,8 +60,7 @@ def _run(bench: Bench) -> tuple[Gradients, int]:
 
     handle = bench.task.problem.model.register_forward_pre_hook(enter, with_kwargs=True)
     try:
-        probe = bench.with_probe(None)
-        full, _ = full_batch_gradients(bench.task, bench.state, bench.record, lift=bench.lift, probe=probe)
+        full = bench.full_batch()
     finally:
         handle.remove()
     if not (rows and again):

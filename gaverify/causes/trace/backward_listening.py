@@ -25,7 +25,7 @@ class GradientListener(PassProbe):
     """Keeps the gradients at module boundaries of the full batch, and compares the micro-batches' with their rows."""
 
     def __init__(self, bench: Bench) -> None:
-        self._names = {module: path for root in bench.task.modules for path, module in root.named_modules()}
+        self._names = {module: path for path, module in bench.task.named_modules()}
         self._bounds, self._size = list(bench.task.bounds()), bench.task.batch_size
         self._full: dict[Key, torch.Tensor] = {}
         self._worst: dict[Key, float] = {}

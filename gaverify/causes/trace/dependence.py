@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from gaverify.causes.trace.matching import Matching
-from gaverify.causes.trace.traces import TracedOperation
+from gaverify.causes.trace.traces import TracedOperation, reached
 from gaverify.records.operations import SuspectKind
 
 
@@ -45,27 +45,11 @@ class Dependence:
 
     def exits(self, index: int) -> list[int]:
         """The next steps downstream whose samples differ: where the difference has the form of the batch again."""
-        found, queue, seen = [], list(self.readers[index]), set()
-        while queue:
-            current = queue.pop()
-            if current in seen:
-                continue
-            seen.add(current)
-            if self._m.differs(current):
-                found.append(current)
-            elif self._m.rows[current] is None:
-                queue.extend(self.readers[current])
-        return sorted(found)
+        return sorted(filter(self._m.differs, reached(self.readers[index], self._without_rows)))
 
     def descendants(self, index: int) -> set[int]:
         """The step itself and everything computed from it."""
-        found, queue = {index}, list(self.readers[index])
-        while queue:
-            current = queue.pop()
-            if current not in found:
-                found.add(current)
-                queue.extend(self.readers[current])
-        return found
+        return set(reached([index], self.readers.__getitem__))
 
     def by_control_flow(self, index: int) -> bool:
         """Whether a step reads what only some of the traces computed."""
@@ -116,16 +100,13 @@ class Dependence:
 
     def _harms(self, index: int) -> bool:
         """Whether a cross-sample matrix reaches samples or a loss that is no sum; its diagonal alone does not."""
-        queue, seen = list(self.readers[index]), set()
-        while queue:
-            current = queue.pop()
-            if current in seen:
-                continue
-            seen.add(current)
-            if self._m.differs(current) or not self._m.matched(current):
-                return True
-            if self._m.tainted[current] and self._m.additive(current, self._shares) > self._agree:
-                return True
-            if self._m.rows[current] is None:
-                queue.extend(self.readers[current])
-        return False
+        return any(
+            self._m.differs(step)
+            or not self._m.matched(step)
+            or (self._m.tainted[step] and self._m.additive(step, self._shares) > self._agree)
+            for step in reached(self.readers[index], self._without_rows)
+        )
+
+    def _without_rows(self, index: int) -> list[int]:
+        """The readers of a step, where its own samples cannot be told apart."""
+        return self.readers[index] if self._m.rows[index] is None else []

@@ -19,7 +19,6 @@ from gaverify.causes.trace.operations import OperationTracer
 from gaverify.causes.trace.parting import goes_another_way
 from gaverify.causes.trace.suspects import Reader
 from gaverify.causes.trace.traces import Result, Trace
-from gaverify.passes.gradients import forward_pass
 from gaverify.records.operations import ModuleDifference, Operation, Suspect
 
 # In float64 rows agree to about 1e-12; a float32 fallback to about 1e-5. Faults lie far above.
@@ -104,12 +103,11 @@ def _traces(
 ) -> tuple[Trace, list[Trace], float, list[float]]:
     """Traces the full batch and every micro-batch; with their losses, and fingerprints of the layouts `described`."""
     task, record = bench.task, bench.record
-    names = {module: name for root in task.modules for name, module in root.named_modules()}
+    names = {module: name for name, module in task.named_modules()}
 
     def traced(k: int | None, template: Trace | None = None, plan: Trace | None = None) -> tuple[Trace, float]:
         tracer = OperationTracer(names, task.batch_size, task.sizes[0], template, plan, described)
-        probe = bench.with_probe(tracer)
-        loss = forward_pass(task, bench.state, record, k, lift=bench.lift, probe=probe)
+        loss = bench.forward(tracer, k)
         return tracer.finish(loss), float(loss)
 
     task.progress("tracing the full batch")

@@ -11,19 +11,26 @@ from torch import nn
 
 from gaverify.causes.bench import Bench
 from gaverify.passes.channels import per_channel_affine
-from gaverify.passes.gradients import PassProbe, forward_pass
+from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import generator_states
 from gaverify.passes.nesting import leaves
 
 _VARIANCES = ("var", "var_mean", "std", "std_mean")
 
 
-def normalises_channels(bench: Bench, path: str) -> bool:
-    """Returns whether the outputs of the module at `path` are a·input + b with one (a, b) per channel."""
-    modules = {name: module for root in bench.task.modules for name, module in root.named_modules()}
-    listener = _Listener(modules[path])
-    forward_pass(bench.task, bench.state, bench.record, None, lift=bench.lift, probe=bench.with_probe(listener))
-    return listener.affine or _normalises_later(bench, modules[path], listener.first)
+def normalises(bench: Bench, path: str, reduction: str) -> bool:
+    """Returns whether the outputs of the module at `path` are a·input + b with one (a, b) per channel.
+
+    Or whether it takes a variance over the batch and hands out what has its input's shape: so do normalisations that
+    are no scaling of channels, because they divide by the larger of two deviations. A module with modules inside is a
+    block of a network, and one that appends a deviation as a feature changes the shape.
+    """
+    module = dict(bench.task.named_modules())[path]
+    listener = _Listener(module)
+    bench.forward(listener)
+    if listener.affine or _normalises_later(bench, module, listener.first):
+        return True
+    return listener.same_shape and reduction in _VARIANCES and not any(True for _ in module.children())
 
 
 def _normalises_later(bench: Bench, module: nn.Module, inputs: tuple[Any, ...]) -> bool:
@@ -44,20 +51,6 @@ def _normalises_later(bench: Bench, module: nn.Module, inputs: tuple[Any, ...]) 
 
 def _first_tensor(inputs: Any) -> torch.Tensor | None:
     return next((leaf for _, leaf in leaves(inputs) if isinstance(leaf, torch.Tensor)), None)
-
-
-def normalises_by_variance(bench: Bench, path: str, reduction: str) -> bool:
-    """Returns whether the module at `path` takes a variance over the batch and hands out what has its input's shape.
-
-    So do normalisations that are no scaling of channels, because they divide by the larger of two deviations. A module
-    with modules inside is a block of a network, and one that appends a deviation as a feature changes the shape.
-    """
-    modules = {name: module for root in bench.task.modules for name, module in root.named_modules()}
-    if reduction not in _VARIANCES or any(True for _ in modules[path].children()):
-        return False
-    listener = _Listener(modules[path])
-    forward_pass(bench.task, bench.state, bench.record, None, lift=bench.lift, probe=bench.with_probe(listener))
-    return listener.same_shape
 
 
 class _Listener(PassProbe):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gaverify.causes.trace.traces import DECISIONS, Trace
+from gaverify.causes.trace.traces import DECISIONS, Trace, reached
 
 _NEAR = 6  # operations before the traces part among which a decision is looked for
 
@@ -38,11 +38,5 @@ def strays_behind(trace: Trace, index: int | None, stray: Callable[[int], bool])
     """The strays from which a step computes, back to the first steps that all traces have."""
     if index is None:
         return set()
-    found: set[int] = {index} if stray(index) else set()
-    queue = list(trace.steps[index].inputs)
-    while queue:
-        current = queue.pop()
-        if current not in found and stray(current):
-            found.add(current)
-            queue.extend(trace.steps[current].inputs)
-    return found
+    steps = reached([index], lambda step: trace.steps[step].inputs if step == index or stray(step) else ())
+    return set(filter(stray, steps))

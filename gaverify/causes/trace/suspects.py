@@ -5,7 +5,8 @@ Shapes: B samples, K micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -13,7 +14,7 @@ from gaverify.causes.trace.dependence import Dependence
 from gaverify.causes.trace.matching import Matching
 from gaverify.causes.trace.naming import calls_around, named_call, operation_of
 from gaverify.causes.trace.parting import decisions_before, parted, strays_behind
-from gaverify.causes.trace.traces import DECISIONS, Frame, ModuleCall, Trace, TracedOperation
+from gaverify.causes.trace.traces import DECISIONS, Frame, ModuleCall, Trace, TracedOperation, reached
 from gaverify.records.operations import FunctionKey, Operation, Suspect, SuspectKind
 
 
@@ -63,16 +64,9 @@ class Reader:
         step = self._full.steps[index]
         if self._dependence.by_control_flow(index):  # a loop over the samples, or a branch
             yield self._suspect(index, "rows") if self._sources(index) else self._control_flow(index)
+        functions, calls = _some(step), self._opened(step)
         yield Suspect(
-            "non-additive",
-            self.operation(index),
-            None,
-            left,
-            self._size,
-            False,
-            False,
-            _some(step),
-            calls=self._opened(step),
+            "non-additive", self.operation(index), None, left, self._size, False, False, functions, calls=calls
         )
 
     def _suspect(self, index: int, kind: SuspectKind) -> Suspect:
@@ -82,23 +76,23 @@ class Reader:
         same = [i for i, k in enumerate(self._dependence.kinds) if k is not None and self._scope(i) == scope]
         held = sorted({source for i in same for source in self._sources(i)} | self._given_back(scope))
         functions = {f for i in same if (s := self._full.steps[i]).frame == step.frame for f in _some(s)}
-        difference, samples = self._m.rows[index] or (1.0, self._size)
-        return Suspect(
-            kind=kind,
-            operation=self.operation(index),
+        found = self._suspected(index, kind, self.operation(index), self._in_model(index))
+        return replace(
+            found,
             source=self._first_of(sources),
-            difference=difference,
-            samples=samples,
-            in_model=self._in_model(index),
             statistics="batch_norm" in step.name,
             functions=_in_order(functions),
             source_functions=_in_order({f for i in held if (f := self._held_function(i)) is not None}),
             again=_in_order(self._again(same) - functions),
-            exits=self._exits(index),
-            calls=self._opened(step),
-            outputs=self._outputs(index),
             order=self._m.order.get(index),
         )
+
+    def _suspected(self, index: int, kind: SuspectKind, operation: Operation, in_model: bool) -> Suspect:
+        """What every suspect says of a step whose samples differ."""
+        step, (difference, samples) = self._full.steps[index], self._m.rows[index] or (1.0, self._size)
+        exits, calls, outputs = self._exits(index), self._opened(step), self._outputs(index)
+        found = Suspect(kind, operation, None, difference, samples, in_model, False, _some(step))
+        return replace(found, exits=exits, calls=calls, outputs=outputs)
 
     def _again(self, same: Sequence[int]) -> set[FunctionKey]:
         """The torch calls of the lines of one scope where differences begin, in the layers behind them as well."""
@@ -137,32 +131,17 @@ class Reader:
 
     def _sources(self, index: int) -> list[int]:
         """The reductions over the batch that a step reads: back along tainted steps to those that read samples."""
-        found, queue, seen = [], self._reductions(index), set()
-        while queue:
-            current = queue.pop()
-            if current in seen:
-                continue
-            seen.add(current)
-            earlier = self._reductions(current)
-            if earlier:
-                queue.extend(earlier)
-            else:
-                found.append(current)
-        return sorted(found)
+        steps = reached(self._reductions(index), self._reductions)
+        return sorted(step for step in steps if not self._reductions(step))
 
     def _reductions(self, index: int) -> list[int]:
         """The inputs of a step that were reduced over the batch; through steps that not all traces have."""
-        found, queue, seen = [], list(self._full.steps[index].inputs), set()
-        while queue:
-            current = queue.pop()
-            if current in seen:
-                continue
-            seen.add(current)
-            if self._m.tainted[current]:
-                found.append(current)
-            elif not self._m.matched(current):
-                queue.extend(self._full.steps[current].inputs)
-        return found
+        tainted, steps = self._m.tainted, self._full.steps
+
+        def onwards(step: int) -> Iterable[int]:
+            return () if tainted[step] or self._m.matched(step) else steps[step].inputs
+
+        return [step for step in reached(steps[index].inputs, onwards) if tainted[step]]
 
     def _held_function(self, index: int) -> FunctionKey | None:
         """The torch call whose result is the reduction's, so that it can be held constant; None inside a larger one."""
@@ -221,7 +200,6 @@ class Reader:
 
     def _control_flow(self, index: int) -> Suspect:
         """The line that decides: where a number was read out of a tensor just before the traces part, or they part."""
-        step = self._full.steps[index]
         trace, start = self._parting(index)
         decisions = decisions_before(trace, start)
         if not decisions:  # a loop that runs more often for some batches: all its rounds are strays
@@ -230,23 +208,10 @@ class Reader:
             decisions = decisions_before(self._full, first) if first is not None else []
             trace, start = (self._full, decisions[-1]) if decisions else (trace, start)
         decisive = trace.steps[decisions[-1] if decisions else start]
-        place = operation_of(trace, decisive)
-        difference, samples = self._m.rows[index] or (1.0, self._size)
         in_model = self._in_model(index) or self._in_model_of(trace, start)
-        return Suspect(
-            "control-flow",
-            place,
-            None,
-            difference,
-            samples,
-            in_model,
-            "batch_norm" in decisive.name,
-            functions=_some(step),
-            exits=self._exits(index),
-            frame=decisive.frame if decisions else None,
-            calls=self._opened(step),
-            outputs=self._outputs(index),
-        )
+        found = self._suspected(index, "control-flow", operation_of(trace, decisive), in_model)
+        frame = decisive.frame if decisions else None
+        return replace(found, statistics="batch_norm" in decisive.name, frame=frame)
 
     def _parting(self, index: int) -> tuple[Trace, int]:
         """The first stray that leads to a step, and the trace that holds it."""

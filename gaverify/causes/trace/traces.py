@@ -6,6 +6,7 @@ Shapes: B samples; a result with B·m rows along one dimension is kept as B fing
 from __future__ import annotations
 
 import linecache
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -83,15 +84,9 @@ class Trace:
 
     def live(self) -> set[int]:
         """The steps that the loss depends on, through tensors or through numbers that Python code read out of them."""
-        queue = [index for index, step in enumerate(self.steps) if step.name in DECISIONS]
-        queue += [self.loss] if self.loss is not None else [len(self.steps) - 1]
-        found: set[int] = set()
-        while queue:
-            current = queue.pop()
-            if current not in found:
-                found.add(current)
-                queue.extend(self.steps[current].inputs)
-        return found
+        ends = [index for index, step in enumerate(self.steps) if step.name in DECISIONS]
+        ends += [self.loss] if self.loss is not None else [len(self.steps) - 1]
+        return set(reached(ends, lambda index: self.steps[index].inputs))
 
     def add(self, step: TracedOperation) -> int:
         """Appends a step and returns its index."""
@@ -105,6 +100,22 @@ class Trace:
         """The index of the step that corresponds to one of another trace; None where there is none."""
         places = self.places.get(step.signature, [])
         return places[step.occurrence] if step.occurrence < len(places) else None
+
+
+def reached(starts: Iterable[int], onwards: Callable[[int], Iterable[int]]) -> Iterator[int]:
+    """Yields every step that a walk from some steps comes to, these among them, each once.
+
+    Args:
+        starts: Where it begins.
+        onwards: The steps that follow one; none where the walk ends.
+    """
+    queue, seen = list(starts), set[int]()
+    while queue:
+        current = queue.pop()
+        if current not in seen:
+            seen.add(current)
+            yield current
+            queue.extend(onwards(current))
 
 
 def same_result(trace: Trace, step: TracedOperation, position: int) -> Result | None:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from gaverify.causes.bench import Bench
 from gaverify.causes.trace.digests import digest
 from gaverify.causes.trace.state import named_state
-from gaverify.passes.gradients import PassProbe, forward_pass
+from gaverify.passes.gradients import PassProbe
 from gaverify.tracebacks import LineHunt, Owner, Place
 
 _MOST_LOOKS = 20_000  # lines after which the search gives up: each looks at every value
@@ -26,7 +26,7 @@ def writing_lines(bench: Bench, names: list[str]) -> Mapping[str, Place]:
     """Returns file and line of the first change of each named value in a forward of the full batch."""
     getters = {name: get for name, (_, get) in named_state(bench.task).items() if name in names}
     watch = _LineWatch(getters)
-    forward_pass(bench.task, bench.state, bench.record, None, lift=bench.lift, probe=bench.with_probe(watch))
+    bench.forward(watch)
     return watch.found
 
 
