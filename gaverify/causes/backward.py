@@ -17,16 +17,19 @@ from torch import nn
 from gaverify.causes import draws, weights
 from gaverify.causes.bench import Bench
 from gaverify.causes.narrowing import released
-from gaverify.causes.neutral.backward_controls import (
+from gaverify.causes.neutral.holding import (
+    ApplicationHeld,
     ConstantsHeld,
-    InputGradientsTaken,
-    OutputsHeld,
+    GradientsHeld,
+    GradientsPassed,
+    OutputHeld,
+)
+from gaverify.causes.neutral.hooks import (
     WithoutHooks,
     WithoutTensorHooks,
     module_registries,
     parameter_registries,
 )
-from gaverify.causes.neutral.holding import OutputHeld
 from gaverify.causes.trace.backward_listening import GradientListener
 from gaverify.causes.trace.traces import Frame, source_line
 from gaverify.errors import GaverifyError
@@ -177,7 +180,7 @@ def _tensor_hooks(trial: _Trial) -> BackwardCulprit | None:
 
 
 def _constants(trial: _Trial) -> BackwardCulprit | None:
-    probe = ConstantsHeld()
+    probe = ConstantsHeld(trial.bench.task)
     held = trial.run("what the forward cuts out of the graph held constant", probe)
     if held is None or not held.rounding or not probe.frames:
         return None
@@ -185,7 +188,7 @@ def _constants(trial: _Trial) -> BackwardCulprit | None:
     def control(some: list[Frame]) -> ControlRun | None:
         if not some:
             return None
-        return trial.run("what this line cuts out of the graph held constant", ConstantsHeld(some))
+        return trial.run("what this line cuts out of the graph held constant", ConstantsHeld(trial.bench.task, some))
 
     frames = list(probe.frames)
     known = [frame for frame in frames if trial.known is not None and _at("", frame).location == trial.known.location]
@@ -212,22 +215,21 @@ def _boundaries(trial: _Trial) -> BackwardCulprit | None:
         if not _starts_in_the_loss(listener):
             return None
         return BackwardCulprit(BackwardPlace.LOSS, _loss_function(trial.bench), None)
-    bounds, size = list(trial.bench.task.bounds()), trial.bench.task.batch_size
+    task = trial.bench.task
     if call in listener.functions:
         position, kind, frame = listener.functions[call]
-        control = trial.run(f"the result of `{kind}` held constant", OutputsHeld(position, bounds, size))
-        if control is None:
-            straight = OutputsHeld(position, bounds, size, straight=True)
-            control = trial.run(f"gradients passed through `{kind}` unchanged", straight)
-        if control is None:
-            taken = InputGradientsTaken(position, bounds, size)
-            control = trial.run(f"the full batch's gradients in the place of what `{kind}` computes", taken)
+        what = {
+            f"the result of `{kind}` held constant": ApplicationHeld,
+            f"gradients passed through `{kind}` unchanged": GradientsPassed,
+            f"the full batch's gradients in the place of what `{kind}` computes": GradientsHeld,
+        }
+        runs = (trial.run(words, held(task, position)) for words, held in what.items())
+        control = next((run for run in runs if run is not None), None)
         operation = replace(_at("backward", frame), module=listener.paths.get(call), kind=kind)
         return BackwardCulprit(BackwardPlace.MODULE, operation, control)
     path = listener.paths[call]
-    modules = dict(trial.bench.task.named_modules())
-    what = f"the output of `{path or '(root)'}` held constant"
-    control = trial.run(what, OutputHeld(modules[path], bounds, size))
+    held = OutputHeld(task, dict(task.named_modules())[path])
+    control = trial.run(f"the output of `{path or '(root)'}` held constant", held)
     return BackwardCulprit(BackwardPlace.MODULE, Operation("backward", path, _kinds(trial.bench)[path]), control)
 
 

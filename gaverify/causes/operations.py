@@ -15,7 +15,7 @@ from gaverify.causes import draws, proof, state, weights
 from gaverify.causes.bench import FORESEEN, Bench
 from gaverify.causes.narrowing import released
 from gaverify.causes.neutral.cached import cached_gradients
-from gaverify.causes.neutral.holding import Held
+from gaverify.causes.neutral.holding import ResultsHeld
 from gaverify.causes.trace.first_divergence import Divergences, trace_divergences
 from gaverify.causes.trace.normalisation import normalises
 from gaverify.passes.gradients import PassProbe
@@ -190,9 +190,9 @@ class _Search:
         if not (self.ends_openly and self.cleared):
             return
         last, bench = self._found[-1], self._with(self._found[:-1], self._bench)
-        suspect, bounds = last.cause.suspect, list(bench.task.bounds())
+        suspect = last.cause.suspect
         for functions in (suspect.source_functions, suspect.functions):
-            probe = Held(functions, bounds, bench.task.batch_size, suspect.order)
+            probe = ResultsHeld(bench.task, functions, suspect.order)
             try:
                 held = functions and bench.run("what couples the samples held constant", probe)
             except FORESEEN:

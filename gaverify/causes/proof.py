@@ -10,7 +10,7 @@ from torch import nn
 
 from gaverify.causes.bench import FORESEEN, Bench
 from gaverify.causes.neutral.cached import cached_gradients
-from gaverify.causes.neutral.holding import DecisionsHeld, Evaluated, Held, OutputHeld
+from gaverify.causes.neutral.holding import DecisionsHeld, Evaluated, Held, OutputHeld, ResultsHeld
 from gaverify.passes.gradients import PassProbe
 from gaverify.records.experiment import Cause, ControlKind, ControlRun
 from gaverify.records.operations import FunctionKey, Suspect
@@ -86,7 +86,7 @@ _Control = tuple[ControlKind, Callable[[], tuple[ControlRun, PassProbe | None]]]
 
 def _controls(bench: Bench, suspect: Suspect, *, fit: bool = True) -> Iterator[_Control]:
     """Yields the controls, each with its kind, in the order of how much of the model they leave running."""
-    path = suspect.operation.module
+    path, task = suspect.operation.module, bench.task
 
     def run(what: str, probe: PassProbe, kind: ControlKind = ControlKind.HELD) -> _Control:
         return kind, lambda: (bench.run(what, probe, fit=fit, kind=kind), probe)
@@ -98,9 +98,8 @@ def _controls(bench: Bench, suspect: Suspect, *, fit: bool = True) -> Iterator[_
     if suspect.kind in ("matrix", "non-additive") or (suspect.kind != "random" and not suspect.in_model):
         yield ControlKind.CACHED_GRADIENTS, lambda: (cached_gradients(bench, frozenset(suspect.calls)), None)
     if suspect.frame is not None:
-        yield run(
-            "the full batch's decisions taken by every micro-batch", DecisionsHeld(suspect.frame), ControlKind.DECISIONS
-        )
+        what, decisions = "the full batch's decisions taken by every micro-batch", DecisionsHeld(task, suspect.frame)
+        yield run(what, decisions, ControlKind.DECISIONS)
     reduced = (suspect.source_functions, "what is reduced over the batch held constant")
     held = (
         *((reduced,) if suspect.source is not None else ()),
@@ -108,13 +107,12 @@ def _controls(bench: Bench, suspect: Suspect, *, fit: bool = True) -> Iterator[_
         (_everywhere(suspect), f"{_lines(_everywhere(suspect))} held constant in every layer"),
         (suspect.exits, f"what the samples get from `{suspect.operation.name}` held constant"),
     )
-    bounds, size = list(bench.task.bounds()), bench.task.batch_size
     for functions, what in held:
         if functions and not (functions is suspect.functions and suspect.kind == "matrix" and suspect.in_model):
-            yield run(what, Held(functions, bounds, size, suspect.order))
-    module = dict(bench.task.named_modules()).get(path) if path else None
+            yield run(what, ResultsHeld(task, functions, suspect.order))
+    module = dict(task.named_modules()).get(path) if path else None
     if suspect.in_model and module is not None:
-        yield run(f"the output of `{path}` held constant", OutputHeld(module, bounds, size, suspect.outputs))
+        yield run(f"the output of `{path}` held constant", OutputHeld(task, module, suspect.outputs))
 
 
 def _everywhere(suspect: Suspect) -> tuple[FunctionKey, ...]:
@@ -138,7 +136,7 @@ def _same_kind(bench: Bench, path: str) -> list[nn.Module]:
 def _remedies(bench: Bench, suspect: Suspect, neutral: PassProbe | None) -> Iterator[ControlRun]:
     """Runs the repairs that can be made without the user's code."""
     path = suspect.operation.module
-    if isinstance(neutral, Held):
+    if isinstance(neutral, ResultsHeld):
         try:
             yield _held_in_the_window(bench, neutral)
         except FORESEEN:  # then nothing is said of it

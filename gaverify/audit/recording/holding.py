@@ -19,10 +19,11 @@ import torch
 from torch import nn
 
 from gaverify.audit.job import SCRIPT
-from gaverify.audit.recording.calls import Call, listening
 from gaverify.audit.recording.graph import parameters_behind
+from gaverify.audit.recording.names import paths_in
 from gaverify.audit.recording.rows import input_shapes
 from gaverify.audit.recording.values import plain
+from gaverify.passes.calls import Call, listening
 from gaverify.passes.nesting import changed, leaves
 
 Spots = Sequence[tuple[int, Sequence[int]] | None]
@@ -76,7 +77,7 @@ class Holding:
                 output = self._changed(partial(self._taken_in, number, f"{call.path} {call.number} made"), output)
             return output
 
-        with listening(model, begins, ends):
+        with listening(paths_in(model), begins, ends, outside=SCRIPT):
             yield
 
     def differentiated(self, roots: Any) -> None:

@@ -21,6 +21,12 @@ def plain_name(name: str) -> str:
     return ".".join(parts)
 
 
+def paths_in(model: nn.Module, *, scripted: bool = False) -> dict[nn.Module, str]:
+    """Returns the modules in a model with their plain paths; those that are scripted on request: they have no hooks."""
+    kinds = () if scripted else torch.jit.ScriptModule
+    return {module: plain_name(path) for path, module in model.named_modules() if not isinstance(module, kinds)}
+
+
 class OutOfSight(Exception):
     """A module has nothing that could be read."""
 

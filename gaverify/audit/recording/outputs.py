@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from gaverify.audit.job import SCRIPT
-from gaverify.audit.recording.calls import Call, listening
 from gaverify.audit.recording.graph import meetings
-from gaverify.audit.recording.names import plain_name
+from gaverify.audit.recording.names import paths_in
 from gaverify.audit.recording.places import user_place
 from gaverify.audit.recording.rows import input_shapes
 from gaverify.audit.recording.values import plain
+from gaverify.passes.calls import Call, listening
 from gaverify.passes.channels import per_channel_affine
 from gaverify.passes.fingerprints import real_numbers, summaries
 from gaverify.passes.nesting import changed, leaves, rebuilt
@@ -50,11 +50,12 @@ class Outputs:
         """Surrounds the forward of an outermost module."""
         shapes = input_shapes(args, kwargs)
         rows, number = shapes[0][0] if shapes else 0, len(self.forwards)
-        paths = [plain_name(name) for name, _ in model.named_modules()]
+        paths = list(paths_in(model, scripted=True).values())
         forward: dict[str, Any] = {"rows": rows, "number": number, "modules": paths, "calls": []}
         self.forwards.append(forward)
         inner: dict[str, _Inner] = {}
-        with listening(model, partial(self._begins, inner), partial(self._ends, forward, inner)):
+        begins, ends = partial(self._begins, inner), partial(self._ends, forward, inner)
+        with listening(paths_in(model), begins, ends, outside=SCRIPT):
             yield
 
     def meetings(self, roots: Any) -> list[Place]:

@@ -11,12 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from gaverify.causes.bench import Bench
 from gaverify.causes.neutral.own_cache import own_cache
 from gaverify.causes.rows import ControlFailed, rows_for
+from gaverify.passes.calls import Call, listening
 from gaverify.passes.gradients import Gradients, PassProbe, PassResult, accumulated_gradients, full_batch_gradients
+from gaverify.passes.nesting import changed
 from gaverify.passes.task import Task
 from gaverify.records.experiment import ControlKind, ControlRun
 from gaverify.tracebacks import hands_over
@@ -30,8 +31,6 @@ class _Cut(PassProbe):
     def __init__(self, task: Task, inside: frozenset[int]) -> None:
         self._task, self._inside = task, inside
         self._bounds = list(task.bounds())
-        self._calls = -1
-        self._stack: list[int] = []
         self._k: int | None = None
         self.leaves: list[torch.Tensor] = []
         self._closed = False  # a recomputation during the backward calls modules again
@@ -41,14 +40,9 @@ class _Cut(PassProbe):
     @contextmanager
     def around(self, k: int | None) -> Iterator[None]:
         """Watches the module calls of one forward."""
-        self._k, self._calls, self._stack, self._outputs, self._closed = k, -1, [], [], False
-        before = nn.modules.module.register_module_forward_pre_hook(self._enter)
-        after = nn.modules.module.register_module_forward_hook(self._leave)
-        try:
+        self._k, self._outputs, self._closed = k, [], False
+        with listening({}, lambda *_: None, self._leave):
             yield
-        finally:
-            before.remove()
-            after.remove()
 
     @hands_over
     def backward(self, k: int | None, loss: torch.Tensor, weight: float) -> None:
@@ -96,41 +90,22 @@ class _Cut(PassProbe):
             same = bool(apart <= _SAME * torch.linalg.vector_norm(output))
         return leaf.grad.narrow(dim, start, count) if same else None
 
-    def _enter(self, module: nn.Module, _: Any) -> None:
-        if self._closed:
-            return
-        self._calls += 1
-        self._stack.append(self._calls)
-
-    def _leave(self, module: nn.Module, _: Any, output: Any) -> Any:
-        if self._closed:
+    def _leave(self, call: Call, output: Any) -> Any:
+        around = [parent.position for parent in call.parents]
+        if self._closed or call.position in self._inside or not self._inside.issuperset(around):
             return None
-        call = self._stack.pop()
-        if call in self._inside or not all(parent in self._inside for parent in self._stack):
-            return None
-        return self._cut(output)
+        try:
+            return changed(output, self._cut)
+        except TypeError as error:
+            raise ControlFailed(f"a module returns a {type(output).__name__}, which cannot be made anew") from error
 
-    def _cut(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            if not value.requires_grad:
-                return value
-            if self._k is None:
-                self.leaves.append(value.detach().requires_grad_())
-                return self.leaves[-1]
-            self._outputs.append(value)
+    def _cut(self, _: str, value: Any) -> Any:
+        if not (isinstance(value, torch.Tensor) and value.requires_grad):
             return value
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*(self._cut(entry) for entry in value))
-        if isinstance(value, list | tuple):
-            try:
-                return type(value)(self._cut(entry) for entry in value)
-            except TypeError as error:
-                raise ControlFailed(f"a module returns a {type(value).__name__}, which cannot be made anew") from error
-        if isinstance(value, dict):
-            changed = value.copy()
-            for key, entry in value.items():
-                changed[key] = self._cut(entry)
-            return changed
+        kept = self._outputs
+        if self._k is None:
+            kept, value = self.leaves, value.detach().requires_grad_()
+        kept.append(value)
         return value
 
 

@@ -1,12 +1,16 @@
-"""Holds values constant in both runs: results of torch calls, outputs of modules, decisions that Python code takes.
+"""Lends micro-batches what the full batch had at some places of a pass, so that both runs go on with the same constant.
+
+Places are results of torch calls or of custom autograd functions, outputs of modules, numbers that Python code reads.
 
 Shapes: B samples, micro-batches of samples `start` to `stop - 1`; a result may hold m rows per sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -14,65 +18,88 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from gaverify.causes.rows import ControlFailed, rows_of_all
+from gaverify.causes.rows import ControlFailed, rows_for, rows_of_all
+from gaverify.causes.trace.backward_listening import applications
 from gaverify.causes.trace.operations import FunctionCalls
-from gaverify.causes.trace.traces import DECISIONS
+from gaverify.causes.trace.traces import DECISIONS, Frame
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.modes import FunctionMode, OperationMode, operation_name
+from gaverify.passes.task import Task
 from gaverify.records.operations import FunctionKey
 from gaverify.tracebacks import calling_frame
 
+Lend = Callable[[Hashable, Any], Any]
+"""`lend(name, value)` returns what the code shall go on with, at a place that has this name in every pass."""
+
 
 class Held(PassProbe):
-    """Holds the results of some torch calls constant: the full batch's values, without a graph, in both runs.
+    """Keeps the full batch's values, without a graph, and lends micro-batches their rows of them.
 
     Args:
-        functions: The outermost torch calls of the forward, by name, line and occurrence.
-        bounds: `start, stop` of each micro-batch; a result with a row per sample is handed out by these.
-        batch_size: B.
+        task: Whose micro-batches.
         order: How samples lie in results with several rows of each, as in `rows_for`.
     """
 
-    def __init__(
-        self,
-        functions: Sequence[FunctionKey],
-        bounds: Sequence[tuple[int, int]],
-        batch_size: int,
-        order: int | None = None,
-    ) -> None:
-        self._functions, self._bounds, self._size = frozenset(functions), bounds, batch_size
-        self._order = order
-        self._values: dict[FunctionKey, Any] = {}
+    missing: str | None = None
+    """What is wrong where the full batch had no such place; None: a micro-batch keeps its own value there."""
+
+    def __init__(self, task: Task, order: int | None = None) -> None:
+        self._bounds, self._size, self._order = list(task.bounds()), task.batch_size, order
+        self._kept: dict[Hashable, Any] = {}
 
     @contextmanager
     def around(self, k: int | None) -> Iterator[None]:
-        """Replaces the results for the length of the forward."""
+        """Replaces values for the length of a pass."""
+        if k is None:
+            self._kept = {}
+        with self.places(k, partial(self._lend, k)):
+            yield
+
+    def places(self, k: int | None, lend: Lend) -> AbstractContextManager[Any]:
+        """Hands `lend` whatever stands at the places of a pass."""
+        raise NotImplementedError
+
+    def rows(self, k: int, kept: Any, own: Any) -> Any:
+        """Returns what a micro-batch is lent in the place of its own value."""
+        return rows_of_all(kept, own, *self._bounds[k], self._size, self._order)
+
+    def _lend(self, k: int | None, name: Hashable, value: Any) -> Any:
+        with _disable_current_modes(), torch._C.DisableTorchFunction():  # the copies are no operations of the user's
+            if k is None:
+                self._kept[name] = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), value)
+                return tree_map_only(torch.Tensor, torch.clone, self._kept[name])
+            if name in self._kept:
+                return self.rows(k, self._kept[name], value)
+        if self.missing is not None:
+            raise ControlFailed(f"the micro-batches {self.missing} than the full batch")
+        return value
+
+
+class ResultsHeld(Held):
+    """Holds the results of some outermost torch calls of the forward, by name, line and occurrence."""
+
+    missing = "call other torch functions"
+
+    def __init__(self, task: Task, functions: Collection[FunctionKey], order: int | None = None) -> None:
+        super().__init__(task, order)
+        self._functions = frozenset(functions)
+
+    def places(self, k: int | None, lend: Lend) -> AbstractContextManager[Any]:
+        """Sees every torch call."""
         calls = FunctionCalls()
 
         def handle(func: Any, args: Any, kwargs: Any) -> Any:
             key = calls.key(func)
-            return self.replaced(k, key, func(*args, **kwargs))
-
-        with FunctionMode(handle):
-            yield
-
-    def replaced(self, k: int | None, key: FunctionKey, result: Any) -> Any:
-        """Returns what the call of this name shall return."""
-        if key not in self._functions:
-            return result
-        name = key[0]
-        in_place = name.endswith("_") and not name.endswith("__")
-        if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
-            raise ControlFailed(f"the result of `{name}` cannot be held constant")
-        with _disable_current_modes():  # a trace shall not see the copies: they are no operations of the user's
-            if k is None:
-                self._values[key] = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), result)
-                held = tree_map_only(torch.Tensor, torch.clone, self._values[key])
-            elif key not in self._values:
-                raise ControlFailed("the micro-batches call other torch functions than the full batch")
-            else:
-                held = rows_of_all(self._values[key], result, *self._bounds[k], self._size, self._order)
+            result = func(*args, **kwargs)
+            if key not in self._functions:
+                return result
+            name = key[0]
+            if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
+                raise ControlFailed(f"the result of `{name}` cannot be held constant")
+            held, in_place = lend(key, result), name.endswith("_") and not name.endswith("__")
             return _written(result, held) if in_place else held
+
+        return FunctionMode(handle)
 
 
 def _written(target: Any, value: Any) -> torch.Tensor:
@@ -83,54 +110,30 @@ def _written(target: Any, value: Any) -> torch.Tensor:
     """
     if not isinstance(target, torch.Tensor) or target._is_view() or (target.is_leaf and target.requires_grad):
         raise ControlFailed("what a call writes into trained or shared memory cannot be held constant")
-    if target.grad_fn is not None:
-        target.detach_()
-    with torch.no_grad():
+    with _disable_current_modes(), torch.no_grad():
+        if target.grad_fn is not None:
+            target.detach_()
         return target.copy_(value)
 
 
-class OutputHeld(PassProbe):
-    """Holds outputs of one module constant: the full batch's values without a graph, in both runs.
+class OutputHeld(Held):
+    """Holds outputs of one module; of their tensors those at `positions`, or all where there are none."""
 
-    Args:
-        module: Whose outputs.
-        bounds: `start, stop` of each micro-batch.
-        batch_size: B.
-        positions: Those of the output's tensors that are held; none: all of them.
-    """
+    missing = "call the module more often"
 
-    def __init__(
-        self, module: nn.Module, bounds: Sequence[tuple[int, int]], batch_size: int, positions: Sequence[int] = ()
-    ) -> None:
-        self._module, self._bounds, self._size = module, bounds, batch_size
-        self._positions = frozenset(positions)
-        self._values: list[Any] = []
-        self._k: int | None = None
-        self._calls = 0
+    def __init__(self, task: Task, module: nn.Module, positions: Sequence[int] = ()) -> None:
+        super().__init__(task)
+        self._module, self._positions = module, frozenset(positions)
 
     @contextmanager
-    def around(self, k: int | None) -> Iterator[None]:
-        """Replaces the outputs for the length of a pass."""
-        self._k, self._calls = k, 0
-        if k is None:
-            self._values = []
-        handle = self._module.register_forward_hook(self._replace)
+    def places(self, k: int | None, lend: Lend) -> Iterator[None]:
+        """Sees what the module returns."""
+        calls = count()
+        hook = self._module.register_forward_hook(lambda _, __, output: self._chosen(lend(next(calls), output), output))
         try:
             yield
         finally:
-            handle.remove()
-
-    def _replace(self, _: nn.Module, inputs: Any, output: Any) -> Any:
-        self._calls += 1
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
-            if self._k is None:
-                self._values.append(tree_map_only(torch.Tensor, lambda t: t.detach().clone(), output))
-                held = tree_map_only(torch.Tensor, torch.clone, self._values[-1])
-            elif self._calls > len(self._values):
-                raise ControlFailed("the micro-batches call the module more often than the full batch")
-            else:
-                held = rows_of_all(self._values[self._calls - 1], output, *self._bounds[self._k], self._size)
-        return self._chosen(held, output)
+            hook.remove()
 
     def _chosen(self, held: Any, output: Any) -> Any:
         """The held outputs, with those as they are that need not be held."""
@@ -144,35 +147,139 @@ class OutputHeld(PassProbe):
         return tree_unflatten(kept, form)
 
 
-class DecisionsHeld(PassProbe):
+class DecisionsHeld(Held):
     """Lets micro-batches decide as the full batch did: numbers that Python code reads out of tensors on one line."""
 
-    def __init__(self, frame: tuple[str, int]) -> None:
-        self.frame = frame
-        self.values: list[Any] = []
-        self._k: int | None = None
-        self._calls = 0
+    missing = "decide more often"
+
+    def __init__(self, task: Task, frame: Frame) -> None:
+        super().__init__(task)
+        self._frame = frame
+
+    def places(self, k: int | None, lend: Lend) -> AbstractContextManager[Any]:
+        """Sees the numbers."""
+        return _numbers(lend, lambda frame: frame == self._frame)
+
+    def rows(self, k: int, kept: Any, own: Any) -> Any:
+        """The full batch's number."""
+        return kept
+
+
+def _numbers(lend: Lend, asked: Callable[[Frame], bool]) -> OperationMode:
+    """Lends the numbers that Python code reads out of tensors on the lines that are asked for."""
+    numbers = count()
+
+    def read(func: Any, args: Any, kwargs: Any) -> Any:
+        result, name = func(*args, **kwargs), operation_name(func)
+        if name not in DECISIONS or not asked(frame := calling_frame()):
+            return result
+        return lend((name, frame, next(numbers)), result)
+
+    return OperationMode(read)
+
+
+class ConstantsHeld(Held):
+    """Holds what the forward cuts out of the graph, where that has no row per sample.
+
+    `detach`, `item`, blocks without gradients: their results are constants to the backward, and when they were computed
+    from the batch, the backward depends on the batch though every forward may agree. Values with a row per sample stay.
+
+    Args:
+        task: Whose micro-batches.
+        only: Lines of the user's code; None: all of them.
+    """
+
+    def __init__(self, task: Task, only: Collection[Frame] | None = None) -> None:
+        super().__init__(task)
+        self._only = only
+        self.frames: list[Frame] = []
 
     @contextmanager
-    def around(self, k: int | None) -> Iterator[None]:
-        """Keeps the numbers of the full batch, and gives them to the micro-batches."""
-        self._k, self._calls = k, 0
+    def places(self, k: int | None, lend: Lend) -> Iterator[None]:
+        """Sees every torch call, and every number that is read."""
+        calls = FunctionCalls()
         if k is None:
-            self.values = []
-        with OperationMode(self._decide):
+            self.frames = []
+
+        def asked(frame: Frame) -> bool:
+            if self._only is not None and frame not in self._only:
+                return False
+            if k is None and frame is not None and frame not in self.frames:
+                self.frames.append(frame)
+            return True
+
+        def called(func: Any, args: Any, kwargs: Any) -> Any:
+            key = calls.key(func)
+            result = func(*args, **kwargs)
+            cut = isinstance(result, torch.Tensor) and result.is_floating_point() and not result.requires_grad
+            with torch._C.DisableTorchFunction():
+                given = tree_leaves((args, kwargs))
+                inside = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in given)
+            return lend(key, result) if cut and inside and asked(key[1]) else result
+
+        with FunctionMode(called), _numbers(lend, asked):
             yield
 
-    def _decide(self, func: Any, args: Any, kwargs: Any) -> Any:
-        result = func(*args, **kwargs)
-        if operation_name(func) not in DECISIONS or calling_frame() != self.frame:
-            return result
-        self._calls += 1
-        if self._k is None:
-            self.values.append(result)
-            return result
-        if self._calls > len(self.values):
-            raise ControlFailed("the micro-batches decide more often than the full batch")
-        return self.values[self._calls - 1]
+    def rows(self, k: int, kept: Any, own: Any) -> Any:
+        """The full batch's number, or its tensor where that has the same shape."""
+        if not isinstance(kept, torch.Tensor):
+            return kept
+        return kept.clone() if kept.shape == own.shape else own
+
+
+class ApplicationHeld(Held):
+    """Holds what one custom autograd function returns; by its number among their applications in a forward."""
+
+    def __init__(self, task: Task, position: int) -> None:
+        super().__init__(task)
+        self._position = position
+
+    def places(self, k: int | None, lend: Lend) -> AbstractContextManager[Any]:
+        """Sees the applications of custom functions."""
+
+        def applied(position: int, _: type, args: Any, call: Callable[[], Any]) -> Any:
+            return call() if position != self._position else self.applied(k, lend, args, call)
+
+        return applications(applied)
+
+    def applied(self, k: int | None, lend: Lend, args: Any, call: Callable[[], Any]) -> Any:
+        """Returns what stands in for the function's result."""
+        result = call()
+        if not isinstance(result, torch.Tensor):
+            raise ControlFailed("the custom function returns no single tensor")
+        return lend(self._position, result)
+
+
+class GradientsPassed(ApplicationHeld):
+    """Keeps the values of a custom function, and lets gradients pass through it unchanged."""
+
+    def applied(self, k: int | None, lend: Lend, args: Any, call: Callable[[], Any]) -> Any:
+        """The function's input, moved to what it returns."""
+        result = call()
+        source = next((arg for arg in args if isinstance(arg, torch.Tensor) and arg.requires_grad), None)
+        if source is None or not isinstance(result, torch.Tensor) or source.shape != result.shape:
+            raise ControlFailed("the custom function changes the shape of its input")
+        return source + (result - source).detach()
+
+
+class GradientsHeld(ApplicationHeld):
+    """Gives micro-batches the full batch's gradients, sample by sample, for what a custom function is given."""
+
+    def applied(self, k: int | None, lend: Lend, args: Any, call: Callable[[], Any]) -> Any:
+        """Listens to the arguments' gradients; they come in the pass's backward."""
+        for place, arg in enumerate(args):
+            if isinstance(arg, torch.Tensor) and arg.requires_grad:
+                arg.register_hook(partial(self._flown_back, k, place, arg.detach().clone()))
+        return call()
+
+    def _flown_back(self, k: int | None, place: int, part: torch.Tensor, gradient: torch.Tensor) -> Any:
+        if k is None:
+            self._kept[place] = part, gradient.detach().clone()
+            return None
+        value, whole = self._kept.get(place, (part, gradient))
+        if value.shape == part.shape:
+            return None
+        return rows_for(value, part, *self._bounds[k], self._size, whole)
 
 
 class Evaluated(PassProbe):
@@ -184,11 +291,9 @@ class Evaluated(PassProbe):
     @contextmanager
     def around(self, k: int | None) -> Iterator[None]:
         """Switches the modules for the length of a pass."""
-        flags = [(module, module.training) for root in self._modules for module in root.modules()]
-        try:
+        with ExitStack() as stack:
+            for module in (module for root in self._modules for module in root.modules()):
+                stack.callback(setattr, module, "training", module.training)
             for root in self._modules:
                 root.eval()
             yield
-        finally:
-            for module, flag in flags:
-                module.training = flag

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import torch
-from torch import nn
 
 from gaverify.causes.bench import Bench
 from gaverify.causes.rows import ControlFailed, rows_for
 from gaverify.causes.trace.traces import Frame
+from gaverify.passes.calls import Call, listening
 from gaverify.passes.gradients import PassProbe
 from gaverify.tracebacks import calling_frame, hands_over
 
@@ -34,23 +35,14 @@ class GradientListener(PassProbe):
         self.functions: dict[int, tuple[int, str, Frame]] = {}  # position among applications, class, line
         self._k: int | None = None
         self._calls = -1
-        self._stack: list[int] = []
+        self._running: list[Call] = []
 
     @contextmanager
     def around(self, k: int | None) -> Iterator[None]:
         """Registers tensor hooks while the forward runs; they fire in its backward."""
-        self._k, self._calls, self._stack = k, -1, []
-        handles = [
-            nn.modules.module.register_module_forward_pre_hook(self._enter),
-            nn.modules.module.register_module_forward_hook(self._leave),
-        ]
-        self._applied = 0
-        try:
-            with applications(self._apply):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        self._k, self._calls = k, -1
+        with listening(self._names, self._enter, self._leave) as self._running, applications(self._apply):
+            yield
 
     def by_call(self) -> dict[int, dict[str, list[float]]]:
         """The largest relative differences at every boundary that both runs passed, by module call and side."""
@@ -59,29 +51,26 @@ class GradientListener(PassProbe):
             found.setdefault(call, {}).setdefault(side, []).append(difference)
         return found
 
-    def _enter(self, module: nn.Module, inputs: Any) -> None:
+    def _enter(self, call: Call, inputs: Any, _: Any) -> None:
         self._calls += 1
-        if not self._stack:
+        if not call.parents:
             self.outermost.add(self._calls)
-        self._stack.append(self._calls)
-        if module in self._names:
-            self.paths[self._calls] = self._names[module]
+        if call.module in self._names:
+            call.kept["at"] = self._calls
+            self.paths[self._calls] = call.path
             self._listen(inputs, self._calls, "inputs")
 
-    def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
-        if self._stack:
-            call = self._stack.pop()
-            if module in self._names:
-                self._listen(output, call, "outputs")
+    def _leave(self, call: Call, output: Any) -> None:
+        if "at" in call.kept:
+            self._listen(output, call.kept["at"], "outputs")
 
     @hands_over
-    def _apply(self, kind: type, args: Any, call: Callable[[], Any]) -> Any:
+    def _apply(self, position: int, kind: type, args: Any, call: Callable[[], Any]) -> Any:
         """Listens at a custom function; what its own arguments were used for besides shows in other calls."""
         self._calls += 1
-        number, frame = self._calls, calling_frame()
-        self.functions[number] = (self._applied, kind.__name__, frame)
-        self._applied += 1
-        inside = [self.paths[call] for call in self._stack if call in self.paths]
+        number = self._calls
+        self.functions[number] = (position, kind.__name__, calling_frame())
+        inside = [running.path for running in self._running if running.module in self._names]
         if inside:
             self.paths[number] = inside[-1]
         self._listen(args, number, "inputs")
@@ -113,16 +102,16 @@ class GradientListener(PassProbe):
 
 
 @contextmanager
-def applications(changed: Callable[[type, Any, Callable[[], Any]], Any]) -> Iterator[None]:
-    """Lets `changed(function class, arguments, call)` stand in for every application of a custom autograd function."""
-    original = torch.autograd.Function.__dict__["apply"]
+def applications(changed: Callable[[int, type, Any, Callable[[], Any]], Any]) -> Iterator[None]:
+    """Lets `changed(position, class, arguments, call)` stand in for every application of a custom autograd function."""
+    original, positions = torch.autograd.Function.__dict__["apply"], count()
 
     def apply(kind: type, *args: Any, **kwargs: Any) -> Any:
         @hands_over
         def call() -> Any:
             return original.__func__(kind, *args, **kwargs)
 
-        return changed(kind, args, call)
+        return changed(next(positions), kind, args, call)
 
     try:
         torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gaverify.causes.trace.fingerprints import LAYOUT_KINDS, LayoutKind, described, layout_of
 from gaverify.causes.trace.traces import INPUT, Frame, ModuleCall, Result, Trace, TracedOperation, same_result
+from gaverify.passes.calls import Call, listening
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.modes import FunctionMode, OperationMode, operation_name
 from gaverify.passes.randomness.operations import draws_unseen, generator_key
@@ -62,7 +63,7 @@ class OperationTracer(PassProbe):
         self._described = described
         self._names, self._size, self._count = names, batch_size, count
         self._template, self._plan = template, plan
-        self._stack: list[int] = []
+        self._running: list[Call] = []
         self._writers: dict[int, int] = {}
         self._storages: dict[int, StorageWeakRef] = {}  # an address is not given away again while these live
         self._state = {
@@ -77,14 +78,9 @@ class OperationTracer(PassProbe):
     @contextmanager
     def around(self, k: int | None) -> Iterator[None]:
         """Listens to modules, functions and operations for the length of a forward."""
-        before = nn.modules.module.register_module_forward_pre_hook(self._enter)
-        after = nn.modules.module.register_module_forward_hook(self._leave, always_call=True)
-        try:
-            with FunctionMode(self._call), OperationMode(self._operate):
-                yield
-        finally:
-            before.remove()
-            after.remove()
+        modules = listening(self._names, self._enter, self._leave)
+        with modules as self._running, FunctionMode(self._call), OperationMode(self._operate):
+            yield
 
     def finish(self, loss: torch.Tensor) -> Trace:
         """Ends the recording with the loss that the forward returned, and returns the trace."""
@@ -132,7 +128,7 @@ class OperationTracer(PassProbe):
         inputs: int,
         written: list[torch.Tensor],
     ) -> None:
-        call, frame = self._stack[-1] if self._stack else None, calling_frame()
+        call, frame = self._running[-1].position if self._running else None, calling_frame()
         path = next((c.path for c in self._calls_around(call) if c.path is not None), None)
         step = TracedOperation(
             name, call, self._function, frame, writers, differentiable, random, inputs, (name, frame, path)
@@ -180,19 +176,16 @@ class OperationTracer(PassProbe):
                 result.prints, result.moments = described(tensor, layout, integers=whole, summed=name != INPUT)
         return result
 
-    def _enter(self, module: nn.Module, _: Any) -> None:
-        kind = type(module)
+    def _enter(self, call: Call, *_: Any) -> None:
+        kind, parents = type(call.module), tuple(parent.position for parent in call.parents)
         library = kind.__module__.split(".")[0] == "torch"
-        path = self._names.get(module)
-        self.trace.calls.append(ModuleCall(path, kind.__name__, library, tuple(self._stack)))
-        self._stack.append(len(self.trace.calls) - 1)
+        self.trace.calls.append(ModuleCall(self._names.get(call.module), kind.__name__, library, parents))
 
-    def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
-        if not self._stack:
-            return
-        index = self._stack.pop()
+    def _leave(self, call: Call, output: Any) -> None:
         with torch._C.DisableTorchFunction():  # asking for a storage would count as a call of the user's
-            self.trace.calls[index].outputs = tuple(self._writers.get(_address(tensor)) for tensor in _tensors(output))
+            self.trace.calls[call.position].outputs = tuple(
+                self._writers.get(_address(tensor)) for tensor in _tensors(output)
+            )
 
 
 class FunctionCalls:

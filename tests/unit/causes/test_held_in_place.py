@@ -5,13 +5,17 @@ Shapes: B = 4 samples of two features, in two micro-batches.
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
-from gaverify.causes.neutral.holding import Held
+from gaverify.causes.neutral.holding import ResultsHeld
 from gaverify.causes.rows import ControlFailed
+from gaverify.passes.task import Task
+
+_HALVES = SimpleNamespace(bounds=lambda: [(0, 2), (2, 4)], batch_size=4)
 
 
 def held(run: Any, *names: str) -> list[torch.Tensor]:
@@ -19,7 +23,7 @@ def held(run: Any, *names: str) -> list[torch.Tensor]:
     samples = torch.arange(8.0, device="cpu").reshape(4, 2).requires_grad_()
     first = run.__code__.co_firstlineno
     places = [(name, (__file__, line), 0) for name in names for line in range(first, first + 6)]
-    probe = Held(places, [(0, 2), (2, 4)], 4)
+    probe = ResultsHeld(cast(Task, _HALVES), places)
     found = []
     for k, part in ((None, samples), (0, samples[:2]), (1, samples[2:])):
         with probe.around(k):

@@ -29,7 +29,7 @@ def planted(*_: Any, **__: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("room", "name"),
-    [(coupling, "sample_coupling"), (operations, "trace_divergences"), (tracing, "described"), (proof, "Held")],
+    [(coupling, "sample_coupling"), (operations, "trace_divergences"), (tracing, "described"), (proof, "ResultsHeld")],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_fault_in_a_probe_is_no_finding(room: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
