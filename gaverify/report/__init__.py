@@ -89,7 +89,7 @@ def print_report(report: Report, file: IO[str] | None = None) -> None:
 
 def print_summary(answers: Iterable[Answer], errors: Errors = (), file: IO[str] | None = None) -> None:
     """Prints one line per answer, one per (source, message) of `errors`, and the count of each outcome."""
-    from gaverify.report.text.summary import summary_lines
+    from gaverify.report.text.report import summary_lines
 
     _print(lambda layout: summary_lines([story_of(answer) for answer in answers], tuple(errors), layout), file)
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from gaverify.records.comparison import Outcome, ParameterComparison, badness
 from gaverify.report.stories import Answer, Story, story_of
 from gaverify.report.text.layout import Layout, Line, columns, pad
-from gaverify.report.text.report import facts_of
 from gaverify.report.text.table import STYLES
 from gaverify.report.text.wording import number
 
@@ -52,7 +51,7 @@ def _pair(before: Answer | None, after: Answer | None) -> Comparison:
     rows = [
         ("outcome", *("not in this report" if story is None else story.said for story in stories)),
         ("result", *("-" if story is None else story.sentence for story in stories)),
-        *_differing([dict(facts_of(answer)) if answer is not None else {} for answer in sides]),
+        *_differing([dict(story.facts) if story is not None else {} for story in stories]),
         *_findings(stories),
     ]
     parameters, changed = _parameters(stories)

@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 from gaverify.records.comparison import Outcome, ParameterComparison
 from gaverify.records.profile import Row
 from gaverify.report.stories import Report, Story, Table, row_name, story_of
+from gaverify.report.text.findings import rows_of
 from gaverify.report.text.layout import clean
 from gaverify.report.text.wording import number, ordered, percent, shape, worst
 
@@ -137,6 +138,5 @@ def _told(story: Story) -> str:
     for finding in story.findings:
         place = f" {finding.location}:" if finding.location and str(finding.location) else ""
         lines.append(f"{finding.code} {finding.name}:{place} {finding.summary}")
-        lines += [f"    {evidence.label}: {evidence.statement}" for evidence in finding.evidence]
-        lines += [f"    remedy: {finding.remedy}"] if finding.remedy else []
+        lines += [f"    {label}: {statement}" for label, statement in rows_of(finding)]
     return "\n".join(lines)

@@ -13,9 +13,9 @@ from gaverify.records.comparison import Outcome, ParameterComparison
 from gaverify.records.findings import Finding
 from gaverify.records.profile import LABELS, Row
 from gaverify.report.stories import Report, Story, Table, story_of
-from gaverify.report.text.findings import told
+from gaverify.report.text.findings import kind_of, rows_of, told
 from gaverify.report.text.layout import clean
-from gaverify.report.text.wording import figures, moved_figures, number, ordered, shape
+from gaverify.report.text.wording import figures, measures, moved_figures, ordered
 
 _SIGNS = {Outcome.EQUIVALENT: "✅", Outcome.DIVERGENT: "❌", Outcome.INCONCLUSIVE: "⚠️"}
 _ROWS = 50
@@ -75,18 +75,14 @@ def _story(story: Story, show_all: bool) -> list[str]:
 
 
 def _finding(finding: Finding) -> Iterator[str]:
-    kind = "note" if finding.severity == "note" else "proven" if finding.proven else "suspected"
     summary, where = told(finding)
-    yield f"**{finding.code} {text(finding.name)}** ({kind}): {text(summary)}"
+    yield f"**{finding.code} {text(finding.name)}** ({kind_of(finding)}): {text(summary)}"
     yield ""
-    if where:
-        yield f"- where: {text(where)}"
-    if finding.accepted:
-        yield f"- accepted: {text(finding.accepted)}"
-    for evidence in finding.evidence:
-        yield f"- {text(evidence.label)}: {text(evidence.statement)}"
-    if finding.remedy:
-        yield f"- remedy: {text(finding.remedy)}"
+    for label, statement in [("where", where), ("accepted", finding.accepted)]:
+        if statement:
+            yield f"- {label}: {text(statement)}"
+    for label, statement in rows_of(finding):
+        yield f"- {text(label)}: {text(statement)}"
     yield f"- `gaverify explain {finding.code}`"
 
 
@@ -104,11 +100,7 @@ def _folded(table: Table, show_all: bool) -> Iterator[str]:
 
 
 def _cells(row: ParameterComparison) -> tuple[str, ...]:
-    sizes = (number(row.relative_difference), number(row.relative_allowed))
-    if row.vanishing:  # relative to zero everything is infinite: the plain norms, marked
-        sizes = (f"{number(row.difference_norm)} (norm)", f"{number(row.allowed)} (norm)")
-    numbers = (number(row.reference_norm), *sizes)
-    return (text(row.name or "(unnamed)"), shape(row), *numbers, row.outcome.value)
+    return (text(row.name or "(unnamed)"), *measures(row, " (norm)"), row.outcome.value)
 
 
 def _profile(rows: Sequence[Row]) -> Iterator[str]:

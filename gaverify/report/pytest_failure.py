@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from gaverify.records.verdict import Verdict
 from gaverify.report.terminal import layout_for
 from gaverify.report.text.layout import Line, plain
-from gaverify.report.text.verdict import verdict_lines
+from gaverify.report.text.report import answer_lines
 from gaverify.report.text.wording import sentence
 
 
@@ -44,4 +44,4 @@ class ReportText:
 
 
 def _lines(verdict: Verdict) -> list[Line]:
-    return verdict_lines(verdict, layout_for(io.StringIO()))
+    return answer_lines(verdict, layout_for(io.StringIO()))

@@ -19,6 +19,7 @@ from gaverify.records.comparison import Outcome
 from gaverify.records.findings import Finding
 from gaverify.report.places import Place, place_of
 from gaverify.report.stories import Report, Story, story_of
+from gaverify.report.text.findings import rows_of
 from gaverify.report.text.layout import clean
 from gaverify.rulebook import RulePage, rule_pages
 from gaverify.tracebacks import portable
@@ -85,10 +86,8 @@ def _level(finding: Finding) -> str:
 
 
 def _message(story: Story, finding: Finding) -> str:
-    parts = [finding.summary or story.sentence]
-    parts += [f"{evidence.label}: {evidence.statement}" for evidence in finding.evidence]
-    parts += [f"remedy: {finding.remedy}"] if finding.remedy else []
-    return "\n".join(map(clean, parts))
+    parts = [f"{label}: {statement}" for label, statement in rows_of(finding)]
+    return "\n".join(map(clean, [finding.summary or story.sentence, *parts]))
 
 
 def _locations(finding: Finding, place: Place | None) -> list[dict[str, Any]]:

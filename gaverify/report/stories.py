@@ -6,17 +6,20 @@ per strategy and K.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from gaverify.records.audit import UpdateComparison
 from gaverify.records.audit_report import AuditReport
 from gaverify.records.comparison import Outcome, ParameterComparison
 from gaverify.records.findings import Finding
-from gaverify.records.profile import LABELS, Profile, Row
-from gaverify.records.verdict import Verdict
-from gaverify.report.text.audit import audit_method
+from gaverify.records.profile import LABELS, Profile, Row, Setting
+from gaverify.records.verdict import RunInfo, Verdict
+from gaverify.report.text.audit import audit_facts, audit_method
 from gaverify.report.text.findings import acceptance_sentences
-from gaverify.report.text.profile import profile_sentence
+from gaverify.report.text.profile import profile_facts, profile_sentence
+from gaverify.report.text.verdict import verdict_facts
 from gaverify.report.text.wording import method, sentence, titled
 
 Answer = Verdict | AuditReport | Profile
@@ -68,6 +71,9 @@ class Story:
         accepted: A divergence that the user accepts.
         remarks: What follows from accepted divergences and what was expected, in sentences.
         passed: Whether the command leaves with 0 for this answer: equivalent, accepted or expected.
+        facts: What was run, as (label, text).
+        heading: What stands above the facts.
+        made_by: The versions and the platform; "" where nothing ran.
     """
 
     kind: str
@@ -85,6 +91,9 @@ class Story:
     accepted: bool = False
     remarks: tuple[str, ...] = ()
     passed: bool = False
+    facts: Sequence[tuple[str, str]] = ()
+    heading: str = ""
+    made_by: str = ""
 
     @property
     def said(self) -> str:
@@ -104,17 +113,14 @@ def _verdict(verdict: Verdict) -> Story:
         kind="run",
         title=titled(verdict.source, verdict.name) or verdict.run.model,
         source=verdict.source,
-        outcome=verdict.outcome,
         sentence=sentence(verdict),
         method=method(verdict),
-        findings=verdict.findings,
         tables=(Table("", verdict.outcome, verdict.parameters),) if verdict.parameters else (),
-        seconds=verdict.timings.get("total", 0.0),
         model=verdict.run.model,
-        command=verdict.command,
-        accepted=verdict.accepted,
-        remarks=tuple(acceptance_sentences(verdict)),
-        passed=verdict.exit_code == 0,
+        facts=verdict_facts(verdict),
+        heading=f"gaverify {verdict.run.gaverify}",
+        made_by=_made_by(verdict.run),
+        **_settled(verdict),
     )
 
 
@@ -123,17 +129,31 @@ def _audit(report: AuditReport) -> Story:
         kind="audit",
         title=f"{report.source} ({report.script})" if report.source else report.script,
         source=report.source or report.script,
-        outcome=report.outcome,
         sentence=report.reason,
         method=audit_method(report),
-        findings=report.findings,
         tables=tuple(Table(f"update {update.number}", _judged(update), update.parameters) for update in report.updates),
-        seconds=report.timings.get("total", 0.0),
-        command=report.command,
-        accepted=report.accepted,
-        remarks=tuple(acceptance_sentences(report)),
-        passed=report.exit_code == 0,
+        facts=audit_facts(report),
+        heading=f"gaverify {report.gaverify} audit",
+        made_by=_made_by(report),
+        **_settled(report),
     )
+
+
+def _settled(answer: Verdict | AuditReport) -> dict[str, Any]:
+    """What a verdict and an audit say alike."""
+    return {
+        "outcome": answer.outcome,
+        "findings": answer.findings,
+        "seconds": answer.timings.get("total", 0.0),
+        "command": answer.command,
+        "accepted": answer.accepted,
+        "remarks": tuple(acceptance_sentences(answer)),
+        "passed": answer.exit_code == 0,
+    }
+
+
+def _made_by(made: RunInfo | AuditReport | Setting) -> str:
+    return f"gaverify {made.gaverify}, torch {made.torch}, Python {made.python}, {made.platform}"
 
 
 def _judged(update: UpdateComparison) -> Outcome:
@@ -142,17 +162,21 @@ def _judged(update: UpdateComparison) -> Outcome:
 
 
 def _profile(profile: Profile) -> Story:
+    setting = profile.setting
     return Story(
         kind="profile",
-        title=titled(profile.source, profile.name) or (profile.setting.model if profile.setting else "profile"),
+        title=titled(profile.source, profile.name) or (setting.model if setting else "profile"),
         source=profile.source,
         outcome=profile.outcome,
         sentence=profile_sentence(profile),
         method="",
         rows=profile.rows,
-        model=profile.setting.model if profile.setting else "",
+        model=setting.model if setting else "",
         command=profile.command,
         passed=profile.exit_code == 0,
+        facts=profile_facts(profile),
+        heading=f"gaverify {setting.gaverify} profile" if setting else "",
+        made_by=_made_by(setting) if setting else "",
     )
 
 

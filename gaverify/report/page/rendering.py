@@ -16,7 +16,7 @@ from gaverify.report.comparing import compared
 from gaverify.report.documents import answer_item
 from gaverify.report.documents.encoding import plain
 from gaverify.report.documents.reading import answer_of
-from gaverify.report.page.views import view_of
+from gaverify.report.page.views import AnswerView, view_of
 from gaverify.report.stories import Answer, Report
 from gaverify.report.text.layout import clean
 
@@ -39,10 +39,10 @@ def html_text(report: Report) -> str:
     script = _file("page.js")
     hashed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     text = _template().render(
-        answers=[*views, *(replace(view, title=f"{view.title}, before") for view in map(view_of, before))],
+        answers=[*views, *(_titled_before(view_of(answer)) for answer in before)],
         comparisons=compared(before, saved) if before else [],
         runs=len(report.answers) + len(before) + len({source for source, _ in report.errors}),
-        errors=[(view_text(source), view_text(message)) for source, message in report.errors],
+        errors=report.errors,
         style=Markup(_file("page.css")),
         script=Markup(script),
         policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{hashed}'; base-uri 'none'",
@@ -54,16 +54,21 @@ def _saved(answer: Answer) -> Answer:
     return answer_of(json.loads(json.dumps(plain(answer_item(answer)))))
 
 
-def view_text(text: str) -> str:
-    """Returns `text` without what no page can hold."""
-    return "\n".join(map(clean, text.split("\n")))
+def _titled_before(view: AnswerView) -> AnswerView:
+    return replace(view, story=replace(view.story, title=f"{view.story.title}, before"))
 
 
-def _coded(text: str) -> Markup:
-    """What stands between two backticks as code, all of it escaped."""
-    parts = text.split("`")
+def _printable(value: object) -> object:
+    """A text without what no page can hold; line breaks are written out as well."""
+    return value if isinstance(value, Markup) or not isinstance(value, str) else clean(value)
+
+
+def _coded(text: str, lines: bool = False) -> Markup:
+    """What stands between two backticks as code, all of it printable and escaped; `lines`: line breaks stay."""
+    shown = "\n".join(map(clean, text.split("\n"))) if lines else clean(text)
+    parts = shown.split("`")
     if len(parts) % 2 == 0:  # one without a partner
-        return escape(text)
+        return escape(shown)
     return Markup("").join(Markup("<code>{}</code>").format(p) if at % 2 else escape(p) for at, p in enumerate(parts))
 
 
@@ -83,6 +88,7 @@ def _template() -> Template:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        finalize=_printable,
     )
     environment.filters["coded"] = _coded
     environment.globals["limit"] = _LIMIT

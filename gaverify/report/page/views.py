@@ -1,10 +1,10 @@
-"""What the page shows of an answer, as plain values for the template; every text is escaped there."""
+"""What the page shows of an answer, as plain values for the template, which makes texts printable and escapes them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from markupsafe import Markup
@@ -12,32 +12,28 @@ from markupsafe import Markup
 from gaverify.records.audit_report import AuditReport, Moment
 from gaverify.records.comparison import Outcome, ParameterComparison
 from gaverify.records.findings import Finding
-from gaverify.records.profile import LABELS, Profile
+from gaverify.records.profile import LABELS, Row
 from gaverify.records.verdict import Verdict
 from gaverify.report.junit import modules_of
 from gaverify.report.page.charts import bars_chart, parameters_chart, weights_chart
 from gaverify.report.page.modules import ModuleView, by_outputs, by_parameters, first_to_differ
 from gaverify.report.plot import profile_svg
 from gaverify.report.stories import Answer, Story, Table, story_of
-from gaverify.report.text.findings import told
+from gaverify.report.text.findings import kind_of, rows_of, told
 from gaverify.report.text.layout import clean
 from gaverify.report.text.profile import moved_title
-from gaverify.report.text.report import facts_of
-from gaverify.report.text.wording import figures, moved_figures, number, ordered, shape, worst
+from gaverify.report.text.wording import figures, measures, moved_figures, number, ordered, worst
 
 
 @dataclass(frozen=True)
 class FindingView:
     """A finding with its line in the source and what the control run left of the difference."""
 
-    code: str
-    name: str
+    finding: Finding
     kind: str
     summary: str
     where: str
-    accepted: str
     rows: Sequence[tuple[str, str]]
-    remedy: str
     lines: Sequence[tuple[int, str, bool]]
     chart: Markup
 
@@ -57,22 +53,14 @@ class TableView:
 
 @dataclass(frozen=True)
 class AnswerView:
-    """One answer; `facts` are what was run, `timeline` the calls of a script by update and rank.
+    """One answer: its story, and what only a page shows; `timeline` are the calls of a script by update and rank.
 
     `forward_of`: of how many samples the modules' outputs were, where they were those of a part of the batch.
     """
 
-    title: str
-    kind: str
-    outcome: str
-    said: str
-    sentence: str
-    method: str
-    remarks: Sequence[str]
-    facts: Sequence[tuple[str, str]]
+    story: Story
     findings: Sequence[FindingView]
     tables: Sequence[TableView]
-    command: str
     forward: Sequence[ModuleView] = ()
     forward_begins: str = ""
     forward_of: int = 0
@@ -89,34 +77,30 @@ def view_of(answer: Answer) -> AnswerView:
     story = story_of(answer)
     before = max((_largest(table.rows) for table in story.tables), default=0.0)
     culprits = {finding.location.module for finding in story.findings if finding.location and finding.location.module}
-    return AnswerView(
-        title=clean(story.title),
-        kind=story.kind,
-        outcome=story.outcome.value,
-        said=story.said,
-        sentence=clean(story.sentence),
-        method=clean(story.method),
-        remarks=list(map(clean, story.remarks)),
-        facts=[(label, clean(text)) for label, text in [*facts_of(answer), *_environment(answer)]],
+    view = AnswerView(
+        story,
         findings=[_finding(finding, before) for finding in story.findings],
         tables=[_table(table, culprits) for table in story.tables],
-        command=clean(story.command),
-        forward=list(by_outputs(answer.modules, culprits)) if isinstance(answer, Verdict) else (),
-        forward_begins=first_to_differ(answer.modules) if isinstance(answer, Verdict) else "",
-        forward_of=sum(answer.run.part) if isinstance(answer, Verdict) else 0,
-        weights=list(_weights(answer, story)),
-        timeline=list(_timeline(answer.timeline)) if isinstance(answer, AuditReport) else (),
-        plot=Markup(profile_svg(answer)) if isinstance(answer, Profile) and answer.rows else Markup(""),
-        profile=list(_profile(answer)) if isinstance(answer, Profile) else (),
-        moved=list(_moved(answer)) if isinstance(answer, Profile) else (),
-        moved_title=moved_title(answer) if isinstance(answer, Profile) else "",
     )
-
-
-def _environment(answer: Answer) -> Iterator[tuple[str, str]]:
-    made = answer.run if isinstance(answer, Verdict) else answer.setting if isinstance(answer, Profile) else answer
-    if made is not None:
-        yield "made by", f"gaverify {made.gaverify}, torch {made.torch}, Python {made.python}, {made.platform}"
+    if isinstance(answer, Verdict):
+        return replace(
+            view,
+            forward=list(by_outputs(answer.modules, culprits)),
+            forward_begins=first_to_differ(answer.modules),
+            forward_of=sum(answer.run.part),
+            weights=list(_fitted(answer)),
+        )
+    if isinstance(answer, AuditReport):
+        fits = [(f"update {update.number}", update.fit) for update in answer.updates]
+        weights = [(heading, weights_chart(fit.used, fit.weights)) for heading, fit in fits if fit and fit.weights]
+        return replace(view, weights=weights, timeline=list(_timeline(answer.timeline)))
+    return replace(
+        view,
+        plot=Markup(profile_svg(answer)) if answer.rows else Markup(""),
+        profile=[_profile_cells(row) for row in answer.rows],
+        moved=[(LABELS[row.strategy], str(row.steps), *moved_figures(row)) for row in answer.rows if row.moved],
+        moved_title=moved_title(answer),
+    )
 
 
 def _largest(rows: Iterable[ParameterComparison]) -> float:
@@ -126,25 +110,14 @@ def _largest(rows: Iterable[ParameterComparison]) -> float:
 
 def _finding(finding: Finding, before: float) -> FindingView:
     summary, where = told(finding)
-    kind = "note" if finding.severity == "note" else "proven" if finding.proven else "suspected"
     place = finding.location
     lines: list[tuple[int, str, bool]] = []
     if place is not None and place.excerpt is not None:
         numbered = enumerate(place.excerpt.lines, place.excerpt.first)
-        lines = [(at, clean(text.expandtabs(4)), at == place.line) for at, text in numbered]
+        lines = [(at, text.expandtabs(4), at == place.line) for at, text in numbered]
         where = where or f"{place.file}:{place.line}"
-    return FindingView(
-        finding.code,
-        clean(finding.name),
-        kind,
-        clean(summary),
-        clean(where),
-        clean(finding.accepted),
-        [(clean(evidence.label), clean(evidence.statement)) for evidence in finding.evidence],
-        clean(finding.remedy),
-        lines,
-        _before_and_after(finding, before),
-    )
+    chart = _before_and_after(finding, before)
+    return FindingView(finding, kind_of(finding), summary, where, rows_of(finding), lines, chart)
 
 
 def _before_and_after(finding: Finding, before: float) -> Markup:
@@ -182,31 +155,21 @@ def _table(table: Table, culprits: set[str]) -> TableView:
 
 
 def _cells(row: ParameterComparison) -> tuple[str, ...]:
-    sizes = (number(row.relative_difference), number(row.relative_allowed))
-    if row.vanishing:
-        sizes = (number(row.difference_norm) + "*", number(row.allowed) + "*")
     return (
-        clean(row.name or "(unnamed)"),
-        shape(row),
-        number(row.reference_norm),
-        *sizes,
+        row.name or "(unnamed)",
+        *measures(row),
         number(row.working_difference_norm),
         row.outcome.value,
-        clean(str(row.method)),
-        worst(row) or clean(row.reason),
+        str(row.method),
+        worst(row) or row.reason,
     )
 
 
-def _weights(answer: Answer, story: Story) -> Iterator[tuple[str, Markup]]:
-    if isinstance(answer, AuditReport):
-        for update in answer.updates:
-            if update.fit is not None and update.fit.weights:
-                yield f"update {update.number}", weights_chart(update.fit.used, update.fit.weights)
-    elif isinstance(answer, Verdict):
-        fits = (evidence.values.get("weights") for finding in story.findings for evidence in finding.evidence)
-        fitted = next((fit for fit in fits if isinstance(fit, (list, tuple)) and fit), None)
-        if fitted is not None:
-            yield "", weights_chart(answer.run.weights, [_number(weight) for weight in fitted])
+def _fitted(verdict: Verdict) -> Iterator[tuple[str, Markup]]:
+    fits = (evidence.values.get("weights") for finding in verdict.findings for evidence in finding.evidence)
+    fitted = next((fit for fit in fits if isinstance(fit, (list, tuple)) and fit), None)
+    if fitted is not None:
+        yield "", weights_chart(verdict.run.weights, [_number(weight) for weight in fitted])
 
 
 def _timeline(moments: Sequence[Moment]) -> Iterator[tuple[str, list[tuple[str, str, int, str]]]]:
@@ -221,22 +184,9 @@ def _timeline(moments: Sequence[Moment]) -> Iterator[tuple[str, list[tuple[str, 
 def _calls(run: list[Moment]) -> tuple[str, str, int, str]:
     first = run[0]
     place = f"{first.file}:{first.line}" if first.file and first.line else first.file or ""
-    return first.kind, first.kind.replace("_", "-"), len(run), clean(place)
+    return first.kind, first.kind.replace("_", "-"), len(run), place
 
 
-def _moved(profile: Profile) -> Iterator[tuple[str, ...]]:
-    for row in profile.rows:
-        if row.moved is not None:
-            yield (LABELS[row.strategy], str(row.steps), *moved_figures(row))
-
-
-def _profile(profile: Profile) -> Iterator[tuple[str, ...]]:
-    for row in profile.rows:
-        yield (
-            LABELS[row.strategy],
-            str(row.steps),
-            str(row.micro_batch or "-"),
-            *figures(row),
-            row.outcome.value if row.outcome else row.status,
-            clean(row.message),
-        )
+def _profile_cells(row: Row) -> tuple[str, ...]:
+    result = row.outcome.value if row.outcome else row.status
+    return (LABELS[row.strategy], str(row.steps), str(row.micro_batch or "-"), *figures(row), result, row.message)

@@ -8,11 +8,9 @@ from collections.abc import Iterable, Sequence
 from gaverify.records.audit import UpdateComparison
 from gaverify.records.audit_report import TITLES, AuditReport, WindowCount
 from gaverify.records.stages import Clip, Stage
-from gaverify.report.text.findings import acceptance_sentences, finding_lines, outcome_lines
-from gaverify.report.text.layout import Layout, Line, columns, fact_lines, joined
-from gaverify.report.text.ranks import ranks_line
+from gaverify.report.text.layout import Layout, Line, columns
 from gaverify.report.text.table import table_lines
-from gaverify.report.text.wording import number, percent
+from gaverify.report.text.wording import number, percent, ranks_line
 
 _LABEL = 14
 _COUNTS = 12  # windows whose counts are shown; the last ones stand in for the rest
@@ -27,17 +25,9 @@ _CONTROLS = ("perturbed", "frozen", "unclipped", "terms", "ranks", "coupling")
 _ROLES = {"full": "full batch", "accumulated": "accumulated", "events": "run"}
 
 
-def audit_lines(report: AuditReport, layout: Layout, show_all: bool = False) -> list[Line]:
-    """Returns the whole report: what was run, the counts, a table per update, findings, the outcome and its reason."""
-    sentences = [report.reason, audit_method(report), *acceptance_sentences(report)]
-    blocks = [
-        fact_lines(f"gaverify {report.gaverify} audit", audit_facts(report), layout, _LABEL),
-        _counts(report.counts, layout),
-        *(_update(update, layout, show_all) for update in report.updates),
-        *(finding_lines(finding, layout) for finding in report.findings),
-        outcome_lines(report.outcome, list(filter(None, sentences)), layout),
-    ]
-    return joined(blocks)
+def audit_blocks(report: AuditReport, layout: Layout, show_all: bool) -> list[list[Line]]:
+    """Returns the counts and a table per update."""
+    return [_counts(report.counts, layout), *(_update(update, layout, show_all) for update in report.updates)]
 
 
 def audit_facts(report: AuditReport) -> list[tuple[str, str]]:

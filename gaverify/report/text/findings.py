@@ -15,24 +15,31 @@ from gaverify.report.text.table import STYLES
 def finding_lines(finding: Finding, layout: Layout) -> list[Line]:
     """Returns a finding: heading with place and summary, then evidence, remedy and page on lines of their own."""
     head = f"{finding.code} {finding.name}"
-    if finding.severity == "note":
-        head += " (note)"
-    elif not finding.proven:
-        head += " (suspected)"
+    if kind_of(finding) != "proven":
+        head += f" ({kind_of(finding)})"
     if finding.accepted:
         head += " (accepted)"
     text, where = told(finding)
-    rows = [("where", where)] if where else []
+    heads = [("where", where), ("accepted", finding.accepted)]
     lines = layout.wrap(f"{head}: {text}", indent=4)
     first = STYLES[Outcome.DIVERGENT] if finding.severity == "fault" else "bold"
     lines[0] = [(lines[0][1][0], first)]  # the heading starts at the margin, what follows hangs
-    rows += [("accepted", finding.accepted)] if finding.accepted else []
-    rows += [(evidence.label, evidence.statement) for evidence in finding.evidence]
-    rows += [("remedy", finding.remedy)] if finding.remedy else []
-    rows += [("see", f"gaverify explain {finding.code}")]
-    for label, statement in rows:
+    for label, statement in [*heads, *rows_of(finding), ("see", f"gaverify explain {finding.code}")]:
+        if not statement:
+            continue
         lines += layout.wrap(statement, first=f"    {layout.shorten(label, 10)}", indent=4 + 11)
     return lines
+
+
+def rows_of(finding: Finding) -> list[tuple[str, str]]:
+    """Returns what was seen, what a control showed and the remedy, as (label, text)."""
+    rows = [(evidence.label, evidence.statement) for evidence in finding.evidence]
+    return [*rows, ("remedy", finding.remedy)] if finding.remedy else rows
+
+
+def kind_of(finding: Finding) -> str:
+    """Returns how sure a finding is, in a word: a note, proven or suspected."""
+    return "note" if finding.severity == "note" else "proven" if finding.proven else "suspected"
 
 
 def told(finding: Finding) -> tuple[str, str]:

@@ -10,8 +10,7 @@ from gaverify.records.comparison import Outcome
 from gaverify.records.prediction import Line as Fit
 from gaverify.records.prediction import Prediction, activation_line, peak_line, predict
 from gaverify.records.profile import LABELS, Memory, Profile, Row
-from gaverify.report.text.findings import outcome_lines
-from gaverify.report.text.layout import Layout, Line, cells, columns, fact_lines, joined, pad
+from gaverify.report.text.layout import Layout, Line, cells, columns, pad
 from gaverify.report.text.table import STYLES
 from gaverify.report.text.wording import figures, moved_figures, number, percent, titled
 
@@ -20,22 +19,10 @@ _HEADER = ("strategy", "K × n", "activations", "peak", "time", "outcome", "rel.
 _STATUS = {"out-of-memory": "out of memory", "does-not-fit": "does not fit", "failed": "failed", "not-run": "not run"}
 
 
-def profile_lines(profile: Profile, layout: Layout) -> list[Line]:
-    """Returns the whole report."""
-    blocks = [
-        _header(profile, layout),
-        _table(profile.rows, layout),
-        *(_bars(block, profile.rows, layout) for block in _BLOCKS),
-        _moved(profile, layout),
-        _prediction(profile, layout),
-        _conclusion(profile, layout),
-    ]
-    return joined(blocks)
-
-
-def _header(profile: Profile, layout: Layout) -> list[Line]:
-    setting = profile.setting
-    return fact_lines(f"gaverify {setting.gaverify} profile", profile_facts(profile), layout, _LABEL) if setting else []
+def profile_blocks(profile: Profile, layout: Layout) -> list[list[Line]]:
+    """Returns the table of the rows, their bars and what they predict."""
+    bars = (_bars(block, profile.rows, layout) for block in _BLOCKS)
+    return [_table(profile.rows, layout), *bars, _moved(profile, layout), _prediction(profile, layout)]
 
 
 def profile_facts(profile: Profile) -> list[tuple[str, str]]:
@@ -251,10 +238,3 @@ def profile_sentence(profile: Profile) -> str:
             text = f"{agree} of {len(compared)} compared rows could not be decided"
     failed = sum(row.status == "failed" for row in profile.rows)
     return text + (f"; {count_text(failed, 'row')} failed" if failed else "")
-
-
-def _conclusion(profile: Profile, layout: Layout) -> list[Line]:
-    lines = outcome_lines(profile.outcome, [profile_sentence(profile)], layout)
-    if profile.interrupted:
-        lines += layout.wrap("interrupted: the rows that were not run are missing", indent=2)
-    return lines

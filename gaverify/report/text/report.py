@@ -2,30 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from gaverify.records.audit_report import AuditReport
+from gaverify.records.comparison import Outcome
+from gaverify.records.profile import Profile
 from gaverify.records.verdict import Verdict
-from gaverify.report.stories import Answer, Report, story_of
-from gaverify.report.text.audit import audit_facts, audit_lines
-from gaverify.report.text.layout import Layout, Line, joined
-from gaverify.report.text.profile import profile_facts, profile_lines
-from gaverify.report.text.summary import summary_lines
-from gaverify.report.text.verdict import verdict_facts, verdict_lines
+from gaverify.report.stories import Answer, Report, Story, story_of
+from gaverify.report.text.audit import audit_blocks
+from gaverify.report.text.findings import finding_lines, outcome_lines
+from gaverify.report.text.layout import Layout, Line, cells, columns, fact_lines, joined
+from gaverify.report.text.profile import profile_blocks
+from gaverify.report.text.table import STYLES
+from gaverify.report.text.verdict import verdict_blocks
+
+_LABELS = {"run": 13, "audit": 14, "profile": 13}
+"""Columns of a label above the tables, indent included."""
+
+_WIDEST = 28
+"""Columns of a name; a spec's path is told apart by its end, which shortening keeps."""
 
 
 def answer_lines(answer: Answer, layout: Layout, show_all: bool = False) -> list[Line]:
-    """Returns the whole report of one answer."""
+    """Returns the whole report of one answer: what was run, its numbers, findings, the outcome and why."""
+    story = story_of(answer)
+    end = outcome_lines(story.outcome, [story.sentence, *filter(None, [story.method]), *story.remarks], layout)
+    if isinstance(answer, Profile) and answer.interrupted:
+        end += layout.wrap("interrupted: the rows that were not run are missing", indent=2)
+    blocks = [
+        fact_lines(story.heading, story.facts, layout, _LABELS[story.kind]) if story.facts else [],
+        *_blocks(answer, layout, show_all),
+        *(finding_lines(finding, layout) for finding in story.findings),
+        end,
+    ]
+    return joined(blocks)
+
+
+def _blocks(answer: Answer, layout: Layout, show_all: bool) -> list[list[Line]]:
     if isinstance(answer, Verdict):
-        return verdict_lines(answer, layout, show_all)
+        return verdict_blocks(answer, layout, show_all)
     if isinstance(answer, AuditReport):
-        return audit_lines(answer, layout, show_all)
-    return profile_lines(answer, layout)
-
-
-def facts_of(answer: Answer) -> list[tuple[str, str]]:
-    """Returns what was run, as (label, text)."""
-    if isinstance(answer, Verdict):
-        return verdict_facts(answer)
-    return audit_facts(answer) if isinstance(answer, AuditReport) else profile_facts(answer)
+        return audit_blocks(answer, layout, show_all)
+    return profile_blocks(answer, layout)
 
 
 def report_lines(report: Report, layout: Layout) -> list[Line]:
@@ -41,3 +59,25 @@ def report_lines(report: Report, layout: Layout) -> list[Line]:
     if len(report.answers) != 1 or report.errors:
         blocks.append(summary_lines([story_of(answer) for answer in report.answers], report.errors, layout))
     return joined(blocks)
+
+
+def summary_lines(stories: Sequence[Story], errors: Sequence[tuple[str, str]], layout: Layout) -> list[Line]:
+    """Returns one line per story and per (source, message) of `errors`, and a count of the outcomes."""
+    lines: list[Line] = [[("summary", "bold")]]
+    names = columns([[layout.shorten(story.title, _WIDEST)] for story in stories])
+    for story, (name,) in zip(stories, names, strict=True):
+        lead = f"  {story.outcome.value:<14}"
+        told = f"{story.sentence} (accepted)" if story.accepted else story.sentence
+        body = layout.wrap(told, indent=len(lead) + cells(name) + 2)
+        body[0][:1] = [(lead, STYLES[story.outcome]), (name + "  ", "")]
+        lines += body
+    for source, message in errors:
+        body = layout.wrap(f"{source}: {message}", indent=2 + 14)
+        body[0][0] = (f"  {'error':<14}", "bold red")
+        lines += body
+    counts = [(sum(story.outcome is outcome for story in stories), outcome.value) for outcome in Outcome]
+    failed = len({source for source, _ in errors})  # a spec may have several sentences, and is one run
+    counts.append((failed, "error" if failed == 1 else "errors"))
+    total = len(stories) + failed
+    text = ", ".join(f"{count} {word}" for count, word in counts if count) or "nothing was run"
+    return lines + layout.wrap(f"{total} {'run' if total == 1 else 'runs'}: {text}", indent=2)

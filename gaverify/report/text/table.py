@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from gaverify.records.comparison import Method, Outcome, ParameterComparison
 from gaverify.report.text.layout import Layout, Line, cells, columns, pad
-from gaverify.report.text.wording import number, ordered, shape, value, worst
+from gaverify.report.text.wording import measures, number, ordered, value, worst
 
 SMALL = 10
 """A table of at most so many parameters is never folded."""
@@ -90,14 +90,10 @@ def _taken(rest: Sequence[Sequence[str]]) -> int:
 
 
 def _cells(row: ParameterComparison) -> tuple[str, ...]:
-    name = row.name or "(unnamed)"
-    difference, allowed = number(row.relative_difference), number(row.relative_allowed)
+    sized, norm, *sizes = measures(row)
     if row.method == Method.NOT_COMPARED:
-        allowed = "-"
-    elif row.vanishing:
-        # Relative to zero everything is infinite; the plain norms say something, the star says what they are.
-        difference, allowed = number(row.difference_norm) + "*", number(row.allowed) + "*"
-    return name, shape(row), number(row.reference_norm), difference, allowed, row.outcome.value
+        sizes = [number(row.relative_difference), "-"]
+    return row.name or "(unnamed)", sized, norm, *sizes, row.outcome.value
 
 
 def _worst_column(rows: Sequence[ParameterComparison], layout: Layout, room: int) -> list[str] | None:

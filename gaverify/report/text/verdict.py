@@ -4,26 +4,18 @@ from __future__ import annotations
 
 from gaverify.records.reference import Reference
 from gaverify.records.verdict import RunInfo, Trace, TraceStep, Verdict
-from gaverify.report.text.findings import acceptance_sentences, finding_lines, outcome_lines
-from gaverify.report.text.layout import Layout, Line, columns, fact_lines, joined
-from gaverify.report.text.ranks import ranks_line
+from gaverify.report.text.layout import Layout, Line, columns
 from gaverify.report.text.table import table_lines
-from gaverify.report.text.wording import method, number, sentence, titled, value
+from gaverify.report.text.wording import number, ranks_line, titled, value
 
 _LABEL = 13
 """Columns of a label in the header, indent included."""
 
 
-def verdict_lines(verdict: Verdict, layout: Layout, show_all: bool = False) -> list[Line]:
-    """Returns the whole report of one verdict: what was run, trace, table, findings, verdict, method."""
-    blocks = [
-        fact_lines(f"gaverify {verdict.run.gaverify}", verdict_facts(verdict), layout, _LABEL),
-        _trace(verdict.trace, layout) if verdict.trace else [],
-        table_lines(verdict.parameters, layout, show_all),
-        *(finding_lines(finding, layout) for finding in verdict.findings),
-        outcome_lines(verdict.outcome, [sentence(verdict), method(verdict), *acceptance_sentences(verdict)], layout),
-    ]
-    return joined(blocks)
+def verdict_blocks(verdict: Verdict, layout: Layout, show_all: bool) -> list[list[Line]]:
+    """Returns the trace and the table of a verdict."""
+    trace = _trace(verdict.trace, layout) if verdict.trace else []
+    return [trace, table_lines(verdict.parameters, layout, show_all)]
 
 
 def verdict_facts(verdict: Verdict) -> list[tuple[str, str]]:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from gaverify.amounts import bytes_text, seconds_text
 from gaverify.records.comparison import Method, Outcome, ParameterComparison, badness
 from gaverify.records.profile import Row
+from gaverify.records.ranks import RankFacts
 from gaverify.records.verdict import Verdict
 
 METHODS: Mapping[str, str] = {
@@ -63,9 +64,29 @@ def moved_figures(row: Row) -> tuple[str, str]:
     return low, high
 
 
+def ranks_line(facts: RankFacts, micro_batches: int) -> str:
+    """Returns how many ranks there were, under which engine, and what they sent each other."""
+    engine = facts.engine.value if facts.engine is not None else "no known engine"
+    kinds = ", ".join(f"{count} {kind.value}" for kind, count in facts.window.counts.items()) or "no collective"
+    held = "" if math.isnan(facts.apart) else f"; replicas {'identical' if facts.apart == 0.0 else 'apart'}"
+    each = f", K = {micro_batches // facts.ranks} each" if micro_batches else ""
+    return f"{facts.ranks} × {engine}{each}: {kinds} per window, {bytes_text(facts.window.bytes_moved)}{held}"
+
+
 def shape(row: ParameterComparison) -> str:
     """Returns the shape as `32×16`, `scalar` where it has no dimension."""
     return "×".join(str(size) for size in row.shape) or "scalar"
+
+
+def measures(row: ParameterComparison, mark: str = "*") -> tuple[str, str, str, str]:
+    """Returns shape, norm, relative difference and what was allowed.
+
+    Relative to zero everything is infinite: the plain norms say something then, and the mark says what they are.
+    """
+    sizes = (number(row.relative_difference), number(row.relative_allowed))
+    if row.vanishing:
+        sizes = (number(row.difference_norm) + mark, number(row.allowed) + mark)
+    return shape(row), number(row.reference_norm), *sizes
 
 
 def worst(row: ParameterComparison) -> str:

@@ -18,7 +18,7 @@ from gaverify.report import print_answer, render
 from gaverify.report.documents.schema import schema_text, validate_document
 from gaverify.report.plot import profile_svg
 from gaverify.report.text.layout import Layout, cells, plain
-from gaverify.report.text.profile import profile_lines
+from gaverify.report.text.report import answer_lines
 
 CASES: list[Callable[[], Profile]] = [
     profile,
@@ -35,14 +35,14 @@ CASES: list[Callable[[], Profile]] = [
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("width", [80, 60])
 def test_lines_fit_the_width(case: Callable[[], Profile], width: int) -> None:
-    lines = plain(profile_lines(case(), Layout(width=width))).splitlines()
+    lines = plain(answer_lines(case(), Layout(width=width))).splitlines()
     limit = max(width, 80)  # the table itself needs 80 columns
     assert [line for line in lines if cells(line) > limit] == []
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_ascii_where_nothing_else_can_be_shown(case: Callable[[], Profile]) -> None:
-    assert plain(profile_lines(case(), Layout(ascii_only=True))).isascii()
+    assert plain(answer_lines(case(), Layout(ascii_only=True))).isascii()
 
 
 TABLE = """\
@@ -127,7 +127,7 @@ def test_a_bound_is_no_promise() -> None:
 
 
 def test_bars_are_as_long_as_what_they_show() -> None:
-    lines = plain(profile_lines(profile(), Layout(ascii_only=True))).splitlines()
+    lines = plain(answer_lines(profile(), Layout(ascii_only=True))).splitlines()
     bars = [line.count("#") for line in lines if line.strip().endswith("kB") and "#" in line]
     assert len(bars) == 7
     assert bars[0] == bars[1] == bars[2] == bars[3] == max(bars)
@@ -204,7 +204,7 @@ MOVED = """\
 
 
 def test_what_ranks_move_stands_in_every_format() -> None:
-    text = plain(profile_lines(on_ranks(), Layout(width=200)))
+    text = plain(answer_lines(on_ranks(), Layout(width=200)))
     assert " ".join(MOVED.split()) in " ".join(text.split())
     assert "each of 2 ranks under ddp moves per window" in text
     assert "| 2.00 MB in 1 | 8.00 MB in 4 | equivalent |" in render([on_ranks()], "markdown")
@@ -218,7 +218,7 @@ def test_what_ranks_move_stands_in_every_format() -> None:
 def test_without_ranks_nothing_is_said_of_them() -> None:
     for form in ("markdown", "html"):
         assert "no_sync" not in render([profile()], form)
-    assert "no_sync" not in plain(profile_lines(profile(), Layout()))
+    assert "no_sync" not in plain(answer_lines(profile(), Layout()))
 
 
 def test_what_ranks_move_is_a_third_plot() -> None:
