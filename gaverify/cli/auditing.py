@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from gaverify.cli.audit_files import options_files, read_options
-from gaverify.cli.audit_words import number, settings_of, whole
 from gaverify.cli.failures import Invocation, failure_message, report_failure
 from gaverify.cli.progress import DelayedProgress
 from gaverify.cli.showing import check_outputs, exit_code_of, output_options, show, strict_option
@@ -23,6 +22,10 @@ if TYPE_CHECKING:
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _UPDATES, _TIMEOUT = 2, 3600.0
+_COMMANDS = ("full", "accumulated", "launcher", "full_launcher")
+_NUMBERS = {"updates": (int, 2), "steps": (int, 1), "timeout": (float, 600), "seed": (int, 0)}
+_NUMBERS |= {"ranks": (int, 2), "full_ranks": (int, 2)}
+"""Options that are numbers, and what a message offers in place of a word that is none."""
 
 
 def _repeated(option: str, name: str, metavar: str, text: str) -> Callable[[_Command], _Command]:
@@ -81,7 +84,7 @@ def audit(kept: str | None, show_all: bool, strict: bool, form: str, outputs: tu
             _check_only_files(given)
             check_outputs(outputs)
             return _audit_files(files, project, form, outputs, show_all=show_all, strict=strict)
-    request = None if kept is not None else _request(**given)
+    request = None if kept is not None else _request(given)
     if kept is not None:
         _check_alone(given)
     check_outputs(outputs)
@@ -94,7 +97,7 @@ def audit(kept: str | None, show_all: bool, strict: bool, form: str, outputs: tu
 def _named(given: dict[str, Any]) -> list[str]:
     """The options among what the command was given, as people write them; not the script."""
     names = {"both_set": "--set", "arguments": "arguments", "module": "-m"}
-    return [names.get(name, f"--{name.replace('_', '-')}") for name in given if given[name] and name != "script"]
+    return [names.get(name, _option(name)) for name in given if given[name] and name != "script"]
 
 
 def _check_only_files(given: dict[str, Any]) -> None:
@@ -117,7 +120,7 @@ def _audit_files(
     for file in files:
         try:
             options = read_options(file, audit.params)
-            report = _audited(_request(**options.given))
+            report = _audited(_request(options.given))
         except SpecError as error:  # of options that stand in the file, wherever they were checked
             codes.append(report_failure(SpecError(error.problems, str(file)), invocation))
             errors += [(str(file), problem) for problem in error.problems]
@@ -139,78 +142,89 @@ def _check_alone(given: dict[str, Any]) -> None:
         raise SpecError(f"--from reports again what was run before; leave out {', '.join(also)}")
 
 
-def _request(
-    script: str | None,
-    arguments: tuple[str, ...],
-    module: str | None,
-    full: str | None,
-    accumulated: str | None,
-    updates: str | None,
-    steps: str | None,
-    events_only: bool,
-    timeout: str | None,
-    in_place: bool,
-    keep: str | None,
-    tail: bool,
-    seed: str | None,
-    ranks: str | None,
-    full_ranks: str | None,
-    launcher: str | None,
-    full_launcher: str | None,
-    full_script: str | None,
-    **pairs: tuple[str, ...],
-) -> Request:
-    from gaverify.audit.request import Request, words
+def _request(given: dict[str, Any]) -> Request:
+    """Returns what the options ask for; problems are told by its check, with those of the script."""
+    from gaverify.audit.request import Request, Setting
 
-    problems: list[str] = []
+    script, module, arguments = given["script"], given["module"], given["arguments"]
     if module is not None and script is not None:
         arguments, script = (script, *arguments), None  # `-m MODULE -- ARGS`: the first word is no script
     if script is None and module is None:
         raise click.UsageError("nothing to audit: name the training script, SCRIPT, or a module with `-m`")
-    own = {name for name in ("full_env", "accumulated_env", "full_set", "accumulated_set") if pairs[name]}
-    if events_only and (full is not None or accumulated is not None or full_script is not None or own):
-        problems.append(
-            "--events-only makes one run: give its arguments behind `--` and its values with --set, "
-            "not in --full or --accumulated"
-        )
-    plain = not events_only and full_script is None and not own
-    if plain and full is None and accumulated is not None:
-        problems.append("--full is missing: the arguments that make the large batch, without accumulation")
-    if plain and accumulated is None and full is not None:
-        problems.append("--accumulated is missing: the arguments that cut the same batch into micro-batches")
-    parts = []
-    texts = (full, accumulated, launcher, full_launcher)
-    for option, text in zip(("--full", "--accumulated", "--launcher", "--full-launcher"), texts, strict=True):
+    problems = list(_conflicts(given))
+    asked = {name: given[name] for name in ("events_only", "keep", "in_place", "tail")}
+    asked |= {
+        name: _words(name, given[name], problems) for name in ("full", "accumulated", "launcher", "full_launcher")
+    }
+    both = _pairs("--set", given["both_set"], problems)
+    for run, own_script in (("full", given["full_script"]), ("accumulated", None)):
+        variables = _pairs(f"--{run}-env", given[f"{run}_env"], problems)
+        values = _pairs(f"--{run}-set", given[f"{run}_set"], problems)
+        asked[f"{run}_setting"] = Setting(own_script, variables, (*both, *values))
+    asked |= _numbers(given, problems)
+    return Request(module or script, common=arguments, module=module is not None, problems=tuple(problems), **asked)
+
+
+def _conflicts(given: dict[str, Any]) -> Iterator[str]:
+    """Options that do not go together, or lack their partner."""
+    full, accumulated = given["full"], given["accumulated"]
+    own = given["full_script"] is not None
+    own = own or any(given[name] for name in ("full_env", "accumulated_env", "full_set", "accumulated_set"))
+    if given["events_only"]:
+        if own or full is not None or accumulated is not None:
+            yield (
+                "--events-only makes one run: give its arguments behind `--` and its values with --set, "
+                "not in --full or --accumulated"
+            )
+    elif not own:
+        if full is None and accumulated is not None:
+            yield "--full is missing: the arguments that make the large batch, without accumulation"
+        if accumulated is None and full is not None:
+            yield "--accumulated is missing: the arguments that cut the same batch into micro-batches"
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _words(name: str, text: str | None, problems: list[str]) -> tuple[str, ...]:
+    from gaverify.audit.request import words
+
+    if text is not None and not text.strip() and "launcher" in name:
+        option = _option(name)
+        problems.append(f'{option} is empty; write a command, such as {option} "torchrun --nproc-per-node 2"')
+    try:
+        return words(text or "", _option(name))
+    except SpecError as error:
+        problems += error.problems
+        return ()
+
+
+def _numbers(given: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+    """The numbers that were given; the request has its own defaults for the others."""
+    numbers: dict[str, Any] = {}
+    for name, (kind, instead) in _NUMBERS.items():
+        word, option = given[name], _option(name)
         try:
-            parts.append(words(text or "", option))
-        except SpecError as error:
-            problems += error.problems
-            parts.append(())
-        if text is not None and not text.strip() and "launcher" in option:
-            problems.append(f'{option} is empty; write a command, such as {option} "torchrun --nproc-per-node 2"')
-    settings = settings_of(full_script, pairs, problems)
-    return Request(
-        script=module or script or "",
-        full=parts[0],
-        accumulated=parts[1],
-        common=arguments,
-        module=module is not None,
-        updates=whole("--updates", updates, problems, _UPDATES),
-        events_only=events_only,
-        steps=None if steps is None else whole("--steps", steps, problems, 1),
-        timeout=number("--timeout", timeout, problems, float, _TIMEOUT, "a number of seconds; write `--timeout 600`"),
-        full_setting=settings[0],
-        accumulated_setting=settings[1],
-        seed=None if seed is None else whole("--seed", seed, problems, 0),
-        keep=keep,
-        ranks=None if ranks is None else whole("--ranks", ranks, problems, 2),
-        full_ranks=None if full_ranks is None else whole("--full-ranks", full_ranks, problems, 2),
-        launcher=parts[2],
-        full_launcher=parts[3],
-        in_place=in_place,
-        tail=tail,
-        problems=tuple(problems),
-    )
+            numbers |= {} if word is None else {name: kind(word)}
+        except ValueError:
+            wanted = "a whole number" if kind is int else "a number of seconds"
+            problems.append(f"{option} {word!r} is not {wanted}; write `{option} {instead}`")
+    return numbers
+
+
+def _pairs(option: str, words: Sequence[str], problems: list[str]) -> tuple[tuple[str, str], ...]:
+    pairs: dict[str, str] = {}
+    for word in words:
+        name, sign, value = word.partition("=")
+        if not sign or not name or "\0" in word:
+            example = "BATCH_SIZE=4" if option.endswith("set") else "CUDA_VISIBLE_DEVICES=0"
+            problems.append(f"{option} {word!r} has no name and value; write `{option} {example}`")
+        elif name in pairs:
+            problems.append(f"{option} gives `{name}` twice: {pairs[name]!r} and {value!r}")
+        else:
+            pairs[name] = value
+    return tuple(pairs.items())
 
 
 def _again(folder: str) -> AuditReport:

@@ -10,6 +10,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Literal
 
 from gaverify.records.profile import Profile, Row, Setting
@@ -84,6 +85,16 @@ class Prediction:
     extrapolated: bool
 
 
+class NoPrediction(Enum):
+    """Why nothing is predicted: what follows "no prediction" in a document, and "nothing" in a report."""
+
+    ONE_K = ": one K only, and a line needs two; for example `--steps 2,4,8`"
+    NO_ACCUMULATION = ": accumulation was not among the strategies"
+    ONE_SIZE = ": fewer than two sizes of micro-batch were measured"
+    NO_LIMIT = " without a limit: `--memory 24GB` asks for the largest micro-batch that fits"
+    NO_LINE = ": the memory of the rows does not follow a straight line in the size of the micro-batch"
+
+
 def fit(points: Sequence[tuple[int, int]], resolution: int = 0) -> Line | None:
     """Returns the least-squares line, or None where the points hold fewer than two different n."""
     if len({n for n, _ in points}) < 2:
@@ -124,22 +135,22 @@ def peak_line(rows: Sequence[Row]) -> Line | None:
     return fit([(row.micro_batch, row.memory.peak) for row in chosen if row.micro_batch and row.memory], resolution)
 
 
-def predict(profile: Profile) -> Prediction | str:
-    """Returns what fits into the limit of memory, or a sentence that says why nothing is predicted."""
+def predict(profile: Profile) -> Prediction | NoPrediction:
+    """Returns what fits into the limit of memory, or why nothing is predicted."""
     if len(set(profile.steps)) < 2:
-        return "no prediction: one K only, and a line needs two; for example `--steps 2,4,8`"
+        return NoPrediction.ONE_K
     if not any(row.strategy == "accumulate" for row in profile.rows):
-        return "no prediction: accumulation was not among the strategies"
+        return NoPrediction.NO_ACCUMULATION
     activations, peak = activation_line(profile.rows), peak_line(profile.rows)
     if activations is None and peak is None:
-        return "no prediction: fewer than two sizes of micro-batch were measured"
+        return NoPrediction.ONE_SIZE
     limit, wanted = profile.memory_limit, profile.wanted_batch
     if limit is None or wanted is None:
-        return "no prediction without a limit: `--memory 24GB` asks for the largest micro-batch that fits"
+        return NoPrediction.NO_LIMIT
     if peak is not None and peak.usable:
         return _solve("peak", peak, 0.0, limit, wanted, profile.setting)
     if activations is None or not activations.usable:
-        return "no prediction: the memory of the rows does not follow a straight line in the size of the micro-batch"
+        return NoPrediction.NO_LINE
     rest = [
         row.memory.peak - row.activation_bytes
         for row in _fitted_rows(profile.rows)

@@ -131,7 +131,7 @@ def told_steps(loop: Record, factor: float) -> int:
     return next((n for n in numbers if math.isclose(factor, n, **near) or math.isclose(factor, 1 / n, **near)), 0)
 
 
-def meaning_in_loop(factor: float, steps: int, ranks: int, tolerance: float) -> str:
+def meaning_in_loop(factor: float, steps: int, ranks: int, tolerance: float, what: str = "the loss") -> str:
     """Says what a factor stands for; where as many ranks train as there are micro-batches it may be theirs as well.
 
     Args:
@@ -139,14 +139,15 @@ def meaning_in_loop(factor: float, steps: int, ranks: int, tolerance: float) -> 
         steps: K; 0 where it is not known.
         ranks: R.
         tolerance: How far it was measured apart from what it stands for, relative.
+        what: What is divided.
     """
     both = (" = R", ", or a sum over the ranks where their mean was meant") if ranks == steps > 1 else ("", "")
     twice = (" = 1/R", ", or over the ranks once more") if ranks == steps > 1 else ("", "")
     known = (
-        (float(steps), f"K{both[0]}: the loss is not divided by K{both[1]}"),
+        (float(steps), f"K{both[0]}: {what} is not divided by K{both[1]}"),
         (
             1 / max(steps, 1),
-            f"1/K{twice[0]}: the loss is divided by K although it needs no division, or twice{twice[1]}",
+            f"1/K{twice[0]}: {what} is divided by K although it needs no division, or twice{twice[1]}",
         ),
     )
     return next((f" = {text}" for value, text in known if math.isclose(factor, value, rel_tol=tolerance)), "")

@@ -122,7 +122,7 @@ def _of_terms(loop: Record, update: UpdateComparison) -> Iterator[Finding]:
     for term, factor in factors.items():
         if factor is None:
             continue
-        meaning = meaning_in_loop(factor, update.backwards, 1, loop.tolerance).replace("the loss", "it")
+        meaning = meaning_in_loop(factor, update.backwards, 1, loop.tolerance, "it")
         which = "" if term.samples else ", which is the same in every micro-batch,"
         alike = [other for other, own in factors.items() if own is None and _agrees(other, loop.tolerance)]
         others = f"; {count(len(alike), 'other term')} counted rightly" if alike else ""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from gaverify.amounts import bytes_text, count_text, seconds_text
 from gaverify.records.comparison import Outcome
 from gaverify.records.prediction import Line as Fit
-from gaverify.records.prediction import Prediction, activation_line, peak_line, predict
+from gaverify.records.prediction import NoPrediction, Prediction, activation_line, peak_line, predict
 from gaverify.records.profile import LABELS, Memory, Profile, Row
 from gaverify.report.text.layout import Layout, Line, cells, columns, pad
 from gaverify.report.text.table import STYLES
@@ -179,9 +179,8 @@ def _prediction(profile: Profile, layout: Layout) -> list[Line]:
         if fit is not None and len(set(profile.steps)) > 1:
             lines += layout.wrap(line_text(fit), first=f"  {label}", indent=_LABEL + 2)
     prediction = predict(profile)
-    if isinstance(prediction, str):
-        nothing = prediction.replace("no prediction", "nothing", 1)
-        return lines + layout.wrap(nothing, first="  predicted", indent=_LABEL + 2)
+    if isinstance(prediction, NoPrediction):
+        return lines + layout.wrap(f"nothing{prediction.value}", first="  predicted", indent=_LABEL + 2)
     for text in prediction_sentences(prediction):
         lines += layout.wrap(text, first="  predicted", indent=_LABEL + 2, style="bold")
     return lines

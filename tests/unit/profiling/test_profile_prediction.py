@@ -11,7 +11,7 @@ from profiles import B, failing, profile, row
 
 from gaverify.amounts import bytes_text, parse_bytes, seconds_text
 from gaverify.records.comparison import Outcome
-from gaverify.records.prediction import Prediction, activation_line, fit, peak_line, predict
+from gaverify.records.prediction import NoPrediction, Prediction, activation_line, fit, peak_line, predict
 from gaverify.records.profile import Memory, Plan, Profile, Row, Seconds, plans
 
 
@@ -176,7 +176,7 @@ def test_not_even_one_sample_fits() -> None:
 )
 def test_no_prediction_says_why(case: Profile, words: str) -> None:
     reason = predict(case)
-    assert isinstance(reason, str) and reason.startswith("no prediction") and words in reason
+    assert isinstance(reason, NoPrediction) and words in f"no prediction{reason.value}"
 
 
 def test_the_summed_loss_has_no_part_in_the_line() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from gaverify.records.prediction import Line, Prediction, activation_line, peak_line, predict
+from gaverify.records.prediction import Line, NoPrediction, Prediction, activation_line, peak_line, predict
 from gaverify.records.profile import Memory, Profile, Row, Seconds, Setting
 from gaverify.records.ranks import Moved
 from gaverify.report.documents.schema import shared as shared  # the shapes of the records inside these
@@ -71,7 +71,7 @@ def _predicted(profile: Profile) -> Prediction | None:
 
 def _not_predicted(profile: Profile) -> str | None:
     found = predict(profile)
-    return found if isinstance(found, str) else None
+    return f"no prediction{found.value}" if isinstance(found, NoPrediction) else None
 
 
 @derived(
