@@ -20,36 +20,6 @@ if TYPE_CHECKING:
 
 KINDS = ("module", "dict", "dataloader", "lightning", "checkpoint", "transformers", "transformers-config")
 
-_NET = """\
-from torch import nn
-
-
-class Net(nn.Module):
-    \"\"\"Stands in for your model: put `from package.module import Net` in its place.\"\"\"
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 10))
-
-    def forward(self, x):
-        return self.layers(x)"""
-
-_STEP = """\
-from lightning import LightningModule
-from torch import nn
-
-
-class Net(LightningModule):
-    \"\"\"Stands in for your module: put `from package.module import Net` in its place.\"\"\"
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 10))
-
-    def training_step(self, batch, batch_idx):
-        inputs, targets = batch
-        return nn.functional.cross_entropy(self.layers(inputs), targets)"""
-
 
 @dataclass(frozen=True)
 class Scaffold:
@@ -106,11 +76,15 @@ def scaffold(model: str | None, kind: str | None, spec: Path, factory: Path) -> 
     return _filled(chosen, spec, factory, _gaps(model, drawn, spec), _advice(drawn, chosen))
 
 
+def template(name: str) -> str:
+    """Returns a text that is filled in: `templates/KIND` is a factory, `parts/` hold the spec and stand-ins."""
+    return files("gaverify.cli").joinpath(f"{name}.txt").read_text(encoding="utf-8")
+
+
 def _filled(kind: str, spec: Path, factory: Path, gaps: dict[str, str], advice: str) -> Scaffold:
-    text = files("gaverify.cli").joinpath("templates", f"{kind}.txt").read_text(encoding="utf-8")
     defaults = {
         "SPEC": str(spec),
-        "MODEL": _STEP if kind == "lightning" else _NET,
+        "MODEL": template("parts/step" if kind == "lightning" else "parts/net").rstrip(),
         "BUILD": "Net()",
         "INPUTS": "torch.randn(batch_size, 16)",
         "LOSS": "F.cross_entropy",
@@ -121,7 +95,7 @@ def _filled(kind: str, spec: Path, factory: Path, gaps: dict[str, str], advice: 
         "CLASS": "AutoModelForCausalLM",
         "FOLDER": '"path/to/folder"',
     }
-    text = re.sub(r"@([A-Z]+)@", lambda gap: {**defaults, **gaps}[gap[1]], text)
+    text = re.sub(r"@([A-Z]+)@", lambda gap: {**defaults, **gaps}[gap[1]], template(f"templates/{kind}"))
     return Scaffold(f"{factory.name}:factory", text, advice)
 
 

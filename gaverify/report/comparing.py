@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from gaverify.records.comparison import Outcome, ParameterComparison, badness
 from gaverify.report.stories import Answer, Story, story_of
-from gaverify.report.text.layout import Layout, Line, columns, pad
+from gaverify.report.text.layout import Layout, Line, table_of
 from gaverify.report.text.table import STYLES
 from gaverify.report.text.wording import number
 
@@ -138,7 +138,7 @@ def _changed(comparison: Comparison, layout: Layout) -> list[Line]:
         [layout.shorten(name, 40), before, after] for name, before, after in (("parameter", "before", "after"), *shown)
     ]
     if shown:
-        lines += [[(pad("", 4) + "  ".join(row), "" if at else "bold")] for at, row in enumerate(columns(cells))]
+        lines += table_of(cells, indent=4)
     if comparison.changed > len(shown):
         lines += layout.wrap(f"… and {comparison.changed - len(shown):,} more", indent=4, style="dim")
     return lines

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from xml.sax.saxutils import escape
 
 from gaverify.amounts import bytes_text, seconds_text
@@ -12,16 +13,6 @@ from gaverify.records.prediction import peak_line
 from gaverify.records.profile import LABELS, STRATEGIES, Profile, Row
 
 _FOOT, _WIDE, _HIGH = 346, 320, 240  # where the plots stand, and their size
-_STYLE = """
-.gv text { font: 12px system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1f2328 } .gv .back { fill: #ffffff }
-.gv .soft { fill: #59636e } .gv .grid { stroke: #d1d9e0 } .gv .title { font-size: 13px; font-weight: 600 }
-.gv .line { fill: none; stroke: currentColor; stroke-width: 2 } .gv .dashed { stroke-dasharray: 5 4; stroke-width: 1.5 }
-.gv .mark { fill: currentColor }
-.gv .full-batch { color: #59636e } .gv .summed-loss { color: #bc4c00 } .gv .accumulate { color: #0969da }
-@media screen and (prefers-color-scheme: dark) {
-.gv text { fill: #e6edf3 } .gv .back { fill: #0d1117 } .gv .soft { fill: #9198a1 } .gv .grid { stroke: #30363d }
-.gv .full-batch { color: #9198a1 } .gv .summed-loss { color: #f0883e } .gv .accumulate { color: #58a6ff } }
-"""  # every rule below `.gv`: the picture also stands inside a page that has rules of its own
 _SHAPES = {
     "full-batch": "m0-6l6 6-6 6-6-6z",
     "summed-loss": "m-4-4h8v8h-8z",
@@ -54,7 +45,7 @@ def profile_svg(profile: Profile) -> str:
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} 410" role="img" class="gv">',
-            f"<title>Memory and time against K: {escape(name)}</title><style>{_STYLE}</style>",
+            f"<title>Memory and time against K: {escape(name)}</title><style>{_style()}</style>",
             f'<rect class="back" width="{width}" height="410"/>',
             _text(24, 30, name, "title"),
             *(_mark(s, 32 + 120 * at, 52) + _text(44 + 120 * at, 56, LABELS[s], "") for at, s in enumerate(shown)),
@@ -64,6 +55,11 @@ def profile_svg(profile: Profile) -> str:
             "</svg>\n",
         ]
     )
+
+
+def _style() -> str:
+    """Rules that all stand below `.gv`: the picture also stands inside a page that has rules of its own."""
+    return "\n" + Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
 
 
 def _flat(value: float | None) -> Spread | None:

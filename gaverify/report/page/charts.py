@@ -85,13 +85,11 @@ def _marks(kind: str, places: Sequence[tuple[float, str, ParameterComparison]], 
         return Markup("")
     if not titled:  # one path of round dots: a line of no length with round caps
         return _path(f"dots {kind}", "".join(f"M{x:.1f} {y}h0" for x, y, _ in places))
-    dots = Markup("").join(
-        Markup('<circle cx="{}" cy="{}" r="4"><title>{}: {}, allowed {}</title></circle>').format(
-            f"{x:.1f}", y, row.name, number(row.relative_difference), number(row.relative_allowed)
-        )
-        for x, y, row in places
-    )
-    return Markup('<g class="{}">{}</g>').format(kind, dots)
+    dots = []
+    for x, y, row in places:
+        told = f"{row.name}: {number(row.relative_difference)}, allowed {number(row.relative_allowed)}"
+        dots.append(_tag("circle", _tag("title", told), cx=f"{x:.1f}", cy=y, r=4))
+    return _tag("g", Markup("").join(dots), class_=kind)
 
 
 def bars_chart(bars: Sequence[tuple[str, float, str]], label: str) -> Markup:
@@ -100,23 +98,10 @@ def bars_chart(bars: Sequence[tuple[str, float, str]], label: str) -> Markup:
     scale = scale_of((value for _, value, _ in bars), _WIDE - left - 120)
     parts = []
     for at, (text, value, kind) in enumerate(bars):
-        y = 8 + 34 * at
-        parts.append(
-            Markup(
-                '<text x="0" y="{}">{}</text><rect class="bar {}" x="{}" y="{}" width="{}" height="22" rx="3"/>'
-                '<text x="{}" y="{}">{}</text>'
-            ).format(
-                y + 16,
-                text,
-                kind,
-                left,
-                y,
-                f"{max(scale.at(value), 2):.1f}",
-                f"{left + 10 + max(scale.at(value), 2):.1f}",
-                y + 16,
-                number(value),
-            )
-        )
+        y, wide = 8 + 34 * at, max(scale.at(value), 2)
+        parts.append(_tag("text", text, x=0, y=y + 16))
+        parts.append(_tag("rect", class_=f"bar {kind}", x=left, y=y, width=f"{wide:.1f}", height=22, rx=3))
+        parts.append(_tag("text", number(value), x=f"{left + 10 + wide:.1f}", y=y + 16))
     return _svg(16 + 34 * len(bars), label, parts)
 
 
@@ -133,49 +118,24 @@ def weights_chart(used: Sequence[float], right: Sequence[float]) -> Markup:
         for side, (kind, value) in enumerate(pairs):
             tall = high * abs(value) / largest if math.isfinite(value) else 0.0
             width = max(min(step * 0.38, 60), 0.6)
-            parts.append(
-                Markup(
-                    '<rect class="bar {}" x="{}" y="{}" width="{}" height="{}"><title>{} {}: {}</title></rect>'
-                ).format(
-                    kind,
-                    f"{x + side * width:.1f}",
-                    f"{high - tall + 10:.1f}",
-                    f"{width:.1f}",
-                    f"{tall:.1f}",
-                    "micro-batch",
-                    at + 1,
-                    f"{value:.4g}",
-                )
-            )
+            place = {"x": f"{x + side * width:.1f}", "y": f"{high - tall + 10:.1f}"}
+            told = _tag("title", f"micro-batch {at + 1}: {value:.4g}")
+            parts.append(_tag("rect", told, class_=f"bar {kind}", **place, width=f"{width:.1f}", height=f"{tall:.1f}"))
         if count <= 24:
-            parts.append(Markup('<text x="{}" y="{}" class="soft">{}</text>').format(f"{x:.1f}", high + 28, at + 1))
-    parts.append(
-        Markup('<text x="0" y="20" class="soft">{}</text><text x="0" y="{}" class="soft">0</text>').format(
-            f"{largest:.3g}", high + 10
-        )
-    )
+            parts.append(_tag("text", at + 1, x=f"{x:.1f}", y=high + 28, class_="soft"))
+    parts.append(_tag("text", f"{largest:.3g}", x=0, y=20, class_="soft"))
+    parts.append(_tag("text", 0, x=0, y=high + 10, class_="soft"))
     return _svg(high + 36, f"Weights of {count} micro-batches: used, and those that fit", parts)
 
 
 def _axis(scale: Scale) -> Markup:
-    lines = [
-        Markup(
-            '<path class="grid" d="M{} {}H{}"/><text class="soft" x="{}" y="{}" text-anchor="end">10{}</text>'
-        ).format(
-            _LEFT,
-            _y(scale, 10.0**power),
-            _WIDE,
-            _LEFT - 8,
-            f"{float(_y(scale, 10.0**power)) + 4:.1f}",
-            _superscript(power),
-        )
-        for power in scale.ticks
-    ]
+    lines = []
+    for power in scale.ticks:
+        y, raised = _y(scale, 10.0**power), str(power).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+        lines.append(_path("grid", f"M{_LEFT} {y}H{_WIDE}"))
+        place = {"x": _LEFT - 8, "y": f"{float(y) + 4:.1f}", "text-anchor": "end"}
+        lines.append(_tag("text", f"10{raised}", class_="soft", **place))
     return Markup("").join(lines)
-
-
-def _superscript(power: int) -> str:
-    return str(power).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
 def _y(scale: Scale, value: float) -> str:
@@ -183,7 +143,14 @@ def _y(scale: Scale, value: float) -> str:
 
 
 def _path(kind: str, drawn: str) -> Markup:
-    return Markup('<path class="{}" d="{}"/>').format(kind, drawn) if drawn else Markup("")
+    return _tag("path", class_=kind, d=drawn) if drawn else Markup("")
+
+
+def _tag(name: str, inside: object = None, **attributes: object) -> Markup:
+    """An element of a picture, all of it escaped; `class_` is its class."""
+    listed = Markup("").join(Markup(' {}="{}"').format(key.rstrip("_"), value) for key, value in attributes.items())
+    end = Markup("/>") if inside is None else Markup(">{}</{}>").format(inside, name)
+    return Markup("<{}{}{}").format(name, listed, end)
 
 
 def _svg(high: float, label: str, parts: Iterable[Markup]) -> Markup:

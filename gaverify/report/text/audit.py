@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from gaverify.records.audit import UpdateComparison
 from gaverify.records.audit_report import TITLES, AuditReport, WindowCount
 from gaverify.records.stages import Clip, Stage
-from gaverify.report.text.layout import Layout, Line, columns
+from gaverify.report.text.layout import Layout, Line, table_of
 from gaverify.report.text.table import table_lines
 from gaverify.report.text.wording import number, percent, ranks_line
 
@@ -70,8 +70,7 @@ def _counts(counts: Sequence[WindowCount], layout: Layout) -> list[Line]:
         ]
         for count in shown
     ]
-    table = columns([["update", "backward : step : zero_grad"], *body], right=(0,))
-    lines: list[Line] = [[("  " + "  ".join(row), "" if at else "bold")] for at, row in enumerate(table)]
+    lines = table_of([["update", "backward : step : zero_grad"], *body], right=(0,))
     hidden = len(counts) - len(shown)
     if hidden > 0:
         lines.insert(1 + _COUNTS, [(f"  … {hidden} more", "dim")])

@@ -124,6 +124,12 @@ def columns(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[li
     return [[pad(cell, widths[at], at in flush) for at, cell in enumerate(row)] for row in rows]
 
 
+def table_of(rows: Iterable[Sequence[str]], right: Iterable[int] = (), indent: int = 2) -> list[Line]:
+    """Returns the rows of a table in columns; the first is its bold heading."""
+    shown = columns(list(rows), right)
+    return [[(" " * indent + "  ".join(row), "" if at else "bold")] for at, row in enumerate(shown)]
+
+
 def fact_lines(title: str, facts: Iterable[tuple[str, str]], layout: Layout, indent: int) -> list[Line]:
     """Returns a heading and under it a line for each (label, text), the texts hanging at `indent`."""
     lines: list[Line] = [[(layout.text(title), "bold")]]

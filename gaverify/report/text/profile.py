@@ -10,7 +10,7 @@ from gaverify.records.comparison import Outcome
 from gaverify.records.prediction import Line as Fit
 from gaverify.records.prediction import NoPrediction, Prediction, activation_line, peak_line, predict
 from gaverify.records.profile import LABELS, Memory, Profile, Row
-from gaverify.report.text.layout import Layout, Line, cells, columns, pad
+from gaverify.report.text.layout import Layout, Line, cells, columns, pad, table_of
 from gaverify.report.text.table import STYLES
 from gaverify.report.text.wording import figures, moved_figures, number, percent, titled
 
@@ -83,9 +83,8 @@ def _moved(profile: Profile, layout: Layout) -> list[Line]:
         return []
     rows = [row for row in profile.rows if row.moved is not None]
     body = [(LABELS[row.strategy], str(row.steps), *moved_figures(row)) for row in rows]
-    table = columns([("strategy", "K", "with no_sync", "every micro-batch reduced"), *body], right=(1, 2, 3))
-    lines = layout.wrap(title, indent=2, style="bold")
-    return [*lines, *([("  " + "  ".join(cells_), "bold" if at == 0 else "")] for at, cells_ in enumerate(table))]
+    head = ("strategy", "K", "with no_sync", "every micro-batch reduced")
+    return layout.wrap(title, indent=2, style="bold") + table_of([head, *body], right=(1, 2, 3))
 
 
 def _name(row: Row) -> tuple[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gaverify.records.reference import Reference
 from gaverify.records.verdict import RunInfo, Trace, TraceStep, Verdict
-from gaverify.report.text.layout import Layout, Line, columns
+from gaverify.report.text.layout import Layout, Line, table_of
 from gaverify.report.text.table import table_lines
 from gaverify.report.text.wording import number, ranks_line, titled, value
 
@@ -87,9 +87,8 @@ def _trace(trace: Trace, layout: Layout) -> list[Line]:
         )
         for row in trace.rows
     ]
-    table = columns([[layout.text(cell) for cell in row] for row in (head, *body)], right=(1, 2))
-    lines: list[Line] = [[("  " + "  ".join(row), "" if at else "bold")] for at, row in enumerate(table)]
-    return lines + _step(trace.step, layout)
+    table = table_of([[layout.text(cell) for cell in row] for row in (head, *body)], right=(1, 2))
+    return table + _step(trace.step, layout)
 
 
 def _step(step: TraceStep, layout: Layout) -> list[Line]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gaverify.cli import main
-from gaverify.cli.starting import STARTER
+from gaverify.cli.scaffolding import template
 from gaverify.spec import Spec, load_specs
 from gaverify.zoo import Builtin
 
@@ -36,9 +36,9 @@ def test_init_does_not_overwrite(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_the_starter_holds_every_key_and_its_comments_are_right(tmp_path: Path) -> None:
     for field in Spec.model_fields:
-        assert re.search(rf"^(# )?\[?{field.replace('_', '-')}(\]| =)", STARTER, re.MULTILINE), field
+        assert re.search(rf"^(# )?\[?{field.replace('_', '-')}(\]| =)", template("parts/spec"), re.MULTILINE), field
     file = tmp_path / "all.toml"
-    file.write_text(re.sub(r"^# (?=[a-z-]+ = |\[)", "", STARTER, flags=re.MULTILINE))
+    file.write_text(re.sub(r"^# (?=[a-z-]+ = |\[)", "", template("parts/spec"), flags=re.MULTILINE))
     ((_, spec),) = load_specs([file], {})
     assert spec.model_args == {"width": 32} and spec.rtol == 1e-5
 
