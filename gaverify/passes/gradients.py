@@ -105,7 +105,7 @@ def _ways_that_need_less(task: Task, state: ModelState) -> str:
     start, stop = next(task.bounds())
     where = f"samples {start} to {stop - 1}"
     try:
-        with _pass(task, state), PassMode(state, Recorder(stop - start)), told_as_users(where, task):
+        with _pass(task, state), PassMode(state, Recorder()), told_as_users(where, task):
             part = fresh(micro_batch_of(task, start, stop, where))
             times = task.batch_size / (stop - start)
             needs = estimated_needs(task.modules, lambda: loss_of(task, part, where), times)
@@ -123,7 +123,7 @@ def _ways_that_need_less(task: Task, state: ModelState) -> str:
 def _full_batch(
     task: Task, state: ModelState, record: DrawRecord | None, lift: bool, probe: PassProbe
 ) -> tuple[PassResult, DrawRecord]:
-    random_draws = Recorder(task.batch_size) if record is None else Dealer(record, 0, task.batch_size, task.batch_size)
+    random_draws = Recorder() if record is None else Dealer(record, 0, task.batch_size, task.batch_size)
     mode = PassMode(state, random_draws, lift=lift, observe_terms=not lift, fitting=task.fitting)
     with _pass(task, state):
         with told_as_users("the full batch", task):

@@ -11,14 +11,13 @@ import torch
 from torch import nn
 
 from gaverify import Problem
-from gaverify.audit.recording.draws import draw_mode
-from gaverify.passes.randomness import Dealer, DrawRecord, Recorder
+from gaverify.passes.randomness import Dealer, DrawRecord, Recorder, draw_mode
 from gaverify.passes.task import loss_of
 
 
 def recorded(work: Callable[[], Any], size: int = 4) -> DrawRecord:
     """The draws of `work`, which is the full batch of `size` samples."""
-    recorder = Recorder(size)
+    recorder = Recorder()
     with recorder.watching(), draw_mode(recorder):
         _in_a_loss(work)
     return recorder.record

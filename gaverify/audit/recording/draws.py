@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,211 +15,205 @@ from gaverify.audit.job import COMPILED, Job
 from gaverify.audit.recording.matching import Matcher
 from gaverify.audit.recording.packing import packed, unpacked
 from gaverify.passes.isolation.generators import torch_generator_states
-from gaverify.passes.modes import OperationMode
-from gaverify.passes.precision import Arithmetic, product_of
-from gaverify.passes.randomness import Dealer, Draw, DrawRecord, Recomputing, Recorder
+from gaverify.passes.precision import Arithmetic
+from gaverify.passes.randomness import Dealer, Draw, DrawRecord, Recomputing, Recorder, draw_mode
 
 Shapes = list[tuple[int, ...]]
 Key = tuple[int, bool, int]
 """A model, whether it is in training mode, and how many inputs it is given."""
 
 
-def draw_mode(handler: Recorder | Dealer | Recomputing, arithmetic: Arithmetic | None = None) -> OperationMode:
-    """Returns a mode that gives every random operation to `handler` and notes products; all else runs as it is."""
-
-    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if arithmetic is not None:
-            arithmetic.note(product_of(func), args)
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            return handler(func, args, kwargs)
-        return func(*args, **kwargs)
-
-    return OperationMode(handle)
-
-
-class KeptDraws:
-    """The full-batch run: one `Recorder` per forward, written when the update is over."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._forwards: list[tuple[Key, Shapes, Recorder]] = []
-        self.fused: set[str] = set()
-        self.count = 0
-
-    def handler(self, key: Key, shapes: Shapes) -> Recorder:
-        """Returns the handler of the next forward."""
-        recorder = Recorder(shapes[0][0] if shapes else 1)
-        self._forwards.append((key, shapes, recorder))
-        return recorder
-
-    @contextmanager
-    def watched(self, inner: AbstractContextManager[Any]) -> Iterator[None]:
-        """Runs a forward; notes when it drew out of sight, as a compiled graph does."""
-        before, recorder = torch_generator_states(), self._forwards[-1][2]
-        with inner:
-            yield
-        if not recorder.record.draws and torch_generator_states() != before:
-            self.fused.add(COMPILED)
-
-    def close(self, update: int) -> None:
-        """Writes the draws of the update that is over."""
-        written: list[Any] = []
-        for key, shapes, recorder in self._forwards:
-            self.fused |= recorder.record.fused
-            self.count += len(recorder.record.draws)
-            draws = [{**vars(draw), "value": packed(draw.value)} for draw in recorder.record.draws]
-            written.append({"key": key, "shapes": shapes, "draws": draws})
-        if any(entry["draws"] for entry in written):
-            torch.save(written, self._folder / f"draws-{update}.pt")
-        self._forwards.clear()
-
-
-class DealtDraws:
-    """The accumulated run: a `Dealer` per forward, over the draws of the full-batch run's forward at the same place.
-
-    The rows of the inputs tell which place that is. Where they do not, micro-batch k's j-th forward takes from the full
-    batch's j-th, counted among forwards of the same model in the same mode.
-    """
-
-    def __init__(self, sources: Sequence[Path]) -> None:
-        self._sources = sources
-        self._update = 0
-        self._entries: list[tuple[Shapes, DrawRecord]] = []
-        self._places: dict[Key, list[int]] = {}
-        self._matcher = Matcher([])
-        self._seen: dict[Key, int] = {}
-        self._starts: dict[int, int] = {}
-        self._dealer: Dealer | None = None
-        self.sliced = 0
-        self.unaligned: dict[str, str] = {}
-
-    def open(self, update: int) -> None:
-        """Turns to the draws of update number `update`."""
-        self.close()
-        self._update, self._seen, self._starts = update, {}, {}
-        paths = [source / f"draws-{update}.pt" for source in self._sources]
-        drawn = [path for path in paths if path.exists()]
-        entries = [entry for path in drawn for entry in torch.load(path, weights_only=False)]
-        self._places = {}
-        for entry in entries:
-            draws = [Draw(**{**draw, "value": unpacked(draw["value"])}) for draw in entry["draws"]]
-            self._places.setdefault(entry["key"], []).append(len(self._entries))
-            self._entries.append((entry["shapes"], DrawRecord(draws)))
-        if entries:
-            rows = [torch.load(path.with_name(f"rows-{update}.pt"), weights_only=True) for path in drawn]
-            self._matcher = Matcher([prints for run in rows for prints in run])
-
-    def close(self) -> None:
-        """Adds up what came of dealing."""
-        self._finish()
-        for _, record in self._entries:
-            self.sliced += record.sliced
-            self.unaligned |= record.unaligned
-        self._entries = []
-
-    def handler(self, key: Key, shapes: Shapes, prints: dict[str, Any]) -> Dealer | None:
-        """Returns the handler of the next forward."""
-        self._finish()
-        places = self._places.get(key)
-        if not places:
-            return None
-        spot = self._matcher.find(places, prints)
-        place = spot.forward if spot is not None else places[self._seen.get(key, 0) % len(places)]
-        self._seen[key] = self._seen.get(key, 0) + 1
-        full, record = self._entries[place]
-        rows = _batch_rows(full, shapes)
-        if rows is None:
-            return None
-        whole, part = rows
-        order = spot.places if spot is not None and spot.scattered else None
-        start = spot.places[0] if spot is not None and order is None else self._starts.get(place, 0)
-        self._starts[place] = start + part
-        if start + part > whole:
-            self.unaligned.setdefault("forward", "the window holds more samples than the full batch")
-            return None
-        self._dealer = Dealer(record, start, start + part, whole, order)
-        return self._dealer
-
-    def _finish(self) -> None:
-        if self._dealer is not None:
-            self._dealer.finish()
-        self._dealer = None
-
-
 class Draws:
-    """What a run does about random draws: keeps them, deals them out, or nothing, as its role asks.
+    """What a run does about the random draws of its forwards: nothing, unless its role asks for more.
 
     Args:
         job: The run.
-        folder: Where it writes.
         arithmetic: What the script computes in.
     """
 
-    def __init__(self, job: Job, folder: Path, arithmetic: Arithmetic) -> None:
-        self._arithmetic = arithmetic
-        self._kept = KeptDraws(folder) if job.role == "full" else None
-        self._eager = job.eager
-        self._replayed = job.replay  # what is drawn outside the forwards is dealt out as well
-        self._held = job.role == "frozen"  # all its steps belong to the full batch's first update
-        dealt = job.source is not None and job.role in ("accumulated", "frozen")
-        self._dealt = DealtDraws([Path(source) for source in job.sources]) if dealt else None
-        self._outside: list[bytes] | None = None  # the generators at the end of the last forward
+    def __init__(self, job: Job, arithmetic: Arithmetic) -> None:
+        self._eager, self._arithmetic = job.eager, arithmetic
         self._handlers: list[Recorder | Dealer] = []  # of the window's forwards
         self._handler: Recorder | Dealer | None = None
-        if self._dealt is not None:
-            self._dealt.open(1)
+        self._fused: set[str] = set()
+        self._count = self._dealt = 0
+        self._unaligned: dict[str, str] = {}
 
     def begin(self, key: Key, shapes: Shapes, prints: dict[str, Any]) -> None:
         """Turns to the next forward: of which model in which mode, and the shapes and fingerprints of its inputs."""
-        self._handler = None
-        if self._kept is not None:
-            self._handler = self._kept.handler(key, shapes)
-        elif self._dealt is not None:
-            self._handler = self._dealt.handler(key, shapes, prints)
+        self._handler = self._next(key, shapes, prints)
         if self._handler is not None:
             self._handlers.append(self._handler)
 
+    def _next(self, key: Key, shapes: Shapes, prints: dict[str, Any]) -> Recorder | Dealer | None:
+        return None
+
     def in_forward(self, module: nn.Module | None) -> AbstractContextManager[Any]:
         """Returns what to run a forward in; compiled graphs do not run under a mode, their draws stay their own."""
-        if module is None:
+        compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        if module is None or self._handler is None or (compiled and not self._eager):
             return nullcontext()
-        compiled = hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
-        hidden = compiled and not self._eager
-        inner = nullcontext() if self._handler is None or hidden else draw_mode(self._handler, self._arithmetic)
-        return self._kept.watched(inner) if self._kept is not None else inner
+        return draw_mode(self._handler, self._arithmetic)
 
     def in_backward(self) -> AbstractContextManager[Any]:
         """Returns what to run a backward in: checkpointing draws again there."""
         return draw_mode(Recomputing(self._handlers), self._arithmetic) if self._handlers else nullcontext()
 
     def leave_forward(self) -> None:
-        """Remembers the generators: what they draw from here to the backward is not the model's."""
-        self._outside = torch_generator_states() if self._dealt is not None and not self._replayed else None
+        """A forward is over: what is drawn from here to its backward is not the model's."""
 
     def enter_backward(self) -> None:
-        """Notes draws between the forward and its backward (in the loss, say), which nobody deals out."""
-        if self._outside is not None and self._dealt is not None and torch_generator_states() != self._outside:
-            self._dealt.unaligned["outside the model"] = "drawn between the forward and its backward"
-        self._outside = None
+        """A backward begins."""
 
     def close(self, update: int) -> None:
         """Ends an update."""
         self._handlers = []
-        if self._kept is not None:
-            self._kept.close(update)
-        if self._dealt is not None and not self._held:
-            self._dealt.open(update + 1)
 
     def summary(self) -> dict[str, Any]:
         """Returns what came of it, for the closing record."""
-        if self._dealt is not None:
-            self._dealt.close()
         return {
-            "fused": sorted(self._kept.fused) if self._kept else [],
-            "draws": self._kept.count if self._kept else 0,
-            "dealt": self._dealt.sliced if self._dealt else 0,
-            "unaligned": self._dealt.unaligned if self._dealt else {},
+            "fused": sorted(self._fused),
+            "draws": self._count,
+            "dealt": self._dealt,
+            "unaligned": self._unaligned,
         }
+
+
+class KeptDraws(Draws):
+    """The full-batch run: one `Recorder` per forward, written when the update is over.
+
+    Args:
+        job: The run.
+        arithmetic: What the script computes in.
+        folder: Where it writes.
+    """
+
+    def __init__(self, job: Job, arithmetic: Arithmetic, folder: Path) -> None:
+        super().__init__(job, arithmetic)
+        self._folder = folder
+        self._forwards: list[tuple[Key, Shapes, DrawRecord]] = []
+
+    def _next(self, key: Key, shapes: Shapes, prints: dict[str, Any]) -> Recorder:
+        recorder = Recorder()
+        self._forwards.append((key, shapes, recorder.record))
+        return recorder
+
+    @contextmanager
+    def in_forward(self, module: nn.Module | None) -> Iterator[None]:
+        """Runs a forward; notes when it drew out of sight, as a compiled graph does."""
+        before = torch_generator_states() if module is not None else []
+        with super().in_forward(module):
+            yield
+        if module is not None and not self._forwards[-1][2].draws and torch_generator_states() != before:
+            self._fused.add(COMPILED)
+
+    def close(self, update: int) -> None:
+        """Writes the draws of the update that is over."""
+        super().close(update)
+        written: list[Any] = []
+        for key, shapes, record in self._forwards:
+            self._fused |= record.fused
+            self._count += len(record.draws)
+            written.append((key, shapes, [{**vars(draw), "value": packed(draw.value)} for draw in record.draws]))
+        if any(draws for _, _, draws in written):
+            torch.save(written, self._folder / f"draws-{update}.pt")
+        self._forwards.clear()
+
+
+class DealtDraws(Draws):
+    """The accumulated run: a `Dealer` per forward, over the draws of the full-batch run's forward at the same place.
+
+    The rows of the inputs tell which place that is. Where they do not, micro-batch k's j-th forward takes from the full
+    batch's j-th, counted among forwards of the same model in the same mode.
+    """
+
+    def __init__(self, job: Job, arithmetic: Arithmetic) -> None:
+        super().__init__(job, arithmetic)
+        self._sources = [Path(source) for source in job.sources]
+        self._held = job.role == "frozen"  # all its steps belong to the full batch's first update
+        self._replayed = job.replay  # what is drawn outside the forwards is dealt out as well
+        self._outside: list[bytes] | None = None  # the generators at the end of the last forward
+        self._open(1)
+
+    def _open(self, update: int) -> None:
+        """Turns to the draws of update number `update`."""
+        self._entries: list[tuple[Shapes, DrawRecord]] = []
+        self._places: dict[Key, list[int]] = {}
+        self._seen: Counter[Key] = Counter()
+        self._starts: Counter[int] = Counter()
+        rows: list[Any] = []
+        for path in (source / f"draws-{update}.pt" for source in self._sources):
+            if path.exists():
+                rows += torch.load(path.with_name(f"rows-{update}.pt"), weights_only=True)
+                for key, shapes, draws in torch.load(path, weights_only=False):
+                    record = DrawRecord([Draw(**{**draw, "value": unpacked(draw["value"])}) for draw in draws])
+                    self._places.setdefault(key, []).append(len(self._entries))
+                    self._entries.append((shapes, record))
+        self._matcher = Matcher(rows)
+
+    def _close(self) -> None:
+        """Adds up what came of dealing."""
+        self._finish()
+        for _, record in self._entries:
+            self._dealt += record.sliced
+            self._unaligned |= record.unaligned
+        self._entries = []
+
+    def _finish(self) -> None:
+        if isinstance(self._handler, Dealer):
+            self._handler.finish()
+        self._handler = None
+
+    def _next(self, key: Key, shapes: Shapes, prints: dict[str, Any]) -> Dealer | None:
+        self._finish()
+        places = self._places.get(key)
+        if not places:
+            return None
+        spot = self._matcher.find(places, prints)
+        place = spot.forward if spot is not None else places[self._seen[key] % len(places)]
+        self._seen[key] += 1
+        full, record = self._entries[place]
+        rows = _batch_rows(full, shapes)
+        if rows is None:
+            return None
+        whole, part = rows
+        order = spot.places if spot is not None and spot.scattered else None
+        start = spot.places[0] if spot is not None and order is None else self._starts[place]
+        self._starts[place] = start + part
+        if start + part > whole:
+            self._unaligned.setdefault("forward", "the window holds more samples than the full batch")
+            return None
+        return Dealer(record, start, start + part, whole, order)
+
+    def leave_forward(self) -> None:
+        """Remembers the generators."""
+        self._outside = None if self._replayed else torch_generator_states()
+
+    def enter_backward(self) -> None:
+        """Notes draws between the forward and its backward (in the loss, say), which nobody deals out."""
+        if self._outside is not None and torch_generator_states() != self._outside:
+            self._unaligned["outside the model"] = "drawn between the forward and its backward"
+        self._outside = None
+
+    def close(self, update: int) -> None:
+        """Ends an update."""
+        super().close(update)
+        if not self._held:
+            self._close()
+            self._open(update + 1)
+
+    def summary(self) -> dict[str, Any]:
+        """Returns what came of it, for the closing record."""
+        self._close()
+        return super().summary()
+
+
+def draws_of(job: Job, arithmetic: Arithmetic, folder: Path) -> Draws:
+    """Returns what a run that writes to a folder does about random draws."""
+    if job.role == "full":
+        return KeptDraws(job, arithmetic, folder)
+    dealt = job.source is not None and job.role in ("accumulated", "frozen")
+    return (DealtDraws if dealt else Draws)(job, arithmetic)
 
 
 def _batch_rows(full: Shapes, micro: Shapes) -> tuple[int, int] | None:

@@ -19,7 +19,7 @@ from gaverify.audit.recording.buffers import Buffers
 from gaverify.audit.recording.changes import Changes
 from gaverify.audit.recording.control import Held, Perturbation, use_math_kernels
 from gaverify.audit.recording.dividing import Weight
-from gaverify.audit.recording.draws import Draws
+from gaverify.audit.recording.draws import draws_of
 from gaverify.audit.recording.followers import Followers
 from gaverify.audit.recording.graph import keep_lines
 from gaverify.audit.recording.holding import Holding
@@ -88,7 +88,7 @@ class Session:
         self._addends: dict[int, dict[int, int]] = {}  # of each optimizer, as at its last step
         self._gathers: list[Place | None] = []  # where trained tensors were gathered since the last backward pass
         self._held = Held() if job.role == "frozen" else None
-        self._draws = Draws(job, storage.folder, self.roundoff.arithmetic)
+        self._draws = draws_of(job, self.roundoff.arithmetic, storage.folder)
         if job.term or job.outputs:
             keep_lines()
         self._outputs = Outputs(self._work, job.moved, small=job.role != "full") if job.outputs else None

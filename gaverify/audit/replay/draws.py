@@ -17,9 +17,8 @@ from gaverify.audit.recording.places import user_place
 from gaverify.audit.recording.ranks import place_in_group
 from gaverify.audit.replay.dealing import Counterparts, Kept, Part, Share, Unalignable
 from gaverify.audit.replay.sites import site
-from gaverify.passes.modes import OperationMode, operation_name
-from gaverify.passes.randomness import foreign
-from gaverify.passes.randomness.operations import drawn_by, name_of, replaced, source_of
+from gaverify.passes.randomness import draw_mode, foreign
+from gaverify.passes.randomness.operations import Drawing
 
 _ORDERS = ("randperm", "permutation", "shuffle")
 """What draws an order of the batch, of which some of its samples have no part of their own."""
@@ -38,7 +37,7 @@ class LoopDraws:
         self.unaligned: dict[str, str] = {}
         self.moved = True
         self.count = 0  # draws that were kept, or given the full-batch run's
-        self._mode = OperationMode(self._operation)
+        self._mode = draw_mode(self._operation)
         self._paused = 0
         self._process = os.getpid()
         self._foreign: AbstractContextManager[None] | None = None
@@ -79,20 +78,17 @@ class LoopDraws:
         """The run is over."""
 
     def _operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        listens = torch.Tag.nondeterministic_seeded in func.tags and not self._paused and os.getpid() == self._process
-        if not listens or _sets_weights(args):
+        if self._paused or os.getpid() != self._process or _sets_weights(args):
             return func(*args, **kwargs)
-        operation, source = name_of(func), source_of(func, args, None)
-        source = source.clone() if source is not None and operation_name(func).endswith("_") else source
-        result = func(*args, **kwargs)
-        drawn = drawn_by(operation, args, result)
+        run = Drawing(func, args, kwargs)
+        drawn = run.drawn
         if drawn is not None and (drawn.is_meta or type(drawn) is not torch.Tensor):
-            return result
+            return run.result
         if drawn is None or drawn.numel() > _LARGEST:
-            self.unaligned.setdefault(operation, "drawn in the loop, out of sight")
-            return result
-        value = self._dealt(operation, drawn)
-        return result if value is None else replaced(operation, args, result, drawn, value, source)
+            self.unaligned.setdefault(run.operation, "drawn in the loop, out of sight")
+            return run.result
+        value = self._dealt(run.operation, drawn)
+        return run.result if value is None else run.replaced(drawn, value)
 
     def _dealt(self, operation: str, drawn: torch.Tensor) -> torch.Tensor | None:
         raise NotImplementedError

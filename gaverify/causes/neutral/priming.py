@@ -32,7 +32,7 @@ class Primed(PassProbe):
         """Runs it where a strategy starts."""
         if k in (None, 0):
             restore = generator_states()
-            mode = PassMode(self._state, Recorder(self._task.batch_size), lift=self._lift)
+            mode = PassMode(self._state, Recorder(), lift=self._lift)
             with _disable_current_modes(), mode:
                 loss_of(self._task, fresh(self._task.problem.batch), "the full batch")
             restore()

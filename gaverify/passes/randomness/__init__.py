@@ -17,9 +17,9 @@ tokens they were sent, sequences that are packed by length, and Python's and Num
 from gaverify.passes.randomness.dealing import Dealer
 from gaverify.passes.randomness.draws import Draw, DrawRecord
 from gaverify.passes.randomness.foreign import unwatched
-from gaverify.passes.randomness.operations import MASKED
+from gaverify.passes.randomness.operations import draw_mode
 from gaverify.passes.randomness.recomputing import Recomputing
 from gaverify.passes.randomness.recording import Recorder
 from gaverify.passes.randomness.sites import named_modules
 
-__all__ = ["MASKED", "Dealer", "Draw", "DrawRecord", "Recomputing", "Recorder", "named_modules", "unwatched"]
+__all__ = ["Dealer", "Draw", "DrawRecord", "Recomputing", "Recorder", "draw_mode", "named_modules", "unwatched"]

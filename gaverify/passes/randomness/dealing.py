@@ -12,18 +12,7 @@ import torch
 
 from gaverify.passes.randomness.contents import LOOSE, fingerprint, tolerance
 from gaverify.passes.randomness.draws import Draw, DrawRecord, placed
-from gaverify.passes.randomness.operations import (
-    arguments_of,
-    drawn_by,
-    generator_key,
-    kept_source,
-    kind_of,
-    name_of,
-    replaced,
-    same_arguments,
-    source_of,
-    typical,
-)
+from gaverify.passes.randomness.operations import Drawing, alike, same_arguments
 from gaverify.passes.randomness.redrawing import ForeignDealer
 from gaverify.passes.randomness.selection import (
     Rows,
@@ -61,7 +50,7 @@ class Dealer:
         self._order = order
         self._size = batch_size
         # A repeated draw is dealt the same rows: by the generator's state before it, and the shape that was drawn.
-        self._index: dict[Any, tuple[torch.Size, tuple[torch.Tensor, Selection] | None]] = {}
+        self.known: dict[Any, tuple[torch.Size, tuple[torch.Tensor, Selection] | None]] = {}
         self._next = 0
         self._made: Counter[int] = Counter()
         self._doubts: list[torch.Tensor] = []
@@ -79,24 +68,19 @@ class Dealer:
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: torch.Tensor | None = None
     ) -> Any:
         """Runs the operation and returns the full batch's draw for these samples."""
-        operation = name_of(func)
-        before = generator_key(args, kwargs)
-        source = kept_source(func, source_of(func, args, like))
-        result = func(*args, **kwargs)
-        drawn = drawn_by(operation, args, result)
+        run = Drawing(func, args, kwargs, like)
+        drawn = run.drawn
         if drawn is None:
-            return result
+            return run.result
         if self.record.constant:
-            return replaced(operation, args, result, drawn, typical(operation, args, drawn), source)
-        if before not in self._index or self._index[before][0] != drawn.shape or drawn.numel() == 0:
-            if generator_key(args, kwargs) == before and drawn.numel() > 0:
-                return result
-            rows = self._rows(drawn, source)
-            self._index[before] = drawn.shape, self._deal(self._place(operation, rows), operation, drawn, args, rows)
-        dealt = self._index[before][1]
-        if dealt is None:
-            return result
-        return replaced(operation, args, result, drawn, taken_from(*dealt), source)
+            return run.replaced(drawn, run.kind.typical(args, drawn))
+        if run.before not in self.known or self.known[run.before][0] != drawn.shape or drawn.numel() == 0:
+            if not run.moved and drawn.numel() > 0:
+                return run.result
+            rows = self._rows(drawn, run.source)
+            self.known[run.before] = drawn.shape, self._deal(self._place(run.operation, rows), run, rows)
+        dealt = self.known[run.before][1]
+        return run.result if dealt is None else run.replaced(drawn, taken_from(*dealt))
 
     def watching(self) -> AbstractContextManager[None]:
         """Returns what sees Python's and NumPy's draws."""
@@ -128,7 +112,7 @@ class Dealer:
             self.record.unaligned.setdefault(self.record.draws[index].operation, _FEWER)
 
     def _rows(self, drawn: torch.Tensor, source: torch.Tensor | None) -> Rows:
-        known = source is not None and source.shape == drawn.shape and not self.record.constant
+        known = source is not None and source.shape == drawn.shape
         prints = fingerprint(source) if source is not None and known else None
         least = tolerance(source) if source is not None else 0.0
         return Rows(self._micro_batch, self._size, drawn.shape, prints, least, self._order)
@@ -154,36 +138,28 @@ class Dealer:
     def _fits(self, index: int, operation: str, rows: Rows) -> bool:
         """Whether a draw may be the one: of the same kind, and for these rows as far as that can be told."""
         draw = self.record.draws[index]
-        if kind_of(draw.operation) != kind_of(operation):
-            return False
-        if draw.prints is None or rows.prints is None:
-            return True
-        return by_contents(draw, rows) is not None
+        told = draw.prints is not None and rows.prints is not None
+        return alike(operation, draw.operation) and (not told or by_contents(draw, rows) is not None)
 
     def _searched(self, indices: Any, operation: str, rows: Rows) -> int | None:
         """The first draw that was made for these contents."""
         if rows.prints is None:
             return None
         near = sorted(indices, key=lambda index: abs(index - self._next))[:_SEARCHED]
-        return next((index for index in near if self._told(index, operation, rows)), None)
+        told = (index for index in near if self.record.draws[index].prints is not None)
+        return next((index for index in told if self._fits(index, operation, rows)), None)
 
-    def _told(self, index: int, operation: str, rows: Rows) -> bool:
-        draw = self.record.draws[index]
-        return draw.prints is not None and self._fits(index, operation, rows)
-
-    def _deal(
-        self, index: int, operation: str, drawn: torch.Tensor, args: tuple[Any, ...], rows: Rows
-    ) -> tuple[torch.Tensor, Selection] | None:
+    def _deal(self, index: int, run: Drawing, rows: Rows) -> tuple[torch.Tensor, Selection] | None:
         """The full batch's draw and the rows of it that are ours; None where there are none."""
         draw = self.record.draws[index] if index < len(self.record.draws) else None
-        why = _why_not(draw, operation, drawn, args)
+        why = _why_not(draw, run, rows.shape)
         selection = self._rows_of(draw, rows) if draw is not None and not why else None
         if draw is None or selection is None:
-            self._refuse(operation, why or f"shapes {_shapes(draw, rows)} do not correspond")
+            self._refuse(run.operation, why or f"shapes {_shapes(draw, rows)} do not correspond")
             return None
         self.record.sliced += bool(selection)
         if not selection and not self._whole:
-            self.record.share(operation)
+            self.record.share(run.operation)
         if self.record.inner and not self._whole:
             hand_out(draw, selection)
         return draw.value, selection
@@ -222,18 +198,18 @@ class Dealer:
             self.record.places.setdefault(operation, (shown(frame[0]), frame[1]))
 
 
-def _why_not(draw: Draw | None, operation: str, drawn: torch.Tensor, args: tuple[Any, ...]) -> str:
+def _why_not(draw: Draw | None, run: Drawing, shape: torch.Size) -> str:
     """Why a draw of the full batch has no rows for a micro-batch; empty where it has."""
     if draw is None:
         return "the micro-batch made more draws than the full batch"
-    if kind_of(draw.operation) != kind_of(operation):
+    if not alike(run.operation, draw.operation):
         return f"the full batch drew `{draw.operation}` in its place"
-    if operation == "randperm" and drawn.shape != draw.value.shape:
+    if run.operation == "randperm" and shape != draw.value.shape:
         return "a permutation of the batch has no rows of its own for a micro-batch"
-    asked = arguments_of(operation, args)
-    if not same_arguments(asked, draw.arguments, drawn.shape, draw.value.shape):
+    asked = run.kind.asked(run.args)
+    if not same_arguments(asked, draw.arguments, shape, draw.value.shape):
         return f"its arguments depend on the batch: {draw.arguments} and {asked}"
-    if operation == "multinomial" and draw.input_shape and draw.input_shape[-1] != args[0].shape[-1]:
+    if run.operation == "multinomial" and draw.input_shape and draw.input_shape[-1] != run.args[0].shape[-1]:
         return "it draws samples of the batch itself"
     return ""
 

@@ -1,26 +1,150 @@
-"""Random operations: what they draw, from which generator, and for the rows of which input."""
+"""Random operations: one table of what is special about some, and what one that has run drew for the rows of its input.
+
+Shapes: what is drawn has the shape of the input for which it is drawn, where there is one.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from gaverify.passes.devices import default_generator, with_number
 from gaverify.passes.isolation.generators import comparable, state_of
+from gaverify.passes.modes import Handler, OperationMode
+from gaverify.passes.precision import Arithmetic, product_of
+from gaverify.tracebacks import hands_over
 
-MASKED = ("native_dropout", "_fused_dropout")
-"""Operations that return their mask beside the masked input."""
-
-
-def name_of(func: Any) -> str:
-    """Returns `bernoulli` for `aten::bernoulli_.float`."""
-    return str(func._schema.name.split("::")[-1].rstrip("_"))
+Args = tuple[Any, ...]
 
 
-def generator_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, bytes]:
+def _numbers(args: Args) -> Args:
+    return tuple(arg for arg in args if isinstance(arg, int | float | bool))
+
+
+class Kind(NamedTuple):
+    """What a random operation does; the defaults are what most do.
+
+    Args:
+        drawn: Of its arguments and its result, the numbers that it drew.
+        asked: Of its arguments, what it was asked for.
+        typical: A value that it might have drawn, the same for every sample.
+        applied: Its result for an input and what was drawn, where that is not what was drawn.
+        mask: A mask is a mask, whether it was drawn on its own or by a fused dropout (TorchScript changes its mind).
+    """
+
+    drawn: Callable[[Args, Any], Any] = lambda args, result: result
+    asked: Callable[[Args], Args] = _numbers
+    typical: Callable[[Args, torch.Tensor], torch.Tensor] = lambda args, drawn: torch.ones_like(drawn)
+    applied: Callable[[torch.Tensor, torch.Tensor, Args], torch.Tensor] | None = None
+    mask: bool = False
+
+
+def _reversed(args: Args, drawn: torch.Tensor) -> torch.Tensor:
+    """Not the identity: it would hide that samples meet through a permutation."""
+    return torch.arange(drawn.numel() - 1, -1, -1, device=drawn.device, dtype=drawn.dtype)
+
+
+def _least(args: Args, drawn: torch.Tensor) -> torch.Tensor:
+    numbers = [arg for arg in args if isinstance(arg, int)]
+    return torch.full_like(drawn, min(numbers) if len(numbers) > 1 else 0)
+
+
+def _middle(args: Args, drawn: torch.Tensor) -> torch.Tensor:
+    bounds = _numbers(args)
+    low, high = bounds[:2] if len(bounds) > 1 else (0.0, 1.0)
+    return torch.full_like(drawn, (low + high) / 2)
+
+
+def _masked(source: torch.Tensor, mask: torch.Tensor, args: Args) -> torch.Tensor:
+    keep = 1.0 - args[1]
+    return source * mask.to(source.dtype) / keep if keep > 0 else torch.zeros_like(source)
+
+
+_DROPOUT = Kind(lambda args, result: result[1], lambda args: (1.0 - args[1],), applied=_masked, mask=True)
+_RRELU = Kind(lambda args, result: args[1], applied=lambda source, noise, args: source * noise)
+_ZERO = Kind(typical=lambda args, drawn: torch.zeros_like(drawn))
+_BETWEEN = Kind(typical=_middle)
+_INTEGER = Kind(typical=_least)
+_PLAIN = Kind()
+_KINDS = {
+    "native_dropout": _DROPOUT,
+    "_fused_dropout": _DROPOUT,
+    "bernoulli": Kind(mask=True),
+    "rrelu_with_noise": _RRELU,
+    "rrelu_with_noise_functional": _RRELU,
+    "randperm": Kind(typical=_reversed),
+    "multinomial": _ZERO,
+    "random": _ZERO,
+    "randint": _INTEGER,
+    "randint_like": _INTEGER,
+    "uniform": _BETWEEN,
+    "rand": _BETWEEN,
+    "rand_like": _BETWEEN,
+}
+
+
+class Drawing:
+    """A random operation that has run.
+
+    Args:
+        func: The operation.
+        args: Its arguments.
+        kwargs: Its named ones.
+        like: The tensor after whose shape the tensor that is drawn into was made: the input of a dropout.
+    """
+
+    @hands_over
+    def __init__(self, func: Any, args: Args, kwargs: dict[str, Any], like: torch.Tensor | None = None) -> None:
+        self.operation = _name_of(func)
+        self.args, self._kwargs, self.kind = args, kwargs, kind_of(self.operation)
+        self.before = generator_key(args, kwargs)
+        self.source = self._source(func._schema.name.endswith("_"), like)
+        self.result = func(*args, **kwargs)
+        drawn = self.kind.drawn(args, self.result)
+        seen = isinstance(drawn, torch.Tensor) and "attention" not in self.operation
+        self.drawn: torch.Tensor | None = _plain(drawn) if seen else None  # None where it stays inside the kernel
+
+    def _source(self, writes: bool, like: torch.Tensor | None) -> torch.Tensor | None:
+        """The input whose rows the drawn rows belong to, if there is one."""
+        source = self.args[0] if self.args and isinstance(self.args[0], torch.Tensor) else None
+        if writes and self.kind is not _RRELU:
+            source = like  # what is drawn into has no contents of its own
+        if source is None or source.layout not in (torch.strided, torch.jagged):
+            return None
+        return _plain(source).clone() if writes and self.kind is _RRELU else _plain(source)
+
+    @property
+    def moved(self) -> bool:
+        """Whether the generator has moved."""
+        return generator_key(self.args, self._kwargs) != self.before
+
+    def replaced(self, drawn: torch.Tensor, value: torch.Tensor) -> Any:
+        """Puts other numbers into the result, in place of those that were drawn, and returns it."""
+        drawn.copy_(value)
+        if self.kind.applied is not None and self.source is not None:
+            into = self.result if isinstance(self.result, torch.Tensor) else self.result[0]
+            _plain(into).copy_(self.kind.applied(self.source, drawn, self.args))
+        return self.result
+
+
+def draw_mode(handler: Handler, arithmetic: Arithmetic | None = None) -> OperationMode:
+    """Returns a mode that gives every random operation to `handler` and notes products; all else runs as it is."""
+
+    @hands_over
+    def handle(func: Any, args: Args, kwargs: dict[str, Any]) -> Any:
+        if arithmetic is not None:
+            arithmetic.note(product_of(func), args)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return handler(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    return OperationMode(handle)
+
+
+def generator_key(args: Args, kwargs: Mapping[str, Any]) -> tuple[int, Any]:
     """Identifies the state of the generator that an operation will draw from."""
     generator = kwargs.get("generator")
     if generator is None:
@@ -31,16 +155,7 @@ def generator_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, b
     if device is None:
         device = next((arg.device for arg in args if isinstance(arg, torch.Tensor)), torch.device("cpu"))
     device = with_number(torch.device(device))
-    return hash(device), comparable(state_of(default_generator(device)))
-
-
-def drawn_by(operation: str, args: tuple[Any, ...], result: Any) -> torch.Tensor | None:
-    """The random tensor in an operation's result; None where it stays inside the kernel."""
-    if operation in MASKED:
-        return plain(result[1])
-    if operation.startswith("rrelu_with_noise"):
-        return plain(args[1])
-    return plain(result) if isinstance(result, torch.Tensor) and "attention" not in operation else None
+    return hash(device), comparable(state_of(default_generator(device))) if device.type != "meta" else None
 
 
 def draws_unseen(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -49,49 +164,20 @@ def draws_unseen(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> b
     cuDNN's recurrent layers do, and their like: dropout between layers reads a buffer that was seeded once.
     """
     given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
-    return "rnn" in name_of(func) and bool(given.get("train")) and float(given.get("dropout") or 0.0) > 0.0
+    return "rnn" in _name_of(func) and bool(given.get("train")) and float(given.get("dropout") or 0.0) > 0.0
 
 
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The numbers of a nested tensor end to end, in the memory where they are; any other tensor as it is."""
-    return tensor.values() if tensor.is_nested else tensor
+def kind_of(operation: str) -> Kind:
+    """Returns what is special about an operation."""
+    return _KINDS.get(operation, _PLAIN)
 
 
-def source_of(func: Any, args: tuple[Any, ...], like: torch.Tensor | None) -> torch.Tensor | None:
-    """The input whose rows the drawn rows belong to, if there is one.
-
-    Args:
-        func: The operation.
-        args: Its arguments.
-        like: The tensor after whose shape the tensor that is drawn into was made: the input of a dropout.
-    """
-    source = args[0] if args and isinstance(args[0], torch.Tensor) else None
-    written = func._schema.name.endswith("_") and not name_of(func).startswith("rrelu_with_noise")
-    source = like if written else source  # what is drawn into has no contents of its own
-    return plain(source) if source is not None and source.layout in (torch.strided, torch.jagged) else None
+def alike(ours: str, full: str) -> bool:
+    """Whether draws of two operations may stand for each other."""
+    return ours == full or (kind_of(ours).mask and kind_of(full).mask)
 
 
-def kept_source(func: Any, source: torch.Tensor | None) -> torch.Tensor | None:
-    """The source, as a copy where the operation is about to overwrite it."""
-    overwritten = source is not None and func._schema.name.endswith("rrelu_with_noise_")
-    return source.clone() if overwritten and source is not None else source
-
-
-def kind_of(operation: str) -> str:
-    """A mask is a mask, whether it was drawn on its own or by a fused dropout (TorchScript changes its mind)."""
-    return "mask" if operation in MASKED or operation.startswith("bernoulli") else operation
-
-
-def arguments_of(operation: str, args: Sequence[Any]) -> tuple[Any, ...]:
-    """The numbers that a draw was asked for; of a mask the share that it keeps."""
-    if operation in MASKED:
-        return (1.0 - args[1],)
-    return tuple(arg for arg in args if isinstance(arg, int | float | bool))
-
-
-def same_arguments(
-    ours: tuple[Any, ...], full: tuple[Any, ...], shape: Sequence[int], full_shape: Sequence[int]
-) -> bool:
+def same_arguments(ours: Args, full: Args, shape: Sequence[int], full_shape: Sequence[int]) -> bool:
     """Whether two draws were asked for the same; an argument that is a size may follow the batch."""
     if len(ours) != len(full):
         return False
@@ -101,36 +187,11 @@ def same_arguments(
     )
 
 
-def typical(operation: str, args: tuple[Any, ...], drawn: torch.Tensor) -> torch.Tensor:
-    """A value that the operation might have drawn, the same for every sample."""
-    if operation == "randperm":
-        # not the identity: it would hide that samples meet through a permutation
-        return torch.arange(drawn.numel() - 1, -1, -1, device=drawn.device, dtype=drawn.dtype)
-    if operation in ("multinomial", "random"):
-        return torch.zeros_like(drawn)
-    if operation.startswith("randint"):
-        numbers = [arg for arg in args if isinstance(arg, int)]
-        return torch.full_like(drawn, min(numbers) if len(numbers) > 1 else 0)
-    if operation in ("uniform", "rand", "rand_like"):
-        bounds = arguments_of(operation, args)
-        low, high = bounds[:2] if len(bounds) > 1 else (0.0, 1.0)
-        return torch.full_like(drawn, (low + high) / 2)
-    return torch.ones_like(drawn)
+def _name_of(func: Any) -> str:
+    """Returns `bernoulli` for `aten::bernoulli_.float`."""
+    return str(func._schema.name.split("::")[-1].rstrip("_"))
 
 
-def replaced(
-    operation: str,
-    args: tuple[Any, ...],
-    result: Any,
-    drawn: torch.Tensor,
-    value: torch.Tensor,
-    source: torch.Tensor | None,
-) -> Any:
-    """Puts the dealt rows into the result of the real operation; `source` is its input as it was before."""
-    drawn.copy_(value)
-    if operation in MASKED and source is not None:
-        keep = 1.0 - args[1]
-        plain(result[0]).copy_(source * value.to(source.dtype) / keep if keep > 0 else torch.zeros_like(source))
-    elif operation.startswith("rrelu_with_noise") and source is not None:
-        (result if isinstance(result, torch.Tensor) else result[0]).copy_(source * args[1])
-    return result
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers of a nested tensor end to end, in the memory where they are; any other tensor as it is."""
+    return tensor.values() if tensor.is_nested else tensor

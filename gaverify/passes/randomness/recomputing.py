@@ -32,9 +32,5 @@ class Recomputing:
     ) -> Any:
         """Runs the operation under the handler that knows it; the last forward's where none does."""
         key = generator_key(args, kwargs)
-        first = next((handler for handler in self._handlers if key in _known(handler)), self._handlers[-1])
+        first = next((handler for handler in self._handlers if key in handler.known), self._handlers[-1])
         return first(func, args, kwargs, like)
-
-
-def _known(handler: Recorder | Dealer) -> Any:
-    return handler._seen if isinstance(handler, Recorder) else handler._index

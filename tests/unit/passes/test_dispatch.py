@@ -11,7 +11,7 @@ from gaverify.passes.randomness import Recorder
 
 
 def mode(*modules: nn.Module, **options: bool) -> PassMode:
-    return PassMode(ModelState(list(modules)), Recorder(4), **options)
+    return PassMode(ModelState(list(modules)), Recorder(), **options)
 
 
 def test_the_divisors_of_means_are_seen() -> None:
@@ -72,7 +72,7 @@ def test_a_parameter_that_the_forward_writes_to_is_kept_before() -> None:
     layer = nn.Linear(2, 2)
     before = layer.weight.detach().clone()
     state = ModelState([layer])
-    with PassMode(state, Recorder(4)), torch.no_grad():
+    with PassMode(state, Recorder()), torch.no_grad():
         layer.weight.mul_(3)
     assert [tensor is layer.weight for tensor in state.written] == [True]
     state.restore()

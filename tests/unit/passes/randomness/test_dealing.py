@@ -8,8 +8,7 @@ import torch
 from drawing import dealt, recorded
 from torch import nn
 
-from gaverify.audit.recording.draws import draw_mode
-from gaverify.passes.randomness import Dealer, Recomputing
+from gaverify.passes.randomness import Dealer, Recomputing, draw_mode
 
 
 @pytest.mark.parametrize(
