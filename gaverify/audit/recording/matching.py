@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 from gaverify.audit.same_data import Row, alike, rows_of
@@ -31,7 +32,7 @@ class Matcher:
 
     def __init__(self, forwards: Sequence[Fingerprints]) -> None:
         self._forwards = forwards
-        self._read: dict[tuple[int, str], list[Row]] = {}
+        self._rows = cache(self._read)
         self._taken: set[Spot] = set()
 
     def find(self, among: Sequence[int], micro_batch: Fingerprints) -> Spot | None:
@@ -72,12 +73,12 @@ class Matcher:
             whole = self._rows(forward, path)
             exact: dict[Any, list[int]] = {}
             for at, row in enumerate(whole):
-                exact.setdefault(_contents(row), []).append(at)
+                exact.setdefault(row.contents, []).append(at)
             given = {place for spot in self._taken if spot.forward == forward for place in spot.places}
             places: dict[int, None] = {}
             for row in rows:
                 # Only a row that was padded to another length has to be held against every other one.
-                held = exact.get(_contents(row)) or [at for at, other in enumerate(whole) if alike(row, other)]
+                held = exact.get(row.contents) or [at for at, other in enumerate(whole) if alike(row, other)]
                 free = [at for at in held if at not in places]
                 if not free:
                     break
@@ -86,13 +87,6 @@ class Matcher:
                 return Spot(forward, tuple(places)) if places else None
         return None
 
-    def _rows(self, forward: int, path: str) -> list[Row]:
-        if (forward, path) not in self._read:
-            prints = self._forwards[forward].get(path)
-            self._read[forward, path] = rows_of([prints], 0) if prints is not None else []
-        return self._read[forward, path]
-
-
-def _contents(row: Row) -> tuple[int, int]:
-    """What two rows of one length have in common exactly where they hold the same values."""
-    return row.length, row.hashes[-1]
+    def _read(self, forward: int, path: str) -> list[Row]:
+        prints = self._forwards[forward].get(path)
+        return rows_of([prints], 0) if prints is not None else []
