@@ -8,14 +8,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from gaverify.children import ended_as_interrupted, working_folder
 from gaverify.errors import ProblemError
 from gaverify.loading import load_problem
+from gaverify.passes.fingerprints import digest_of
+from gaverify.passes.nesting import leaves
 from gaverify.passes.problem import Problem
 from gaverify.passes.task import Task
 from gaverify.preparation import prepared, problem_of, trimmed
-from gaverify.ranks.digests import digests_of
 from gaverify.ranks.fresh import loaded, saved
 from gaverify.spec import Spec
 from gaverify.verdict.settings import Settings
@@ -52,7 +54,7 @@ class LoadedAfresh:
 
     def known(self, problem: Problem) -> LoadedAfresh:
         """Returns the same with the numbers of the problem, which all processes must find."""
-        return replace(self, digests=digests_of(problem))
+        return replace(self, digests=_digests_of(problem))
 
     def task(self, stack: ExitStack, device: torch.device) -> Task:
         """Returns the task on a device.
@@ -61,7 +63,7 @@ class LoadedAfresh:
             ProblemError: The problem was built with other numbers than in the verification.
         """
         problem = self.problem()
-        found = digests_of(problem)
+        found = _digests_of(problem)
         differing = [what for what, digest in (self.digests or {}).items() if digest != found[what]]
         if differing:
             raise ProblemError(
@@ -86,3 +88,13 @@ def left(problem: Problem, settings: Settings, spec: Spec | None) -> Iterator[Lo
     with ended_as_interrupted(), working_folder("gaverify-ranks-") as folder:
         saved(problem, folder / "problem.pt")
         yield LoadedAfresh(settings, file=folder / "problem.pt")
+
+
+def _digests_of(problem: Problem) -> dict[str, str]:
+    """Returns digests of a problem's parameters, its buffers and its batch, as its factory made them."""
+    modules = [module for module in (problem.model, problem.loss) if isinstance(module, nn.Module)]
+    return {
+        "parameters": digest_of(entry for module in modules for entry in module.named_parameters()),
+        "buffers": digest_of(entry for module in modules for entry in module.named_buffers()),
+        "batch": digest_of(leaves(problem.batch)),
+    }

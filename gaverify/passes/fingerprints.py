@@ -1,14 +1,21 @@
-"""Fingerprints of rows: a few numbers that tell one row from another, and agree to rounding where the rows do.
+"""Fingerprints: a few numbers that agree to rounding where rows do, and digests, which agree where all bits do.
 
 Shapes: a tensor of shape (*rows, C) holds rows of C numbers.
 """
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
+from typing import Any
 
 import torch
 
+from gaverify.passes.nesting import is_array
+
+_PLAIN = (int, float, complex, bool, str, bytes, type(None))
 _PERIOD = 1 << 16  # numbers of a row after which the directions start again, with another weight
 _GOLDEN = 0.6180339887  # its multiples modulo 1 never repeat
 
@@ -51,6 +58,31 @@ def projected(values: torch.Tensor, count: int = 2) -> torch.Tensor:
 def summaries(rows: torch.Tensor) -> torch.Tensor:
     """Returns two projections and the norm of every row, of shape (*rows, 3)."""
     return torch.cat([projected(rows), torch.linalg.vector_norm(rows, dim=-1, keepdim=True)], dim=-1)
+
+
+def digest_of(named: Iterator[tuple[str, Any]] | Mapping[str, torch.Tensor | None]) -> str:
+    """Returns a digest of tensors, arrays and plain values with their names; what else there is counts by its name."""
+    digest = hashlib.sha256()
+    for name, value in named.items() if isinstance(named, Mapping) else named:
+        digest.update(name.encode())
+        if isinstance(value, torch.Tensor):
+            digest.update(f"{value.dtype} {tuple(value.shape)}".encode())
+            _update(digest, value)
+        elif value is not None and is_array(value):
+            digest.update(f"{value.dtype} {tuple(value.shape)}".encode() + value.tobytes())
+        elif isinstance(value, _PLAIN):
+            digest.update(repr(value).encode())
+    return digest.hexdigest()
+
+
+def _update(digest: Any, tensor: torch.Tensor) -> None:
+    """Takes the tensor's own memory on the host, without a copy where it lies there, and without NumPy."""
+    dense = tensor.detach()
+    if dense.is_nested:
+        dense = dense.values()
+    dense = (dense.to_dense() if dense.layout is not torch.strided else dense).cpu().contiguous()
+    if dense.numel():
+        digest.update((ctypes.c_char * dense.nbytes).from_address(dense.data_ptr()))
 
 
 @lru_cache(maxsize=32)

@@ -15,11 +15,11 @@ import torch
 
 from gaverify.errors import ProblemError
 from gaverify.passes.devices import backend_of
+from gaverify.passes.fingerprints import digest_of
 from gaverify.passes.gradients import Gradients, PassProbe, PassResult, accumulated_gradients
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.shards import is_sharded, offset_of_shard
 from gaverify.passes.task import Task
-from gaverify.ranks.digests import digest_of
 from gaverify.ranks.engines import Reach, of_all, wrapped
 from gaverify.ranks.groups import joined
 from gaverify.ranks.loops import Alone, Synchronised

@@ -102,7 +102,7 @@ def _along(values: torch.Tensor, *, prefixes: bool) -> Rows:
         backwards = steps.flip(1)
         result |= {"hash_left": _running(backwards), "tail_left": _tail(backwards)}
     if values.is_floating_point():
-        result["projections"] = _projections(values)
+        result["projections"] = summaries(values.reshape(values.shape[0], -1).double())
     return result
 
 
@@ -134,8 +134,3 @@ def _tail(steps: torch.Tensor) -> torch.Tensor:
     """For each row the first step from which all steps are equal, shape (B,)."""
     same = (steps == steps[:, -1:]).flip(1).to(torch.int64).cumprod(1).sum(1)
     return steps.shape[1] - same
-
-
-def _projections(values: torch.Tensor) -> torch.Tensor:
-    """Two projections of each row and its norm, shape (B, 3)."""
-    return summaries(values.reshape(values.shape[0], -1).double())

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +13,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from gaverify.audit.recording.places import user_place
 from gaverify.audit.recording.ranks import place_in_group
-from gaverify.audit.replay.dealing import Counterparts, Kept, Part, Share, Unalignable
-from gaverify.audit.replay.sites import site
+from gaverify.audit.replay.dealing import Counterparts, Kept, Share, Unalignable
+from gaverify.audit.replay.watching import Loop
 from gaverify.passes.randomness import draw_mode, foreign
 from gaverify.passes.randomness.operations import Drawing
+from gaverify.passes.randomness.sites import loop_site
 
 _ORDERS = ("randperm", "permutation", "shuffle")
 """What draws an order of the batch, of which some of its samples have no part of their own."""
@@ -26,56 +25,28 @@ _FILE = "loop.pt"
 _LARGEST = 1 << 28  # elements of a draw that is kept: more is no noise for a batch
 
 
-class LoopDraws:
-    """What is common to both sides: the loop is listened to between the calls that the recorder sees.
-
-    Nothing is heard before the first optimizer is made: weights and data sets are drawn before, and alike in all runs.
-    """
+class LoopDraws(Loop):
+    """What is common to both sides: the loop is listened to, and so are Python's and NumPy's functions."""
 
     def __init__(self) -> None:
-        self.steps = self.backwards = 0
-        self.unaligned: dict[str, str] = {}
-        self.moved = True
-        self.count = 0  # draws that were kept, or given the full-batch run's
+        super().__init__()
         self._mode = draw_mode(self._operation)
-        self._paused = 0
         self._process = os.getpid()
-        self._foreign: AbstractContextManager[None] | None = None
+        self._foreign = foreign.watched(self._call)
 
-    def start(self) -> None:
-        """Starts to listen, for good."""
-        if self._foreign is None:
-            self._foreign = foreign.watched(self._call)
-            self._foreign.__enter__()
-            self._mode.__enter__()
+    def _open(self) -> None:
+        self._foreign.__enter__()
+        self._resume()
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Surrounds what is not the loop's own: a forward, a backward, a step, a loader."""
-        off = self._foreign is not None and not self._paused and _get_current_dispatch_mode() is self._mode
-        self._paused += 1
-        if off:  # off the stack altogether: a compiled forward does not run under a mode
+    def _pause(self) -> bool:
+        """Takes the mode off the stack altogether: a compiled forward does not run under one."""
+        own = _get_current_dispatch_mode() is self._mode
+        if own:
             self._mode.__exit__(None, None, None)
-        try:
-            yield
-        finally:
-            if off:
-                self._mode.__enter__()
-            self._paused -= 1
+        return own
 
-    def after_backward(self) -> None:
-        """A backward pass is over."""
-        self.backwards += 1
-
-    def after_step(self) -> None:
-        """An optimizer has stepped."""
-        self.steps += 1
-
-    def forward(self, rows: int | None) -> None:
-        """A forward of so many rows begins."""
-
-    def close(self) -> None:
-        """The run is over."""
+    def _resume(self) -> None:
+        self._mode.__enter__()
 
     def _operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._paused or os.getpid() != self._process or _sets_weights(args):
@@ -87,18 +58,34 @@ class LoopDraws:
         if drawn is None or drawn.numel() > _LARGEST:
             self.unaligned.setdefault(run.operation, "drawn in the loop, out of sight")
             return run.result
-        value = self._dealt(run.operation, drawn)
+        value = self._answer(run.operation, tuple(drawn.shape), drawn)
         return run.result if value is None else run.replaced(drawn, value)
-
-    def _dealt(self, operation: str, drawn: torch.Tensor) -> torch.Tensor | None:
-        raise NotImplementedError
 
     def _call(self, call: foreign.Call) -> Any:
         result = call.run()
-        return result if self._paused or os.getpid() != self._process else self._made(call, result)
+        if self._paused or os.getpid() != self._process:
+            return result
+        operation, shape = f"{call.module}.{call.name}", tuple(getattr(result, "shape", ()))
+        if result is None and call.args and isinstance(call.args[0], list):  # it has put a list in another order
+            value = self._answer(operation, shape, call.args[0])
+            if value is not None and len(value) == len(call.args[0]):
+                call.args[0][:] = value
+            elif value is not None:
+                self._lose(operation, "the full-batch run shuffled something else")
+            return result
+        value = self._answer(operation, (len(result),) if isinstance(result, list) else shape, result)
+        return result if value is None else value
 
-    def _made(self, call: foreign.Call, result: Any) -> Any:
+    def _answer(self, operation: str, shape: tuple[int, ...], drawn: Any) -> Any:
+        """Returns what is given in place of a draw; None for what was drawn."""
         raise NotImplementedError
+
+    def _lose(self, operation: str, why: str) -> None:
+        name = f"{operation} in the loop"
+        place = user_place()
+        if name not in self.unaligned and place is not None:
+            why = f"{why} ({place[0]}:{place[1]})"
+        self.unaligned.setdefault(name, why)
 
 
 class KeptLoopDraws(LoopDraws):
@@ -122,22 +109,17 @@ class KeptLoopDraws(LoopDraws):
         """Writes the draws."""
         torch.save((self._draws, self._rows), self._folder / _FILE)
 
-    def _dealt(self, operation: str, drawn: torch.Tensor) -> torch.Tensor | None:
-        self._keep(operation, tuple(drawn.shape), drawn.detach().to("cpu", copy=True))
-        return None
-
-    def _made(self, call: foreign.Call, result: Any) -> Any:
-        value = list(call.args[0]) if _in_place(call, result) else copy.copy(result)
-        try:
-            pickle.dumps(value)
-        except Exception:
-            return result
-        self._keep(f"{call.module}.{call.name}", _shape(result), value)
-        return result
-
-    def _keep(self, operation: str, shape: tuple[int, ...], value: Any) -> None:
+    def _answer(self, operation: str, shape: tuple[int, ...], drawn: Any) -> None:
+        if isinstance(drawn, torch.Tensor):
+            value = drawn.detach().to("cpu", copy=True)
+        else:
+            value = copy.copy(drawn)
+            try:
+                pickle.dumps(value)
+            except Exception:
+                return
         self.count += 1
-        self._draws.append(Kept(site(), self.steps, self.backwards, operation, shape, value))
+        self._draws.append(Kept(loop_site(), self.steps, self.backwards, operation, shape, value))
 
 
 class DealtLoopDraws(LoopDraws):
@@ -155,66 +137,28 @@ class DealtLoopDraws(LoopDraws):
         draws, rows = torch.load(source / _FILE, weights_only=False) if (source / _FILE).exists() else ([], {})
         self._counterparts = Counterparts(draws, rows, parts)
 
-    def _dealt(self, operation: str, drawn: torch.Tensor) -> torch.Tensor | None:
-        part = self._part(operation, tuple(drawn.shape))
-        if part is None:
-            return None
-        value = part.draw.value
-        if part.dim >= 0:
-            value = value.index_select(part.dim, torch.tensor(part.rows, device=value.device))
-        return value.to(drawn.device, drawn.dtype)  # type: ignore[no-any-return]
-
-    def _made(self, call: foreign.Call, result: Any) -> Any:
-        operation = f"{call.module}.{call.name}"
-        part = self._part(operation, _shape(result))
-        if part is None:
-            return result
-        value = part.draw.value
-        if _in_place(call, result):
-            if len(call.args[0]) == len(value):
-                call.args[0][:] = value
-            else:
-                self._lose(operation, "the full-batch run shuffled something else")
-            return result
-        if part.dim < 0:
-            return copy.copy(value)
-        return [value[at] for at in part.rows] if isinstance(value, list) else value.take(part.rows, part.dim)
-
-    def _part(self, operation: str, shape: tuple[int, ...]) -> Part | None:
+    def _answer(self, operation: str, shape: tuple[int, ...], drawn: Any) -> Any:
         if self.steps >= self._counterparts.steps:
             return None  # behind what the full-batch run recorded
         try:
             share = Share(*place_in_group(), self._turns)
-            part = self._counterparts.find(site(), self.steps, operation, shape, share)
+            part = self._counterparts.find(loop_site(), self.steps, operation, shape, share)
             if part.dim >= 0 and operation.rpartition(".")[2] in _ORDERS:
                 raise Unalignable("an order of the whole batch has no part for some of its samples")
         except Unalignable as error:
             self._lose(operation, str(error))
             return None
         self.count += 1
-        return part
-
-    def _lose(self, operation: str, why: str) -> None:
-        name = f"{operation} in the loop"
-        place = user_place()
-        if name not in self.unaligned and place is not None:
-            why = f"{why} ({place[0]}:{place[1]})"
-        self.unaligned.setdefault(name, why)
-
-
-def _shape(result: Any) -> tuple[int, ...]:
-    return (len(result),) if isinstance(result, list) else tuple(getattr(result, "shape", ()))
-
-
-def _in_place(call: foreign.Call, result: Any) -> bool:
-    """Whether a call has put a list in another order."""
-    return result is None and bool(call.args) and isinstance(call.args[0], list)
+        value = part.draw.value
+        if isinstance(value, torch.Tensor):
+            rows = value if part.dim < 0 else value.index_select(part.dim, torch.tensor(part.rows, device=value.device))
+            return rows.to(drawn.device, drawn.dtype)
+        if part.dim < 0:
+            return copy.copy(value)
+        return [value[at] for at in part.rows] if isinstance(value, list) else value.take(part.rows, part.dim)
 
 
 def _sets_weights(args: tuple[Any, ...]) -> bool:
     """Whether a draw goes into a parameter: weights are made, no sample is."""
-    return (
-        bool(args)
-        and isinstance(args[0], torch.Tensor)
-        and (isinstance(args[0], torch.nn.Parameter) or args[0].requires_grad)
-    )
+    into = args[0] if args else None
+    return isinstance(into, torch.nn.Parameter) or (isinstance(into, torch.Tensor) and into.requires_grad)

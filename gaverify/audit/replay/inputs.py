@@ -28,14 +28,12 @@ class Inputs:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._models: list[Any] = []
+        self._models: dict[int, tuple[int, Any]] = {}
         self._since: Counter[tuple[int, bool]] = Counter()
 
     def forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Is told of a forward that is about to begin."""
-        if not any(known is module for known in self._models):
-            self._models.append(module)
-        kind = next(at for at, known in enumerate(self._models) if known is module), module.training
+        kind = self._models.setdefault(id(module), (len(self._models), module))[0], module.training
         key, tensors = (*kind, self._since[kind]), _given(args, kwargs)
         self._since[kind] += 1
         if tensors:

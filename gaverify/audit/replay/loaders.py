@@ -55,7 +55,7 @@ class Loaders:
     def __init__(self, quiet: Quiet) -> None:
         self.ended = 0  # passes over a loader that came to their end
         self._quiet = quiet
-        self._known: list[Any] = []
+        self._known: dict[int, tuple[int, Any]] = {}  # by id; the loader is held, so that no other one gets its id
         self._passes: Counter[int] = Counter()
         self._process = os.getpid()
 
@@ -78,9 +78,7 @@ class Loaders:
         DataLoader.__iter__ = iterate  # type: ignore[method-assign,assignment]
 
     def _followed(self, loader: Any, original: Callable[[Any], Any]) -> Any:
-        if not any(known is loader for known in self._known):
-            self._known.append(loader)
-        number = next(at for at, known in enumerate(self._known) if known is loader)
+        number, _ = self._known.setdefault(id(loader), (len(self._known), loader))
         self._passes[number] += 1
         with self._quiet():
             inner = self._opened(loader, original)
@@ -89,14 +87,11 @@ class Loaders:
     def _opened(self, loader: Any, original: Callable[[Any], Any]) -> Any:
         return original(loader)
 
-    def _next(self, inner: Any) -> Any:
-        with self._quiet():
-            return next(inner)
-
     def _batches(self, loader: Any, number: int, passing: int, inner: Any) -> Iterator[Any]:
         while True:
             try:
-                batch = self._next(inner)
+                with self._quiet():
+                    batch = next(inner)
             except StopIteration:
                 self.ended += 1
                 return

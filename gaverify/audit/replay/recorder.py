@@ -13,11 +13,11 @@ from torch import nn
 from gaverify.audit.job import Job
 from gaverify.audit.recording.hand_recorder import HandRecorder
 from gaverify.audit.recording.storage import Storage
-from gaverify.audit.replay.draws import DealtLoopDraws, KeptLoopDraws, LoopDraws
+from gaverify.audit.replay.draws import DealtLoopDraws, KeptLoopDraws
 from gaverify.audit.replay.inputs import GivenInputs, KeptInputs, has_loss
 from gaverify.audit.replay.loaders import Loaders
 from gaverify.audit.replay.samples import GivenSamples, KeptSamples
-from gaverify.audit.replay.watching import WatchedDraws
+from gaverify.audit.replay.watching import Loop, WatchedLoop
 from gaverify.records.events import Ending
 
 
@@ -26,10 +26,10 @@ class ReplayingRecorder(HandRecorder):
 
     def __init__(self, job: Job, storage: Storage) -> None:
         super().__init__(job, storage)
-        self._loop: LoopDraws | WatchedDraws
+        self._loop: Loop
         self._loaders: Loaders
         if not job.replay:
-            self._loop = WatchedDraws()
+            self._loop = WatchedLoop()
             self._loaders = Loaders(self._loop.paused)
         elif job.source is None:
             self._loop = KeptLoopDraws(storage.folder)

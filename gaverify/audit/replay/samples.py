@@ -66,7 +66,8 @@ class _WithSamples(Loaders):
     def _made(self, loader: Any, samples: Any) -> Any:
         if self._collated:
             return samples
-        batch = loader.collate_fn(samples)
+        with self._quiet():
+            batch = loader.collate_fn(samples)
         batch = batch.batch if isinstance(batch, Both) else batch
         return pin_memory(batch) if loader.pin_memory and torch.cuda.is_available() else batch
 
@@ -88,23 +89,19 @@ class KeptSamples(_WithSamples):
     def _batches(self, loader: Any, number: int, passing: int, inner: Any) -> Iterator[Any]:
         at, complete = 0, True
         for both in super()._batches(loader, number, passing, inner):
-            if isinstance(both, Both) and self._tail and at == 1:
-                samples = self._kept(both)
+            if not isinstance(both, Both):
+                yield both
+                continue
+            samples, last = self._kept(both), self._tail and at == 1
+            if last:
                 total = self._size(samples, loader)
-                rows = max(1, round(total * self._tail))
-                short = self._taken(samples, loader, 0, rows, total)
-                complete = self._keep(f"loader-{number}-{passing}-{at}", short) and complete
-                with self._quiet():
-                    batch = self._made(loader, short)
-                yield batch
+                samples = self._taken(samples, loader, 0, max(1, round(total * self._tail)), total)
+            complete = self._keep(f"loader-{number}-{passing}-{at}", samples) and complete
+            at += 1
+            yield self._made(loader, samples) if last else both.batch
+            if last:
                 self.ended += 1
                 break
-            if isinstance(both, Both):
-                complete = self._keep(f"loader-{number}-{passing}-{at}", self._kept(both)) and complete
-                at += 1
-                yield both.batch
-            else:
-                yield both
         if complete:
             (self._folder / f"loader-{number}-{passing}-end").touch()
 
@@ -134,7 +131,6 @@ class GivenSamples(_WithSamples):
     ) -> None:
         super().__init__(quiet, length, collated=collated)
         self._source, self._parts = source, parts
-        self.given = 0
 
     def _batches(self, loader: Any, number: int, passing: int, inner: Any) -> Iterator[Any]:
         at, sizes, start, samples, total = -1, list[int](), 0, None, 0
@@ -158,10 +154,8 @@ class GivenSamples(_WithSamples):
                 sizes = self._cut(total, natural) if self._length is None or total >= whole else _cut(total, unit)
                 whole, unit = (total, sizes[0]) if not whole else (whole, unit)
             count = sizes.pop(0)
-            with self._quiet():
-                batch = self._made(loader, self._taken(samples, loader, start, start + count, total))
+            batch = self._made(loader, self._taken(samples, loader, start, start + count, total))
             start += count
-            self.given += 1
             yield batch
 
     def _cut(self, total: int, natural: int) -> list[int]:

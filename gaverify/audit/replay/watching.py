@@ -9,7 +9,64 @@ from typing import Any
 from gaverify.passes.isolation.generators import foreign_generator_states, torch_generator_states
 
 
-class WatchedDraws:
+class Loop:
+    """What a run does about the draws of its loop, between the calls that the recorder sees.
+
+    Nothing is seen before the first optimizer is made: weights and data sets are drawn before, and alike in all runs.
+    """
+
+    def __init__(self) -> None:
+        self.steps = self.backwards = 0
+        self.unaligned: dict[str, str] = {}
+        self.moved = True
+        self.count = 0  # draws that were kept, or given the full-batch run's
+        self._started = False
+        self._paused = 0
+
+    def start(self) -> None:
+        """Starts to look on, for good."""
+        if not self._started:
+            self._started = True
+            self._open()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Surrounds what is not the loop's own: a forward, a backward, a step, a loader."""
+        off = self._started and not self._paused and self._pause()
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+            if off:
+                self._resume()
+
+    def forward(self, rows: int | None) -> None:
+        """A forward of so many rows begins."""
+
+    def after_backward(self) -> None:
+        """A backward pass is over."""
+        self.backwards += 1
+
+    def after_step(self) -> None:
+        """An optimizer has stepped."""
+        self.steps += 1
+
+    def close(self) -> None:
+        """The run is over."""
+
+    def _open(self) -> None:
+        raise NotImplementedError
+
+    def _pause(self) -> bool:
+        """Ends a stretch of the loop; tells whether it goes on later."""
+        raise NotImplementedError
+
+    def _resume(self) -> None:
+        raise NotImplementedError
+
+
+class WatchedLoop(Loop):
     """Compares the generators' states after every call that may draw with those before the next.
 
     Only torch's are asked every time: the states of Python's and NumPy's take a hundred microseconds, so that these are
@@ -17,41 +74,20 @@ class WatchedDraws:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.moved = False
-        self.count = 0
-        self.unaligned: dict[str, str] = {}
-        self._started = False
-        self._states: list[bytes] = []
         self._others: tuple[Any, ...] = ()
-        self._paused = 0
 
-    def start(self) -> None:
-        """Starts to watch."""
-        if not self._started:
-            self._started, self._states, self._others = True, torch_generator_states(), foreign_generator_states()
+    def _open(self) -> None:
+        self._others = foreign_generator_states()
+        self._resume()
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Surrounds what is not the loop's own: a forward, a backward, a step, a loader."""
-        watches = self._started and not self.moved and not self._paused
-        if watches and torch_generator_states() != self._states:
-            self.moved = True
-        self._paused += 1
-        try:
-            yield
-        finally:
-            self._paused -= 1
-            if watches:
-                self._states = torch_generator_states()
+    def _pause(self) -> bool:
+        self.moved = self.moved or torch_generator_states() != self._states
+        return not self.moved
 
-    def forward(self, rows: int | None) -> None:
-        """Nothing to note."""
-
-    def after_backward(self) -> None:
-        """Nothing to note."""
-
-    def after_step(self) -> None:
-        """Nothing to note."""
+    def _resume(self) -> None:
+        self._states = torch_generator_states()
 
     def close(self) -> None:
         """Looks at the generators that were not watched."""

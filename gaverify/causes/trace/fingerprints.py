@@ -46,28 +46,19 @@ def layout_of(full: tuple[int, ...], micro: tuple[int, ...], batch_size: int, co
     return Layout("matrix") if len(scaled) == len(changed) else None
 
 
-def fingerprint(tensor: torch.Tensor, layout: Layout, *, integers: bool = False) -> torch.Tensor | None:
-    """Returns fingerprints of shape (variants, rows, 3): two projections and the norm of each row, in float64.
+def described(
+    tensor: torch.Tensor, layout: Layout, *, integers: bool = False, summed: bool = True
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Returns fingerprints and, where `summed`, moments of a tensor, which is read once for both.
 
-    Folded rows (`fold` > 1) may hold the batch as their outer or as their inner index: both variants are kept.
-    """
-    return described(tensor, layout, integers=integers, summed=False)[0]
+    The fingerprints, of shape (variants, rows, 3), are two projections and the norm of each row, in float64. Folded
+    rows (`fold` > 1) may hold the batch as their outer or as their inner index: both variants are kept.
 
-
-def moments(tensor: torch.Tensor, layout: Layout) -> torch.Tensor | None:
-    """Returns sums over all rows that do not depend on their order, of shape (10,): eight moments and two scales.
-
+    The moments, of shape (10,), are sums over all rows that do not depend on their order: eight moments and two scales.
     Every row counts by its two projections and its norm, in products of two and of three of these. The moments of the
     full batch are the sums of the micro-batches' exactly where all hold the same rows, in whatever order: tokens that
     are sorted by their expert. The last two entries bound the products of two and of three in magnitude.
     """
-    return described(tensor, layout)[1]
-
-
-def described(
-    tensor: torch.Tensor, layout: Layout, *, integers: bool = False, summed: bool = True
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Returns `fingerprint` and, where `summed`, `moments` of a tensor, which is read once for both."""
     if not _has_layout(tensor, layout):
         return None, None
     numeric = tensor.is_floating_point() or tensor.is_complex()
@@ -91,7 +82,7 @@ def described(
 
 
 def _moments(rows: torch.Tensor) -> torch.Tensor:
-    """The sums of `moments`, of the summaries of all rows."""
+    """The moments, of the summaries of all rows."""
     a, b, n = rows.unbind(-1)
     twice = [a * a, a * b, b * b, a * n, n * n]
     thrice = [a * a * a, a * a * b, b * b * n]

@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import nn
 
+from gaverify.tracebacks import Owner, owner_of
+
 _CALL = getattr(nn.Module._call_impl, "__code__", None)
 _CALLS = "torch.nn.modules.module"  # frames between a caller and `forward`, more of them where there are hooks
 _WRAPPERS = "torch.nn.parallel."
@@ -50,6 +52,22 @@ def call_site() -> int:
             place += _called(frame.f_locals.get("self"))
         elif _counts(module):
             place += (_number_of(code), frame.f_lasti)
+        frame = frame.f_back  # type: ignore[assignment]
+    return hash(tuple(place))
+
+
+def loop_site() -> int:
+    """Returns a number for the place of a draw in a script's loop: the instructions up to the user's own line.
+
+    Of the functions further out only which they are: a loop that loads its next batch ahead calls the same function
+    from two lines.
+    """
+    place: list[int] = []
+    frame, inside = sys._getframe(1), True
+    while frame is not None and len(place) < _DEPTH:
+        if not frame.f_globals.get("__name__", "").startswith(("gaverify.", "torch.utils._python_dispatch")):
+            place += (_number_of(frame.f_code), frame.f_lasti if inside else 0)
+            inside = inside and owner_of(frame.f_code.co_filename) is not Owner.USER
         frame = frame.f_back  # type: ignore[assignment]
     return hash(tuple(place))
 

@@ -15,7 +15,7 @@ from torch import nn
 import gaverify
 from gaverify.causes import coupling, operations, proof, weights
 from gaverify.causes.trace import operations as tracing
-from gaverify.causes.trace.fingerprints import Layout, fingerprint
+from gaverify.causes.trace.fingerprints import Layout, described
 from gaverify.cli import main
 from gaverify.errors import ProblemError
 from gaverify.passes import dispatch, terms
@@ -139,13 +139,13 @@ def test_a_kernel_without_float64_is_no_fault_of_ours() -> None:
 
 @pytest.mark.parametrize("rows", [3, 5, 7])
 def test_a_fold_that_does_not_divide_the_rows_has_no_fingerprint(rows: int) -> None:
-    assert fingerprint(torch.ones(rows, 2), Layout("rows", 0, 2)) is None
-    assert fingerprint(torch.ones(2 * rows, 2), Layout("rows", 0, 2)) is not None
+    assert described(torch.ones(rows, 2), Layout("rows", 0, 2))[0] is None
+    assert described(torch.ones(2 * rows, 2), Layout("rows", 0, 2))[0] is not None
 
 
 def test_a_result_with_fewer_dimensions_than_its_plan_has_no_fingerprint() -> None:
-    assert fingerprint(torch.ones(4), Layout("rows", 1)) is None
-    assert fingerprint(torch.tensor(1.0), Layout("rows", 0, 2)) is None
+    assert described(torch.ones(4), Layout("rows", 1))[0] is None
+    assert described(torch.tensor(1.0), Layout("rows", 0, 2))[0] is None
 
 
 @pytest.mark.parametrize(

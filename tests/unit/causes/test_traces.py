@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gaverify.causes.trace.dependence import Dependence
-from gaverify.causes.trace.fingerprints import Layout, fingerprint, layout_of, moments
+from gaverify.causes.trace.fingerprints import Layout, described, layout_of
 from gaverify.causes.trace.matching import Matching
 from gaverify.causes.trace.parting import goes_another_way
 from gaverify.causes.trace.suspects import Reader
@@ -30,7 +30,7 @@ def trace(*steps: Described, inside: str | None = None) -> Trace:
         layout = Layout("rows", 0) if kind == "rows" else Layout("global")
         numbers = torch.tensor(values, dtype=torch.float64)
         tensor = numbers[:, None] if kind == "rows" else numbers.sum()
-        result = Result(tuple(tensor.shape), True, layout, fingerprint(tensor, layout), moments(tensor, layout))
+        result = Result(tuple(tensor.shape), True, layout, *described(tensor, layout))
         call = 0 if name == inside else None
         frame = ("train.py", line)
         made.add(
@@ -167,10 +167,10 @@ def test_moments_add_up_whatever_the_order() -> None:
     torch.manual_seed(0)
     rows, layout = torch.randn(12, 5, dtype=torch.float64), Layout("rows", 0, 3)
     order = torch.randperm(12)
-    whole, parts = moments(rows, layout), [moments(part, layout) for part in rows[order].split(6)]
+    whole, parts = described(rows, layout)[1], [described(part, layout)[1] for part in rows[order].split(6)]
     torch.testing.assert_close(sum(parts), whole)
     rows[3, 2] += 1e-3
-    assert not torch.allclose(moments(rows, layout), whole, rtol=1e-9)
+    assert not torch.allclose(described(rows, layout)[1], whole, rtol=1e-9)
 
 
 @pytest.mark.parametrize("mask", [-torch.inf, -1e9, torch.finfo(torch.float64).min])
@@ -178,7 +178,7 @@ def test_a_mask_hides_no_difference_beside_it(mask: float) -> None:
     layout = Layout("rows", 0)
     rows = torch.tensor([[0.5, mask], [0.25, mask]], dtype=torch.float64)
     other = torch.tensor([[0.5, mask], [0.25 + 1e-4, mask]], dtype=torch.float64)
-    one, two = fingerprint(rows, layout), fingerprint(other, layout)
+    one, two = described(rows, layout)[0], described(other, layout)[0]
     assert one is not None and two is not None and torch.isfinite(one).all()
     assert float((one - two).abs().max() / one.abs().max()) > AGREE
 
@@ -188,7 +188,7 @@ def _tokens(first: torch.Tensor, kept: torch.Tensor) -> Trace:
     made = Trace()
     for name, tensor in (("input", first), ("lt", kept)):
         layout = Layout("rows", 0, 2)
-        result = Result(tuple(tensor.shape), True, layout, fingerprint(tensor, layout), None)
+        result = Result(tuple(tensor.shape), True, layout, described(tensor, layout)[0], None)
         inputs = (0,) if name == "lt" else ()
         made.add(
             TracedOperation(
