@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,8 @@ class LoopDraws(Loop):
         value = self._answer(run.operation, tuple(drawn.shape), drawn)
         return run.result if value is None else run.replaced(drawn, value)
 
-    def _call(self, call: foreign.Call) -> Any:
-        result = call.run()
+    def _call(self, call: foreign.Call, run: Callable[[], Any]) -> Any:
+        result = run()
         if self._paused or os.getpid() != self._process:
             return result
         operation, shape = f"{call.module}.{call.name}", tuple(getattr(result, "shape", ()))

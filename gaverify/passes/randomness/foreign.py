@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import wraps
+from dataclasses import dataclass
+from functools import partial, wraps
 from typing import Any
 
 from gaverify.passes.isolation.generators import comparable, foreign_generators, set_state, state_of
@@ -31,7 +31,10 @@ class Call:
     name: str
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    run: Callable[[], Any]
+
+
+Handler = Callable[[Call, Callable[[], Any]], Any]
+"""`handler(call, run)` returns what the caller gets; `run()` makes the draw."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ def unwatched() -> Iterator[None]:
 
 
 @contextmanager
-def watched(handler: Callable[[Call], Any]) -> Iterator[None]:
+def watched(handler: Handler) -> Iterator[None]:
     """Gives every draw from a global generator to `handler`, which runs it and returns its result."""
     depth = 0
     kept: list[tuple[Any, str, Any]] = []
@@ -72,12 +75,7 @@ def watched(handler: Callable[[Call], Any]) -> Iterator[None]:
             try:
                 if depth > 1 or _unwatched:  # one function of `random` calls another
                     return function(*args, **kwargs)
-
-                @hands_over
-                def run() -> Any:
-                    return function(*args, **kwargs)
-
-                return handler(Call(module, name, args, kwargs, run))
+                return handler(Call(module, name, args, kwargs), partial(function, *args, **kwargs))
             finally:
                 depth -= 1
 
@@ -96,23 +94,20 @@ def watched(handler: Callable[[Call], Any]) -> Iterator[None]:
             setattr(holder, name, function)
 
 
-def recorded(draws: list[ForeignDraw]) -> Callable[[Call], Any]:
+def recorded(draws: list[ForeignDraw]) -> Handler:
     """Returns what keeps each draw of the full batch."""
 
-    def keep(call: Call) -> Any:
+    @hands_over
+    def keep(call: Call, run: Callable[[], Any]) -> Any:
         if len(draws) >= MOST:
-            return call.run()
+            return run()
         site, state = call_site(), state_of(foreign_generators()[call.module])
-        result = call.run()
+        result = run()
         array = result.copy() if getattr(result, "shape", ()) else None
-        draws.append(ForeignDraw(site, replace(call, run=_made), state, array))
+        draws.append(ForeignDraw(site, call, state, array))
         return result
 
     return keep
-
-
-def _made() -> None:
-    """Stands for a draw that was made: a record is data, which other processes can be given."""
 
 
 def own_rows(draw: ForeignDraw, call: Call, result: Any, micro_batch: tuple[int, int], batch_size: int) -> Any:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from gaverify.passes.randomness import foreign
 from gaverify.passes.randomness.draws import DrawRecord, MicroBatch, placed
 from gaverify.passes.randomness.sites import call_site
+from gaverify.tracebacks import hands_over
 
 _NAMES = {"numpy": "numpy.random"}
 
@@ -60,7 +61,8 @@ class ForeignDealer:
             for module, state in end.items():
                 foreign.put(module, state)
 
-    def _draw(self, call: foreign.Call) -> Any:
+    @hands_over
+    def _draw(self, call: foreign.Call, run: Callable[[], Any]) -> Any:
         self._hold_against_full()
         site = call_site()
         at = self._made[site]
@@ -68,7 +70,7 @@ class ForeignDealer:
         if not self._whole:
             self._note(site, call)
         if not self._record.inner or self._whole:
-            return call.run()
+            return run()
         draws = self._record.foreign
         of_site = self._record.at(site, foreign=True)
         self._at = placed(of_site, site, at, self._micro_batch, self._record.made)
@@ -76,9 +78,9 @@ class ForeignDealer:
             self._at = next((i for i in of_site if foreign.same_state(call.module, draws[i].state)), None)
         if self._at is None:
             self._lost = True
-            return call.run()
+            return run()
         foreign.put(call.module, draws[self._at].state)
-        result = call.run()
+        result = run()
         rows = foreign.own_rows(draws[self._at], call, result, self._micro_batch, self._size)
         if rows is None:
             return result
