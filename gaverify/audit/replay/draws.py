@@ -31,9 +31,13 @@ class LoopDraws(Loop):
 
     def __init__(self) -> None:
         super().__init__()
+        self.moved = True
         self._mode = draw_mode(self._operation)
         self._process = os.getpid()
         self._foreign = foreign.watched(self._call)
+
+    def close(self) -> None:
+        """The run is over."""
 
     def _open(self) -> None:
         self._foreign.__enter__()

@@ -17,7 +17,7 @@ from gaverify.audit.replay.draws import DealtLoopDraws, KeptLoopDraws
 from gaverify.audit.replay.inputs import GivenInputs, KeptInputs, has_loss
 from gaverify.audit.replay.loaders import Loaders
 from gaverify.audit.replay.samples import GivenSamples, KeptSamples
-from gaverify.audit.replay.watching import Loop, WatchedLoop
+from gaverify.audit.replay.watching import Loop
 from gaverify.records.events import Ending
 
 
@@ -26,10 +26,9 @@ class ReplayingRecorder(HandRecorder):
 
     def __init__(self, job: Job, storage: Storage) -> None:
         super().__init__(job, storage)
-        self._loop: Loop
         self._loaders: Loaders
         if not job.replay:
-            self._loop = WatchedLoop()
+            self._loop = Loop()
             self._loaders = Loaders(self._loop.paused)
         elif job.source is None:
             self._loop = KeptLoopDraws(storage.folder)

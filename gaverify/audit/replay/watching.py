@@ -10,18 +10,22 @@ from gaverify.passes.isolation.generators import foreign_generator_states, torch
 
 
 class Loop:
-    """What a run does about the draws of its loop, between the calls that the recorder sees.
+    """Compares the generators' states after every call that the recorder sees with those before the next.
 
-    Nothing is seen before the first optimizer is made: weights and data sets are drawn before, and alike in all runs.
+    Only torch's are asked every time: the states of Python's and NumPy's take a hundred microseconds, so that these are
+    compared once, at the end, whoever drew from them. Nothing is seen before the first optimizer is made: weights and
+    data sets are drawn before, and alike in all runs.
     """
 
     def __init__(self) -> None:
         self.steps = self.backwards = 0
         self.unaligned: dict[str, str] = {}
-        self.moved = True
+        self.moved = False
         self.count = 0  # draws that were kept, or given the full-batch run's
         self._started = False
         self._paused = 0
+        self._states: list[bytes] = []
+        self._others: tuple[Any, ...] = ()
 
     def start(self) -> None:
         """Starts to look on, for good."""
@@ -53,42 +57,17 @@ class Loop:
         self.steps += 1
 
     def close(self) -> None:
-        """The run is over."""
-
-    def _open(self) -> None:
-        raise NotImplementedError
-
-    def _pause(self) -> bool:
-        """Ends a stretch of the loop; tells whether it goes on later."""
-        raise NotImplementedError
-
-    def _resume(self) -> None:
-        raise NotImplementedError
-
-
-class WatchedLoop(Loop):
-    """Compares the generators' states after every call that may draw with those before the next.
-
-    Only torch's are asked every time: the states of Python's and NumPy's take a hundred microseconds, so that these are
-    compared once, at the end, whoever drew from them.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.moved = False
-        self._others: tuple[Any, ...] = ()
+        """The run is over: looks at the generators that were not watched."""
+        self.moved = self.moved or (self._started and foreign_generator_states() != self._others)
 
     def _open(self) -> None:
         self._others = foreign_generator_states()
         self._resume()
 
     def _pause(self) -> bool:
+        """Ends a stretch of the loop; tells whether it goes on later."""
         self.moved = self.moved or torch_generator_states() != self._states
         return not self.moved
 
     def _resume(self) -> None:
         self._states = torch_generator_states()
-
-    def close(self) -> None:
-        """Looks at the generators that were not watched."""
-        self.moved = self.moved or (self._started and foreign_generator_states() != self._others)

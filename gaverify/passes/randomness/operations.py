@@ -13,7 +13,7 @@ import torch
 
 from gaverify.passes.devices import default_generator, with_number
 from gaverify.passes.isolation.generators import comparable, state_of
-from gaverify.passes.modes import Handler, OperationMode
+from gaverify.passes.modes import Handler, OperationMode, operation_name
 from gaverify.passes.precision import Arithmetic, product_of
 from gaverify.tracebacks import hands_over
 
@@ -98,7 +98,7 @@ class Drawing:
 
     @hands_over
     def __init__(self, func: Any, args: Args, kwargs: dict[str, Any], like: torch.Tensor | None = None) -> None:
-        self.operation = _name_of(func)
+        self.operation = operation_name(func).rstrip("_")  # `bernoulli` for `aten::bernoulli_.float`
         self.args, self._kwargs, self.kind = args, kwargs, kind_of(self.operation)
         self.before = generator_key(args, kwargs)
         self.source = self._source(func._schema.name.endswith("_"), like)
@@ -164,7 +164,7 @@ def draws_unseen(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> b
     cuDNN's recurrent layers do, and their like: dropout between layers reads a buffer that was seeded once.
     """
     given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
-    return "rnn" in _name_of(func) and bool(given.get("train")) and float(given.get("dropout") or 0.0) > 0.0
+    return "rnn" in operation_name(func) and bool(given.get("train")) and float(given.get("dropout") or 0.0) > 0.0
 
 
 def kind_of(operation: str) -> Kind:
@@ -185,11 +185,6 @@ def same_arguments(ours: Args, full: Args, shape: Sequence[int], full_shape: Seq
         our == whole or math.isclose(our, whole) or (whole in full_shape and our in shape)
         for our, whole in zip(ours, full, strict=True)
     )
-
-
-def _name_of(func: Any) -> str:
-    """Returns `bernoulli` for `aten::bernoulli_.float`."""
-    return str(func._schema.name.split("::")[-1].rstrip("_"))
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
