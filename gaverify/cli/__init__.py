@@ -18,13 +18,12 @@ from gaverify.cli.accepting import baseline
 from gaverify.cli.auditing import audit
 from gaverify.cli.collector import leave_to_the_system
 from gaverify.cli.doctoring import doctor
-from gaverify.cli.explaining import explain, rules
 from gaverify.cli.failures import Invocation, interrupts_noted, report_failure, report_interrupt
-from gaverify.cli.listing import models, schema
+from gaverify.cli.listing import explain, models, rules, schema
 from gaverify.cli.profiling import profile
 from gaverify.cli.reporting import report
 from gaverify.cli.running import run
-from gaverify.cli.starting import init
+from gaverify.cli.scaffolding import init
 from gaverify.cli.streams import open_closed_streams, silence
 
 COMMANDS: tuple[click.Command, ...] = (

@@ -1,13 +1,59 @@
-"""`gaverify models` and `gaverify schema`: what the package ships."""
+"""What gaverify knows: `models`, `schema`, `rules` and the page of a rule."""
 
 from __future__ import annotations
 
-from typing import Any
+import json
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
 import click
+from click.shell_completion import CompletionItem
 
-from gaverify.cli.console import NARROW, console, print_table
 from gaverify.report.text.layout import Layout, plain
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+    from gaverify.rulebook import RulePage
+
+NARROW = 72
+"""Columns of a terminal below which a table's columns would break words."""
+
+
+def console(**options: Any) -> Any:
+    """Returns a rich console that raises BrokenPipeError when its reader leaves; rich would exit with 1 (divergent)."""
+    from rich.console import Console
+
+    class Quiet(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    return Quiet(**options)
+
+
+def print_table(to: Any, columns: Mapping[str, Mapping[str, Any]], rows: Iterable[Sequence[str]]) -> None:
+    """Prints rows under bold headings, without the spaces that fill the last column.
+
+    Args:
+        to: The console, whose width the table may take.
+        columns: Heading → how rich lays the column out.
+        rows: Their cells as text, in which rich reads no markup: the brackets of a shape stay.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for heading, options in columns.items():
+        table.add_column(heading, **options)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    with to.capture() as capture:
+        to.print(table)
+    for line in capture.get().splitlines():
+        click.echo(line.rstrip())
 
 
 @click.command(short_help="List the built-in problems.")
@@ -41,3 +87,149 @@ def schema(command: str) -> int:
 
     click.echo(schema_text(command))
     return 0
+
+
+WIDTH = 80
+LONGEST = 500
+"""Columns that the table may take where nothing is known of the reader."""
+VERSION = 1
+"""Version of the document that `rules --format json` prints."""
+
+
+def _complete_rules(ctx: click.Context, parameter: click.Parameter, start: str) -> list[CompletionItem]:
+    """Offers codes, each with its rule's name, and names."""
+    from gaverify.rulebook import rule_pages
+
+    pages = rule_pages()
+    codes = [CompletionItem(page.code, help=page.name) for page in pages if page.code.startswith(start.upper())]
+    return codes or [CompletionItem(page.name, help=page.code) for page in pages if page.name.startswith(start)]
+
+
+@click.command(short_help="Print the page of a rule.")
+@click.argument("rule", metavar="CODE", shell_complete=_complete_rules)
+def explain(rule: str) -> int:
+    """Prints what a rule finds, why gradients diverge, an example and its repair.
+
+    CODE is a code (GAV101) or a name (batch-statistics) that a report printed; `gaverify rules` lists them.
+    """
+    from gaverify.rulebook import find_page
+
+    page = find_page(rule)
+    to = console(highlight=False)
+    to.width = min(to.width, WIDTH)
+    _print_page(to, page)
+    return 0
+
+
+@click.command(short_help="List the rules.")
+@click.option("--format", "format_", type=click.Choice(["text", "json"]), default="text", help="How to print.")
+def rules(format_: str) -> int:
+    """Lists every rule: code, name, severity and what it says."""
+    from gaverify.rulebook import rule_pages
+
+    pages = rule_pages()
+    if format_ == "json":
+        rows = [{"code": p.code, "name": p.name, "severity": p.severity, "summary": p.summary} for p in pages]
+        click.echo(json.dumps({"version": VERSION, "rules": rows}, indent=2, ensure_ascii=False))
+        return 0
+    _print_table(pages)
+    click.echo("\nRead one with `gaverify explain CODE`.")
+    return 0
+
+
+def _print_table(pages: tuple[RulePage, ...]) -> None:
+    """One line per rule on a pipe; on a terminal what a rule finds wraps in its column."""
+    to = console(highlight=False)
+    if to.is_terminal and to.width < NARROW:
+        for page in pages:
+            click.echo(f"{page.code} {page.name} ({page.severity})")
+            for line in textwrap.wrap(page.summary, to.width - 4):
+                click.echo(f"    {line}")
+        return
+    if not to.is_terminal:
+        to.width = LONGEST
+    columns: dict[str, dict[str, Any]] = {
+        "code": {"no_wrap": True},
+        "name": {"no_wrap": True},
+        "severity": {},
+        "finds": {"overflow": "fold"},
+    }
+    print_table(to, columns, [(page.code, page.name, page.severity, page.summary) for page in pages])
+
+
+def _print_page(to: Console, page: RulePage) -> None:
+    from rich.text import Text
+
+    severity = f" ({page.severity})" if page.severity != "fault" else ""
+    for title in _wrapped(f"{page.code} {page.name}{severity}: {page.summary}", to.width):
+        to.print(Text(title, "bold"), soft_wrap=True)
+    for heading, text in page.sections.items():
+        to.print()
+        to.print(Text(heading, "bold cyan"))
+        for line in _body(text, heading, to):
+            to.print(line, soft_wrap=True)
+
+
+def _body(text: str, heading: str, to: Console) -> Iterator[Text]:
+    """Yields the lines of a section: text wrapped, code and formulas as they stand."""
+    from rich.text import Text
+
+    for kind, lines in _blocks(text.splitlines()):
+        if kind == "indented" and heading in ("Example", "Use instead"):
+            yield from _python(lines, to)
+        elif kind != "text":
+            yield from (Text(line) for line in lines)
+        else:
+            for item in _items(lines, each_line=heading == "References"):
+                for line in _wrapped(item, to.width):
+                    shown = Text(line)
+                    shown.highlight_regex(r"`[^`]+`", "bold")
+                    shown.highlight_regex(r"https?://\S+", "underline")
+                    yield shown
+
+
+def _blocks(lines: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yields runs of lines that are "text", "indented" or "empty"; an empty line between indented ones is indented."""
+    kinds = ["indented" if line.startswith("    ") else "text" if line.strip() else "empty" for line in lines]
+    for at, kind in enumerate(kinds):
+        following = next((later for later in kinds[at:] if later != "empty"), "empty")
+        if kind == "empty" and at and kinds[at - 1] == following == "indented":
+            kinds[at] = "indented"
+    for kind, run in groupby(zip(kinds, lines, strict=True), key=lambda pair: pair[0]):
+        yield kind, [line for _, line in run]
+
+
+def _items(lines: list[str], *, each_line: bool) -> list[str]:
+    """Returns a paragraph, or its list items, as one line each; `each_line`: what is not indented starts an item."""
+    items: list[str] = []
+    for line in lines:
+        if not items or line.startswith("- ") or (each_line and not line.startswith(" ")):
+            items.append(line)
+        else:
+            items[-1] += " " + line.strip()
+    return items
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    indent = "  " if text.startswith("- ") else ""
+    return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _python(lines: list[str], to: Console) -> Iterator[Text]:
+    """Yields lines of Python with comments and keywords set apart, in styles that a light and a dark terminal show."""
+    from rich.syntax import ANSISyntaxTheme, Syntax
+    from rich.text import Text
+
+    if not to.is_terminal:  # the highlighter would be loaded for nothing
+        yield from (Text(line) for line in lines)
+        return
+    from pygments.token import Comment, Keyword, String, Token  # type: ignore[import-untyped]
+    from rich.style import Style
+
+    theme = ANSISyntaxTheme(
+        {Token: Style(), Comment: Style(dim=True), Keyword: Style(bold=True), String: Style(color="green")}
+    )
+    code = textwrap.dedent("\n".join(lines))
+    highlighted = Syntax(code, "python", theme=theme, background_color="default").highlight(code)
+    for line in highlighted.split("\n", allow_blank=False):
+        yield Text("    ") + line if line.plain.strip() else Text()

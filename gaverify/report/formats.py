@@ -37,10 +37,10 @@ class Format:
 
 
 FORMATS: tuple[Format, ...] = (
-    Format("text", ".txt", "picture:text"),
+    Format("text", ".txt", "terminal:text"),
     Format("json", ".json", "documents:report_text"),
     Format("junit", ".xml", "junit:junit_text"),
-    Format("svg", ".svg", "picture:svg"),
+    Format("svg", ".svg", "terminal:svg"),
     Format("html", ".html", "page.rendering:html_text"),
     Format("sarif", ".sarif", "sarif:sarif_text"),
     Format("markdown", ".md", "markdown:markdown_text"),

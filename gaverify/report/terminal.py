@@ -1,13 +1,22 @@
-"""Lines of text on a stream: coloured on a terminal, plain on a pipe or under `NO_COLOR`, ASCII where needed."""
+"""Lines on a stream: plain or coloured on a terminal, as plain text, or as a picture of a terminal."""
 
 from __future__ import annotations
 
 import codecs
+import io
 import os
+import re
 import shutil
-from typing import IO
+from collections.abc import Iterable
+from typing import IO, TYPE_CHECKING
 
+from gaverify.records.profile import Profile
+from gaverify.report.stories import Report
 from gaverify.report.text.layout import Layout, Line, plain
+from gaverify.report.text.report import report_lines
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _WIDEST = 140
 """Longer lines are hard to follow with the eye."""
@@ -29,8 +38,6 @@ def layout_for(stream: IO[str]) -> Layout:
 def write_lines(lines: list[Line], layout: Layout, stream: IO[str]) -> None:
     """Writes the lines, with colours where the stream shows them."""
     if _is_terminal(stream) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
-        from gaverify.report.picture import print_lines
-
         print_lines(lines, stream, layout.width)
     else:
         stream.write(plain(lines))
@@ -46,3 +53,51 @@ def _is_unicode(stream: IO[str]) -> bool:
         return codecs.lookup(encoding).name.startswith("utf")
     except LookupError:
         return False
+
+
+_WIDTH = 110
+"""Columns of the SVG: the table keeps its worst elements in a column."""
+
+_FONT_FACE = re.compile(r"@font-face\s*\{[^}]*\}\s*")
+
+
+def print_lines(lines: Iterable[Line], file: IO[str], width: int) -> None:
+    """Prints the lines with their colours to a terminal."""
+    from rich.console import Console
+
+    _print(lines, Console(file=file, width=width, force_terminal=True, highlight=False))
+
+
+def text(report: Report) -> str:
+    """Returns the report as plain text, 80 columns wide."""
+    return plain(report_lines(report, Layout()))
+
+
+def svg(report: Report) -> str:
+    """Returns a picture that loads nothing: a profile's two plots, the terminal's report of everything else."""
+    if len(report.answers) == 1 and isinstance(report.answers[0], Profile) and not report.errors:
+        from gaverify.report.plot import profile_svg
+
+        return profile_svg(report.answers[0])
+    # rich points to fonts on a CDN: a report must look the same without a network and tell nobody that it was opened.
+    return _FONT_FACE.sub("", _recorded(report).export_svg(title="gaverify"))
+
+
+def _recorded(report: Report) -> Console:
+    from rich.console import Console
+
+    # Colours are given outright: the picture must not depend on the terminal or on NO_COLOR of whoever wrote it.
+    console = Console(
+        record=True, file=io.StringIO(), width=_WIDTH, force_terminal=True, color_system="truecolor", no_color=False
+    )
+    _print(report_lines(report, Layout(width=_WIDTH)), console)
+    return console
+
+
+def _print(lines: Iterable[Line], console: Console) -> None:
+    from rich.text import Text
+
+    for line in lines:
+        assembled = Text.assemble(*line)
+        assembled.rstrip()
+        console.print(assembled, soft_wrap=True, highlight=False, markup=False, emoji=False)
