@@ -28,14 +28,22 @@ def batch_statistics(facts: Facts) -> Iterator[Finding]:
         ]
         if cause.control is not None and cause.control.kind is ControlKind.FROZEN:
             remedies.append("freeze its statistics (`.eval()` on the layer, after every `model.train()`)")
-        yield finding_of(
-            f"{module_name(operation.module, operation.kind)} normalises over the micro-batch",
-            first_operation(facts, cause),
-            control(facts, cause),
-            location=operation.location,
-            remedy="; or ".join(remedies) or "use statistics of the sample itself, or stored ones",
-            proven=proven(facts, cause),
-        )
+        what = f"{module_name(operation.module, operation.kind)} normalises over the micro-batch"
+        remedy = "; or ".join(remedies) or "use statistics of the sample itself, or stored ones"
+        yield _meeting(facts, cause, what, remedy)
+
+
+def _meeting(facts: Facts, cause: Cause, what: str, remedy: str, *more: Evidence) -> Finding:
+    """The finding of a cause in the forward: the trace, more that was measured, and the control run."""
+    return finding_of(
+        what,
+        first_operation(facts, cause),
+        *more,
+        control(facts, cause),
+        location=cause.suspect.culprit.location,
+        remedy=remedy,
+        proven=proven(facts, cause),
+    )
 
 
 @rule("GAV102")
@@ -48,16 +56,9 @@ def cross_sample_operation(facts: Facts) -> Iterator[Finding]:
         operation = suspect.culprit
         branches = suspect.kind == "control-flow"
         what = "takes another way for another batch" if branches else "mixes the samples of a batch"
-        yield finding_of(
-            f"{module_name(operation.module, operation.kind)} {what}",
-            first_operation(facts, cause),
-            control(facts, cause),
-            location=operation.location,
-            remedy=held_remedy(cause)
-            or paired_remedy(suspect)
-            or "let the operation see one sample at a time, or statistics that do not depend on the micro-batch",
-            proven=proven(facts, cause),
-        )
+        remedy = "let the operation see one sample at a time, or statistics that do not depend on the micro-batch"
+        remedy = held_remedy(cause) or paired_remedy(suspect) or remedy
+        yield _meeting(facts, cause, f"{module_name(operation.module, operation.kind)} {what}", remedy)
 
 
 _WHAT = {
@@ -76,18 +77,11 @@ def batch_coupled_loss(facts: Facts) -> Iterator[Finding]:
         if suspect.in_model or suspect.kind not in _WHAT:
             continue
         fit = facts.weights.fit
-        evidence = [first_operation(facts, cause)]
+        more = []
         if fit is not None and fit.residual > 1e-6:
             text = f"the best micro-batch weights leave {fit.residual:.1e} of the gradient over"
-            evidence.append(Evidence("micro-batch-weights", "fit", text, {"residual": fit.residual}))
-        yield finding_of(
-            _WHAT[suspect.kind],
-            *evidence,
-            control(facts, cause),
-            location=suspect.culprit.location,
-            remedy=_remedy(cause),
-            proven=proven(facts, cause),
-        )
+            more.append(Evidence("micro-batch-weights", "fit", text, {"residual": fit.residual}))
+        yield _meeting(facts, cause, _WHAT[suspect.kind], _remedy(cause), *more)
 
 
 def _remedy(cause: Cause) -> str:

@@ -121,8 +121,9 @@ def foreign_gradients(facts: Facts, loop: Record) -> Iterator[Finding]:
 @rule_of_loops("GAV611")
 def partner_at_other_weights(facts: Facts, loop: Record) -> Iterator[Finding]:
     """Yields a finding at the first differing update whose loss met another optimizer's model at other weights."""
-    met = (update for update in loop.updates if update.partners and update.differs and not _explained(loop, update))
-    update = next(met, None)
+    # where weights of the micro-batches explain an update, the partner made no difference
+    open_ones = (each for each in loop.updates if each.fit is None or not each.fit.residual < loop.tolerance)
+    update = next((each for each in open_ones if each.partners and each.differs), None)
     if update is None:
         return
     partner = update.partners[0]
@@ -135,8 +136,3 @@ def partner_at_other_weights(facts: Facts, loop: Record) -> Iterator[Finding]:
         remedy="finish one network's window, with its step, before the other network's forwards begin",
         proven=False,
     )
-
-
-def _explained(loop: Record, update: UpdateComparison) -> bool:
-    """Whether weights of the micro-batches explain the update: then the partner made no difference."""
-    return update.fit is not None and update.fit.residual < loop.tolerance

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from gaverify.records.audit import Record
 from gaverify.records.facts import Draws, Facts
@@ -42,7 +42,6 @@ def _dealt(draws: Draws) -> Finding:
 def _shared(facts: Facts, draws: Mapping[str, tuple[str, int] | None]) -> Finding:
     """A value for the whole batch: K micro-batches draw K of them in training, and are given one and the same here."""
     places = {name: f"`{name}`" + (f" at {place[0]}:{place[1]}" if place else "") for name, place in draws.items()}
-    first = next((place for place in draws.values() if place is not None), None)
     draw = "draws" if len(draws) == 1 else "draw"
     return finding_of(
         f"{listed(list(places.values()))} {draw} one value for the whole batch, not one per sample",
@@ -53,7 +52,7 @@ def _shared(facts: Facts, draws: Mapping[str, tuple[str, int] | None]) -> Findin
             shared=list(draws),
         ),
         severity="note",
-        location=Location(file=first[0], line=first[1]) if first is not None else None,
+        location=_first(draws.values()),
         remedy="draw a value per sample, or once per window where one value is meant",
         proven=True,
     )
@@ -89,7 +88,7 @@ def unalignable_randomness(facts: Facts) -> Iterator[Finding]:
         "random draws could not be dealt out per sample",
         *evidence,
         severity="fault" if fault else "note",
-        location=decisive.suspect.operation.location if decisive is not None else _place(facts),
+        location=decisive.suspect.operation.location if decisive is not None else _first(facts.draws.places.values()),
         remedy="draw per sample (one value for each row of the batch), or once per forward"
         + (", or switch it off here" if facts.loop is not None else ""),
         proven=(decisive is not None and proven(facts, decisive))
@@ -98,9 +97,9 @@ def unalignable_randomness(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def _place(facts: Facts) -> Location | None:
-    """Where the first draw that could not be dealt out was made."""
-    place = next(iter(facts.draws.places.values()), None)
+def _first(places: Iterable[tuple[str, int] | None]) -> Location | None:
+    """Where the first draw was made whose line is known."""
+    place = next(filter(None, places), None)
     return Location(file=place[0], line=place[1]) if place is not None else None
 
 

@@ -59,7 +59,7 @@ def early_windows(loop: Record) -> list[tuple[Window, int]]:
     if early and _is_meant(loop, early):
         return _without_tails(loop, early)
     first, usual = loop.first, loop.usual(loop.first)
-    if not _knows_k(loop) and first is not None and first.backwards == 1 < usual:
+    if first is not None and loop.expected(first) is None and first.backwards == 1 < usual:
         return [(first, usual)]
     return []
 
@@ -80,11 +80,6 @@ def steps_before_clearing(loop: Record) -> list[tuple[Window, int]]:
         if len(group) > 1 and (wanted == total or ones):
             found += [(window, total) for window in group[:-1]]
     return found
-
-
-def _knows_k(loop: Record) -> bool:
-    """Whether K is known for the first window."""
-    return loop.first is not None and loop.expected(loop.first) is not None
 
 
 def _is_meant(loop: Record, early: list[tuple[Window, int]]) -> bool:

@@ -16,7 +16,7 @@ from gaverify.report.stories import Answer, Report
 def answer_item(answer: Answer) -> dict[str, Any]:
     """Returns the document of any answer as plain containers, not yet fit for JSON."""
     from gaverify.report.documents.schema import shape_of  # pydantic, which only documents need
-    from gaverify.report.documents.schema.filling import encoded
+    from gaverify.report.documents.schema.deriving import encoded
 
     kinds = {Verdict: "verdict", AuditReport: "audit", Profile: "profile"}
     return encoded(shape_of({"kind": kinds[type(answer)]}), answer)

@@ -47,7 +47,7 @@ def read_report(path: Path) -> Report:
 def answer_of(document: Mapping[str, Any]) -> Answer:
     """Returns the answer that a valid document of one verdict, audit or profile describes."""
     from gaverify.report.documents.schema import shape_of
-    from gaverify.report.documents.schema.filling import decoded
+    from gaverify.report.documents.schema.deriving import decoded
 
     kinds = {"audit": AuditReport, "profile": Profile}
     answer: Answer = _built(kinds.get(document.get("kind", ""), Verdict), decoded(shape_of(document), document))
