@@ -9,12 +9,13 @@ Shapes: B samples, micro-batches of samples `start` to `stop - 1`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from torch import nn
 
-from gaverify.causes import draws, weights
+from gaverify.causes import weights
 from gaverify.causes.bench import Bench
 from gaverify.causes.narrowing import released
 from gaverify.causes.neutral.holding import (
@@ -41,6 +42,7 @@ from gaverify.records.weights import WeightFit
 from gaverify.tracebacks import shown
 
 _AGREE = 1e-6
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ def ask(bench: Bench, facts: Facts, known: Backward | None = None) -> Facts:
     """
     if facts.forward.causes or not facts.forward.agree:
         return facts
-    bench, used = draws.given(bench, facts), facts.weights.used
+    used = facts.weights.used
     shares = facts.forward.shares or used
     there = bench.weighted(shares)
 
@@ -130,6 +132,32 @@ class _Trial:
         except GaverifyError:
             return None
 
+    def narrowed(
+        self,
+        items: Sequence[T],
+        together: ControlRun,
+        control: Callable[[Sequence[T]], ControlRun | None],
+        is_it: Callable[[Operation, T], bool],
+    ) -> tuple[T, ControlRun]:
+        """Returns the first of several things that is needed, with the control run of all that are.
+
+        Args:
+            items: What was neutralised together.
+            together: That control run.
+            control: Runs with some of them neutralised.
+            is_it: Whether one of them is the culprit that a part of the batch showed.
+        """
+
+        def run(some: Sequence[T]) -> ControlRun | None:
+            return control(some) if some else None
+
+        known = [item for item in items if self.known is not None and is_it(self.known, item)]
+        alone = run(known) if len(known) < len(items) else None
+        if alone is not None and alone.rounding:
+            items, together = known, alone
+        needed = [entry.item for entry in released(items, run)] if len(items) > 1 else items
+        return needed[0], (run(needed) if len(needed) < len(items) else None) or together
+
 
 def _parameter_hooks(trial: _Trial) -> BackwardCulprit | None:
     hooked = {name: p for name, p in trial.bench.task.parameters.items() if any(parameter_registries(p))}
@@ -153,22 +181,13 @@ def _module_hooks(trial: _Trial) -> BackwardCulprit | None:
     if without is None or not without.rounding:
         return None
 
-    def control(some: list[tuple[str, nn.Module]]) -> ControlRun | None:
-        if not some:
-            return None
+    def control(some: Sequence[tuple[str, nn.Module]]) -> ControlRun | None:
         names = ", ".join(f"`{path}`" for path, _ in some)
         probe = WithoutHooks([registry for _, module in some for registry in module_registries(module)])
         return trial.run(f"the backward hooks on {names} removed", probe)
 
-    known = [(path, module) for path, module in hooked if trial.known is not None and path == trial.known.module]
-    alone = control(known) if len(known) < len(hooked) else None
-    if alone is not None and alone.rounding:
-        hooked, without = known, alone
-    needed = [entry.item for entry in released(hooked, control)] if len(hooked) > 1 else hooked
-    path, module = needed[0]
-    if len(needed) < len(hooked):
-        without = control(needed) or without
-    return BackwardCulprit(BackwardPlace.MODULE_HOOK, Operation("backward hook", path, type(module).__name__), without)
+    (path, module), run = trial.narrowed(hooked, without, control, lambda known, hook: known.module == hook[0])
+    return BackwardCulprit(BackwardPlace.MODULE_HOOK, Operation("backward hook", path, type(module).__name__), run)
 
 
 def _tensor_hooks(trial: _Trial) -> BackwardCulprit | None:
@@ -185,20 +204,11 @@ def _constants(trial: _Trial) -> BackwardCulprit | None:
     if held is None or not held.rounding or not probe.frames:
         return None
 
-    def control(some: list[Frame]) -> ControlRun | None:
-        if not some:
-            return None
+    def control(some: Sequence[Frame]) -> ControlRun | None:
         return trial.run("what this line cuts out of the graph held constant", ConstantsHeld(trial.bench.task, some))
 
-    frames = list(probe.frames)
-    known = [frame for frame in frames if trial.known is not None and _at("", frame).location == trial.known.location]
-    alone = control(known) if len(known) < len(frames) else None
-    if alone is not None and alone.rounding:
-        frames, held = known, alone
-    needed = [entry.item for entry in released(frames, control)] if len(frames) > 1 else frames
-    if len(needed) < len(frames):
-        held = control(needed) or held
-    return BackwardCulprit(BackwardPlace.CONSTANT, _at("constant of the batch", needed[0]), held)
+    line, run = trial.narrowed(probe.frames, held, control, lambda known, f: _at("", f).location == known.location)
+    return BackwardCulprit(BackwardPlace.CONSTANT, _at("constant of the batch", line), run)
 
 
 def _at(name: str, frame: Frame) -> Operation:

@@ -54,7 +54,7 @@ class Bench:
 
     `neutral` has what is neutralised in every run; `failures` notes which question could not be asked, and why;
     `earlier` is a pass of the full batch that was made before, with nothing neutralised; `total` is the relative
-    difference that is looked into.
+    difference that is looked into. `live` is the bench with the draws as they are, where this one holds them constant.
     """
 
     task: Task
@@ -65,6 +65,7 @@ class Bench:
     failures: dict[str, str] = field(default_factory=dict)
     earlier: Earlier | None = None
     total: float = math.inf
+    live: Bench | None = None
 
     def attempt(self, name: str, ask: Callable[[], T]) -> T | None:
         """Returns what `ask` finds; None where the user's code, a kernel or memory did not let it, which is noted."""
@@ -72,6 +73,13 @@ class Bench:
             return ask()
         except FORESEEN as error:
             self.failures[name] = failure_sentence(error)
+            return None
+
+    def possible(self, ask: Callable[[], T]) -> T | None:
+        """Returns what `ask` finds; None where it could not be asked, which is nothing to note."""
+        try:
+            return ask()
+        except FORESEEN:
             return None
 
     def without(self, *probes: PassProbe) -> Bench:

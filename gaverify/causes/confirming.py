@@ -135,8 +135,9 @@ def _state(bench: Bench, facts: Facts, found: Facts) -> Facts:
     """Runs the control of the state that was to blame, and holds what was blamed alone, where more than that moves."""
     if found.state is None or found.state.control is None:
         return facts
-    control = state.again(bench, found.state, found.state.control.kind)
-    if control is None or (control.rounding and not state.is_to_blame(bench, found.state)):
+    changes = state.read_changes(found.state.changes)
+    control = state.run_control(bench, found.state.control.kind, changes)
+    if control.rounding and not state.is_to_blame(bench, found.state):
         return facts
     known = replace(found.state, control=control, remedies=(control,) if found.state.remedies else ())
     return replace(facts, state=known, forward=found.forward, left=control.left, cleared=control.rounding)

@@ -11,11 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from gaverify.causes import draws
 from gaverify.causes.bench import Bench
+from gaverify.passes.calls import Call, listening
 from gaverify.passes.devices import widest
 from gaverify.passes.gradients import PassProbe
 from gaverify.records.facts import Facts, SampleCoupling
@@ -24,7 +23,6 @@ from gaverify.tracebacks import hands_over
 
 def ask(bench: Bench, facts: Facts) -> Facts:
     """Measures how many other samples one sample's output depends on, as evidence beside a cause."""
-    bench = draws.given(bench, facts)
     found = bench.attempt("coupling of samples", lambda: sample_coupling(bench))
     return replace(facts, forward=replace(facts.forward, coupling=found))
 
@@ -55,16 +53,9 @@ class _Listener(PassProbe):
     @contextmanager
     def around(self, k: int | None) -> Iterator[None]:
         """Listens for the length of a forward."""
-        handles = [
-            self._root.register_forward_pre_hook(self._enter, with_kwargs=True),
-            self._root.register_forward_hook(self._leave),
-            nn.modules.module.register_module_forward_hook(self._embedded),
-        ]
-        try:
+        root = listening({self._root: ""}, self._enter, self._leave, outside="")
+        with root, listening({}, ends=self._embedded):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     @hands_over
     def backward(self, k: int | None, loss: torch.Tensor, weight: float) -> None:
@@ -96,7 +87,7 @@ class _Listener(PassProbe):
     def _has_rows(self, tensor: Any) -> bool:
         return isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and self._size in tensor.shape
 
-    def _enter(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _enter(self, _: Call, args: Any, kwargs: Any) -> Any:
         return tree_map_only(torch.Tensor, self._leaf, (args, kwargs))
 
     def _leaf(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -105,15 +96,15 @@ class _Listener(PassProbe):
         self._leaves.append(tensor.detach().requires_grad_())
         return self._leaves[-1]
 
-    def _embedded(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _embedded(self, call: Call, output: Any) -> Any:
         """Makes a leaf of the first float tensor that came of integers: an embedding."""
-        floats = any(t.is_floating_point() for t in tree_leaves(args) if isinstance(t, torch.Tensor))
-        inside = module in self._modules and module is not self._root
-        if not inside or floats or not tree_leaves(args) or not self._has_rows(output):
+        floats = any(t.is_floating_point() for t in tree_leaves(call.args) if isinstance(t, torch.Tensor))
+        inside = call.module in self._modules and call.module is not self._root
+        if not inside or floats or not tree_leaves(call.args) or not self._has_rows(output):
             return None
         return self._leaf(output)
 
-    def _leave(self, _: nn.Module, __: Any, output: Any) -> None:
+    def _leave(self, _: Call, output: Any) -> None:
         values = tree_leaves(output) if not hasattr(output, "to_tuple") else tree_leaves(output.to_tuple())
         self._outputs += [t for t in values if self._has_rows(t) and t.requires_grad]
 

@@ -28,4 +28,4 @@ def given(bench: Bench, facts: Facts) -> Bench:
 
 
 def _held(bench: Bench) -> Bench:
-    return replace(bench, record=replace(bench.record, constant=True, unaligned={}), earlier=None)
+    return replace(bench, record=replace(bench.record, constant=True, unaligned={}), earlier=None, live=bench)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
-from gaverify.causes import draws, proof, state, weights
+from gaverify.causes import proof, state, weights
 from gaverify.causes.bench import FORESEEN, Bench
 from gaverify.causes.narrowing import released
 from gaverify.causes.neutral.cached import cached_gradients
@@ -31,7 +32,6 @@ _TRIED = 3  # suspects of one round that are tried in a control run
 
 def ask(bench: Bench, facts: Facts) -> Facts:
     """Looks for operations that couple samples, beside state and draws that may be causes as well."""
-    live, bench = bench, draws.given(bench, facts)
     held = state.probe_of(bench, facts)
     control = facts.state.control if facts.state is not None and held is not None else None
     there = bench if held is None else bench.without(held)
@@ -50,14 +50,11 @@ def ask(bench: Bench, facts: Facts) -> Facts:
         facts = replace(facts, weights=replace(facts.weights, fit=search.weights, remedy=search.remedy))
     if search.cleared or search.causes:
         facts = replace(facts, left=search.left, cleared=search.cleared)
-    return _others_released(live, bench, facts, search) if search.cleared else facts
+    return _others_released(bench, facts, search) if search.cleared else facts
 
 
-def _others_released(live: Bench, bench: Bench, facts: Facts, search: _Search) -> Facts:
-    """Releases state and draws while everything else stays neutralised: do they matter by themselves?
-
-    `live` has both as they are, `bench` holds the draws where they could not be dealt out.
-    """
+def _others_released(bench: Bench, facts: Facts, search: _Search) -> Facts:
+    """Releases state and draws while everything else stays neutralised: do they matter by themselves?"""
     held = state.probe_of(bench, facts)
     if held is not None or facts.draws.control is not None:
         search.close()
@@ -72,8 +69,8 @@ def _others_released(live: Bench, bench: Bench, facts: Facts, search: _Search) -
             if others is not None:
                 found = bench.attempt("state held", lambda: state.blamed(others, read, left))
             facts = replace(facts, state=replace(known, blamed=found or read, alone=left))
-    if facts.draws.control is not None:
-        there = live if held is None else live.without(held)
+    if bench.live is not None:
+        there = bench.live if held is None else bench.live.without(held)
         alone = bench.attempt("draws released", lambda: _with_draws(search, there))
         made = alone.left if alone is not None and not alone.rounding else 0.0
         facts = replace(facts, draws=replace(facts.draws, alone=made))
@@ -193,11 +190,9 @@ class _Search:
         suspect = last.cause.suspect
         for functions in (suspect.source_functions, suspect.functions):
             probe = ResultsHeld(bench.task, functions, suspect.order)
-            try:
-                held = functions and bench.run("what couples the samples held constant", probe)
-            except FORESEEN:
-                continue
-            if held and held.rounding:
+            what = "what couples the samples held constant"
+            held = bench.possible(partial(bench.run, what, probe)) if functions else None
+            if held is not None and held.rounding:
                 last.neutral = probe
                 return
 

@@ -68,13 +68,9 @@ def again(bench: Bench, cause: Cause) -> Cause | None:
     """Runs a control of a cause's kind, and its repairs, on another bench; None where none leaves only rounding."""
     known = cause.control.kind if cause.control is not None else None
     for kind, make in _controls(bench, cause.suspect, fit=False):
-        if kind is not known:
-            continue
-        try:
-            control, neutral = make()
-        except FORESEEN:  # it does not fit; another one of the kind may
-            continue
-        if control.rounding:
+        made = bench.possible(make) if kind is known else None  # one that does not fit leaves it to another of the kind
+        if made is not None and made[0].rounding:
+            control, neutral = made
             remedies = tuple(_remedies(bench, cause.suspect, neutral))
             explained = 1.0 - control.left / bench.total
             return replace(cause, control=control, remedies=remedies, explained=explained, alone=bench.total)
@@ -137,10 +133,10 @@ def _remedies(bench: Bench, suspect: Suspect, neutral: PassProbe | None) -> Iter
     """Runs the repairs that can be made without the user's code."""
     path = suspect.operation.module
     if isinstance(neutral, ResultsHeld):
-        try:
-            yield _held_in_the_window(bench, neutral)
-        except FORESEEN:  # then nothing is said of it
-            return
+        in_the_window = bench.possible(lambda: _held_in_the_window(bench, neutral))
+        if in_the_window is None:
+            return  # then nothing is said of it
+        yield in_the_window
     if not suspect.statistics or path is None:
         return
     layers = [m for m in _same_kind(bench, path) if isinstance(m, nn.modules.batchnorm._BatchNorm)]

@@ -55,8 +55,8 @@ def asked(task: Task, judgement: Judgement, facts: Facts, heard: Heard, found: F
         for ask in QUESTIONS:
             if _settled(facts):
                 break
-            facts = ask(bench, facts)
-        facts = weights.ask_place(bench, state.ask_lines(bench, facts))
+            facts = ask(draws.given(bench, facts), facts)
+        facts = weights.ask_place(draws.given(bench, facts), state.ask_lines(bench, facts))
     return replace(facts, cleared=facts.left <= bench.rounding, failures=bench.failures)
 
 

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gaverify.causes import draws, weights
-from gaverify.causes.bench import FORESEEN, Bench, relative_difference
+from gaverify.causes import weights
+from gaverify.causes.bench import Bench, relative_difference
 from gaverify.causes.narrowing import released
 from gaverify.causes.neutral.priming import Primed
 from gaverify.causes.neutral.state import StateHeld, StateRestored
@@ -21,8 +21,14 @@ from gaverify.tracebacks import shown
 
 _NEARER = 0.5  # of what one control leaves over: the other one is kept unless it leaves less than this
 _NO_EFFECT = 1e-6  # relative change of the difference below which a control changed nothing
-_PRIMED = "one forward of the full batch before the window"
-_PRIMED_AND_HELD = f"{_PRIMED}, and the state held still from there on,"
+_WORDS = {
+    ControlKind.STATE_RESTORED: "state restored before each micro-batch",
+    ControlKind.STATE_HELD: "state held still",
+    ControlKind.STATE_PRIMED: "one forward of the full batch before the window",
+    ControlKind.STATE_PRIMED_AND_HELD: (
+        "one forward of the full batch before the window, and the state held still from there on,"
+    ),
+}
 _MANY = 5  # changed values from which on those that a known line writes, or those of one kind, are tried together
 
 
@@ -32,7 +38,6 @@ def ask(bench: Bench, facts: Facts) -> Facts:
     Where neither explains everything, the control that comes nearer is kept and nothing is blamed yet: the state may
     matter beside another cause.
     """
-    bench = draws.given(bench, facts)
     changes = read_changes(facts.state.changes if facts.state is not None else ())
     if facts.state is None or not changes:
         return facts
@@ -56,8 +61,7 @@ def ask_unnamed(bench: Bench, facts: Facts) -> Facts:
     """Restores everything before each micro-batch: the state that moves may have no name, or move in a backward."""
     if facts.forward.causes or not facts.forward.agree:
         return facts
-    bench = draws.given(bench, facts)
-    restored = bench.attempt("state restored", lambda: _restored(bench))
+    restored = bench.attempt("state restored", lambda: run_control(bench, ControlKind.STATE_RESTORED, fit=True))
     if restored is None:
         return facts
     unnamed = StateChange("state", "unnamed")
@@ -92,19 +96,36 @@ def ask_lines(bench: Bench, facts: Facts) -> Facts:
     return replace(facts, state=replace(state, blamed=tuple(placed)))
 
 
-def again(bench: Bench, known: State, kind: ControlKind) -> ControlRun | None:
-    """Runs a control of state once more, on another bench; None where it is none of these."""
-    names = [change.name for change in read_changes(known.changes)]
+def run_control(
+    bench: Bench,
+    kind: ControlKind,
+    changes: Sequence[StateChange] = (),
+    watch: PassProbe | None = None,
+    *,
+    fit: bool = False,
+) -> ControlRun:
+    """Runs a control of state.
+
+    Args:
+        bench: Where to run.
+        kind: Restored before each micro-batch, held still, let begin from one forward of the full batch, or the last
+            two together.
+        changes: What is held still.
+        watch: Looks on.
+        fit: Whether the weights that fit are wanted.
+    """
+    probes = [watch] if watch is not None else []
+    if kind in (ControlKind.STATE_PRIMED, ControlKind.STATE_PRIMED_AND_HELD):
+        probes.insert(0, _primer(bench))
     if kind is ControlKind.STATE_RESTORED:
-        return _restored(bench, fit=False)
-    if kind is ControlKind.STATE_HELD:
-        return bench.run("state held still", StateHeld(bench.task, names), kind=kind)
-    primed = Primed(bench.task, bench.state, lift=bench.lift)
-    if kind is ControlKind.STATE_PRIMED:
-        return bench.without(primed).run(_PRIMED, kind=kind)
-    if kind is ControlKind.STATE_PRIMED_AND_HELD:
-        return bench.without(primed).run(_PRIMED_AND_HELD, StateHeld(bench.task, names), kind=kind)
-    return None
+        probes.append(StateRestored(bench.state))
+    if kind in (ControlKind.STATE_HELD, ControlKind.STATE_PRIMED_AND_HELD):
+        probes.append(StateHeld(bench.task, [change.name for change in changes]))
+    return bench.without(*probes).run(_WORDS[kind], fit=fit, kind=kind)
+
+
+def _primer(bench: Bench) -> Primed:
+    return Primed(bench.task, bench.state, lift=bench.lift)
 
 
 def is_to_blame(bench: Bench, known: State) -> bool:
@@ -178,15 +199,13 @@ def _controlled(bench: Bench, changes: Sequence[StateChange]) -> tuple[ControlRu
     primed, once = _primed(bench, changes)
     if primed is not None and primed.rounding and once:
         return primed, once
-    restored = _restored(bench)
+    restored = run_control(bench, ControlKind.STATE_RESTORED, fit=True)
     if restored.rounding:
         return restored, ()
-    still = StateHeld(bench.task, [change.name for change in changes])
-    try:
-        held = bench.run("state held still", still, fit=True, kind=ControlKind.STATE_HELD)
-    except FORESEEN:  # a counter that stays at zero stops the model
-        return restored, ()
-    return (held if held.rounding or _unexplained(held) < _NEARER * _unexplained(restored) else restored), ()
+    # a counter that stays at zero stops the model
+    held = bench.possible(lambda: run_control(bench, ControlKind.STATE_HELD, changes, fit=True))
+    nearer = held is not None and (held.rounding or _unexplained(held) < _NEARER * _unexplained(restored))
+    return held if held is not None and nearer else restored, ()
 
 
 def _primed(bench: Bench, changes: Sequence[StateChange]) -> tuple[ControlRun | None, tuple[StateChange, ...]]:
@@ -196,11 +215,7 @@ def _primed(bench: Bench, changes: Sequence[StateChange]) -> tuple[ControlRun | 
     change is not set once, even where it makes no difference by chance: a threshold that moves between two samples.
     """
     watch = StateWatch(bench.task, bench.state)
-    try:
-        there = bench.without(Primed(bench.task, bench.state, lift=bench.lift))
-        run = there.run(_PRIMED, watch, kind=ControlKind.STATE_PRIMED)
-    except FORESEEN:
-        return None, ()
+    run = bench.possible(lambda: run_control(bench, ControlKind.STATE_PRIMED, watch=watch))
     moving = {change.name for change in watch.changes()}
     return run, tuple(change for change in changes if change.name not in moving)
 
@@ -219,31 +234,22 @@ def _primed_and_held(bench: Bench, changes: Sequence[StateChange], first: Sequen
     Returns:
         The control run; None where it leaves something, or where the first forward writes as every later one does.
     """
-    task, state = bench.task, bench.state
-    primed = Primed(task, state, lift=bench.lift)
     names = {change.name for change in first}
 
-    def writes(*before: PassProbe) -> Counter[tuple[str, str, Frame]]:
-        watch = StateWatch(task, state)
-        bench.without(*before).forward(watch)
+    def writes(there: Bench) -> Counter[tuple[str, str, Frame]]:
+        watch = StateWatch(there.task, there.state)
+        there.forward(watch)
         return Counter({key: count for key, count in watch.writes.items() if key[0] in names})
 
-    if not writes() - writes(primed):
+    if not writes(bench) - writes(bench.without(_primer(bench))):
         return None
-    held = StateHeld(task, [change.name for change in changes])
-    run = bench.without(primed).run(_PRIMED_AND_HELD, held, kind=ControlKind.STATE_PRIMED_AND_HELD)
+    run = run_control(bench, ControlKind.STATE_PRIMED_AND_HELD, changes)
     return run if run.rounding else None
 
 
 def _unexplained(control: ControlRun) -> float:
     """What a control leaves over, with the best weights."""
     return control.left if control.fit is None or control.fit.vacuous else control.fit.residual
-
-
-def _restored(bench: Bench, *, fit: bool = True) -> ControlRun:
-    """Starts every micro-batch from the state that the full batch started from."""
-    kind = ControlKind.STATE_RESTORED
-    return bench.run("state restored before each micro-batch", StateRestored(bench.state), fit=fit, kind=kind)
 
 
 def _is_enough(run: ControlRun | None) -> bool:
@@ -259,7 +265,4 @@ def _held_or_none(bench: Bench, changes: Sequence[StateChange]) -> ControlRun | 
         return None
     names = [change.name for change in changes]
     what = f"{', '.join(f'`{name}`' for name in names)} held still"
-    try:
-        return bench.run(what, StateHeld(bench.task, names), kind=ControlKind.STATE_HELD)
-    except FORESEEN:
-        return None
+    return bench.possible(lambda: bench.run(what, StateHeld(bench.task, names), kind=ControlKind.STATE_HELD))

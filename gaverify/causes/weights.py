@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import torch
 
-from gaverify.causes import draws
 from gaverify.causes.bench import Bench
 from gaverify.causes.earlier import kept
 from gaverify.causes.neutral.gradients import GradientsKept
@@ -32,7 +31,6 @@ _MOVED = (0.0, 0.02, 1.0)
 
 def ask(bench: Bench, facts: Facts) -> Facts:
     """Fits the weights, sees whether the full batch repeats and what state moves, and tries weights with a meaning."""
-    bench = draws.given(bench, facts)
     watch = StateWatch(bench.task, bench.state)
     found = bench.attempt("micro-batch weights", lambda: _fitted(bench, watch))
     facts = replace(facts, state=State(watch.changes()))
@@ -58,7 +56,6 @@ def _with_gradients_kept(bench: Bench, facts: Facts) -> Facts:
 
 def ask_at_moved_parameters(bench: Bench, facts: Facts) -> Facts:
     """Tries weights without a meaning that hold for moved parameters as well."""
-    bench = draws.given(bench, facts)
     fit = _joint(bench, facts, facts.weights.fit)
     return tried(bench, facts, fit) if fit is not None else facts
 
@@ -77,7 +74,7 @@ def ask_place(bench: Bench, facts: Facts) -> Facts:
     known = facts.weights
     if not known.blamed or known.fit is None or not facts.cleared or facts.forward.causes:
         return facts
-    bench, fitted = draws.given(bench, facts), known.fit.weights
+    fitted = known.fit.weights
     place = bench.attempt("line of the weights", lambda: reweighted_operation(bench, known.used, fitted))
     return replace(facts, weights=replace(known, place=place))
 

@@ -28,6 +28,7 @@ class Call:
         position: Among all calls, in the order in which they begin, from 0.
         parents: The calls around it, outermost first.
         under: The path of the module whose forward called it.
+        args: What it was given by position.
         kept: What a listener keeps from the beginning of the call to its end.
     """
 
@@ -37,12 +38,17 @@ class Call:
     position: int
     parents: tuple[Call, ...]
     under: str
+    args: tuple[Any, ...]
     kept: dict[str, Any] = field(default_factory=dict)
 
 
 @contextmanager
 def listening(
-    paths: Mapping[nn.Module, str], begins: Begins, ends: Ends, *, outside: str | None = None
+    paths: Mapping[nn.Module, str],
+    begins: Begins = lambda *_: None,
+    ends: Ends = lambda *_: None,
+    *,
+    outside: str | None = None,
 ) -> Iterator[list[Call]]:
     """Tells of the calls of modules, and gives those that are running, outermost first.
 
@@ -59,14 +65,15 @@ def listening(
     def began(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
         path, under = paths.get(module, ""), running[-1].path if running else outside or ""
         counts[path] += 1
-        running.append(Call(module, path, counts[path], counts.total() - 1, tuple(running), under))
+        running.append(Call(module, path, counts[path], counts.total() - 1, tuple(running), under, args))
         return begins(running[-1], args, kwargs or {})
 
-    def ended(module: nn.Module, _: Any, output: Any) -> Any:
+    def ended(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not any(call.module is module for call in running):
             return None  # it began before
         while running[-1].module is not module:  # a call that raised has no end
             running.pop()
+        running[-1].args = args
         return ends(running.pop(), output)
 
     with ExitStack() as hooks:

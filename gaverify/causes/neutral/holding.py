@@ -22,6 +22,7 @@ from gaverify.causes.rows import ControlFailed, rows_for, rows_of_all
 from gaverify.causes.trace.backward_listening import applications
 from gaverify.causes.trace.operations import FunctionCalls
 from gaverify.causes.trace.traces import DECISIONS, Frame
+from gaverify.passes.calls import Call, listening
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.modes import FunctionMode, OperationMode, operation_name
 from gaverify.passes.task import Task
@@ -125,15 +126,13 @@ class OutputHeld(Held):
         super().__init__(task)
         self._module, self._positions = module, frozenset(positions)
 
-    @contextmanager
-    def places(self, k: int | None, lend: Lend) -> Iterator[None]:
+    def places(self, k: int | None, lend: Lend) -> AbstractContextManager[Any]:
         """Sees what the module returns."""
-        calls = count()
-        hook = self._module.register_forward_hook(lambda _, __, output: self._chosen(lend(next(calls), output), output))
-        try:
-            yield
-        finally:
-            hook.remove()
+
+        def ends(call: Call, output: Any) -> Any:
+            return self._chosen(lend(call.number, output), output)
+
+        return listening({self._module: ""}, ends=ends, outside="")
 
     def _chosen(self, held: Any, output: Any) -> Any:
         """The held outputs, with those as they are that need not be held."""

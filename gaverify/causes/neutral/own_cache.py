@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from gaverify.causes.bench import Bench, relative_difference
 from gaverify.causes.rows import ControlFailed
 from gaverify.causes.trace.state import owners
+from gaverify.passes.calls import Call, listening
 from gaverify.passes.gradients import Gradients
 from gaverify.records.experiment import ControlKind, ControlRun
 
@@ -53,16 +54,13 @@ def _run(bench: Bench) -> tuple[Gradients, int]:
     rows: list[int] = []
     again = False  # with a graph: in the backward, since no output of the forward had one
 
-    def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+    def enter(_: Call, args: Any, kwargs: Any) -> None:
         nonlocal again
         again = again or torch.is_grad_enabled()
         rows.extend(len(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.dim() > 0)
 
-    handle = bench.task.problem.model.register_forward_pre_hook(enter, with_kwargs=True)
-    try:
+    with listening({bench.task.problem.model: ""}, enter, outside=""):
         full = bench.full_batch()
-    finally:
-        handle.remove()
     if not (rows and again):
         raise ControlFailed("no module output takes part in the loss")
     return full.gradients, max(rows)

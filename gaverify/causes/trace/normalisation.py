@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from gaverify.causes.bench import Bench
+from gaverify.passes.calls import Call, listening
 from gaverify.passes.channels import per_channel_affine
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import generator_states
@@ -65,15 +66,12 @@ class _Listener(PassProbe):
     @contextmanager
     def around(self, k: int | None) -> Iterator[None]:
         """Listens for the length of a forward."""
-        handle = self._module.register_forward_hook(self._hear)
-        try:
+        with listening({self._module: ""}, ends=self._hear, outside=""):
             yield
-        finally:
-            handle.remove()
 
-    def _hear(self, _: nn.Module, inputs: Any, output: Any) -> None:
-        self.first = self.first or inputs
-        first, given = _first_tensor(inputs), _first_tensor(output)  # a flow hands out a determinant beside it
+    def _hear(self, call: Call, output: Any) -> None:
+        self.first = self.first or call.args
+        first, given = _first_tensor(call.args), _first_tensor(output)  # a flow hands out a determinant beside it
         if first is not None and given is not None:
             self.same_shape = self.same_shape or first.shape == given.shape
             with torch._C.DisableTorchFunction():
