@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from gaverify.causes.batch_quality import identical_samples
 from gaverify.causes.listening import Heard
+from gaverify.passes.nesting import leaves
 from gaverify.passes.task import Task
 from gaverify.records.compared import Compared
 from gaverify.records.comparison import Method
@@ -43,7 +43,7 @@ def collected(task: Task, judgement: Judgement) -> Facts:
         ),
         buffers=Buffers(_drift(task, judgement)),
         backward=Backward(hooked=tuple(n for n, p in task.parameters.items() if p._backward_hooks or _post_hooks(p))),
-        identical=identical_samples(task.problem.batch, task.batch_size),
+        identical=_identical_samples(task.problem.batch, task.batch_size),
     )
 
 
@@ -60,6 +60,21 @@ def _drift(task: Task, judgement: Judgement) -> dict[str, float]:
     least = _DRIFT_UNITS * working_unit(task, judgement.full, judgement.accumulated)
     rows = measure({name: accumulated[name] for name in common}, common)
     return {row.name: row.difference / row.scale for row in rows if row.difference > least * row.scale}
+
+
+def _identical_samples(batch: Any, batch_size: int) -> bool:
+    """Returns whether all samples of the batch are the same, so that no coupling between them could show."""
+    compared = False
+    for _, leaf in leaves(batch):
+        if isinstance(leaf, torch.Tensor) and leaf.is_nested:
+            return False  # samples of lengths of their own
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.dim() > 0:
+            if leaf.shape[0] != batch_size or batch_size < 2:
+                return False
+            if not bool((leaf == leaf[:1]).all()):
+                return False
+            compared = True
+    return compared
 
 
 def investigate(

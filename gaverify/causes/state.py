@@ -9,9 +9,9 @@ from dataclasses import replace
 from gaverify.causes import weights
 from gaverify.causes.bench import Bench, relative_difference
 from gaverify.causes.narrowing import released
-from gaverify.causes.neutral.priming import Primed
-from gaverify.causes.neutral.state import StateHeld, StateRestored
-from gaverify.causes.trace.state import Frame, StateWatch
+from gaverify.causes.neutral.state import Primed, StateHeld, StateRestored
+from gaverify.causes.trace.state import StateWatch
+from gaverify.causes.trace.traces import Frame
 from gaverify.causes.trace.writing_lines import writing_lines
 from gaverify.passes.gradients import PassProbe
 from gaverify.records.experiment import ControlKind, ControlRun

@@ -9,7 +9,7 @@ import torch
 
 from gaverify.causes.bench import Bench
 from gaverify.causes.earlier import kept
-from gaverify.causes.neutral.gradients import GradientsKept
+from gaverify.causes.neutral.state import GradientsKept
 from gaverify.causes.sketches import fitted, sketch
 from gaverify.causes.trace.first_divergence import branches_part, reweighted_operation
 from gaverify.causes.trace.state import StateWatch

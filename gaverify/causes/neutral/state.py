@@ -1,8 +1,11 @@
-"""Neutralises state: restores it before every micro-batch, or lets what a forward writes to it have no effect."""
+"""Neutralises state: restores it, lets what a forward writes to it have no effect, or lets one forward set it first.
+
+Shapes: B samples in the batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -11,9 +14,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gaverify.causes.trace.state import all_parameters, assignments, named_state, owners
 from gaverify.causes.trace.writes import address, writes_diverted
+from gaverify.passes.batching import fresh
+from gaverify.passes.dispatch import PassMode
 from gaverify.passes.gradients import PassProbe
-from gaverify.passes.isolation import ModelState
-from gaverify.passes.task import Task
+from gaverify.passes.isolation import ModelState, generator_states
+from gaverify.passes.randomness import Recorder
+from gaverify.passes.task import Task, loss_of
 
 
 class StateRestored(PassProbe):
@@ -50,3 +56,48 @@ class StateHeld(PassProbe):
     def _keeps(self, module: nn.Module, name: str) -> bool:
         path = self._paths.get(id(module))
         return path is not None and (f"{path}.{name}" if path else name) in self._names
+
+
+class Primed(PassProbe):
+    """Runs the full batch forward before the full batch's pass and before the first micro-batch.
+
+    What it changes stays for the pass and is restored with the rest of the state at its end; its draws are its own.
+    """
+
+    def __init__(self, task: Task, state: ModelState, *, lift: bool) -> None:
+        self._task, self._state, self._lift = task, state, lift
+
+    @contextmanager
+    def around(self, k: int | None) -> Iterator[None]:
+        """Runs it where a strategy starts."""
+        if k in (None, 0):
+            restore = generator_states()
+            mode = PassMode(self._state, Recorder(), lift=self._lift)
+            with _disable_current_modes(), mode:
+                loss_of(self._task, fresh(self._task.problem.batch), "the full batch")
+            restore()
+        yield
+
+
+class GradientsKept(PassProbe):
+    """Lets every backward add to the gradients that stood there before its forward.
+
+    Args:
+        parameters: Whose gradients.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = list(parameters.values())
+        self._before: list[torch.Tensor | None] = []
+
+    @contextmanager
+    def around(self, k: int | None) -> Iterator[None]:
+        """Copies the gradients before the forward."""
+        self._before = [p.grad.clone() if p.grad is not None else None for p in self._parameters]
+        yield
+
+    def backward(self, k: int | None, loss: torch.Tensor, weight: float) -> None:
+        """Puts them back, then runs the backward."""
+        for parameter, gradient in zip(self._parameters, self._before, strict=True):
+            parameter.grad = gradient
+        super().backward(k, loss, weight)

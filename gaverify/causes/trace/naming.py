@@ -9,22 +9,14 @@ from gaverify.records.operations import Operation
 from gaverify.tracebacks import shown
 
 
-def calls_around(trace: Trace, step: TracedOperation) -> list[ModuleCall]:
-    """The module calls around a step, innermost first."""
-    if step.call is None:
-        return []
-    innermost = trace.calls[step.call]
-    return [innermost, *(trace.calls[parent] for parent in reversed(innermost.parents))]
-
-
 def named_call(trace: Trace, step: TracedOperation) -> ModuleCall | None:
     """The innermost call of a module of the task."""
-    return next((call for call in calls_around(trace, step) if call.path is not None), None)
+    return next((call for call in trace.around(step.call) if call.path is not None), None)
 
 
 def operation_of(trace: Trace, step: TracedOperation) -> Operation:
     """Where a step is, for people."""
-    chain, known = calls_around(trace, step), named_call(trace, step)
+    chain, known = trace.around(step.call), named_call(trace, step)
     library = bool(chain) and chain[0].library
     # Inside a library's module the user's line is the call of it: worth naming in a module's forward only.
     named = step.frame is not None and (not library or any(not call.library for call in chain))

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gaverify.causes.trace.fingerprints import LAYOUT_KINDS, LayoutKind, described, layout_of
 from gaverify.causes.trace.traces import INPUT, Frame, ModuleCall, Result, Trace, TracedOperation, same_result
+from gaverify.causes.trace.writes import address
 from gaverify.passes.calls import Call, listening
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.modes import FunctionMode, OperationMode, operation_name
@@ -129,7 +130,7 @@ class OperationTracer(PassProbe):
         written: list[torch.Tensor],
     ) -> None:
         call, frame = self._running[-1].position if self._running else None, calling_frame()
-        path = next((c.path for c in self._calls_around(call) if c.path is not None), None)
+        path = next((c.path for c in self.trace.around(call) if c.path is not None), None)
         step = TracedOperation(
             name, call, self._function, frame, writers, differentiable, random, inputs, (name, frame, path)
         )
@@ -139,12 +140,6 @@ class OperationTracer(PassProbe):
         for position, tensor in enumerate(written):
             step.results.append(self._result(step, position, tensor))
             self._wrote(tensor, index)
-
-    def _calls_around(self, call: int | None) -> Iterator[ModuleCall]:
-        if call is not None:
-            yield self.trace.calls[call]
-            for parent in reversed(self.trace.calls[call].parents):
-                yield self.trace.calls[parent]
 
     def _wrote(self, tensor: torch.Tensor, index: int) -> None:
         address = _address(tensor)
@@ -182,10 +177,8 @@ class OperationTracer(PassProbe):
         self.trace.calls.append(ModuleCall(self._names.get(call.module), kind.__name__, library, parents))
 
     def _leave(self, call: Call, output: Any) -> None:
-        with torch._C.DisableTorchFunction():  # asking for a storage would count as a call of the user's
-            self.trace.calls[call.position].outputs = tuple(
-                self._writers.get(_address(tensor)) for tensor in _tensors(output)
-            )
+        outputs = tuple(self._writers.get(_address(tensor)) for tensor in _tensors(output))
+        self.trace.calls[call.position].outputs = outputs
 
 
 class FunctionCalls:
@@ -217,7 +210,4 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):
-        return id(tensor)
+    return address(tensor) or id(tensor)

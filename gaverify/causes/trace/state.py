@@ -6,7 +6,7 @@ State is compared by value: the kernel of BatchNorm moves its running statistics
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gaverify.causes.trace.digests import digest, tensor_digest
-from gaverify.causes.trace.traces import source_line
+from gaverify.causes.trace.traces import Frame, source_line
 from gaverify.causes.trace.writes import address, writes_seen
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import OWN_ATTRIBUTES, ModelState, scripted_attributes, variables
@@ -25,7 +25,6 @@ from gaverify.records.facts import StateChange
 from gaverify.records.operations import Operation
 from gaverify.tracebacks import calling_frame, hands_over, shown
 
-Frame = tuple[str, int] | None
 Getter = Callable[[], Any]
 _GRADIENT = "\0gradient"  # the name of gradients among the tensors that are watched: no state has it
 _GRAD = torch.Tensor.grad
@@ -76,7 +75,7 @@ def _module_state(root: nn.Module, prefix: str) -> dict[str, tuple[str, Getter]]
         start = prefix + (f"{path}." if path else "")
         for name, _ in module._buffers.items():  # a scripted module's cannot be iterated over otherwise
             found[start + name] = ("buffer", lambda m=module, n=name: _buffer(m, n))  # type: ignore[misc]
-        for name in set(vars(module)) - OWN_ATTRIBUTES:
+        for name in (name for name in vars(module) if name not in OWN_ATTRIBUTES):
             found[start + name] = ("attribute", lambda m=module, n=name: vars(m).get(n))  # type: ignore[misc]
         if isinstance(module, torch.jit.ScriptModule):
             for name in scripted_attributes(module).keys() - OWN_ATTRIBUTES:
@@ -86,6 +85,12 @@ def _module_state(root: nn.Module, prefix: str) -> dict[str, tuple[str, Getter]]
 
 def _buffer(module: nn.Module, name: str) -> Any:
     return dict(module._buffers.items()).get(name)  # a scripted module's view has no `get`
+
+
+def digests(getters: Mapping[str, Getter]) -> dict[str, Any]:
+    """Returns what the values are now, by name, in a form that can be compared."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        return {name: digest(get()) for name, get in getters.items()}
 
 
 class StateWatch(PassProbe):
@@ -150,8 +155,8 @@ class StateWatch(PassProbe):
         self.clearing = self.clearing or other.clearing
 
     def _digests(self) -> dict[str, Any]:
+        found = digests({name: get for name, (_, get) in self._named.items()})
         with _disable_current_modes(), torch._C.DisableTorchFunction():
-            found = {name: digest(get()) for name, (_, get) in self._named.items()}
             for parameter in self._state.written:
                 name = self._parameters.get(address(parameter), "")
                 if name:

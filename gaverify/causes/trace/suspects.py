@@ -12,7 +12,7 @@ import torch
 
 from gaverify.causes.trace.dependence import Dependence
 from gaverify.causes.trace.matching import Matching
-from gaverify.causes.trace.naming import calls_around, named_call, operation_of
+from gaverify.causes.trace.naming import named_call, operation_of
 from gaverify.causes.trace.parting import decisions_before, parted, strays_behind
 from gaverify.causes.trace.traces import DECISIONS, Frame, ModuleCall, Trace, TracedOperation, reached
 from gaverify.records.operations import FunctionKey, Operation, Suspect, SuspectKind
@@ -174,7 +174,7 @@ class Reader:
         """Whether a module around the step hands out samples that come from it, even where they agree by value."""
         outputs = {
             output
-            for call in calls_around(self._full, self._full.steps[index])
+            for call in self._full.around(self._full.steps[index].call)
             for output in call.outputs
             if call.path is not None and output is not None and self._m.rows[output] is not None
         }
@@ -191,7 +191,7 @@ class Reader:
         stray = (lambda i: not self._m.matched(i)) if k is None else (lambda i: self._m.whole(k, i) is None)
         return any(
             call.path is not None and any(output is not None and stray(output) for output in call.outputs)
-            for call in calls_around(trace, trace.steps[position])
+            for call in trace.around(trace.steps[position].call)
         )
 
     def operation(self, index: int) -> Operation:

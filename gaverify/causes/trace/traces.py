@@ -88,6 +88,10 @@ class Trace:
         ends += [self.loss] if self.loss is not None else [len(self.steps) - 1]
         return set(reached(ends, lambda index: self.steps[index].inputs))
 
+    def around(self, call: int | None) -> list[ModuleCall]:
+        """The module calls around an operation in one of them, innermost first."""
+        return [] if call is None else [self.calls[at] for at in (call, *reversed(self.calls[call].parents))]
+
     def add(self, step: TracedOperation) -> int:
         """Appends a step and returns its index."""
         places = self.places.setdefault(step.signature, [])

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from gaverify.causes.trace.traces import Frame
 from gaverify.passes.isolation import written_arguments, written_tensors
 from gaverify.passes.modes import OperationMode, operation_name
 from gaverify.tracebacks import calling_frame
-
-Frame = tuple[str, int] | None
 
 
 def writes_seen(addresses: Mapping[int, str], notice: Callable[[str, str, Frame], None]) -> OperationMode:

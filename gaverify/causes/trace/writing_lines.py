@@ -10,12 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch.utils._python_dispatch import _disable_current_modes
-
 from gaverify.causes.bench import Bench
-from gaverify.causes.trace.digests import digest
-from gaverify.causes.trace.state import named_state
+from gaverify.causes.trace.state import digests, named_state
 from gaverify.passes.gradients import PassProbe
 from gaverify.tracebacks import LineHunt, Owner, Place
 
@@ -42,7 +38,7 @@ class _LineWatch(PassProbe):
     @contextmanager
     def around(self, k: int | None) -> Iterator[None]:
         """Watches for the length of a forward."""
-        self._before = self._digests()
+        self._before = digests(self._getters)
         hunt = LineHunt(self._all_found, Owner.LIBRARY)
         hunt.start()
         try:
@@ -54,11 +50,7 @@ class _LineWatch(PassProbe):
     def _all_found(self, last: Place) -> bool:
         """Notes the line for every value that has changed by it; True where nothing is left to look for."""
         self._looks += 1
-        for name, value in self._digests().items():
+        for name, value in digests(self._getters).items():
             if value != self._before[name]:
                 self.found.setdefault(name, last)
         return len(self.found) == len(self._getters) or self._looks > _MOST_LOOKS
-
-    def _digests(self) -> dict[str, Any]:
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
-            return {name: digest(get()) for name, get in self._getters.items()}
