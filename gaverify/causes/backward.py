@@ -168,7 +168,8 @@ def _parameter_hooks(trial: _Trial) -> BackwardCulprit | None:
     if without is None or not without.rounding:
         return None
     owner = next(iter(hooked)).rpartition(".")[0]
-    kind = _kinds(trial.bench).get(owner, "")
+    module = dict(trial.bench.task.named_modules()).get(owner)
+    kind = type(module).__name__ if module is not None else ""
     return BackwardCulprit(BackwardPlace.PARAMETER_HOOK, Operation("gradient hook", owner, kind), without)
 
 
@@ -219,13 +220,14 @@ def _at(name: str, frame: Frame) -> Operation:
 
 def _boundaries(trial: _Trial) -> BackwardCulprit | None:
     """Compares the gradients at the boundaries of modules and custom functions."""
-    listener = _listened(trial.bench)
+    listener, bench = GradientListener(trial.bench), trial.bench
+    bench.accumulated(bench.full_batch(listener), listener)
     call = _diverging_call(listener)
     if call is None:
         if not _starts_in_the_loss(listener):
             return None
-        return BackwardCulprit(BackwardPlace.LOSS, _loss_function(trial.bench), None)
-    task = trial.bench.task
+        return BackwardCulprit(BackwardPlace.LOSS, _loss_function(bench), None)
+    task = bench.task
     if call in listener.functions:
         position, kind, frame = listener.functions[call]
         what = {
@@ -238,9 +240,9 @@ def _boundaries(trial: _Trial) -> BackwardCulprit | None:
         operation = replace(_at("backward", frame), module=listener.paths.get(call), kind=kind)
         return BackwardCulprit(BackwardPlace.MODULE, operation, control)
     path = listener.paths[call]
-    held = OutputHeld(task, dict(task.named_modules())[path])
-    control = trial.run(f"the output of `{path or '(root)'}` held constant", held)
-    return BackwardCulprit(BackwardPlace.MODULE, Operation("backward", path, _kinds(trial.bench)[path]), control)
+    module = dict(task.named_modules())[path]
+    control = trial.run(f"the output of `{path or '(root)'}` held constant", OutputHeld(task, module))
+    return BackwardCulprit(BackwardPlace.MODULE, Operation("backward", path, type(module).__name__), control)
 
 
 _SEARCHES: dict[BackwardPlace, Callable[[_Trial], BackwardCulprit | None]] = {
@@ -253,17 +255,6 @@ _SEARCHES: dict[BackwardPlace, Callable[[_Trial], BackwardCulprit | None]] = {
 }
 
 
-def _kinds(bench: Bench) -> dict[str, str]:
-    return {path: type(module).__name__ for path, module in bench.task.named_modules()}
-
-
-def _listened(bench: Bench) -> GradientListener:
-    """Runs both strategies and compares the gradients at all boundaries."""
-    listener = GradientListener(bench)
-    bench.accumulated(bench.full_batch(listener), listener)
-    return listener
-
-
 def _diverging_call(listener: GradientListener) -> int | None:
     """The innermost call whose output gradients agree and whose input gradients do not.
 
@@ -271,18 +262,16 @@ def _diverging_call(listener: GradientListener) -> int | None:
     """
     culprits = [
         call
-        for call, sides in listener.by_call().items()
-        if (sides.get("outputs") or call in listener.functions)
-        and max(sides.get("outputs", [0.0])) <= _AGREE
-        and max(sides.get("inputs", [0.0])) > _AGREE
+        for call, sides in listener.worst.items()
+        if ("outputs" in sides or call in listener.functions)
+        and sides.get("outputs", 0.0) <= _AGREE < sides.get("inputs", 0.0)
     ]
     return max(culprits) if culprits else None  # the innermost call was entered last
 
 
 def _starts_in_the_loss(listener: GradientListener) -> bool:
     """Whether the gradients that reach the outermost modules differ already."""
-    outermost = [listener.by_call().get(call, {}).get("outputs", []) for call in listener.outermost]
-    return any(outputs and max(outputs) > _AGREE for outputs in outermost)
+    return any(listener.worst.get(call, {}).get("outputs", 0.0) > _AGREE for call in listener.outermost)
 
 
 def _loss_function(bench: Bench) -> Operation:

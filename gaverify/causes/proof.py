@@ -12,6 +12,7 @@ from gaverify.causes.bench import FORESEEN, Bench
 from gaverify.causes.neutral.cached import cached_gradients
 from gaverify.causes.neutral.holding import DecisionsHeld, Evaluated, Held, OutputHeld, ResultsHeld
 from gaverify.passes.gradients import PassProbe
+from gaverify.passes.isolation import mode_set
 from gaverify.records.experiment import Cause, ControlKind, ControlRun
 from gaverify.records.operations import FunctionKey, Suspect
 from gaverify.remedies.batch_norm import group_norm_for, only_normalises
@@ -164,21 +165,13 @@ def _held_in_the_window(bench: Bench, probe: Held) -> ControlRun:
 @contextmanager
 def _group_norms(bench: Bench, layers: Sequence[nn.modules.batchnorm._BatchNorm]) -> Iterator[str]:
     """Puts GroupNorm in the place of BatchNorm layers, with their own scale and shift, and back in the end."""
-    swapped: list[tuple[nn.Module, str, nn.modules.batchnorm._BatchNorm]] = []
-    names = []
-    for root in bench.task.modules:
-        for parent in list(root.modules()):
+    names = set()
+    with mode_set(bench.task.modules, None):
+        for _, parent in list(bench.task.named_modules()):
             for name, child in list(parent._modules.items()):
                 if isinstance(child, nn.modules.batchnorm._BatchNorm) and any(child is layer for layer in layers):
-                    swapped.append((parent, name, child))
-    try:
-        for parent, name, child in swapped:
-            norm = group_norm_for(child)
-            names.append(f"GroupNorm({norm.num_groups}, {norm.num_channels})")
-            parent._modules[name] = norm
+                    norm = parent._modules[name] = group_norm_for(child)
+                    names.add(f"GroupNorm({norm.num_groups}, {norm.num_channels})")
         if not names:
             raise ValueError("the layer is the model itself")
-        yield names[0] if len(set(names)) == 1 else "GroupNorm"
-    finally:
-        for parent, name, child in swapped:
-            parent._modules[name] = child
+        yield names.pop() if len(names) == 1 else "GroupNorm"

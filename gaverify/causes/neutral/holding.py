@@ -8,7 +8,7 @@ Shapes: B samples, micro-batches of samples `start` to `stop - 1`; a result may 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import count
 from typing import Any
@@ -24,6 +24,7 @@ from gaverify.causes.trace.operations import FunctionCalls
 from gaverify.causes.trace.traces import DECISIONS, Frame
 from gaverify.passes.calls import Call, listening
 from gaverify.passes.gradients import PassProbe
+from gaverify.passes.isolation import mode_set
 from gaverify.passes.modes import FunctionMode, OperationMode, operation_name
 from gaverify.passes.task import Task
 from gaverify.records.operations import FunctionKey
@@ -284,15 +285,9 @@ class GradientsHeld(ApplicationHeld):
 class Evaluated(PassProbe):
     """Holds modules in `eval` mode: statistics are frozen, and both runs use the stored ones."""
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: list[nn.Module]) -> None:
         self._modules = modules
 
-    @contextmanager
-    def around(self, k: int | None) -> Iterator[None]:
+    def around(self, k: int | None) -> AbstractContextManager[None]:
         """Switches the modules for the length of a pass."""
-        with ExitStack() as stack:
-            for module in (module for root in self._modules for module in root.modules()):
-                stack.callback(setattr, module, "training", module.training)
-            for root in self._modules:
-                root.eval()
-            yield
+        return mode_set(self._modules, "eval")

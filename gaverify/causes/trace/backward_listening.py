@@ -29,7 +29,7 @@ class GradientListener(PassProbe):
         self._names = {module: path for path, module in bench.task.named_modules()}
         self._bounds, self._size = list(bench.task.bounds()), bench.task.batch_size
         self._full: dict[Key, torch.Tensor] = {}
-        self._worst: dict[Key, float] = {}
+        self.worst: dict[int, dict[str, float]] = {}  # the largest relative difference, by call and side
         self.paths: dict[int, str] = {}
         self.outermost: set[int] = set()
         self.functions: dict[int, tuple[int, str, Frame]] = {}  # position among applications, class, line
@@ -43,13 +43,6 @@ class GradientListener(PassProbe):
         self._k, self._calls = k, -1
         with listening(self._names, self._enter, self._leave) as self._running, applications(self._apply):
             yield
-
-    def by_call(self) -> dict[int, dict[str, list[float]]]:
-        """The largest relative differences at every boundary that both runs passed, by module call and side."""
-        found: dict[int, dict[str, list[float]]] = {}
-        for (call, side, _), difference in self._worst.items():
-            found.setdefault(call, {}).setdefault(side, []).append(difference)
-        return found
 
     def _enter(self, call: Call, inputs: Any, _: Any) -> None:
         self._calls += 1
@@ -97,8 +90,8 @@ class GradientListener(PassProbe):
             except ControlFailed:
                 return
             scale = float(rows.norm()) or 1.0
-            difference = float((gradient.detach() - rows).norm()) / scale
-            self._worst[key] = max(self._worst.get(key, 0.0), difference)
+            difference, sides = float((gradient.detach() - rows).norm()) / scale, self.worst.setdefault(key[0], {})
+            sides[key[1]] = max(sides.get(key[1], 0.0), difference)
 
 
 @contextmanager

@@ -14,11 +14,9 @@ from gaverify.causes.bench import Bench
 from gaverify.causes.trace.dependence import Dependence
 from gaverify.causes.trace.fingerprints import LAYOUT_KINDS, LayoutKind
 from gaverify.causes.trace.matching import Matching
-from gaverify.causes.trace.naming import operation_of
 from gaverify.causes.trace.operations import OperationTracer
-from gaverify.causes.trace.parting import goes_another_way
 from gaverify.causes.trace.suspects import Reader
-from gaverify.causes.trace.traces import Result, Trace
+from gaverify.causes.trace.traces import Result, Trace, goes_another_way, operation_of
 from gaverify.records.operations import ModuleDifference, Operation, Suspect
 
 # In float64 rows agree to about 1e-12; a float32 fallback to about 1e-5. Faults lie far above.

@@ -12,9 +12,19 @@ import torch
 
 from gaverify.causes.trace.dependence import Dependence
 from gaverify.causes.trace.matching import Matching
-from gaverify.causes.trace.naming import named_call, operation_of
-from gaverify.causes.trace.parting import decisions_before, parted, strays_behind
-from gaverify.causes.trace.traces import DECISIONS, Frame, ModuleCall, Trace, TracedOperation, reached
+from gaverify.causes.trace.traces import (
+    DECISIONS,
+    Frame,
+    ModuleCall,
+    Trace,
+    TracedOperation,
+    decisions_before,
+    named_call,
+    operation_of,
+    parted,
+    reached,
+    strays_behind,
+)
 from gaverify.records.operations import FunctionKey, Operation, Suspect, SuspectKind
 
 

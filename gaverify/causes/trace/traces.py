@@ -1,4 +1,6 @@
-"""The records of a traced forward: operations, module calls, and how the operations of two traces correspond.
+"""The records of a traced forward: operations, module calls, where they are for people, and how two traces correspond.
+
+Traces of two batches part at a branch, or at a loop that runs more often for one of them.
 
 Shapes: B samples; a result with B·m rows along one dimension is kept as B fingerprints.
 """
@@ -6,14 +8,16 @@ Shapes: B samples; a result with B·m rows along one dimension is kept as B fing
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from gaverify.causes.trace.fingerprints import Layout
-from gaverify.records.operations import FunctionKey
+from gaverify.records.operations import FunctionKey, Operation
+from gaverify.tracebacks import shown
 
+_NEAR = 6  # operations before the traces part among which a decision is looked for
 Shape = tuple[int, ...]
 Frame = tuple[str, int] | None
 Signature = tuple[str, Frame, str | None]  # name, line of the user's code, path of the innermost module
@@ -132,3 +136,68 @@ def same_result(trace: Trace, step: TracedOperation, position: int) -> Result | 
 def source_line(frame: Frame) -> str:
     """Returns the text of a source line, stripped; empty where there is none."""
     return linecache.getline(*frame).strip() if frame is not None else ""
+
+
+def named_call(trace: Trace, step: TracedOperation) -> ModuleCall | None:
+    """The innermost call of a module of the task."""
+    return next((call for call in trace.around(step.call) if call.path is not None), None)
+
+
+def operation_of(trace: Trace, step: TracedOperation) -> Operation:
+    """Where a step is, for people."""
+    chain, known = trace.around(step.call), named_call(trace, step)
+    library = bool(chain) and chain[0].library
+    # Inside a library's module the user's line is the call of it: worth naming in a module's forward only.
+    named = step.frame is not None and (not library or any(not call.library for call in chain))
+    return Operation(
+        step.name,
+        known.path if known else None,
+        known.kind if known else "",
+        library,
+        shown(step.frame[0]) if named and step.frame else None,
+        step.frame[1] if named and step.frame else None,
+        source_line(step.frame) if named else "",
+        _caller(chain, step),
+    )
+
+
+def _caller(chain: Sequence[ModuleCall], step: TracedOperation) -> str:
+    """The loss object around a step and the nearest line of the user's own code; empty where the step is on that."""
+    if step.caller is None:
+        return ""
+    outermost = chain[-1] if chain and chain[-1].path is None and not chain[-1].library else None
+    place = f"{shown(step.caller[0])}:{step.caller[1]}"
+    return f"in `{outermost.kind}`, called at {place}" if outermost is not None else f"called at {place}"
+
+
+def decisions_before(trace: Trace, start: int) -> list[int]:
+    """The numbers that Python code read out of tensors shortly before a step."""
+    near = range(max(start - _NEAR, 0), min(start + 1, len(trace.steps)))
+    return [i for i in near if trace.steps[i].name in DECISIONS]
+
+
+def parted(full: Trace, part: Trace) -> int | None:
+    """Where two traces stop to hold the same operations one after the other; None where they do not."""
+    pairs = enumerate(zip(full.steps, part.steps, strict=False))
+    first = next((i for i, (step, other) in pairs if step.signature != other.signature), None)
+    if first is None and len(full.steps) != len(part.steps):
+        return min(len(full.steps), len(part.steps)) - 1
+    return first
+
+
+def goes_another_way(one: Trace, other: Trace) -> bool:
+    """Whether Python code read numbers, and the losses then depend on operations that only one of two traces ran.
+
+    A loop that runs more often over more samples runs the same lines.
+    """
+    read = any(step.name in DECISIONS for step in (*one.steps, *other.steps))
+    ran = [{trace.steps[index].signature for index in trace.live()} for trace in (one, other)]
+    return read and ran[0] != ran[1]
+
+
+def strays_behind(trace: Trace, index: int | None, stray: Callable[[int], bool]) -> set[int]:
+    """The strays from which a step computes, back to the first steps that all traces have."""
+    if index is None:
+        return set()
+    steps = reached([index], lambda step: trace.steps[step].inputs if step == index or stray(step) else ())
+    return set(filter(stray, steps))

@@ -13,9 +13,8 @@ import torch
 from gaverify.causes.trace.dependence import Dependence
 from gaverify.causes.trace.fingerprints import Layout, described, layout_of
 from gaverify.causes.trace.matching import Matching
-from gaverify.causes.trace.parting import goes_another_way
 from gaverify.causes.trace.suspects import Reader
-from gaverify.causes.trace.traces import ModuleCall, Result, Trace, TracedOperation
+from gaverify.causes.trace.traces import ModuleCall, Result, Trace, TracedOperation, goes_another_way
 
 AGREE = 1e-9
 HALVES = [torch.tensor([0.5, 0.5], dtype=torch.float64)]
