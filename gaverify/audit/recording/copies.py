@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from gaverify.audit.recording.values import plain
+from gaverify.passes.walks import reached
 
 _FEWEST = 3  # elements of a parameter: a decay fits any two values
 _CLOSE = 0.5  # a copy is less far from the weights than this share of their size; other weights are 1.4 times as far
@@ -60,14 +61,7 @@ def tensors_of(shapes: set[tuple[int, ...]], taken: set[int]) -> Iterator[tuple[
 
 def _kinds() -> set[type]:
     """`torch.Tensor` and every class made from it."""
-    found: set[type] = set()
-    waiting: list[type] = [torch.Tensor]
-    while waiting:
-        kind = waiting.pop()
-        if kind not in found:
-            found.add(kind)
-            waiting += type.__subclasses__(kind)
-    return found
+    return set(reached([torch.Tensor], type.__subclasses__))
 
 
 def copy_of(landmark: Landmark, tensor: torch.Tensor, weights: torch.Tensor) -> Copy | None:

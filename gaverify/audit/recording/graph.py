@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from gaverify.passes.walks import reached
 from gaverify.tracebacks import Owner, Place, owner_of
 
 _LINE = re.compile(r'File "(.+?)", line (\d+)')
@@ -32,7 +33,7 @@ def parameters_behind(roots: Iterable[Any], ends: Collection[Any]) -> list[torch
         roots: Operations.
         ends: Operations behind which nothing is looked at.
     """
-    leaves = (getattr(node, "variable", None) for node in _behind(roots, ends))
+    leaves = (getattr(node, "variable", None) for node in behind(roots, ends))
     return [leaf for leaf in leaves if leaf is not None]
 
 
@@ -53,7 +54,7 @@ def meetings(
     found: dict[int, Place] = {}
     roots = list(roots)
     edges = [(None, root, 0) for root in roots]
-    edges += [(node, child, slot) for node in _behind(roots, ends) for child, slot in node.next_functions]
+    edges += [(node, child, slot) for node in behind(roots, ends) for child, slot in node.next_functions]
     for reader, node, slot in edges:
         shape = _shape(node, slot)
         if shape is None or node in ends:
@@ -70,16 +71,13 @@ def meetings(
     return list(dict.fromkeys(found[number] for number in sorted(found)))
 
 
-def _behind(roots: Iterable[Any], ends: Collection[Any]) -> Iterator[Any]:
+def behind(roots: Iterable[Any], ends: Collection[Any] = ()) -> Iterator[Any]:
     """Yields the operations from some roots on, each once, without `ends` and what lies behind them."""
-    waiting = [root for root in roots if root is not None and root not in ends]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        yield node
-        following = {child for child, _ in node.next_functions if child is not None} - seen
-        seen |= following
-        waiting += [child for child in following if child not in ends]
+
+    def onwards(nodes: Iterable[Any]) -> list[Any]:
+        return [node for node in nodes if node is not None and node not in ends]
+
+    return reached(onwards(roots), lambda node: onwards(child for child, _ in node.next_functions))
 
 
 def _shape(node: Any, slot: int) -> tuple[int, ...] | None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from gaverify.audit.recording.graph import behind
 from gaverify.passes.nesting import leaves
 
 _MOST = 64  # results of one forward that are listened to
@@ -55,15 +56,8 @@ def ends_in_parameters(roots: Any) -> bool:
     tensors = [leaf for _, leaf in leaves(roots, "") if isinstance(leaf, torch.Tensor)]
     if any(isinstance(tensor, torch.nn.Parameter) for tensor in tensors):
         return True
-    waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            return True
-        if isinstance(getattr(node, "variable", None), torch.nn.Parameter):
-            return True
-        following = {child for child, _ in node.next_functions if child is not None} - seen
-        seen |= following
-        waiting += following
-    return False
+    return any(
+        isinstance(node, torch.autograd.function.BackwardCFunction)
+        or isinstance(getattr(node, "variable", None), torch.nn.Parameter)
+        for node in behind(tensor.grad_fn for tensor in tensors)
+    )

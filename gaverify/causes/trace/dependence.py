@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from gaverify.causes.trace.matching import Matching
-from gaverify.causes.trace.traces import TracedOperation, reached
+from gaverify.causes.trace.traces import TracedOperation
+from gaverify.passes.walks import reached
 from gaverify.records.operations import SuspectKind
 
 

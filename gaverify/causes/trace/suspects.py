@@ -22,9 +22,9 @@ from gaverify.causes.trace.traces import (
     named_call,
     operation_of,
     parted,
-    reached,
     strays_behind,
 )
+from gaverify.passes.walks import reached
 from gaverify.records.operations import FunctionKey, Operation, Suspect, SuspectKind
 
 

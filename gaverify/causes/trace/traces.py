@@ -8,12 +8,13 @@ Shapes: B samples; a result with B·m rows along one dimension is kept as B fing
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from gaverify.causes.trace.fingerprints import Layout
+from gaverify.passes.walks import reached
 from gaverify.records.operations import FunctionKey, Operation
 from gaverify.tracebacks import shown
 
@@ -108,22 +109,6 @@ class Trace:
         """The index of the step that corresponds to one of another trace; None where there is none."""
         places = self.places.get(step.signature, [])
         return places[step.occurrence] if step.occurrence < len(places) else None
-
-
-def reached(starts: Iterable[int], onwards: Callable[[int], Iterable[int]]) -> Iterator[int]:
-    """Yields every step that a walk from some steps comes to, these among them, each once.
-
-    Args:
-        starts: Where it begins.
-        onwards: The steps that follow one; none where the walk ends.
-    """
-    queue, seen = list(starts), set[int]()
-    while queue:
-        current = queue.pop()
-        if current not in seen:
-            seen.add(current)
-            yield current
-            queue.extend(onwards(current))
 
 
 def same_result(trace: Trace, step: TracedOperation, position: int) -> Result | None:
