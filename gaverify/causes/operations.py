@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from gaverify.causes import proof, state, weights
@@ -17,9 +17,9 @@ from gaverify.causes.bench import FORESEEN, Bench
 from gaverify.causes.narrowing import released
 from gaverify.causes.neutral.cached import cached_gradients
 from gaverify.causes.neutral.holding import ResultsHeld
+from gaverify.causes.proof import Tried
 from gaverify.causes.trace.first_divergence import Divergences, trace_divergences
 from gaverify.causes.trace.normalisation import normalises
-from gaverify.passes.gradients import PassProbe
 from gaverify.records.experiment import Cause, ControlKind, ControlRun
 from gaverify.records.facts import Facts, State
 from gaverify.records.operations import Suspect
@@ -96,15 +96,6 @@ def _with_draws(search: _Search, there: Bench) -> ControlRun:
     return by_contents if by_contents.rounding else alone
 
 
-@dataclass(eq=False)
-class _Neutralised:
-    """A cause with the probe that neutralises it."""
-
-    cause: Cause
-    neutral: PassProbe | None
-    helps: bool
-
-
 class _Search:
     """One search.
 
@@ -117,7 +108,7 @@ class _Search:
 
     def __init__(self, bench: Bench, facts: Facts, left: float, residual: float) -> None:
         self._bench, self._facts, self._residual = bench, facts, residual
-        self._found: list[_Neutralised] = []
+        self._found: list[Tried] = []
         self.left = self._before = left
         self.first: Divergences | None = None
         self.weights: WeightFit | None = None
@@ -149,7 +140,7 @@ class _Search:
             tried = self._tried(bench, found)
             if tried is None:
                 break
-            self._found.append(_Neutralised(tried.cause, tried.neutral, tried.helps))
+            self._found.append(tried)
             self._before = self.left
             control = tried.cause.control
             if control is None:
@@ -176,7 +167,7 @@ class _Search:
         whole = proof.try_suspect(bench, suspect, self._before, self._residual, all_of_it=True)
         control = whole.cause.control if whole is not None else None
         if whole is not None and control is not None and control.rounding:
-            self._found[-1] = _Neutralised(whole.cause, whole.neutral, True)
+            self._found[-1] = whole
             self.left = control.left
 
     def close(self) -> None:
@@ -200,7 +191,7 @@ class _Search:
         """Runs the last control again on another bench."""
         return self._final(self._found, bench)
 
-    def _final(self, kept: Sequence[_Neutralised], bench: Bench) -> ControlRun:
+    def _final(self, kept: Sequence[Tried], bench: Bench) -> ControlRun:
         there = self._with(kept, bench)
         if kept and kept[-1].neutral is None:
             return cached_gradients(there, frozenset(kept[-1].cause.suspect.calls))
@@ -217,7 +208,7 @@ class _Search:
             return there
         return there.weighted(self.weights.weights)
 
-    def _with(self, entries: Sequence[_Neutralised], bench: Bench) -> Bench:
+    def _with(self, entries: Sequence[Tried], bench: Bench) -> Bench:
         probes = tuple(entry.neutral for entry in entries if entry.neutral is not None)
         return bench.without(*probes)
 
@@ -237,9 +228,9 @@ class _Search:
         self.left = self.remedy.left
         return True
 
-    def _tried(self, bench: Bench, found: Divergences) -> proof.Tried | None:
+    def _tried(self, bench: Bench, found: Divergences) -> Tried | None:
         """The first suspect whose control helps; else one that has a control, on probation; else an unproven one."""
-        candidates: list[proof.Tried] = []
+        candidates: list[Tried] = []
         known = {str(entry.cause.suspect.culprit) for entry in self._found}
         for suspect in [s for s in found.suspects if str(s.culprit) not in known][:_TRIED]:
             tried = self._try(bench, suspect)
@@ -252,7 +243,7 @@ class _Search:
         self.ruled_out += [str(tried.cause.suspect.culprit) for tried in on_probation]
         return next(iter([*on_probation, *unproven]), None)
 
-    def _try(self, bench: Bench, suspect: Suspect) -> proof.Tried | None:
+    def _try(self, bench: Bench, suspect: Suspect) -> Tried | None:
         try:
             suspect = replace(suspect, statistics=suspect.statistics or _normalises(bench, suspect))
             tried = proof.try_suspect(bench, suspect, self.left, self._residual)
@@ -276,7 +267,7 @@ class _Search:
         # the cached gradient of a last cause without a probe is what the others are released beside
         entries = [entry for entry in self._found if entry is not last or self.weights is not None]
 
-        def control(kept: list[_Neutralised]) -> ControlRun | None:
+        def control(kept: list[Tried]) -> ControlRun | None:
             still = [entry for entry in self._found if entry in kept or entry not in entries]
             return self._bench.attempt("release of a cause", lambda: self._final(still, self._bench))
 

@@ -21,7 +21,7 @@ from gaverify.verdict.control import failure_sentence
 _HELPS = 0.5  # a neutralised suspect that leaves more than half of the difference was not the cause
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Tried:
     """A suspect with its control run, and the probe that keeps it neutralised while others are looked for."""
 
