@@ -66,12 +66,11 @@ def ask(bench: Bench, facts: Facts, known: Backward | None = None) -> Facts:
         return facts
     used = facts.weights.used
     shares = facts.forward.shares or used
-    there = bench.weighted(shares)
-
-    def means(fit: WeightFit | None) -> bool:
-        return weights.means(bench, facts, fit)
-
-    found = bench.attempt("backward", lambda: backward_culprit(there, means, known))
+    trial = _Trial(bench.weighted(shares), facts, known.culprit if known is not None else None)
+    # hooks and constants come first, because their lines are known
+    searches = dict.fromkeys(_SEARCHES.values() if known is None or known.place is None else (_SEARCHES[known.place],))
+    places = (culprit for search in searches if (culprit := search(trial)) is not None)
+    found = bench.attempt("backward", lambda: next(places, None))
     if found is None:
         return facts
     parts = replace(facts.backward, place=found.place, culprit=found.operation, control=found.control)
@@ -79,7 +78,7 @@ def ask(bench: Bench, facts: Facts, known: Backward | None = None) -> Facts:
     if found.control is None or not found.control.rounding:
         return facts
     fit, left = found.control.fit, found.control.left
-    right = fit.weights if fit is not None and means(fit) else shares
+    right = fit.weights if fit is not None and weights.means(bench, facts, fit) else shares
     facts = replace(facts, left=left, cleared=True)
     if all(math.isclose(c, w, rel_tol=1e-7) for c, w in zip(right, used, strict=True)):
         return facts
@@ -87,27 +86,6 @@ def ask(bench: Bench, facts: Facts, known: Backward | None = None) -> Facts:
     fit = WeightFit(tuple(right), left, determined=True, noise=noise)
     remedy = ControlRun("with these weights", left, True, kind=ControlKind.WEIGHTS)
     return replace(facts, weights=replace(facts.weights, fit=fit, remedy=remedy))
-
-
-def backward_culprit(
-    bench: Bench, means: Callable[[WeightFit | None], bool], known: Backward | None = None
-) -> BackwardCulprit | None:
-    """Returns where the backward diverges, with a control run; None where no single place was found.
-
-    Hooks and constants are tried first, where there are any, because their lines are known.
-
-    Args:
-        bench: Where to run, with the weights that fit the losses.
-        means: Whether fitted weights explain everything and are shares of something.
-        known: What was found in a part of the batch: nothing but that is tried.
-    """
-    trial = _Trial(bench, means, known.culprit if known is not None else None)
-    searches = _SEARCHES.values() if known is None or known.place is None else (_SEARCHES[known.place],)
-    for search in dict.fromkeys(searches):
-        culprit = search(trial)
-        if culprit is not None:
-            return culprit
-    return None
 
 
 @dataclass(frozen=True)
@@ -118,17 +96,17 @@ class _Trial:
     """
 
     bench: Bench
-    means: Callable[[WeightFit | None], bool]
+    facts: Facts
     known: Operation | None = None
 
     def run(self, what: str, probe: PassProbe) -> ControlRun | None:
         """The control run, with the weights that were right in it; None where nothing is left to compare."""
         try:
             control = self.bench.run(what, probe, fit=True)
-            if control.rounding or control.fit is None or not self.means(control.fit):
+            fit = control.fit
+            if control.rounding or fit is None or not weights.means(self.bench, self.facts, fit):
                 return control
-            task = replace(self.bench.task, weighting=list(control.fit.weights))
-            return replace(replace(self.bench, task=task).run(what, probe), fit=control.fit)
+            return replace(self.bench.weighted(fit.weights).run(what, probe), fit=fit)
         except GaverifyError:
             return None
 
