@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from torch import nn
@@ -61,11 +62,12 @@ def listening(
     """
     running: list[Call] = []
     counts: Counter[str] = Counter()
+    positions = count()
 
     def began(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
         path, under = paths.get(module, ""), running[-1].path if running else outside or ""
         counts[path] += 1
-        running.append(Call(module, path, counts[path], counts.total() - 1, tuple(running), under, args))
+        running.append(Call(module, path, counts[path], next(positions), tuple(running), under, args))
         return begins(running[-1], args, kwargs or {})
 
     def ended(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
