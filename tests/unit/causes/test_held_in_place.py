@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from gaverify.causes.neutral.holding import ResultsHeld
+from gaverify.causes.neutral.holding import OutputHeld, ResultsHeld
 from gaverify.causes.rows import ControlFailed
 from gaverify.passes.task import Task
 
@@ -52,3 +52,25 @@ def test_nothing_trained_is_overwritten() -> None:
     with pytest.raises(ControlFailed, match="trained or shared memory"):
         held(run, "mul_")
     assert weight.requires_grad
+
+
+class _Centred(torch.nn.Module):
+    """Hands out samples without their mean, and their own sums beside them."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x - x.mean(0), x.sum(1)
+
+
+def test_outputs_that_are_held_are_rows_of_the_full_batch_and_others_live() -> None:
+    samples = torch.arange(8.0, device="cpu").reshape(4, 2).requires_grad_()
+    module = _Centred()
+    probe = OutputHeld(cast(Task, _HALVES), module, positions=(0,))
+    whole = (samples - samples.mean(0)).detach()
+    for k, part in ((None, slice(0, 4)), (0, slice(0, 2)), (1, slice(2, 4))):
+        with probe.around(k):
+            held, live = module(samples[part])
+        assert torch.equal(held, whole[part]) and not held.requires_grad
+        assert torch.equal(live, samples[part].sum(1)) and live.requires_grad
+    with probe.around(1), pytest.raises(ControlFailed, match="more often than the full batch"):
+        module(samples[:2])
+        module(samples[:2])
