@@ -12,6 +12,9 @@ agree with the full batch's (`contents`); where they do not, or counts or shapes
 `ambiguous` and a second reading can be asked for: draws by the place in the code that made them (`sites`), rows by
 their contents, folded rows with the batch as inner index. It covers loops over samples, experts that draw for the
 tokens they were sent, sequences that are packed by length, and Python's and NumPy's generators (`foreign`).
+
+What is special about an operation stands in one table (`operations`). The draws of a training script's loop are no
+pass's: an audit keeps their values and deals them out by their place in the loop (`audit/replay`).
 """
 
 from gaverify.passes.randomness.dealing import Dealer

@@ -61,30 +61,22 @@ def by_position(draw: Draw, rows: Rows, inner: bool) -> tuple[Selection | None, 
     if len(full) != len(micro):
         return None, False
     start, stop = rows.micro_batch
-    count, guessed, selection = stop - start, False, Selection()
-    device = draw.value.device
+    guessed, selection, device = False, Selection(), draw.value.device
     changed = [dim for dim in range(len(full)) if full[dim] != micro[dim]]
     for dim in changed:
         whole, part = full[dim], micro[dim]
-        fold = whole // rows.batch_size if whole == whole // rows.batch_size * rows.batch_size else 0
-        fold = fold if part == fold * count else 0
-        if fold == 1:
-            selection.append((dim, rows.taken(1, device)))
-            continue
-        is_inner = False
-        if fold:
-            is_inner, unsure = _batch_is_inner(draw, rows, dim, fold, inner)
-            guessed = guessed or unsure
+        fold = whole // rows.batch_size
+        fold = fold if whole == fold * rows.batch_size and part == fold * (stop - start) else 0
+        is_inner, unsure = _batch_is_inner(draw, rows, dim, fold, inner) if fold > 1 else (False, False)
+        guessed = guessed or unsure
         if is_inner:
             selection.append((dim, rows.inner(fold, device)))
-        elif fold and (len(changed) > 1 or rows.order is not None):
+        elif fold == 1 or (fold and (len(changed) > 1 or rows.order is not None)):
             selection.append((dim, rows.taken(fold, device)))
-        elif (
-            len(changed) == 1 and rows.order is not None
-        ):  # a selection of the samples: nobody knows whose rows they are
+        elif len(changed) == 1 and rows.order is not None:  # a selection of the samples: nobody knows whose rows
             return None, guessed
-        elif len(changed) == 1 and _offset(draw, start, part) + part <= whole:
-            selection.append((dim, slice(_offset(draw, start, part), _offset(draw, start, part) + part)))
+        elif len(changed) == 1 and (at := _offset(draw, start, part)) + part <= whole:
+            selection.append((dim, slice(at, at + part)))
         elif part < whole:
             selection.append((dim, slice(0, part)))  # padded to the longest row of a shorter micro-batch
         else:
@@ -152,15 +144,14 @@ def withdraw(draw: Draw, rows: Rows) -> None:
 
 def _batch_is_inner(draw: Draw, rows: Rows, dim: int, fold: int, inner: bool) -> tuple[bool, bool]:
     """Decides by the rows' contents; without them it is a guess, `inner`."""
-    if draw.prints is None or rows.prints is None or rows.prints.dim() <= dim:
+    full, ours = draw.prints, rows.prints
+    if full is None or ours is None or not dim < full.dim() == ours.dim():
         return inner, True
-    if [size for at, size in enumerate(draw.prints.shape) if at != dim] != [
-        size for at, size in enumerate(rows.prints.shape) if at != dim
-    ]:
+    if full.select(dim, 0).shape != ours.select(dim, 0).shape:
         return inner, True
-    outer = taken_from(draw.prints, [(dim, rows.taken(fold, draw.prints.device))])
-    inside = taken_from(draw.prints, [(dim, rows.inner(fold, draw.prints.device))])
-    far_inside, far_outer = float((rows.prints - inside).norm()), float((rows.prints - outer).norm())
-    if far_inside == far_outer:  # rows that are all the same do not tell
+    outside = taken_from(full, [(dim, rows.taken(fold, full.device))])
+    inside = taken_from(full, [(dim, rows.inner(fold, full.device))])
+    far_inside, far_outside = float((ours - inside).norm()), float((ours - outside).norm())
+    if far_inside == far_outside:  # rows that are all the same do not tell
         return inner, True
-    return far_inside < far_outer, False
+    return far_inside < far_outside, False
