@@ -6,7 +6,8 @@ import json
 import math
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any
+from functools import cache
+from typing import Any, get_type_hints
 
 VERSION = 1
 """Version of the documents; it grows when a reader of the older one would break."""
@@ -37,3 +38,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, (set, frozenset)):
         return sorted((plain(item) for item in value), key=str)
     return str(value)
+
+
+@cache
+def fields_of(record: Any) -> dict[str, Any]:
+    """Returns the fields of a record with their types; NamedTuples and dataclasses keep them in the same place."""
+    return get_type_hints(record)

@@ -12,15 +12,15 @@ import types
 from collections.abc import Mapping
 from dataclasses import is_dataclass
 from enum import Enum
-from functools import cache
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin
 
 from gaverify.errors import SpecError
 from gaverify.records.audit_report import AuditReport
 from gaverify.records.comparison import NotCompared, ParameterComparison
 from gaverify.records.profile import Profile
 from gaverify.records.verdict import Verdict
+from gaverify.report.documents.encoding import VERSION, fields_of
 from gaverify.report.stories import Answer, Report
 
 _LARGEST = 512 * 2**20
@@ -71,7 +71,6 @@ def _parsed(path: Path) -> dict[str, Any]:
 def _check(document: Mapping[str, Any], path: Path) -> None:
     from pydantic import ValidationError
 
-    from gaverify.report.documents.encoding import VERSION
     from gaverify.report.documents.schema import shape_of
 
     version = document.get("version")
@@ -107,11 +106,5 @@ def _built(kind: Any, value: Any) -> Any:
     if kind is ParameterComparison:  # a document has the words of its reason
         value = {**value, "why": _REASONS.get(value["reason"])}
     if is_dataclass(kind) or hasattr(kind, "_fields"):
-        return kind(**{name: _built(part, value[name]) for name, part in _fields(kind).items() if name in value})
+        return kind(**{name: _built(part, value[name]) for name, part in fields_of(kind).items() if name in value})
     return value
-
-
-@cache
-def _fields(kind: Any) -> dict[str, Any]:
-    """The fields of a record with their annotations; NamedTuples and dataclasses keep them in the same place."""
-    return get_type_hints(kind)

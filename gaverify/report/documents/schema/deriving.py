@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from gaverify.report.documents.encoding import fields_of
+
 Number = Annotated[float | None, Field(description="A finite number; null stands for NaN or an infinity.")]
 
 
@@ -56,7 +58,7 @@ def derived(
         stated = get_type_hints(shape, include_extras=True)
         annotations: dict[str, Any] = {}
         space: dict[str, Any] = {"__doc__": shape.__doc__, "__module__": shape.__module__}
-        for word in keys.split() or get_type_hints(record):
+        for word in keys.split() or fields_of(record):
             key, _, source = word.partition("=")
             if key in shape.model_fields:
                 annotations[key], info = stated[key], shape.model_fields[key]
@@ -89,7 +91,7 @@ def _of_path(record: Any, path: str, finite: bool) -> Any:
     for name in path.split("."):
         owner = _present(kind)
         optional = optional or owner is not kind
-        found = get_type_hints(owner)
+        found = fields_of(owner)
         kind = found[name] if name in found else get_type_hints(getattr(owner, name).fget)["return"]
     shown = _as_json(kind, finite)
     return shown | None if optional and shown is not Number else shown
