@@ -177,8 +177,9 @@ def _nothing_before(bench: Bench, facts: Facts, found: Facts) -> bool:
     """
     (before,) = found.forward.causes
     first = trace_divergences(bench, weights=facts.weights.used, valid_targets=facts.weights.valid_targets)
-    seen = [suspect for suspect in first.suspects if str(suspect.culprit) not in found.forward.ruled_out]
-    return not seen or str(seen[0].culprit) == str(before.suspect.culprit)
+    ruled_out = {operation.place for operation in found.forward.ruled_out}
+    seen = [suspect for suspect in first.suspects if suspect.culprit.place not in ruled_out]
+    return not seen or seen[0].culprit.place == before.suspect.culprit.place
 
 
 def _repairs(runs: tuple[ControlRun, ...], most: float) -> list[tuple[object, bool]]:

@@ -22,7 +22,7 @@ from gaverify.causes.trace.first_divergence import Divergences, trace_divergence
 from gaverify.causes.trace.normalisation import normalises
 from gaverify.records.experiment import Cause, ControlKind, ControlRun
 from gaverify.records.facts import Facts, State
-from gaverify.records.operations import Suspect
+from gaverify.records.operations import Operation, Suspect
 from gaverify.records.weights import WeightFit
 from gaverify.verdict.control import failure_sentence
 
@@ -39,7 +39,7 @@ def ask(bench: Bench, facts: Facts) -> Facts:
     residual = fit.residual if fit is not None and not fit.vacuous else 0.0
     search = _Search(there, facts, facts.left if control is None else control.left, residual)
     bench.attempt("first diverging operation", lambda: search.run(control.fit if control is not None else None))
-    forward = replace(facts.forward, causes=search.causes, ruled_out=tuple(dict.fromkeys(search.ruled_out)))
+    forward = replace(facts.forward, causes=search.causes, ruled_out=tuple(search.ruled_out.values()))
     if search.first is not None:
         first = search.first
         forward = replace(
@@ -113,7 +113,7 @@ class _Search:
         self.first: Divergences | None = None
         self.weights: WeightFit | None = None
         self.remedy: ControlRun | None = None
-        self.ruled_out: list[str] = []
+        self.ruled_out: dict[tuple[object, ...], Operation] = {}
 
     @property
     def cleared(self) -> bool:
@@ -231,8 +231,8 @@ class _Search:
     def _tried(self, bench: Bench, found: Divergences) -> Tried | None:
         """The first suspect whose control helps; else one that has a control, on probation; else an unproven one."""
         candidates: list[Tried] = []
-        known = {str(entry.cause.suspect.culprit) for entry in self._found}
-        for suspect in [s for s in found.suspects if str(s.culprit) not in known][:_TRIED]:
+        known = {entry.cause.suspect.culprit.place for entry in self._found}
+        for suspect in [s for s in found.suspects if s.culprit.place not in known][:_TRIED]:
             tried = self._try(bench, suspect)
             if tried is not None and tried.helps:
                 return tried
@@ -240,7 +240,7 @@ class _Search:
                 candidates.append(tried)
         on_probation = [tried for tried in candidates if tried.neutral is not None]
         unproven = [tried for tried in candidates if tried.cause.control is None]
-        self.ruled_out += [str(tried.cause.suspect.culprit) for tried in on_probation]
+        self.ruled_out |= {tried.cause.suspect.culprit.place: tried.cause.suspect.culprit for tried in on_probation}
         return next(iter([*on_probation, *unproven]), None)
 
     def _try(self, bench: Bench, suspect: Suspect) -> Tried | None:

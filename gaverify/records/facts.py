@@ -138,7 +138,7 @@ class Forward:
     loss_gap: float = math.nan
     shares: tuple[float, ...] = ()
     coupling: SampleCoupling | None = None
-    ruled_out: tuple[str, ...] = ()
+    ruled_out: tuple[Operation, ...] = ()
     modules: tuple[ModuleDifference, ...] = ()
 
 

@@ -34,6 +34,11 @@ class Operation:
         """Module path and class, file and line."""
         return Location(self.module, self.kind or None, self.file, self.line)
 
+    @property
+    def place(self) -> tuple[str, str, str | None, int | None]:
+        """What tells one operation from another: its name, its module and its line."""
+        return self.name, self.module or "", self.file, self.line if self.file is not None else None
+
     def __str__(self) -> str:
         where = f"`{self.name}`"
         if self.file is not None:

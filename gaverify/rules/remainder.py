@@ -36,7 +36,9 @@ def _in_run(facts: Facts) -> Finding:
         ruled_out.append(f"state: {held}")
     if facts.forward.agree:
         ruled_out.append("operations: all forwards agree")
-    ruled_out += [f"{suspect}: neutralised, the difference stays" for suspect in dict.fromkeys(facts.forward.ruled_out)]
+    ruled_out += [
+        f"{suspect}: neutralised, the difference stays" for suspect in dict.fromkeys(map(str, facts.forward.ruled_out))
+    ]
     ruled_out += _not_asked(facts)
     return finding_of(
         "the divergence is real; no rule explains it",
