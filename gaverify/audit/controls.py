@@ -12,13 +12,13 @@ from gaverify.records.audit import Record
 from gaverify.records.comparison import Outcome
 from gaverify.records.rounds import rounds_of
 from gaverify.records.weights import LossTerm, WeightFit
+from gaverify.thresholds import SMALLEST_FAULT, U32
 
 if TYPE_CHECKING:
     from gaverify.audit.reading import Run
 
-_SMALL = 2.0**-24  # no gradient of a loss this much smaller meets a limit; a power of two rounds nothing
+_SMALL = U32  # no gradient of a loss this much smaller meets a limit; a power of two rounds nothing
 _OTHERWISE = ((1, 1.3), (2, 1.7), (3, 2.9))  # directions of weights, and what losses are multiplied by
-_NEAR = 6e-5  # the smallest fault on record
 _MOST_HELD = 64  # micro-batches that the control with undone steps runs at most
 
 
@@ -54,7 +54,7 @@ def near_the_floor(record: Record) -> bool:
     """Whether all that differs differs by so little that a floor which is small by chance may be behind it."""
     rows = [row for update in record.updates if update.differs for row in update.parameters]
     apart = [row.relative_difference for row in rows if row.outcome is Outcome.DIVERGENT]
-    return bool(apart) and all(difference < _NEAR for difference in apart)
+    return bool(apart) and all(difference < SMALLEST_FAULT for difference in apart)
 
 
 def unclipped(runner: Runner, record: Record, options: dict[str, Any]) -> Record:

@@ -19,9 +19,8 @@ from gaverify.audit.job import SCRIPT
 from gaverify.audit.reading import Run
 from gaverify.audit.recording.matching import Matcher
 from gaverify.records.operations import Operation, Suspect
+from gaverify.thresholds import COMPUTED_FLOAT32, MANY_UNITS, TINY
 
-_COMPUTED = 1e-4  # two computations of the same row differ by rounding, rows in other company by far more
-_ROUNDINGS = 64.0  # in coarse arithmetic that many roundings count as the same
 _DEEPEST = 4  # levels below the script at which a loss is looked for
 
 Forward = dict[str, Any]
@@ -160,7 +159,7 @@ def writers_of(pairs: Sequence[Pair | None]) -> dict[str, list[str]]:
 
 
 def _allowed(unit: float) -> float:
-    return max(_COMPUTED, _ROUNDINGS * unit)
+    return max(COMPUTED_FLOAT32, MANY_UNITS * unit)
 
 
 def _names(forward: Forward) -> frozenset[str]:
@@ -189,8 +188,8 @@ def _places(whole: Forward, part: Forward) -> tuple[int, ...]:
     for path in inputs[0].keys() & inputs[1].keys():
         a, b = (side[path]["along"][0] for side in inputs)
         if len(a) == whole["rows"] and len(b) == part["rows"]:
-            apart = (b[:, None] - a[None]).abs().amax(2) / a[:, 2].abs().max().clamp_min(1e-300)
-            if float(apart.amin(1).max()) <= _COMPUTED:
+            apart = (b[:, None] - a[None]).abs().amax(2) / a[:, 2].abs().max().clamp_min(TINY)
+            if float(apart.amin(1).max()) <= COMPUTED_FLOAT32:
                 return tuple(apart.argmin(1).tolist())
     return ()
 
@@ -225,7 +224,7 @@ def _apart(pair: Pair, whole: dict[str, Any], part: dict[str, Any]) -> torch.Ten
         if both is None:
             continue
         a, b = both
-        scale = a[..., 2].abs().max().clamp_min(1e-300)
+        scale = a[..., 2].abs().max().clamp_min(TINY)
         apart = ((a - b).abs() / scale).flatten(1).amax(1).nan_to_num(math.inf)
         worst = apart if worst is None else torch.maximum(worst, apart)
     return worst
@@ -242,7 +241,7 @@ def _left(pair: Pair, level: Collection[str]) -> float:
         return 0.0
     a, b = (torch.cat(side) for side in zip(*pieces, strict=True))
     size = float(a.norm())
-    factor = (a * b).sum() / b.square().sum().clamp_min(1e-300)
+    factor = (a * b).sum() / b.square().sum().clamp_min(TINY)
     return float((a - factor * b).norm()) / size if size else 0.0
 
 

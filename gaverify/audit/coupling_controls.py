@@ -33,9 +33,9 @@ from gaverify.records.operations import Operation, Suspect
 from gaverify.records.rounds import rounds_of
 from gaverify.rules import findings_for
 from gaverify.rules.wording import listed
+from gaverify.thresholds import MANY_UNITS
 from gaverify.verdict.criteria import floors_allowed
 
-_AGREE = 64.0  # gradients that agree are some roundings apart
 _MOST = 3  # causes that are looked for behind one another
 
 
@@ -115,7 +115,7 @@ class _Bench:
     def _is_rounding(self, left: float) -> bool:
         """Whether a control left no more than two runs of equal gradients are apart."""
         unit = self.record.unit
-        return left <= max(_AGREE * unit, floors_allowed(unit) * self.update.noise)
+        return left <= max(MANY_UNITS * unit, floors_allowed(unit) * self.update.noise)
 
 
 def _causes(bench: _Bench) -> Iterator[Cause]:

@@ -23,18 +23,15 @@ from gaverify.audit.stages import (
     terms_of,
 )
 from gaverify.errors import ProblemError
-from gaverify.passes.precision import unit_roundoff
+from gaverify.passes.precision import buffers_differ, unit_roundoff
 from gaverify.records.audit import RowCheck, UpdateComparison
 from gaverify.records.comparison import Outcome, ParameterComparison
 from gaverify.records.partners import Foreign, foreign_passes, partners_of, reached_by
 from gaverify.records.rounds import Round, common_rounds, numbered, rounds_of
 from gaverify.records.stages import Clip, SettingDifference, Stage, StageComparison
 from gaverify.records.windows import Window, windows_of
+from gaverify.thresholds import MANY_UNITS, VISIBLE
 from gaverify.verdict.criteria import floors_allowed
-
-_BUFFER_NOISE = 1e-4  # buffers that differ by less differ by rounding
-_START = 64.0  # weights start equal, or moved by 2 u; as many units apart they were drawn anew
-_VISIBLE = 0.5  # K = 2 forgotten or divided twice is the smallest constant factor; a floor above it hides all
 
 
 def compare_updates(
@@ -112,6 +109,7 @@ def _compared(
     return replace(
         comparison,
         noise=rows.noise,
+        drifted=_drifted(full, accumulated, unit),
         started_apart=apart,
         unrepeatable=unrepeatable,
         unclear=unclear,
@@ -218,7 +216,7 @@ def _start_allowed(runs: Runs, round_: Round, number: int, unit: float) -> float
     grown = 0.0
     if number > 1:
         grown = _distance(runs.full.samples(round_), runs.perturbed.samples(round_), "before")
-    return max(_START * unit, floors_allowed(unit) * (grown if math.isfinite(grown) else 0.0))
+    return max(MANY_UNITS * unit, floors_allowed(unit) * (grown if math.isfinite(grown) else 0.0))
 
 
 def _unrepeatable(runs: Runs, round_: Round, number: int, unit: float, noise: float) -> str:
@@ -226,9 +224,9 @@ def _unrepeatable(runs: Runs, round_: Round, number: int, unit: float, noise: fl
     if not perturbed.steps:
         return ""
     start = _distance(full, perturbed, "before")
-    if number == 1 and start > _START * unit:
+    if number == 1 and start > MANY_UNITS * unit:
         return f"its weights start {start:.1e} apart (relative) although only rounding was added"
-    if floors_allowed(unit) * noise > _VISIBLE:
+    if floors_allowed(unit) * noise > VISIBLE:
         rows = _data(runs.full, full, runs.perturbed, perturbed)
         seen = "" if rows.same else f", and {rows.differing} of its {rows.full} rows are others"
         return f"its gradients differ by {noise:.1e} (relative) when run again{seen}"
@@ -263,7 +261,6 @@ def _comparison(
         learning_rates=_rates(accumulated),
         learning_rates_full=_rates(full),
         weights_difference=_distance(full, accumulated, "weights"),
-        drifted=_drifted(full, accumulated),
     )
 
 
@@ -285,16 +282,12 @@ def _distance(full: Samples, accumulated: Samples, when: str) -> float:
     return math.sqrt(difference / size) if size else math.nan
 
 
-def _drifted(full: Samples, accumulated: Samples) -> tuple[str, ...]:
+def _drifted(full: Samples, accumulated: Samples, unit: float) -> tuple[str, ...]:
     names = []
     buffers, others = (_buffers(samples) for samples in (full, accumulated))
     for name, value in buffers.items():
         other = others.get(name)
-        if other is None or other.shape != value.shape:
-            names.append(name.partition(":")[2])
-            continue
-        scale = float(torch.linalg.vector_norm(value)) or 1.0
-        if float(torch.linalg.vector_norm(other - value)) > _BUFFER_NOISE * scale:
+        if other is None or buffers_differ(other, value, unit):
             names.append(name.partition(":")[2])
     return tuple(names)
 

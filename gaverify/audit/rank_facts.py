@@ -17,6 +17,7 @@ from gaverify.audit.fitting import fit_gradients
 from gaverify.audit.ranks import RankedRun
 from gaverify.audit.reading import Place, Run, Samples
 from gaverify.audit.same_data import check_rows
+from gaverify.passes.precision import buffers_differ
 from gaverify.records.audit import UpdateComparison
 from gaverify.records.comparison import Outcome
 from gaverify.records.events import Event
@@ -26,7 +27,6 @@ from gaverify.records.stages import Stage
 from gaverify.records.totals import relative_total
 from gaverify.verdict.comparison import measure
 
-_BUFFER_NOISE = 1e-4  # buffers that differ by less differ by rounding
 _SMALLEST = 1  # bytes of an element in the coarsest type that gradients are reduced in
 
 
@@ -63,7 +63,7 @@ def rank_facts(full: Run, accumulated: RankedRun, update: UpdateComparison, unit
         unit=unit,
         divergent=update.outcome is Outcome.DIVERGENT,
         from_one_process=difference,
-        buffers_apart=_buffers_apart(ranks),
+        buffers_apart=_buffers_apart(ranks, unit),
         mean_left=math.nan if sharded else _mean_left(whole, own),
         # What tensor parallelism reduces alone is activations.
         reduced=() if sharded and engine is None else tuple(event.values.get("reduced", 0) for event in window),
@@ -165,7 +165,7 @@ def _cut(run: Run, place: Place, whole: torch.Tensor) -> torch.Tensor:
     return whole[tuple(slice(at, at + size) for at, size in zip(offset, sizes, strict=True))]
 
 
-def _buffers_apart(ranks: Sequence[Samples]) -> tuple[str, ...]:
+def _buffers_apart(ranks: Sequence[Samples], unit: float) -> tuple[str, ...]:
     """Buffers, `model:name`, that differ between the ranks after the update."""
     sides = [
         {name: value for step in samples.steps.values() for name, value in step.get("buffers", {}).items()}
@@ -174,13 +174,8 @@ def _buffers_apart(ranks: Sequence[Samples]) -> tuple[str, ...]:
     return tuple(
         name
         for name, value in sides[0].items()
-        if any(name in other and not _alike(other[name], value) for other in sides[1:])
+        if any(name in other and buffers_differ(other[name], value, unit) for other in sides[1:])
     )
-
-
-def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    scale = float(torch.linalg.vector_norm(b)) or 1.0
-    return a.shape == b.shape and float(torch.linalg.vector_norm(a - b)) <= _BUFFER_NOISE * scale
 
 
 def left_by(full: Run, accumulated: Run, left_out: Collection[Place] = (), *, summed: bool = True) -> float:

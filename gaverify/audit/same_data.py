@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from gaverify.records.audit import RowCheck
+from gaverify.thresholds import COMPUTED_FLOAT32, TINY
 
-# Two computations of the same row differ by rounding, rows of different samples by far more.
-_COMPUTED = 1e-4
 _ENTRY = re.compile(r" \(\d+\)$")
 
 
@@ -150,8 +149,8 @@ def _to_rounding(full: list[Row], accumulated: list[Row]) -> tuple[list[Row], li
     a, b = (
         torch.tensor([row.projections for row in rows], dtype=torch.float64, device="cpu") for rows in (left, right)
     )
-    scale = torch.maximum(a[:, 2:].abs(), b[:, 2:].abs().T).clamp_min(1e-300)
-    close = torch.cdist(a, b, p=float("inf")) / scale < _COMPUTED
+    scale = torch.maximum(a[:, 2:].abs(), b[:, 2:].abs().T).clamp_min(TINY)
+    close = torch.cdist(a, b, p=float("inf")) / scale < COMPUTED_FLOAT32
     paired: set[int] = set()
     for row, near in zip(left, close, strict=True):
         partners = (id(right[at]) for at in near.nonzero().flatten().tolist())

@@ -12,10 +12,8 @@ from gaverify.records.audit import UpdateComparison
 from gaverify.records.comparison import Outcome
 from gaverify.records.rounds import Round, common_rounds
 from gaverify.records.stages import Stage
+from gaverify.thresholds import FIT_FLOAT32, MANY_UNITS
 from gaverify.verdict.criteria import floors_allowed
-
-_AGREE = 64.0  # gradients that agree are some roundings apart, and so is what a step makes of them
-_FACTOR = 1e-3  # one factor for all parameters leaves less than this over
 
 
 def decided_without_clips(
@@ -75,10 +73,10 @@ def settled_by_weights(
 
 def _settled(update: UpdateComparison, full: Run, own: Run, round_: Round) -> UpdateComparison:
     left = update.fit.factor_residual if update.fit is not None else math.inf
-    if not update.judged or update.outcome is not Outcome.DIVERGENT or not left < _FACTOR:
+    if not update.judged or update.outcome is not Outcome.DIVERGENT or not left < FIT_FLOAT32:
         return update
     unit = working_unit(full)
-    noise = max(_AGREE * unit, floors_allowed(unit) * update.noise) + left
+    noise = max(MANY_UNITS * unit, floors_allowed(unit) * update.noise) + left
     change = compare_changes(full.samples(round_), own.samples(round_), unit, noise)
     if change is None or change.outcome is not Outcome.EQUIVALENT:
         return update

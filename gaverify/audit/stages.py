@@ -18,12 +18,9 @@ from gaverify.records.stages import AVERAGE, Clip, SettingDifference, Stage, Sta
 from gaverify.records.totals import outcome_of, relative_total
 from gaverify.records.weights import WeightFit
 from gaverify.records.windows import Window
+from gaverify.thresholds import COMPUTED_FLOAT32, FEW_UNITS, SAME_IN_FLOAT32, TINY
 from gaverify.verdict.comparison import measure
 from gaverify.verdict.criteria import Difference, Grounds, decide
-
-_STEP_UNITS = 16.0  # weights that were stepped alike differ by a few roundings of their own size
-_ROUNDING = 1e-4  # of a gradient; the largest difference that losses multiplied by another factor may make
-_SETTING = 1e-6  # settings that differ by less were computed in another order
 
 
 @dataclass(frozen=True)
@@ -79,7 +76,7 @@ def compare_gradients(runs: Runs, round_: Round, unit: float, terms: Mapping[Pla
         own = {key: _divided(perturbed.get(place), factor) for key, place in keys.items()}
         for row in measure(own, reference) if perturbed else []:
             # What is far apart under a factor was clipped, say: no rounding.
-            if math.isfinite(row.difference) and (factor == 1.0 or row.difference < _ROUNDING * row.scale):
+            if math.isfinite(row.difference) and (factor == 1.0 or row.difference < COMPUTED_FLOAT32 * row.scale):
                 floor[row.name] = max(row.difference, floor[row.name])
     rows = [
         decide(
@@ -126,7 +123,7 @@ def compare_changes(full: Samples, accumulated: Samples, unit: float, noise: flo
     size, own, apart, scale = (
         float(torch.linalg.vector_norm(part)) for part in (reference, actual, actual - reference, weights)
     )
-    allowed = _STEP_UNITS * unit * scale + noise * max(size, own)
+    allowed = FEW_UNITS * unit * scale + noise * max(size, own)
     outcome = Outcome.EQUIVALENT if apart <= allowed else Outcome.DIVERGENT
     if not math.isfinite(apart):
         outcome = Outcome.INCONCLUSIVE
@@ -166,7 +163,7 @@ def setting_differences(full: Samples, accumulated: Samples) -> tuple[SettingDif
             found += [
                 SettingDifference(at, group, name, value, theirs[name])
                 for name, value in mine.items()
-                if name in theirs and not math.isclose(value, theirs[name], rel_tol=_SETTING, abs_tol=1e-30)
+                if name in theirs and not math.isclose(value, theirs[name], rel_tol=SAME_IN_FLOAT32, abs_tol=TINY)
             ]
         mine, theirs = step.get("counted"), other.get("counted")
         if mine is not None and theirs is not None and mine != theirs:

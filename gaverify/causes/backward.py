@@ -39,9 +39,9 @@ from gaverify.records.experiment import ControlKind, ControlRun
 from gaverify.records.facts import Backward, BackwardPlace, Facts
 from gaverify.records.operations import Operation
 from gaverify.records.weights import WeightFit
+from gaverify.thresholds import SAME_IN_FLOAT32, SAME_NUMBER
 from gaverify.tracebacks import shown
 
-_AGREE = 1e-6
 T = TypeVar("T")
 
 
@@ -80,7 +80,7 @@ def ask(bench: Bench, facts: Facts, known: Backward | None = None) -> Facts:
     fit, left = found.control.fit, found.control.left
     right = fit.weights if fit is not None and weights.means(bench, facts, fit) else shares
     facts = replace(facts, left=left, cleared=True)
-    if all(math.isclose(c, w, rel_tol=1e-7) for c, w in zip(right, used, strict=True)):
+    if all(math.isclose(c, w, rel_tol=SAME_NUMBER) for c, w in zip(right, used, strict=True)):
         return facts
     noise = facts.weights.fit.noise if facts.weights.fit is not None else math.nan
     fit = WeightFit(tuple(right), left, determined=True, noise=noise)
@@ -242,14 +242,14 @@ def _diverging_call(listener: GradientListener) -> int | None:
         call
         for call, sides in listener.worst.items()
         if ("outputs" in sides or call in listener.functions)
-        and sides.get("outputs", 0.0) <= _AGREE < sides.get("inputs", 0.0)
+        and sides.get("outputs", 0.0) <= SAME_IN_FLOAT32 < sides.get("inputs", 0.0)
     ]
     return max(culprits) if culprits else None  # the innermost call was entered last
 
 
 def _starts_in_the_loss(listener: GradientListener) -> bool:
     """Whether the gradients that reach the outermost modules differ already."""
-    return any(listener.worst.get(call, {}).get("outputs", 0.0) > _AGREE for call in listener.outermost)
+    return any(listener.worst.get(call, {}).get("outputs", 0.0) > SAME_IN_FLOAT32 for call in listener.outermost)
 
 
 def _loss_function(bench: Bench) -> Operation:

@@ -33,6 +33,7 @@ from gaverify.passes.task import Task
 from gaverify.records.comparison import NotCompared
 from gaverify.records.experiment import ControlKind, ControlRun
 from gaverify.records.totals import relative_total
+from gaverify.thresholds import CAPPED_UNITS, COMPUTED_FLOAT32, SAME_IN_FLOAT32, SMALL_PART, U32
 from gaverify.verdict.comparison import measure
 from gaverify.verdict.control import failure_sentence
 from gaverify.verdict.criteria import Difference
@@ -41,11 +42,6 @@ T = TypeVar("T")
 
 # What a run may end with that is no fault of gaverify's: the user's code raised, a control does not fit, no memory.
 FORESEEN = (GaverifyError, torch.OutOfMemoryError, MemoryError)
-# What rounding leaves: 4 u of float32 where a cast inside the model hides from the lift, far less in pure float64;
-# without a float64 control the runs carry float32 rounding themselves, 2e-7 to 7e-6 of correct models. What a control
-# leaves of a small difference is rounding only where it is a small part of it, too.
-ROUNDING_FLOAT64, ROUNDING_FLOAT32, _LEAST_FLOAT32 = 2.4e-7, 1e-4, 1e-6
-_SMALL_PART = 0.01
 
 
 @dataclass(frozen=True)
@@ -97,10 +93,10 @@ class Bench:
 
     @property
     def rounding(self) -> float:
-        """The relative difference that rounding explains."""
+        """The relative difference that rounding explains: of a small difference no more than a small part of it."""
         if self.exact:
-            return ROUNDING_FLOAT64
-        return min(ROUNDING_FLOAT32, max(_LEAST_FLOAT32, _SMALL_PART * self.total))
+            return CAPPED_UNITS * U32
+        return min(COMPUTED_FLOAT32, max(SAME_IN_FLOAT32, SMALL_PART * self.total))
 
     @property
     def exact(self) -> bool:

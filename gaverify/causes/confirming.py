@@ -20,14 +20,11 @@ from gaverify.passes.task import Task
 from gaverify.records.experiment import ControlKind, ControlRun
 from gaverify.records.facts import Facts, State
 from gaverify.records.weights import WeightFit
+from gaverify.thresholds import AGREE_FLOAT64, CORRECT_FLOAT32, FIT_MAGNIFIES, SAME_IN_FLOAT32, TINY
 from gaverify.verdict.judging import Judgement
 
-# What float32 leaves of correct models is 2e-7 to 7e-6 (`bench`); more than this may be a second cause.
-_ROUNDING = 2e-5
 _MANY = 1 << 14  # samples, from which on float32's sums over them leave more than that of correct models
-_DENOMINATOR, _DIGITS = 1000, 10.0  # of a weight as a fraction, and times the fit's residual that it may be off
-_REPEATS = 1e-9  # of float64: a batch that differs from itself is looked into as a whole
-_SAME_LOSS = 1e-6  # relative; a backward is blamed where the losses agree so far
+_DENOMINATOR = 1000  # of a weight as a fraction
 
 _Confirm = Callable[[Bench, Facts, Facts], Facts]
 
@@ -68,13 +65,13 @@ def confirmed(bench: Bench, facts: Facts, found: Facts) -> Facts | None:
         facts = confirm(bench, facts, found)
     except FORESEEN:
         return None
-    return facts if facts.cleared and facts.left <= min(_ROUNDING, bench.rounding) else None
+    return facts if facts.cleared and facts.left <= min(CORRECT_FLOAT32, bench.rounding) else None
 
 
 def _confirm_of(found: Facts) -> _Confirm | None:
     """How the one thing that explains everything in the part is confirmed; None where several do, or nothing."""
     twice = found.repeatability
-    still = twice is not None and max(twice.forward, twice.backward) < _REPEATS
+    still = twice is not None and max(twice.forward, twice.backward) < AGREE_FLOAT64
     if not (found.cleared and still) or found.draws.control is not None or found.backward.kept is not None:
         return None
     controls: list[tuple[ControlRun | None, _Confirm]] = [(cause.control, _cause) for cause in found.forward.causes]
@@ -112,7 +109,7 @@ def _begun(bench: Bench, facts: Facts, found: Facts) -> tuple[Bench, Facts]:
 def _plain(fit: WeightFit) -> WeightFit:
     """The fit with the fractions that its weights stand for: working precision tells only their first digits."""
     near = [Fraction(weight).limit_denominator(_DENOMINATOR) for weight in fit.weights]
-    close = [abs(float(f) - w) <= _DIGITS * fit.residual * abs(w) for f, w in zip(near, fit.weights, strict=True)]
+    close = [abs(float(f) - w) <= FIT_MAGNIFIES * fit.residual * abs(w) for f, w in zip(near, fit.weights, strict=True)]
     return replace(fit, weights=tuple(map(float, near))) if all(close) else fit
 
 
@@ -146,9 +143,9 @@ def _state(bench: Bench, facts: Facts, found: Facts) -> Facts:
 def _backward(bench: Bench, facts: Facts, found: Facts) -> Facts:
     """Looks for the place in the backward again; the forwards agree in the part, and the losses everywhere."""
     full, used = bench.earlier.loss if bench.earlier is not None else math.nan, facts.weights.used
-    gap = abs(sum(w * loss for w, loss in zip(used, facts.weights.losses, strict=True)) - full) / max(abs(full), 1e-300)
+    gap = abs(sum(w * loss for w, loss in zip(used, facts.weights.losses, strict=True)) - full) / max(abs(full), TINY)
     counted = all(math.isclose(a, b) for a, b in zip(found.forward.shares, found.weights.used, strict=True))
-    if not counted or not gap <= _SAME_LOSS:
+    if not counted or not gap <= SAME_IN_FLOAT32:
         return facts
     forward = replace(found.forward, loss_gap=gap, shares=used)
     known = backward.ask(bench, replace(facts, forward=forward), found.backward)
@@ -160,7 +157,7 @@ def _cause(bench: Bench, facts: Facts, found: Facts) -> Facts:
     (before,) = found.forward.causes
     cause = proof.again(bench, replace(before, suspect=replace(before.suspect, samples=0)))
     control = cause.control if cause is not None else None
-    if cause is None or control is None or _repairs(before.remedies, 1.0) != _repairs(cause.remedies, _ROUNDING):
+    if cause is None or control is None or _repairs(before.remedies, 1.0) != _repairs(cause.remedies, CORRECT_FLOAT32):
         return facts
     cut_off = {row.name for row in facts.compared.rows if row.reference_norm > 0} - control.reached
     if cut_off and control.kind is ControlKind.HELD and not _nothing_before(bench, facts, found):

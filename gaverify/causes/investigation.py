@@ -9,14 +9,13 @@ import torch
 
 from gaverify.causes.listening import Heard
 from gaverify.passes.nesting import leaves
+from gaverify.passes.precision import buffers_differ
 from gaverify.passes.task import Task
 from gaverify.records.compared import Compared
 from gaverify.records.comparison import Method
 from gaverify.records.facts import Backward, Buffers, Draws, Facts, Weights
 from gaverify.verdict.comparison import measure
 from gaverify.verdict.judging import Judgement, judge_whole, working_unit
-
-_DRIFT_UNITS = 64.0  # of roundoff that K updates of a running average may differ by
 
 
 def collected(task: Task, judgement: Judgement) -> Facts:
@@ -57,9 +56,10 @@ def _drift(task: Task, judgement: Judgement) -> dict[str, float]:
     common = {name: value for name, value in full.items() if name in accumulated}
     if not common:
         return {}
-    least = _DRIFT_UNITS * working_unit(task, judgement.full, judgement.accumulated)
+    unit = working_unit(task, judgement.full, judgement.accumulated)
     rows = measure({name: accumulated[name] for name in common}, common)
-    return {row.name: row.difference / row.scale for row in rows if row.difference > least * row.scale}
+    apart = {row.name: row.difference / row.scale for row in rows if row.difference > 0}
+    return {name: far for name, far in apart.items() if buffers_differ(accumulated[name], full[name], unit)}
 
 
 def _identical_samples(batch: Any, batch_size: int) -> bool:

@@ -16,9 +16,8 @@ from gaverify.passes.isolation import mode_set
 from gaverify.records.experiment import Cause, ControlKind, ControlRun
 from gaverify.records.operations import FunctionKey, Suspect
 from gaverify.remedies.batch_norm import group_norm_for, only_normalises
+from gaverify.thresholds import HELPS, TINY
 from gaverify.verdict.control import failure_sentence
-
-_HELPS = 0.5  # a neutralised suspect that leaves more than half of the difference was not the cause
 
 
 @dataclass(eq=False)
@@ -56,8 +55,8 @@ def try_suspect(
             continue
         fit = control.fit
         weighted = fit.residual / residual if fit is not None and not fit.vacuous and residual > 0 else 1.0
-        explained = 1.0 - min(control.left / max(left, 1e-300), weighted)
-        if control.rounding or (explained > 1.0 - _HELPS and not all_of_it):
+        explained = 1.0 - min(control.left / max(left, TINY), weighted)
+        if control.rounding or (explained > 1.0 - HELPS and not all_of_it):
             remedies = tuple(_remedies(bench, suspect, neutral)) if control.rounding else ()
             return Tried(Cause(suspect, control, remedies, explained), neutral, tuple(failures))
         if neutral is not None and (best is None or explained > best.cause.explained):

@@ -19,9 +19,10 @@ from gaverify.passes.nesting import leaves
 from gaverify.passes.task import Task, micro_batch_of
 from gaverify.records.comparison import Method, NotCompared, Outcome, ParameterComparison
 from gaverify.records.facts import Facts
+from gaverify.thresholds import FEW_TIMES, SAME_ORDER, SHOWS_UNITS, TINY, U32
 from gaverify.tracebacks import is_own_fault
-from gaverify.verdict.criteria import U32, Difference, record
-from gaverify.verdict.judging import SHOWS, Judgement, judge
+from gaverify.verdict.criteria import Difference, record
+from gaverify.verdict.judging import Judgement, judge
 
 WORTH = 1 << 16
 """Elements of parameters and batch from which on a part is cheaper than what it saves; or these many samples."""
@@ -29,9 +30,6 @@ _WORTH_SAMPLES = 1024
 # Samples of the part's micro-batches: a quarter of the first micro-batch's, and two where that has them; no more than
 # show a fault as well as any number of them does.
 _QUARTER, _LEAST, _MOST = 4, 2, 1024
-# What is rounding in the part is rounding in the batch where it is no larger than a few times as much of the gradient;
-# what is a fault in the part is the same in the batch where it is of the same order there.
-_FEW, _ORDER = 8.0, 100.0
 
 
 class Shrunk:
@@ -107,15 +105,15 @@ def _decided(
     if found.control is None or not _dealt(found):
         return None
     told = {row.name: row for row in found.rows}
-    scale = _norm(judgement.working.values()) / max(_norm(found.working.values()), 1e-300)
+    scale = _norm(judgement.working.values()) / max(_norm(found.working.values()), TINY)
     # What comes of the samples' differences falls with the square root of their number.
-    order = _ORDER * math.sqrt(task.sizes[0] / part.sizes[0])
+    order = SAME_ORDER * math.sqrt(task.sizes[0] / part.sizes[0])
     rows = []
     for row in judgement.rows:
         here, there, shown = judgement.working[row.name], found.working[row.name], told[row.name]
         decided = row if row.why is shown.why is NotCompared.UNUSED else None
         if row.why is None and shown.why is None:
-            decided = _alike(row, here, shown, _FEW * scale * there.difference, unit, order)
+            decided = _alike(row, here, shown, FEW_TIMES * scale * there.difference, unit, order)
         if decided is None:
             return None
         rows.append(decided)
@@ -137,7 +135,7 @@ def _alike(
         if here.difference > rounding:
             return None
         return record(here, Outcome.EQUIVALENT, Method.FLOAT64_PART, rounding, here.difference)
-    most = max(SHOWS * unit, part.relative_difference / order)
+    most = max(SHOWS_UNITS * unit, part.relative_difference / order)
     if part.outcome is not Outcome.DIVERGENT or not here.difference > most * here.reference:
         return None
     allowed = part.relative_allowed * here.reference

@@ -18,6 +18,7 @@ from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.task import Task
 from gaverify.passes.weight_fit import SINGULAR_FLOAT64, fit_weights, gradient_noise
 from gaverify.records.weights import WeightFit
+from gaverify.thresholds import TINY
 
 SKETCH = 4096
 _CHUNK_ROWS = 256
@@ -134,7 +135,7 @@ def fitted(runs: Sequence[Sketches]) -> WeightFit:
 
     Where c is not unique, the one nearest to the weights that were used is returned.
     """
-    norms = [torch.linalg.vector_norm(run.target).clamp_min(1e-300) for run in runs]
+    norms = [torch.linalg.vector_norm(run.target).clamp_min(TINY) for run in runs]
     columns = torch.cat([run.columns / norm for run, norm in zip(runs, norms, strict=True)])
     target = torch.cat([run.target / norm for run, norm in zip(runs, norms, strict=True)])
     equations = sum(run.elements for run in runs)

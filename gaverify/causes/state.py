@@ -17,10 +17,9 @@ from gaverify.passes.gradients import PassProbe
 from gaverify.records.experiment import ControlKind, ControlRun
 from gaverify.records.facts import Facts, State, StateChange
 from gaverify.records.operations import Operation
+from gaverify.thresholds import HELPS, SAME_IN_FLOAT32
 from gaverify.tracebacks import shown
 
-_NEARER = 0.5  # of what one control leaves over: the other one is kept unless it leaves less than this
-_NO_EFFECT = 1e-6  # relative change of the difference below which a control changed nothing
 _WORDS = {
     ControlKind.STATE_RESTORED: "state restored before each micro-batch",
     ControlKind.STATE_HELD: "state held still",
@@ -68,7 +67,7 @@ def ask_unnamed(bench: Bench, facts: Facts) -> Facts:
     found = State((unnamed,), restored, (unnamed,), (restored,))
     if restored.rounding:
         return replace(facts, state=found, left=restored.left, cleared=True)
-    if abs(restored.left - facts.left) > _NO_EFFECT * facts.left:
+    if abs(restored.left - facts.left) > SAME_IN_FLOAT32 * facts.left:
         there = bench.without(StateRestored(bench.state))
         fit = weights.weighed(there, facts, restored.fit)
         if fit is not None:
@@ -184,7 +183,7 @@ def blamed(bench: Bench, changes: tuple[StateChange, ...], left: float) -> tuple
         enough = next((change for change, run in runs.items() if _is_enough(run)), None)
         if enough is not None:
             return (enough,)
-        ordered = [c for c in ordered if (run := runs[c]) is None or abs(run.left - left) > _NO_EFFECT * left]
+        ordered = [c for c in ordered if (run := runs[c]) is None or abs(run.left - left) > SAME_IN_FLOAT32 * left]
     if not ordered or not _is_enough(_held_or_none(bench, ordered)):
         return tuple(change for change in changes if change in ordered) or changes
     needed = [entry.item for entry in released(ordered, lambda some: _held_or_none(bench, some))]
@@ -204,7 +203,7 @@ def _controlled(bench: Bench, changes: Sequence[StateChange]) -> tuple[ControlRu
         return restored, ()
     # a counter that stays at zero stops the model
     held = bench.possible(lambda: run_control(bench, ControlKind.STATE_HELD, changes, fit=True))
-    nearer = held is not None and (held.rounding or _unexplained(held) < _NEARER * _unexplained(restored))
+    nearer = held is not None and (held.rounding or _unexplained(held) < HELPS * _unexplained(restored))
     return held if held is not None and nearer else restored, ()
 
 

@@ -18,15 +18,7 @@ from gaverify.passes.perturbation import moved
 from gaverify.records.experiment import ControlKind, ControlRun
 from gaverify.records.facts import Facts, Repeatability, State, Weights
 from gaverify.records.weights import WeightFit, are_shares, is_constant
-
-# A fit that leaves less than this over explains the divergence by weights alone: float64 fits of additive losses
-# leave 1e-12 or less, a coupled loss more than 1e-4; float32 fits of additive losses leave 3e-8.
-EXPLAINED_FLOAT64, EXPLAINED_FLOAT32 = 1e-6, 1e-3
-_NOTHING_LEFT = 0.01  # of the divergence: a fit that leaves more of a small one does not explain it
-_NO_WEIGHT = 1e-6  # of the largest fitted weight: what has a gradient and counts for less is left out on purpose
-# Shares of itself by which each weight is moved, up or down: near, where the loss surely stays finite, and far (to zero
-# or to twice itself), where a maximum, a threshold or a branch falls otherwise.
-_MOVED = (0.0, 0.02, 1.0)
+from gaverify.thresholds import FIT_FLOAT32, FIT_FLOAT64, MOVED_SHARES, NO_WEIGHT, SMALL_PART, TINY
 
 
 def ask(bench: Bench, facts: Facts) -> Facts:
@@ -107,15 +99,15 @@ def have_meaning(weights: Weights, fit: WeightFit) -> bool:
 
 def explains(bench: Bench, facts: Facts, fit: WeightFit) -> bool:
     """Whether weights leave nothing of the difference, in the bench's precision."""
-    most = EXPLAINED_FLOAT64 if bench.exact else EXPLAINED_FLOAT32
-    return fit.residual < min(most, _NOTHING_LEFT * facts.compared.total)
+    most = FIT_FLOAT64 if bench.exact else FIT_FLOAT32
+    return fit.residual < min(most, SMALL_PART * facts.compared.total)
 
 
 def _joint(bench: Bench, facts: Facts, fit: WeightFit | None) -> WeightFit | None:
     """The weights that hold for moved parameters too; None where there are none."""
     if fit is None or fit.vacuous or not explains(bench, facts, fit):
         return None
-    if fit.determined and min(map(abs, fit.weights)) < _NO_WEIGHT * max(map(abs, fit.weights)):
+    if fit.determined and min(map(abs, fit.weights)) < NO_WEIGHT * max(map(abs, fit.weights)):
         return None  # a loss that picks some samples and forgets the others: a maximum, a worst group
     joint = bench.attempt("weights at moved parameters", lambda: joint_fit(bench))
     if joint is None or not explains(bench, facts, joint):
@@ -135,7 +127,7 @@ def joint_fit(bench: Bench) -> WeightFit:
     here = earlier.shares if earlier is not None else None
     runs = [here] if here is not None else []
     weights = list(bench.task.parameters.values())
-    for share in _MOVED if here is None else _MOVED[1:]:
+    for share in MOVED_SHARES if here is None else MOVED_SHARES[1:]:
         with moved(weights, [share] * len(weights)) if share else nullcontext():
             there = replace(bench, state=ModelState(bench.task.modules, (bench.task.problem.loss,)))
             sketches = there.sketched(there.full_batch())[0]
@@ -153,6 +145,6 @@ def _fitted(bench: Bench, watch: StateWatch) -> tuple[WeightFit, Repeatability]:
     norm = earlier.norm or 1.0
     again = sketch(list(full.gradients.values()))
     backward = float(torch.linalg.vector_norm(again.to(earlier.gradient.device) - earlier.gradient)) / norm
-    forward = abs(full.loss - earlier.loss) / max(abs(earlier.loss), 1e-300)
+    forward = abs(full.loss - earlier.loss) / max(abs(earlier.loss), TINY)
     shares = earlier.shares or bench.sketched(full, watch, release=True, target=again)[0]
     return fitted([shares]), Repeatability(forward, backward)

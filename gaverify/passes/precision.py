@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gaverify.thresholds import MANY_UNITS
 from gaverify.tracebacks import hands_over
 
 DTYPES: dict[str, torch.dtype] = {
@@ -33,6 +34,21 @@ def coarsest_unit(dtypes: Iterable[torch.dtype | None]) -> float:
     """Returns the largest unit roundoff of the types that have one; 0 where none has."""
     real = (dtype for dtype in dtypes if dtype is not None and (dtype.is_floating_point or dtype.is_complex))
     return max(map(unit_roundoff, real), default=0.0)
+
+
+def buffers_differ(ours: torch.Tensor, full: torch.Tensor, unit: float) -> bool:
+    """Whether a buffer is further from another one than the rounding of what it averages; NaN counts as no distance.
+
+    Args:
+        ours: The buffer of one run or rank.
+        full: The same of the other.
+        unit: Unit roundoff u of the arithmetic that they were computed in.
+    """
+    if ours.shape != full.shape:
+        return True
+    ours, full = (part.to_dense() if part.layout is not torch.strided else part for part in (ours, full))
+    difference, *sizes = (float(torch.linalg.vector_norm(part.double())) for part in (ours - full, ours, full))
+    return difference > MANY_UNITS * unit * max(sizes)
 
 
 PRODUCTS = {

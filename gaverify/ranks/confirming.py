@@ -14,6 +14,7 @@ import torch
 
 from gaverify.children import working_folder
 from gaverify.passes.gradients import Gradients, PassResult
+from gaverify.passes.precision import buffers_differ
 from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.task import Task
 from gaverify.passes.weight_fit import SINGULAR_FLOAT32, fit_weights
@@ -25,12 +26,11 @@ from gaverify.records.comparison import Method, Outcome, ParameterComparison
 from gaverify.records.ranks import Engine, RankFacts, Traffic
 from gaverify.records.totals import relative_total
 from gaverify.records.weights import WeightFit
+from gaverify.thresholds import U64
 from gaverify.verdict.comparison import measure
 from gaverify.verdict.control import in_float64
-from gaverify.verdict.criteria import U64, Difference, Grounds, decide
+from gaverify.verdict.criteria import Difference, Grounds, decide
 from gaverify.verdict.judging import Judgement, working_unit
-
-_BUFFER_NOISE = 1e-4  # buffers that differ by less differ by rounding
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def confirm(task: Task, judgement: Judgement, one: Judgement, ranks: Ranks, *, e
         from_one_process=_apart_from(gradients, together),
         unit=unit,
         divergent=any(row.outcome is Outcome.DIVERGENT for row in rows),
-        buffers_apart=_buffers_apart(reports),
+        buffers_apart=_buffers_apart(reports, unit),
     )
     if facts.at_fault and facts.gathers:
         _, repaired = _window(task, judgement.record, judgement.full, ranks, around=gathers_with_gradient)
@@ -139,18 +139,13 @@ def _laid_out(samples: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat(list(samples.values())) if samples else torch.zeros(0, dtype=torch.float64, device="cpu")
 
 
-def _buffers_apart(reports: Sequence[RankReport]) -> tuple[str, ...]:
+def _buffers_apart(reports: Sequence[RankReport], unit: float) -> tuple[str, ...]:
     first = reports[0].buffers
     return tuple(
         name
         for name, value in first.items()
-        if any(_differs(report.buffers[name], value) for report in reports[1:] if name in report.buffers)
+        if any(buffers_differ(report.buffers[name], value, unit) for report in reports[1:] if name in report.buffers)
     )
-
-
-def _differs(a: torch.Tensor, b: torch.Tensor) -> bool:
-    scale = torch.linalg.vector_norm(b.double())
-    return bool(torch.linalg.vector_norm((a - b).double()) > _BUFFER_NOISE * scale)
 
 
 def _weights(reports: Sequence[RankReport], target: Gradients, reduced: Gradients) -> WeightFit | None:

@@ -17,6 +17,7 @@ from gaverify.records.stages import Clip, SettingDifference, Stage, StageCompari
 from gaverify.records.totals import relative_total, resolution_of
 from gaverify.records.weights import LossTerm, WeightFit
 from gaverify.records.windows import Window
+from gaverify.thresholds import COMPUTED_FLOAT32, FEW_UNITS, U32
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ class Record:
     full_windows: tuple[Window, ...] = ()
     updates: tuple[UpdateComparison, ...] = ()
     steps: int | None = None
-    unit: float = 2.0**-24
+    unit: float = U32
     steps_undone: WeightFit | None = None
     dealt: int = 0
     unaligned: Mapping[str, str] = field(default_factory=dict)
@@ -165,8 +166,8 @@ class Record:
     @property
     def tolerance(self) -> float:
         """Below this a fit's residual is rounding, and two weights are the same."""
-        noise = max((update.noise for update in self.updates if not update.unrepeatable), default=16 * self.unit)
-        return max(1e-4, 4 * noise)
+        noise = max((update.noise for update in self.updates if not update.unrepeatable), default=FEW_UNITS * self.unit)
+        return max(COMPUTED_FLOAT32, 4 * noise)
 
     @property
     def agrees(self) -> bool:

@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from gaverify.records.comparison import Method, Outcome, ParameterComparison
 from gaverify.records.totals import relative_total
 
-BITS_WORTH_A_NOTE = 0.5
-"""Bits that an accumulated gradient loses against the full-batch one before anybody is told."""
-
 
 @dataclass(frozen=True)
 class PrecisionLoss:

@@ -18,6 +18,7 @@ from gaverify.records.experiment import Cause, ControlRun
 from gaverify.records.operations import ModuleDifference, Operation
 from gaverify.records.ranks import RankFacts
 from gaverify.records.weights import WeightFit
+from gaverify.thresholds import AGREE_FLOAT64, COMPUTED_FLOAT32
 
 SCRIPT = "the script's own"
 """The weighting of a training loop."""
@@ -214,7 +215,7 @@ class Facts:
     @property
     def repeats(self) -> float:
         """The relative difference of two runs of the same batch that arithmetic without a fixed order may leave."""
-        return 1e-9 if self.compared.method == Method.FLOAT64_CONTROL else 1e-4
+        return AGREE_FLOAT64 if self.compared.method == Method.FLOAT64_CONTROL else COMPUTED_FLOAT32
 
     @property
     def repeats_itself(self) -> bool:

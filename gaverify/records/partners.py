@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from gaverify.records.events import Event
 from gaverify.records.weights import WeightFit
 from gaverify.records.windows import Window
-
-_NOTHING = 1e-3  # a backward pass with less than this share of the largest weight does not belong to the gradient
-_FITS = 1e-3  # a fit that leaves more over tells no weights
+from gaverify.thresholds import FIT_FLOAT32, LOST_SHARE
 
 
 @dataclass(frozen=True)
@@ -49,14 +47,14 @@ def foreign_passes(
             wrapper lets step, or that is never used) has no loss of its own.
     """
     passes = window.of("backward") if window is not None else ()
-    if fit is None or len(fit.weights) != len(passes) or not passes or not fit.residual < _FITS:
+    if fit is None or len(fit.weights) != len(passes) or not passes or not fit.residual < FIT_FLOAT32:
         return None
     most, used = max(map(abs, fit.weights)), max(map(abs, fit.used))
     found = tuple(
         at
         for at, event in enumerate(passes)
-        if abs(fit.weights[at]) < _NOTHING * most
-        and abs(fit.used[at]) > _NOTHING * used
+        if abs(fit.weights[at]) < LOST_SHARE * most
+        and abs(fit.used[at]) > LOST_SHARE * used
         and optimizer in event.touched
         and not set(others).isdisjoint(event.touched)
     )

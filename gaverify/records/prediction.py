@@ -14,9 +14,7 @@ from enum import Enum
 from typing import Literal
 
 from gaverify.records.profile import Profile, Row, Setting
-
-# A line that leaves a tenth of the measured range unexplained is no ground for a prediction.
-_USABLE = 0.1
+from gaverify.thresholds import USABLE
 
 # Resident memory that must lie between the smallest and the largest peak: equal rows differ by up to 0.9 MB (measured,
 # three runs each of two networks with K = 1 to 16). A GPU's allocator counts to the block.
@@ -56,7 +54,7 @@ class Line:
         """Whether memory grows with n, and the line explains how."""
         values = [value for _, value in self.points]
         spread = max(values) - min(values)
-        return self.slope > 0 and spread > self.resolution and (self.residual or 0.0) <= _USABLE * spread
+        return self.slope > 0 and spread > self.resolution and (self.residual or 0.0) <= USABLE * spread
 
 
 @dataclass(frozen=True)

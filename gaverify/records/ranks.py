@@ -11,10 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from gaverify.records.weights import WeightFit
-
-# Units of roundoff: right fits over 2 to 4 ranks left 2e-7 to 3e-7 in float32, faults 0.13 and more. In bfloat16 so
-# many units would be half of the gradient.
-_FIT_UNITS, _COARSE_UNITS, _FINE = 256.0, 16.0, 1e-3
+from gaverify.thresholds import FEW_UNITS, FIT_FLOAT32, FIT_UNITS, TINY, U32
 
 
 class Engine(str, Enum):
@@ -116,7 +113,7 @@ class RankFacts:
     own: Traffic
     weights: WeightFit | None
     difference: float
-    unit: float = 2.0**-24
+    unit: float = U32
     divergent: bool = False
     buffers_apart: tuple[str, ...] = ()
     from_one_process: float = 0.0
@@ -149,7 +146,7 @@ class RankFacts:
     @property
     def rounding(self) -> float:
         """What rounding alone may leave between two gradients, or over from a fit, relative to their norm."""
-        return min(_FIT_UNITS * self.unit, max(_COARSE_UNITS * self.unit, _FINE))
+        return min(FIT_UNITS * self.unit, max(FEW_UNITS * self.unit, FIT_FLOAT32))
 
     def is_rounding(self, left: float) -> bool:
         """Whether a control left rounding; one that did not run left nothing that could be judged."""
@@ -186,7 +183,7 @@ class RankFacts:
         factors = [shard.factor for shard in self.shards]
         if not factors or max(factors) - min(factors) > self.rounding * max(map(abs, factors)):
             return math.nan, math.inf
-        return factors[0], max(shard.residual for shard in self.shards) / max(abs(factors[0]), 1e-300)
+        return factors[0], max(shard.residual for shard in self.shards) / max(abs(factors[0]), TINY)
 
     @property
     def reductions(self) -> int:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gaverify.thresholds import COMPUTED_FLOAT32, FIT_MAGNIFIES, NO_WEIGHT, SAME_NUMBER
+
 
 @dataclass(frozen=True)
 class WeightFit:
@@ -34,10 +36,10 @@ class WeightFit:
 
         A micro-batch that never reached the step (used 0) is held against the usual weight of the others.
         """
-        present = sorted(abs(weight) for weight in self.used if abs(weight) > 1e-6 * max(map(abs, self.used)))
+        present = sorted(abs(weight) for weight in self.used if abs(weight) > NO_WEIGHT * max(map(abs, self.used)))
         usual = present[len(present) // 2] if present else 1.0
         return tuple(
-            right / (used if abs(used) > 1e-6 * usual else usual)
+            right / (used if abs(used) > NO_WEIGHT * usual else usual)
             for right, used in zip(self.weights, self.used, strict=True)
         )
 
@@ -58,7 +60,9 @@ class LossTerm:
     line: int | None = None
 
 
-def are_shares(fitted: Sequence[float], amounts: Sequence[float], rel_tol: float = 1e-4, abs_tol: float = 1e-6) -> bool:
+def are_shares(
+    fitted: Sequence[float], amounts: Sequence[float], rel_tol: float = COMPUTED_FLOAT32, abs_tol: float = NO_WEIGHT
+) -> bool:
     """Whether weights are the shares of some amounts."""
     total = sum(amounts)
     return (
@@ -73,7 +77,7 @@ def are_shares(fitted: Sequence[float], amounts: Sequence[float], rel_tol: float
 
 def is_constant(values: Sequence[float], residual: float = 0.0) -> bool:
     """Whether all values are the same number, as far as a fit with this residual can tell."""
-    return alike(values, max(1e-7, 10 * residual))
+    return alike(values, max(SAME_NUMBER, FIT_MAGNIFIES * residual))
 
 
 def alike(values: Sequence[float], rel_tol: float) -> bool:

@@ -11,8 +11,7 @@ from gaverify.records.facts import Facts
 from gaverify.records.findings import Finding
 from gaverify.rules.rule import finding_of, measured, rule_of_loops
 from gaverify.rules.wording import located, times, told_apart, weights_text
-
-_SAME = 1e-3  # factors that differ by less are one division, rounded
+from gaverify.thresholds import FIT_FLOAT32, SAME_IN_FLOAT32
 
 
 @rule_of_loops("GAV606")
@@ -54,7 +53,7 @@ def _by_hand(loop: Record) -> Iterator[Finding]:
     if loop.together is not None and None in factors:
         return  # the gradient of several ranks, which the script reduces by hand, is no multiple of one rank's own
     usual = factors[0] if len(factors) > 1 else 1 / max(update.backwards, 1)
-    if all(factor is not None and math.isclose(factor, usual, rel_tol=_SAME) for factor in factors):
+    if all(factor is not None and math.isclose(factor, usual, rel_tol=FIT_FLOAT32) for factor in factors):
         return
     known = [factor for factor in factors if factor is not None]
     by = f"multiplied by {weights_text(known, each=False)}" if len(known) == len(factors) else "cut element by element"
@@ -65,9 +64,6 @@ def _by_hand(loop: Record) -> Iterator[Finding]:
         remedy="clip once per update, between the last backward pass and the step",
         proven=True,
     )
-
-
-_ROUNDING = 1e-6  # rates that differ by less were computed in another order
 
 
 @rule_of_loops("GAV607")
@@ -96,7 +92,7 @@ def _rates(loop: Record, number: int, count: int) -> str:
     text = f"{count} scheduler steps before the last backward pass of their windows"
     update = next((update for update in loop.updates if update.number == number), None)
     pairs = zip(update.learning_rates, update.learning_rates_full, strict=False) if update is not None else ()
-    if update is not None and any(not math.isclose(*pair, rel_tol=_ROUNDING) for pair in pairs):
+    if update is not None and any(not math.isclose(*pair, rel_tol=SAME_IN_FLOAT32) for pair in pairs):
         rates, full = told_apart(update.learning_rates, update.learning_rates_full)
         text += f"; learning rate of update {number}: {rates}, in the full-batch run {full}"
     return text

@@ -7,6 +7,7 @@ from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence
 from gaverify.records.operations import Operation, Suspect
 from gaverify.rules.rule import controlled, measured
+from gaverify.thresholds import SMALL_PART
 
 _INEXACT = {
     ControlKind.HELD: "it holds values, and gradients pass beside them",
@@ -18,8 +19,6 @@ _INEXACT = {
 
 _MOVES_ROWS = frozenset({"index", "index_select", "flip", "roll", "gather", "take"})
 """Operations of the dispatcher that compute nothing: where they couple samples, a row met another one's."""
-
-_NOTHING = 0.01  # share of a divergence: what explains less is not proven by causes that are named beside it
 
 
 def first_operation(facts: Facts, cause: Cause) -> Evidence:
@@ -106,4 +105,4 @@ def proven(facts: Facts, cause: Cause) -> bool:
     """Whether the difference falls to rounding without the suspect, or without it and the causes named beside it."""
     if cause.control is None or cause.control.rounding:
         return cause.control is not None
-    return facts.cleared and (cause.alone > 0 or cause.explained > _NOTHING)
+    return facts.cleared and (cause.alone > 0 or cause.explained > SMALL_PART)

@@ -11,6 +11,7 @@ from gaverify.records.operations import Operation
 from gaverify.rules.controls import control, first_operation, held_remedy, left_by, paired_remedy, proven
 from gaverify.rules.rule import controlled, finding_of, measured, rule
 from gaverify.rules.wording import listed, module_name, tested
+from gaverify.thresholds import FIT_FLOAT64, SAME_IN_FLOAT32
 
 
 @rule("GAV101")
@@ -78,7 +79,7 @@ def batch_coupled_loss(facts: Facts) -> Iterator[Finding]:
             continue
         fit = facts.weights.fit
         more = []
-        if fit is not None and fit.residual > 1e-6:
+        if fit is not None and fit.residual > FIT_FLOAT64:
             text = f"the best micro-batch weights leave {fit.residual:.1e} of the gradient over"
             more.append(Evidence("micro-batch-weights", "fit", text, {"residual": fit.residual}))
         yield _meeting(facts, cause, _WHAT[suspect.kind], _remedy(cause), *more)
@@ -102,7 +103,6 @@ def _remedy(cause: Cause) -> str:
     return paired_remedy(cause.suspect) or (once if tried else f"{once}: {cached} does it, not tried here")
 
 
-_GAP = 1e-6
 _LOOK = "look at custom `backward` functions and hooks: they see the micro-batch's gradient, not the window's"
 _HOOKS = "do in one place, after the window's last backward, what the hooks do per micro-batch"
 _REMEDIES: dict[BackwardPlace | None, str] = {
@@ -117,10 +117,10 @@ _REMEDIES: dict[BackwardPlace | None, str] = {
 @rule("GAV104")
 def batch_dependent_backward(facts: Facts) -> Iterator[Finding]:
     """Yields a finding where all forwards and the losses agree, and gradients do not."""
-    repeats = facts.repeatability is None or facts.repeatability.backward <= _GAP
-    if facts.forward.causes or not facts.forward.agree or not facts.forward.loss_gap <= _GAP or not repeats:
+    repeats = facts.repeatability is None or facts.repeatability.backward <= SAME_IN_FLOAT32
+    if facts.forward.causes or not facts.forward.agree or not facts.forward.loss_gap <= SAME_IN_FLOAT32 or not repeats:
         return
-    if facts.left <= _GAP and facts.backward.control is None:
+    if facts.left <= SAME_IN_FLOAT32 and facts.backward.control is None:
         return
     rows = [row for row in facts.compared.divergent if row.relative_difference > row.relative_allowed]
     names = listed([f"`{row.name}`" for row in rows])

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gaverify.records.audit import Record
-from gaverify.records.compared import BITS_WORTH_A_NOTE
 from gaverify.records.comparison import NotCompared, ParameterComparison
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Finding, Location
 from gaverify.rules.rule import finding_of, measured, rule
 from gaverify.rules.wording import count
 from gaverify.rules.wrong_shares import empty_micro_batches
+from gaverify.thresholds import BITS_WORTH_A_NOTE
 
 
 @rule("GAV501")

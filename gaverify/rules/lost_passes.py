@@ -14,8 +14,7 @@ from gaverify.records.windows import Window
 from gaverify.rules.controls import left_by
 from gaverify.rules.rule import controlled, finding_of, measured, rule, rule_of_loops
 from gaverify.rules.wording import counted, passes, place, updates
-
-_NOTHING = 1e-3  # a micro-batch with less than this share of the largest weight did not reach the step
+from gaverify.thresholds import LOST_SHARE
 
 
 def cleared_inside(loop: Record) -> list[LostPasses]:
@@ -104,7 +103,7 @@ def _summed_elsewhere(loop: Record, loss: LostPasses) -> bool:
         return False
     largest = max(map(abs, fit.used))
     lost = [weight for weight, event in zip(fit.used, backwards, strict=True) if event in loss.backwards]
-    return all(abs(weight) > _NOTHING * largest for weight in lost)
+    return all(abs(weight) > LOST_SHARE * largest for weight in lost)
 
 
 @rule("GAV603")

@@ -11,6 +11,7 @@ from gaverify.records.ranks import RankFacts
 from gaverify.records.weights import is_constant
 from gaverify.rules.rule import controlled, finding_of, judged, measured, rule_of_ranks
 from gaverify.rules.wording import beside_one_process, shares, tried
+from gaverify.thresholds import COMPUTED_FLOAT32, FIT_FLOAT32, SMALL_PART
 
 
 @rule_of_ranks("GAV703")
@@ -71,7 +72,7 @@ def wrong_rank_scale(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
         (float(ranks.ranks), "R: a sum where the mean over the ranks was meant"),
         (1.0 / ranks.ranks, "1/R: the engine's mean divides once more"),
     )
-    meaning = next((f" = {text}" for value, text in known if math.isclose(factor, value, rel_tol=1e-4)), "")
+    meaning = next((f" = {text}" for value, text in known if math.isclose(factor, value, rel_tol=COMPUTED_FLOAT32)), "")
     yield finding_of(
         f"the gradient that {ranks.ranks} ranks end up with is {factor:.6g} times the full batch's{meaning}",
         measured("rank-weights", f"{beside_one_process(ranks)}; one factor leaves {left:.0e} over", factor=factor),
@@ -84,11 +85,11 @@ def wrong_rank_scale(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
 
 def _of_ranks(factor: float, ranks: int, steps: int) -> bool:
     """Whether a factor is one of ranks: in a loop a division by K can be forgotten as well, which is another rule's."""
-    forgotten = any(math.isclose(factor, other, rel_tol=1e-4) for other in (steps, 1.0 / steps) if steps > 1)
-    return not forgotten and any(math.isclose(factor, other, rel_tol=1e-4) for other in (ranks, 1.0 / ranks))
 
+    def stands_for(count: int) -> bool:
+        return any(math.isclose(factor, value, rel_tol=COMPUTED_FLOAT32) for value in (count, 1.0 / count))
 
-_FALLEN = 1e-2  # of the difference that the control may leave: the gather then is not all of the cause
+    return stands_for(ranks) and not (steps > 1 and stands_for(steps))
 
 
 @rule_of_ranks("GAV705")
@@ -97,7 +98,7 @@ def gather_without_gradient(facts: Facts, ranks: RankFacts) -> Iterator[Finding]
     if not ranks.at_fault or ranks.apart > ranks.rounding or not ranks.gathers:
         return
     left = ranks.gather_control
-    if not math.isfinite(left) or left > max(ranks.rounding, _FALLEN * ranks.difference):
+    if not math.isfinite(left) or left > max(ranks.rounding, SMALL_PART * ranks.difference):
         return
     proven = left <= ranks.rounding
     residual = ranks.weights.residual if ranks.weights is not None else math.nan
@@ -124,9 +125,6 @@ def _place(facts: Facts) -> Location | None:
     return Location(file=file, line=line) if file else None
 
 
-_SAME = 1e-3  # factors of several shards that differ by less are one factor for all
-
-
 @rule_of_ranks("GAV706")
 def shard_local_norm(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
     """Yields a finding where each shard has a factor of its own."""
@@ -135,7 +133,7 @@ def shard_local_norm(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
     factors = [shard.factor for shard in ranks.shards]
     if any(shard.residual > ranks.rounding for shard in ranks.shards):
         return
-    if max(factors) - min(factors) <= _SAME * max(map(abs, factors)):
+    if max(factors) - min(factors) <= FIT_FLOAT32 * max(map(abs, factors)):
         return
     left = max(abs(shard.norms / shard.factor - 1) if shard.factor else math.inf for shard in ranks.shards)
     evidence = [

@@ -11,6 +11,7 @@ from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
 from gaverify.rules.rule import finding_of, measured, rule
 from gaverify.rules.wording import difference, listed
+from gaverify.thresholds import AGREE_FLOAT64
 
 
 @rule("GAV000")
@@ -28,7 +29,7 @@ def _in_run(facts: Facts) -> Finding:
     ruled_out = []
     if facts.weights.fit is not None:
         ruled_out.append(f"weights: the best ones leave {facts.weights.fit.residual:.1e} over")
-    if facts.repeatability is not None and facts.repeatability.backward < 1e-9:
+    if facts.repeatability is not None and facts.repeatability.backward < AGREE_FLOAT64:
         ruled_out.append("repeatability: the full batch agrees with itself")
     if facts.state is not None:
         changed = listed([f"`{change.name}`" for change in facts.state.changes])

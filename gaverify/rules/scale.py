@@ -9,8 +9,7 @@ from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.comparison import Method, Outcome, ParameterComparison
 from gaverify.records.facts import Facts, Weights
 from gaverify.records.weights import LossTerm, WeightFit, alike, are_shares, is_constant
-
-_RESIDUAL = {True: 1e-6, False: 1e-3}  # of a fit in float64, and where no float64 control was possible
+from gaverify.thresholds import FIT_FLOAT32, FIT_FLOAT64, FIT_MAGNIFIES
 
 
 def factor_in_loop(loop: Record, update: UpdateComparison) -> float | None:
@@ -103,14 +102,15 @@ def shares(fitted: tuple[float, ...], amounts: Sequence[float], tolerance: float
 
 def weight_tolerance(tolerance: float) -> float:
     """How far two fitted weights may be apart: a fit magnifies the noise of what it is fitted to."""
-    return min(10 * tolerance, max(1e-3, 2 * tolerance))
+    return min(FIT_MAGNIFIES * tolerance, max(FIT_FLOAT32, 2 * tolerance))
 
 
 def factor_of(facts: Facts) -> tuple[float | None, float]:
     """Returns the factor in accumulated = factor · full and what it leaves over; None where there is no such factor."""
     if not (facts.compared.divergent and facts.compared.comparable):
         return None, math.inf
-    accurate = _RESIDUAL[facts.compared.method in (Method.FLOAT64_CONTROL, Method.TOLERANCE)]
+    exact = facts.compared.method in (Method.FLOAT64_CONTROL, Method.TOLERANCE)
+    accurate = FIT_FLOAT64 if exact else FIT_FLOAT32
     fit = facts.weights.fit
     if fit is not None and facts.weights.blamed:
         ratios = [w / c for w, c in zip(facts.weights.used, fit.weights, strict=True) if c]

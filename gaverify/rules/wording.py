@@ -15,6 +15,7 @@ from gaverify.records.ranks import RankFacts
 from gaverify.records.stages import Stage
 from gaverify.records.windows import Window
 from gaverify.rules.rule import judged
+from gaverify.thresholds import FIT_EXACT, NEGLIGIBLE, NO_WEIGHT
 from gaverify.tracebacks import shown
 
 NOT_ENOUGH = (
@@ -23,7 +24,6 @@ NOT_ENOUGH = (
 )
 """The remedy of weights that fit and whose control run came out otherwise."""
 _SHOWN = 6  # windows whose counts are listed
-_ROUNDED = 1e-6  # of the largest fitted weight: right fits over ranks left 2e-7 to 3e-7 in float32
 _DENOMINATOR = 10_000  # of fractions that people recognise: shares of samples and of tokens
 
 
@@ -85,7 +85,7 @@ def harm(facts: Facts) -> tuple[Evidence, ...]:
     if fit is None or not fit.noise > 0 or not total < float("inf"):
         return ()
     ratio = total / fit.noise
-    word = "negligible" if ratio < 0.1 else "visible" if ratio < 1.0 else "severe"
+    word = "negligible" if ratio < NEGLIGIBLE else "visible" if ratio < 1.0 else "severe"
     text = f"{word}: the difference is {ratio:.2g} times the gradient's sampling noise, by which batches differ anyway"
     return (Evidence("harm", "harm", text, {"ratio": ratio, "noise": fit.noise, "difference": total}),)
 
@@ -162,7 +162,7 @@ def weights_text(weights: Sequence[float], *, each: bool = True) -> str:
     return ", ".join(shown_weights) + (", …" if len(weights) > 12 else "")
 
 
-def exact(weights: Sequence[float], tolerance: float = 1e-10) -> str:
+def exact(weights: Sequence[float], tolerance: float = FIT_EXACT) -> str:
     """Returns weights so that who copies them leaves no difference: `0.25`, `5/47`, else all their digits.
 
     Args:
@@ -214,7 +214,7 @@ def told_apart(*sides: Sequence[float]) -> list[str]:
 
 def shares(weights: Sequence[float]) -> str:
     """Returns fitted weights as words: `0.534, 0.466`; one that is only the rounding of its fit is `0`."""
-    noise = _ROUNDED * max(map(abs, weights), default=0.0)
+    noise = NO_WEIGHT * max(map(abs, weights), default=0.0)
     return ", ".join("0" if abs(weight) <= noise else f"{weight:.3g}" for weight in weights)
 
 

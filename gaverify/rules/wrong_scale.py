@@ -34,6 +34,7 @@ from gaverify.rules.wording import (
     tested,
 )
 from gaverify.rules.wrong_shares import explains_weights
+from gaverify.thresholds import COMPUTED_FLOAT32, SAME_NUMBER, THREE_DIGITS
 from gaverify.tracebacks import shown
 
 
@@ -44,7 +45,7 @@ def wrong_loss_scale(facts: Facts) -> Iterator[Finding]:
         yield from _in_loop(facts, facts.loop)
         return
     factor, left = factor_of(facts)
-    if factor is None or abs(factor - 1) < max(1e-7, left):
+    if factor is None or abs(factor - 1) < max(SAME_NUMBER, left):
         return
     right = exact([weight / factor for weight in facts.weights.used])
     yield finding_of(
@@ -67,7 +68,7 @@ def _meaning(facts: Facts, factor: float) -> str:
         (1.0 / size, "1/B"),
         (float(size), "B"),
     )
-    return next((f" = {text}" for value, text in known if math.isclose(factor, value, rel_tol=1e-5)), "")
+    return next((f" = {text}" for value, text in known if math.isclose(factor, value, rel_tol=COMPUTED_FLOAT32)), "")
 
 
 def _measured(before: str, factor: float, left: float, **values: int) -> Evidence:
@@ -195,9 +196,6 @@ def _of_update(
     )
 
 
-_ROUNDED = 5e-3  # losses are multiplied in the precision of the script, bfloat16 perhaps
-
-
 @rule_of_loops("GAV605")
 def trailing_window_misscaled(facts: Facts, loop: Record) -> Iterator[Finding]:
     """Yields a finding where a short window differs by r/K."""
@@ -248,7 +246,7 @@ def _by_calls(facts: Facts, loop: Record) -> Iterator[Finding]:
         if not 0 < short < whole or alike[0].backwards != whole or len(weights) != 1:
             continue
         weight = weights.pop()
-        if weight is not None and math.isclose(weight * whole, 1.0, rel_tol=_ROUNDED):
+        if weight is not None and math.isclose(weight * whole, 1.0, rel_tol=THREE_DIGITS):
             yield finding_of(
                 f"update {window.number} sums {passes(short)} but divides by K = {whole}: "
                 f"its losses count {short / whole:.4g} together",

@@ -22,6 +22,7 @@ from gaverify.rules.wording import (
     tested,
     weights_text,
 )
+from gaverify.thresholds import FIT_EXACT, FIT_MAGNIFIES
 
 
 @rule("GAV203")
@@ -70,7 +71,6 @@ def explains_weights(facts: Facts) -> bool:
     return constant((*filled, len(counts) / len(filled)), loop.tolerance)
 
 
-_DIGITS = 10.0  # times what a fit leaves over: so far its weights may be off, and digits below it mean nothing
 _EQUALLY = "micro-batches of unequal weight are averaged equally"
 _SAMPLES = "; they are the shares of samples n_k/N"
 _TARGETS = "; they are the shares of valid targets"
@@ -220,5 +220,5 @@ def _altogether(multipliers: tuple[float, ...], tolerance: float) -> str:
 
 def _multiply(loop: Record, fit: WeightFit) -> str:
     """The factors for the losses as the script has them now: the fit is of the gradient before any clipping."""
-    tolerance = min(loop.tolerance, max(_DIGITS * fit.residual, 1e-10))
+    tolerance = min(loop.tolerance, max(FIT_MAGNIFIES * fit.residual, FIT_EXACT))
     return f": here, multiply the losses by {exact(fit.multipliers, tolerance)}"

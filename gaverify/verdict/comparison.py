@@ -11,7 +11,8 @@ import torch
 from gaverify.passes.precision import unit_roundoff
 from gaverify.passes.reference import Spilled
 from gaverify.records.comparison import NotCompared
-from gaverify.verdict.criteria import WORKING_UNITS, Difference
+from gaverify.thresholds import FEW_UNITS
+from gaverify.verdict.criteria import Difference
 from gaverify.verdict.norms import Alike, norms_of
 from gaverify.verdict.worst import worst_elements
 
@@ -61,7 +62,7 @@ def _measured(accumulated: Gradients, reference: Gradients, located: bool) -> li
     numbers = iter(norms_of(groups))
     unsure: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     for group in groups:
-        shape, units = group.shape, 0.0 if located else WORKING_UNITS * unit_roundoff(group.expected[0].dtype)
+        shape, units = group.shape, 0.0 if located else FEW_UNITS * unit_roundoff(group.expected[0].dtype)
         for at, name in enumerate(group.names):
             e, a, d = next(numbers)
             if not d < math.inf:

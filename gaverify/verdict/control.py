@@ -27,9 +27,10 @@ from gaverify.passes.problem import Problem
 from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.task import Task
 from gaverify.records.comparison import Method, ParameterComparison
+from gaverify.thresholds import U64
 from gaverify.tracebacks import is_own_fault
 from gaverify.verdict.comparison import measure
-from gaverify.verdict.criteria import U64, Difference, Grounds, decide
+from gaverify.verdict.criteria import Difference, Grounds, decide
 
 _PERTURBED_RUNS = 3
 

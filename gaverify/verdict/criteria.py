@@ -16,22 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from gaverify.records.comparison import Element, Method, NotCompared, Outcome, ParameterComparison
-
-U32, U64 = 2.0**-24, 2.0**-53
-"""Unit roundoffs of float32 and float64."""
-# A summed gradient's rounding grows with the terms, not with the sum; "a few" units of roundoff of their scale.
-WORKING_UNITS = 16.0
-# Code that casts to float32 where the lift does not reach (NumPy, a fused kernel) leaves float32 rounding in the
-# control: a difference of a few u32 there is rounding still. The smallest true fault on record is 6e-5.
-_CAPPED_UNITS = 4.0
-_COARSE = 2.0**-13  # above float32's and TF32's unit roundoff, below float16's and bfloat16's
-# Floors that a difference may be, and from which on it is a fault; nothing is claimed in between. In float32 equivalent
-# models reach 9.7 floors and faults start at 4e5. In bfloat16 and float16 one floor is a percent of the gradient
-# already: equivalent runs reach 1.1, a run that averages token means 40 to 77.
-_FINE_FLOORS, _COARSE_FLOORS = (32.0, 320.0), (4.0, 16.0)
-# Without a control of the whole batch: at most so many times the rounding of two samples, and at most so much of the
-# gradient (a little below 1e-5, which is what the report may say could have been seen).
-_FEW_FLOORS, _FINE = 8.0, 9.9e-6
+from gaverify.thresholds import CAPPED_UNITS, COARSE, COARSE_FLOORS, FEW_TIMES, FEW_UNITS, FINE, FINE_FLOORS, U32, U64
 
 
 class Difference(NamedTuple):
@@ -104,10 +89,10 @@ def limits(row: Difference, grounds: Grounds) -> tuple[float, float]:
     if grounds.method in (Method.WORKING_PRECISION, Method.TWO_SAMPLES):
         return _explained(row.scale, row.reference, grounds.unit, grounds.terms, grounds.floor or 0.0), math.inf
     scale = max(row.scale, grounds.terms)
-    smallest = WORKING_UNITS * grounds.unit * scale
+    smallest = FEW_UNITS * grounds.unit * scale
     if grounds.unit <= U64:
-        smallest = max(smallest, _CAPPED_UNITS * U32 * scale)
-    equivalent, divergent = _COARSE_FLOORS if grounds.unit > _COARSE else _FINE_FLOORS
+        smallest = max(smallest, CAPPED_UNITS * U32 * scale)
+    equivalent, divergent = COARSE_FLOORS if grounds.unit > COARSE else FINE_FLOORS
     floor = grounds.floor if grounds.floor is not None else 0.0
     allowed = max(smallest, equivalent * floor)
     if grounds.method == Method.NOISE_FLOOR:
@@ -123,9 +108,9 @@ def _explained(scale: float, reference: float, unit: float, terms: float, floor:
     Σ|terms| and a floor may be far larger than the gradient. Σ|terms| counts where what it allows is at most 1e-5 of
     the gradient, or where the gradient itself is no more than the rounding of its terms; a floor up to 1e-5.
     """
-    allowed = WORKING_UNITS * unit * scale
-    by_terms, by_floor = WORKING_UNITS * unit * terms, min(_FEW_FLOORS * floor, _FINE * reference)
-    if by_terms > allowed and (by_terms <= _FINE * reference or scale <= by_terms):
+    allowed = FEW_UNITS * unit * scale
+    by_terms, by_floor = FEW_UNITS * unit * terms, min(FEW_TIMES * floor, FINE * reference)
+    if by_terms > allowed and (by_terms <= FINE * reference or scale <= by_terms):
         allowed = by_terms
     return max(allowed, by_floor)
 
@@ -154,12 +139,12 @@ def decide_at_once(rows: Iterable[Difference], unit: float, terms: Mapping[str, 
 
 def fine(row: Difference) -> bool:
     """Whether a difference is so small that rounding of two samples may explain it."""
-    return row.difference <= _FINE * row.reference
+    return row.difference <= FINE * row.reference
 
 
 def floors_allowed(unit: float) -> float:
     """Returns how many noise floors a difference may be in arithmetic with this unit roundoff."""
-    return (_COARSE_FLOORS if unit > _COARSE else _FINE_FLOORS)[0]
+    return (COARSE_FLOORS if unit > COARSE else FINE_FLOORS)[0]
 
 
 def not_compared(row: Difference) -> ParameterComparison:

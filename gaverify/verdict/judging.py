@@ -20,6 +20,7 @@ from gaverify.records.compared import PrecisionLoss
 from gaverify.records.comparison import Method, Outcome, ParameterComparison
 from gaverify.records.findings import Finding
 from gaverify.records.totals import outcome_of, relative_total, resolution_of
+from gaverify.thresholds import SHOWS_UNITS, U32, U64
 from gaverify.tracebacks import is_own_fault
 from gaverify.verdict.comparison import measure
 from gaverify.verdict.control import (
@@ -32,14 +33,11 @@ from gaverify.verdict.control import (
     judge_by_floor,
     noise_floor,
 )
-from gaverify.verdict.criteria import U32, U64, Difference, decide_at_once, floors_wanted
+from gaverify.verdict.criteria import Difference, decide_at_once, floors_wanted
 from gaverify.verdict.lost_bits import Measured, lowest_precision, precision_loss
 from gaverify.verdict.non_finite import first_non_finite
 from gaverify.verdict.part import settled
 from gaverify.verdict.tolerances import by_tolerance
-
-# Units of roundoff of the whole gradient beyond which a difference is hardly rounding: 1e-4 in float32.
-SHOWS = 2.0**11
 
 
 @dataclass
@@ -269,7 +267,7 @@ def _controlled(task: Task, judgement: Judgement, unit: float, listener: Listene
 def _divergence_shows(task: Task, rows: list[Difference], unit: float) -> bool:
     """Whether a diagnosis is to be expected: it costs an equivalent verdict time to be listened to."""
     finite = [(row.difference, row.reference) for row in rows if math.isfinite(row.difference)]
-    return task.strategy == "accumulate" and task.steps > 1 and relative_total(finite) > SHOWS * unit
+    return task.strategy == "accumulate" and task.steps > 1 and relative_total(finite) > SHOWS_UNITS * unit
 
 
 def _settled(task: Task, judgement: Judgement, unit: float) -> bool:

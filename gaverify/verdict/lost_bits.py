@@ -13,8 +13,9 @@ from gaverify.passes.isolation import ModelState
 from gaverify.passes.precision import short_name
 from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.task import Task
-from gaverify.records.compared import BITS_WORTH_A_NOTE, PrecisionLoss
+from gaverify.records.compared import PrecisionLoss
 from gaverify.records.totals import relative_total
+from gaverify.thresholds import BITS_WORTH_A_NOTE
 from gaverify.verdict.comparison import measure
 
 

@@ -23,12 +23,11 @@ from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.task import Task
 from gaverify.passes.weighting import valid_targets
 from gaverify.records.comparison import Method, Outcome, ParameterComparison
+from gaverify.thresholds import SAME_NUMBER, U64
 from gaverify.tracebacks import hands_over, is_own_fault
 from gaverify.verdict.comparison import measure
 from gaverify.verdict.control import in_float64
-from gaverify.verdict.criteria import U64, Difference, Grounds, decide, fine, zero_in_float64
-
-_SAME = 1e-7  # relative difference of weights that are the same number
+from gaverify.verdict.criteria import Difference, Grounds, decide, fine, zero_in_float64
 
 
 class _Only(PassProbe):
@@ -146,6 +145,6 @@ def _share(task: Task, accumulated: PassResult) -> float | None:
     targets = [valid_targets(observed) for observed in accumulated.observed]
     if len({None if count is None else count / n for count, n in zip(targets, task.sizes, strict=True)}) > 1:
         return None
-    if all(math.isclose(w, n / task.batch_size, rel_tol=_SAME) for w, n in zip(weights, task.sizes, strict=True)):
-        return 0.5
+    if all(math.isclose(w, n / task.batch_size, rel_tol=SAME_NUMBER) for w, n in zip(weights, task.sizes, strict=True)):
+        return 1 / 2
     return 1.0 if all(weight == 1.0 for weight in weights) else None

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from gaverify.audit.recording.sampling import Sample
-
-_UNITS = 16.0  # roundings of a weight that an average may be off by
+from gaverify.thresholds import FEW_UNITS
 
 
 class Fit(NamedTuple):
@@ -30,7 +29,7 @@ def rounding(weights: torch.Tensor, unit: float) -> float:
         weights: Some elements of the weights, shape (S,).
         unit: The distance from 1 to the next number in the average's format.
     """
-    return _UNITS * unit * float(torch.linalg.vector_norm(weights))
+    return FEW_UNITS * unit * float(torch.linalg.vector_norm(weights))
 
 
 def fitted(old: torch.Tensor, now: torch.Tensor, weights: torch.Tensor, allowed: float) -> Fit | None:

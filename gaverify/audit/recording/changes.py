@@ -11,6 +11,7 @@ import torch
 from gaverify.audit.recording.followers import Followers
 from gaverify.audit.recording.places import Callers
 from gaverify.audit.recording.watching import Seen, Watch
+from gaverify.thresholds import ONE_FACTOR
 from gaverify.tracebacks import LineHunt, Owner, Place
 
 What = Literal["moved", "edited", "settings", "averaged"]
@@ -18,8 +19,6 @@ What = Literal["moved", "edited", "settings", "averaged"]
 
 _AVERAGE_HUNTS = 8
 """Stretches of lines that are watched for the update of an average: a right script updates it after its step."""
-
-_ONE_FACTOR = 1e-2  # what rounding, in bfloat16 too, leaves over where all gradients were multiplied by one number
 
 
 class Changes:
@@ -139,4 +138,4 @@ def _factor(now: torch.Tensor, change: torch.Tensor) -> float | None:
     size = float(before @ before)
     factor = float(now @ before) / size if size else 0.0
     left = float(torch.linalg.vector_norm(now - factor * before))
-    return factor if left <= _ONE_FACTOR * float(torch.linalg.vector_norm(now)) else None
+    return factor if left <= ONE_FACTOR * float(torch.linalg.vector_norm(now)) else None

@@ -14,9 +14,9 @@ import torch
 
 from gaverify.audit.recording.values import plain
 from gaverify.passes.walks import reached
+from gaverify.thresholds import CLOSE_COPY
 
 _FEWEST = 3  # elements of a parameter: a decay fits any two values
-_CLOSE = 0.5  # a copy is less far from the weights than this share of their size; other weights are 1.4 times as far
 
 
 @dataclass(eq=False)
@@ -71,7 +71,7 @@ def copy_of(landmark: Landmark, tensor: torch.Tensor, weights: torch.Tensor) -> 
         return None
     elements = read([(tensor, landmark.positions)])[0]
     size = float(torch.linalg.vector_norm(weights - weights.mean()))
-    if not float(torch.linalg.vector_norm(elements - weights)) < _CLOSE * size:
+    if not float(torch.linalg.vector_norm(elements - weights)) < CLOSE_COPY * size:
         return None
     return Copy(landmark, weakref.ref(tensor), elements, torch.finfo(values.dtype).eps)
 

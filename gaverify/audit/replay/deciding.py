@@ -7,9 +7,7 @@ from typing import Any
 
 from gaverify.records.audit import Record
 from gaverify.records.windows import Window
-
-_STARTED_APART = 1e-3  # weights that far apart were drawn anew: no data can repair that
-_CUT = 2.0  # the rows of both runs may differ by less than this factor, or the batch was not cut into micro-batches
+from gaverify.thresholds import CUT, STARTED_APART
 
 
 def replay_helps(record: Record, full: Mapping[str, Any], accumulated: Mapping[str, Any]) -> bool:
@@ -24,10 +22,10 @@ def replay_helps(record: Record, full: Mapping[str, Any], accumulated: Mapping[s
     if not record.updates or not (draws or full["loaders"]):
         return False
     first = record.updates[0]
-    if first.started_apart > _STARTED_APART or record.same_pieces:
+    if first.started_apart > STARTED_APART or record.same_pieces:
         return False
     rows = first.data.full, first.data.accumulated
-    if first.data.checked and not max(rows) < _CUT * min(rows):
+    if first.data.checked and not max(rows) < CUT * min(rows):
         return False
     if not all(update.data.same for update in record.updates):
         return True
@@ -47,8 +45,8 @@ def inputs_help(record: Record, full: Mapping[str, Any]) -> bool:
         return False
     first = record.updates[0]
     rows = first.data.full, first.data.accumulated
-    comparable = first.data.checked and max(rows) < _CUT * min(rows)
-    return comparable and not first.data.same and not first.started_apart > _STARTED_APART
+    comparable = first.data.checked and max(rows) < CUT * min(rows)
+    return comparable and not first.data.same and not first.started_apart > STARTED_APART
 
 
 def parts_of(record: Record) -> int:

@@ -27,9 +27,8 @@ from gaverify.passes.gradients import Gradients, PassProbe, PassResult, accumula
 from gaverify.passes.nesting import changed
 from gaverify.passes.task import Task
 from gaverify.records.experiment import ControlKind, ControlRun
+from gaverify.thresholds import COMPUTED_FLOAT32
 from gaverify.tracebacks import hands_over
-
-_SAME = 1e-4  # relative difference of rows that are the same in two batches, in the coarsest precision of a control
 
 
 class _Cut(PassProbe):
@@ -94,7 +93,7 @@ class _Cut(PassProbe):
             return None
         with torch.no_grad():
             apart = torch.linalg.vector_norm(leaf.narrow(dim, start, count) - output)
-            same = bool(apart <= _SAME * torch.linalg.vector_norm(output))
+            same = bool(apart <= COMPUTED_FLOAT32 * torch.linalg.vector_norm(output))
         return leaf.grad.narrow(dim, start, count) if same else None
 
     def _leave(self, call: Call, output: Any) -> Any:

@@ -18,11 +18,9 @@ from gaverify.causes.trace.operations import OperationTracer
 from gaverify.causes.trace.suspects import Reader
 from gaverify.causes.trace.traces import Result, Trace, goes_another_way, operation_of
 from gaverify.records.operations import ModuleDifference, Operation, Suspect
+from gaverify.thresholds import AGREE_FLOAT32, AGREE_FLOAT64, FIT_MAGNIFIES, TINY
 
-# In float64 rows agree to about 1e-12; a float32 fallback to about 1e-5. Faults lie far above.
-AGREE_FLOAT64, AGREE_FLOAT32 = 1e-9, 1e-3
 _ADDED_UP: tuple[LayoutKind, ...] = ("global",)  # layouts of what adds up over the micro-batches
-_APART = 10.0  # of these: fitted weights carry rounding of their own
 
 
 @dataclass
@@ -63,7 +61,7 @@ def trace_divergences(
         shares.append(_on_host([count / sum(valid_targets) for count in valid_targets]))
     total = _on_host(losses)
     candidates = [_on_host(weights), *shares]
-    gaps = [abs(float(share @ total) - whole) / max(abs(whole), 1e-300) for share in candidates]
+    gaps = [abs(float(share @ total) - whole) / max(abs(whole), TINY) for share in candidates]
     gap, nearest = min(zip(gaps, candidates, strict=True), key=lambda pair: pair[0])
     matching = Matching(full, parts, agree)
     dependence = Dependence(matching, foreign=foreign, shares=shares, agree=agree)
@@ -84,8 +82,8 @@ def reweighted_operation(bench: Bench, used: Sequence[float], fitted: Sequence[f
     wrong, right = [_on_host(used)], [_on_host(fitted)]
     for index in sorted(full.live()):
         for position in range(len(full.steps[index].results)) if full.steps[index].differentiable else ():
-            away = matching.additive(index, wrong, position) > _APART * agree
-            if away and matching.additive(index, right, position) <= _APART * agree:
+            away = matching.additive(index, wrong, position) > FIT_MAGNIFIES * agree
+            if away and matching.additive(index, right, position) <= FIT_MAGNIFIES * agree:
                 return operation_of(full, full.steps[index])
     return None
 

@@ -14,8 +14,8 @@ import torch
 
 from gaverify.causes.trace.fingerprints import Layout
 from gaverify.causes.trace.traces import Result, Trace, TracedOperation
+from gaverify.thresholds import SAME_ROWS, TINY
 
-_SAME_ROWS = 1e-2  # of the difference that rounding may leave in a row: sums over all rows agree better
 _NAN = 1e30  # stands for NaN in a comparison
 
 
@@ -70,7 +70,7 @@ class Matching:
             twice, thrice = result.moments[-2], result.moments[-1]
             scales = torch.stack([twice] * 5 + [thrice] * 3)
             difference = (torch.stack(sums).sum(0) - result.moments)[:8].abs()
-            if not bool((difference <= _SAME_ROWS * self._agree * scales).all()):
+            if not bool((difference <= SAME_ROWS * self._agree * scales).all()):
                 return False
             found = True
         return found
@@ -112,7 +112,7 @@ class Matching:
                 continue
             stacked = _finite(torch.stack([part[0, 0, :2] for part in parts]))
             target = _finite(result.prints[0, 0, :2])
-            scale = stacked.abs().max().clamp_min(1e-300)
+            scale = stacked.abs().max().clamp_min(TINY)
             left = min(float(((share @ stacked) - target).abs().max() / scale) for share in shares)
             worst = max(worst, left)
         return worst
@@ -148,7 +148,7 @@ class Matching:
         if joined.shape != full.shape:
             return None  # rows selected otherwise, or padded to other lengths
         full, joined = full.nan_to_num(), joined.nan_to_num()
-        scale = full[:, :, 2].amax(1).clamp_min(1e-300)
+        scale = full[:, :, 2].amax(1).clamp_min(TINY)
         difference = (joined - full).abs().amax(2) / scale[:, None]
         variant = self._ordered(index, difference.amax(1), layout.fold)
         samples = int((difference[variant] > self._agree).sum()) if layout.kind == "rows" else 0
@@ -177,7 +177,7 @@ class Matching:
             if result.prints is None or parts is None or not _is_global(result):
                 continue
             whole = _finite(result.prints)
-            scale = whole[..., 2].max().clamp_min(1e-300)
+            scale = whole[..., 2].max().clamp_min(TINY)
             if any(float((_finite(part) - whole).abs().max() / scale) > self._agree for part in parts):
                 return True
         return False

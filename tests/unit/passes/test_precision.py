@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from gaverify.passes.precision import converted, dtype_like, short_name, unit_roundoff
+from gaverify.passes.precision import buffers_differ, converted, dtype_like, short_name, unit_roundoff
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -64,3 +64,12 @@ def test_what_needs_no_conversion_is_not_touched() -> None:
     with converted([model], dtype=torch.float32):
         assert model.weight.grad is gradient
     assert model.weight.grad is gradient
+
+
+def test_buffers_differ_by_more_than_the_rounding_of_a_running_average() -> None:
+    full, u = torch.ones(4), unit_roundoff(torch.float32)
+    for units, differ in ((0, False), (32, False), (128, True)):
+        assert buffers_differ(full * (1 + units * u), full, u) is differ
+        assert not buffers_differ(full * (1 + units * u), full, unit_roundoff(torch.bfloat16))
+    assert buffers_differ(full.to_sparse() * 2, full.to_sparse(), u)
+    assert buffers_differ(full[:3], full, u) and not buffers_differ(torch.zeros(4), torch.zeros(4), u)

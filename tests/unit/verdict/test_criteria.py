@@ -11,9 +11,8 @@ import pytest
 
 from gaverify import Outcome
 from gaverify.records.comparison import Method, NotCompared
+from gaverify.thresholds import U32, U64
 from gaverify.verdict.criteria import (
-    U32,
-    U64,
     Difference,
     Grounds,
     decide,

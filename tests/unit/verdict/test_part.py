@@ -32,7 +32,7 @@ def open_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
     How many units a few layers round by differs between processors; that they round at all does not.
     """
-    monkeypatch.setattr(criteria, "WORKING_UNITS", 0.5)
+    monkeypatch.setattr(criteria, "FEW_UNITS", 0.5)
 
 
 def quiet() -> Problem:

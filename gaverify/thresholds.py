@@ -1,0 +1,121 @@
+"""Every number that decides something: its meaning, and the measurement or derivation that it comes from.
+
+Plain numbers, no torch. One meaning has one constant; what is measured here was measured on correct models and planted
+faults (CONTRIBUTING.md). Units are unit roundoffs u = eps/2 of the arithmetic that carries gradients.
+"""
+
+from __future__ import annotations
+
+U32, U64 = 2.0**-24, 2.0**-53
+"""Unit roundoffs of float32 and float64."""
+TINY = 1e-300
+"""Keeps a division by a norm finite; far below any norm that a difference could be held against, in float64 too."""
+
+# -- two computations of the same thing -------------------------------------------------------------------------------
+
+FEW_UNITS = 16.0
+"""Roundings of the scale of their terms by which two sums of the same terms are apart, gradients or weights.
+
+A summed gradient's rounding grows with the terms, not with the sum, and by chance with the root of their number."""
+MANY_UNITS = 64.0
+"""The same where what is compared was itself computed from such sums: steps, rows behind several layers, buffers.
+
+A running average with momentum m keeps u/m of rounding; two of them are 64 u apart for m = 1/32, 20 u for torch's 0.1.
+Weights that a noise floor moved are 2 u apart."""
+CAPPED_UNITS = 4.0
+"""Roundings of float32 that a float64 run keeps: a cast that the lift does not reach (NumPy, a fused kernel).
+
+The smallest true fault on record is 6e-5."""
+SHOWS_UNITS = 2.0**11
+"""Roundings of the whole gradient beyond which a difference is hardly rounding: 1.2e-4 in float32.
+
+Correct models leave 2e-7 to 7e-6 there (40 image architectures, 4 language models)."""
+COMPUTED_FLOAT32 = 1e-4
+"""Relative difference of two float32 computations of one thing: rows, gradients, fitted factors, repeated runs.
+
+Faults, rows of other samples and factors that stand for something else are further apart by orders of magnitude."""
+CORRECT_FLOAT32 = 2e-5
+"""What float32 leaves of a correct model's gradients, tripled (7e-6); more may be a second cause."""
+SAME_IN_FLOAT32 = FEW_UNITS * U32
+"""Relative difference of two numbers that float32 computed in another order: losses, settings, cut gradients."""
+SAME_NUMBER = 2 * U32
+"""Relative difference of numbers that are the same: one unit in float32's last place."""
+AGREE_FLOAT64, AGREE_FLOAT32 = 1e-9, 1e-3
+"""Relative difference of rows, and of repeated runs, that agree when a forward is traced in float64 and in float32.
+
+Rows agree to about 1e-12 in float64; a kernel that falls back to float32 leaves about 1e-5. Faults lie far above."""
+SAME_ROWS = 1e-2
+"""Share of that difference which sums over all rows may keep: the rounding of single rows averages out in them."""
+SMALLEST_FAULT = 6e-5
+"""The smallest fault on record: `spectral_norm` in float32."""
+
+# -- a floor that rounding was measured as ----------------------------------------------------------------------------
+
+COARSE = 2.0**-13
+"""Unit roundoff above float32's and TF32's, below float16's and bfloat16's."""
+FINE_FLOORS, COARSE_FLOORS = (32.0, 320.0), (4.0, 16.0)
+"""Noise floors that a difference may be, and from which on it is a fault; nothing is claimed in between.
+
+In float32 equivalent models reach 9.7 floors and faults start at 4e5. In bfloat16 and float16 one floor is a percent of
+the gradient already: equivalent runs reach 1.1, a run that averages token means 40 to 77."""
+FEW_TIMES = 8.0
+"""Times the rounding of a few samples that the rounding of all may be: at most 4.5 in 1,460 open parameters."""
+SAME_ORDER = 100.0
+"""Times by which a fault of a part may be larger than the same one of the whole batch, beside the root of their sizes.
+
+What comes of the samples' differences falls with that root; a fault of another kind is of another order."""
+FINE = 9.9e-6
+"""Share of the gradient up to which a part of the batch may decide: a little below the 1e-5 that reports promise."""
+VISIBLE = 0.5
+"""K = 2 forgotten or divided twice is the smallest constant factor; a floor above it hides all."""
+
+# -- weights of micro-batches -----------------------------------------------------------------------------------------
+
+FIT_FLOAT64, FIT_FLOAT32 = 1e-6, 1e-3
+"""What a fit of weights or of one factor leaves where it explains everything, by the precision of the gradients.
+
+Float64 fits of additive losses leave 1e-12 or less, a coupled loss more than 1e-4; float32 fits leave 3e-8, and up to
+3e-7 over ranks. Factors that are so close are one."""
+FIT_UNITS = 256.0
+"""Roundings that a fit over ranks leaves at most: 5 were measured in float32, faults leave 0.13 of the gradient."""
+FIT_MAGNIFIES = 10.0
+"""Times what a fit leaves over that its weights may be off: digits below it mean nothing."""
+FIT_EXACT = 1e-10
+"""Relative rounding of weights that were fitted in float64; they are shown to so many digits at most."""
+NO_WEIGHT = FEW_UNITS * U32
+"""Share of the largest fitted weight that is only its rounding (2e-7 to 3e-7 in float32, over ranks)."""
+LOST_SHARE = 1e-3
+"""Share of the largest weight below which a backward pass did not reach the gradient.
+
+What reached it has its share of the samples; a fit in float32 leaves 3e-7 and so is off by 3e-6 at most."""
+THREE_DIGITS = 5e-3
+"""Relative rounding of a number to three digits, as weights of losses are noted; bfloat16's is 4e-3."""
+ONE_FACTOR = 1e-2
+"""What rounding, in bfloat16 (4e-3) too, leaves over where all gradients were multiplied by one number."""
+MOVED_SHARES = (0.0, 0.02, 1.0)
+"""Shares of itself by which each weight is moved, up or down, where fitted weights have to hold as well.
+
+Near, where the loss surely stays finite, and far (to zero or twice itself), where a maximum, a threshold or a branch
+falls otherwise."""
+
+# -- what a control or a cause explains -------------------------------------------------------------------------------
+
+SMALL_PART = 0.01
+"""Share of a difference that is nothing beside it: what a control leaves of it, or a cause explains of it."""
+HELPS = 0.5
+"""Share of a difference that a control has to take away to be the cause's: most of it."""
+STARTED_APART = 1e-3
+"""Relative distance of first weights that were drawn anew: such are 1.4 apart, rounded ones 64 u at most."""
+CLOSE_COPY = 0.5
+"""Share of the weights' size by which a copy of them may be off; other weights are 1.4 times their size away."""
+CUT = 2.0
+"""Factor by which the rows of both runs may differ; K = 2 micro-batches taken for the batch is the smallest mistake."""
+
+# -- what is worth saying ---------------------------------------------------------------------------------------------
+
+BITS_WORTH_A_NOTE = 0.5
+"""Bits that an accumulated gradient loses against the full-batch one before anybody is told: half the first one."""
+NEGLIGIBLE = 0.1
+"""Times the gradient's sampling noise below which a difference is negligible: in quadrature it adds 0.5 % to it."""
+USABLE = 0.1
+"""Share of the measured range that a line may leave unexplained and still be ground for a prediction."""
