@@ -14,6 +14,7 @@ CASES = [
     pytest.param("--clip 1", (False, True), id="active in one", marks=slow),
     pytest.param("--clip 100", (False, False), id="inactive", marks=slow),
     pytest.param("--change by_value --clip 0.02", (True, True), id="by value", marks=slow),
+    pytest.param("--aliases --clip 0.1", (True, True), id="kernels that write past lazy clones", marks=slow),
 ]
 
 

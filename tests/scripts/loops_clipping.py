@@ -86,7 +86,13 @@ def main():
     parser.add_argument("--clip", type=float, default=1.0)
     parser.add_argument("--optimizer", choices=["SGD", "Adam", "dividing", "lower_rate"], default="SGD")
     parser.add_argument("--undivided", action="store_true")
+    parser.add_argument(
+        "--aliases", action="store_true", help="lazy clones share their memory, as CUDA's kernels see it"
+    )
     args = parser.parse_args()
+    if args.aliases:
+        torch._lazy_clone = lambda tensor, **_: tensor.detach()
+        torch._C._is_cow_tensor = lambda _: True
     torch.manual_seed(args.seed)
     model = network()
     optimizer = optimizer_for(args, model)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from gaverify.audit.recording.keeping import frozen, shared
+from gaverify.audit.recording.keeping import copied
 from gaverify.audit.recording.storage import Storage
 from gaverify.audit.recording.values import plain
 
@@ -27,10 +27,10 @@ class Buffers:
         self._known: dict[str, torch.Tensor | None] = {}  # as they were when they were last seen
 
     def know(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Takes buffers as they are before the first forward: what never changes needs no copy."""
+        """Takes buffers as they are before the first forward: what never changes is not written."""
         for name, buffer in buffers.items():
             if name not in self._known:
-                self._known[name] = frozen(buffer)
+                self._known[name] = copied(buffer)
 
     def keep(self, storage: Storage, step: str, buffers: Mapping[str, torch.Tensor]) -> None:
         """Writes the buffers that have changed since they were last written."""
@@ -38,7 +38,7 @@ class Buffers:
         changed = {name: value for name, value in readable.items() if self._changed(name, value)}
         if changed:
             storage.tensors(f"buffers-{step}", changed)
-        self._known |= {name: frozen(value) for name, value in changed.items()}
+        self._known |= {name: copied(value) for name, value in changed.items()}
 
     def put(self, step: str, buffers: Mapping[str, torch.Tensor]) -> None:
         """Puts in place what the full-batch run's buffers were after the same step."""
@@ -54,4 +54,4 @@ class Buffers:
         before = self._known.get(name)
         if before is None or before.shape != value.shape or before.dtype is not value.dtype:
             return True
-        return not shared(value, before) and not torch.equal(value, before)
+        return not torch.equal(value, before)
