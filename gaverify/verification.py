@@ -195,6 +195,7 @@ def _verified(problem: Problem, settings: Settings, ranks: Ranks | None, progres
         trace=steps_shown,
         control_failure=judgement.control_failure,
         ranks=facts.ranks,
+        few_samples=judgement.few,
         modules=facts.forward.modules,
     )
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from gaverify.audit.by_weights import decided_by_weights
 from gaverify.audit.fitting import fit_of
 from gaverify.audit.reading import Run, Samples, labels
 from gaverify.audit.same_data import check_rows
@@ -88,10 +89,11 @@ def _compared(
         own = runs.accumulated.rows_behind(reached_by(window, foreign.passes))
         data = check_rows(runs.full.rows_of(full, reached=True), own)
     terms = terms_of(accumulated, fit)
-    used = compare_gradients(runs, round_, unit, terms, summed=False)
+    fit_used = fit_of(full, accumulated, summed=False)
+    used = decided_by_weights(compare_gradients(runs, round_, unit, terms, summed=False), fit_used, unit)
     summed = used
     if full.of("summed") or accumulated.of("summed"):
-        summed = compare_gradients(runs, round_, unit, terms, summed=True)
+        summed = decided_by_weights(compare_gradients(runs, round_, unit, terms, summed=True), fit, unit)
     clips, clips_full = clips_of(window), clips_of(whole)
     each = runs.accumulated.each(round_)
     change = farthest_change(full, each, unit)
@@ -114,7 +116,7 @@ def _compared(
         unrepeatable=unrepeatable,
         unclear=unclear,
         decided=decided,
-        fit=fit if decided is Stage.SUMMED or summed is used else fit_of(full, accumulated, summed=False),
+        fit=fit if decided is Stage.SUMMED or summed is used else fit_used,
         stages=tuple(stages),
         clips=clips,
         clips_full=clips_full,

@@ -52,12 +52,18 @@ def report_of(
         modules=tuple(meta["modules"]),
         optimizers=tuple(meta["optimizers"]),
         trainable=sum(math.prod(shape) for members in meta["parameters"] for _, shape in members),
-        method=Method.EVENTS if request.events_only else Method.NOISE_FLOOR,
+        method=Method.EVENTS if request.events_only else _method(record),
         events_only=request.events_only,
         timings=dict(timings),
         left_out=dict(meta.get("left_out", {})),
         ranks=record.together,
     )
+
+
+def _method(record: Record) -> Method:
+    """What decided the updates: the weights that fit, where they decided every parameter of all of them."""
+    methods = {row.method for update in record.updates for row in update.parameters}
+    return Method.WEIGHTS if methods == {Method.WEIGHTS} else Method.NOISE_FLOOR
 
 
 def same_arguments(request: Request) -> AuditReport:

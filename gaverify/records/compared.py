@@ -11,12 +11,16 @@ from gaverify.records.totals import relative_total
 
 @dataclass(frozen=True)
 class PrecisionLoss:
-    """Relative error against float64 of the full-batch and of the accumulated gradient, in the working dtype."""
+    """Relative error against float64 of the full-batch and of the accumulated gradient, in the working dtype.
+
+    Where `samples` is not 0, the error was measured on so many of them, and `accumulated` has what adding up lost, too.
+    """
 
     dtype: str
     full: float
     accumulated: float
     in_float32: float | None = None
+    samples: int = 0
 
     @property
     def bits_lost(self) -> float:
@@ -24,6 +28,27 @@ class PrecisionLoss:
         if not (self.full > 0 and self.accumulated > 0):
             return 0.0
         return math.log2(self.accumulated / self.full)
+
+
+@dataclass(frozen=True)
+class FewSamples:
+    """What decided a window below float32: its weights by fit, and what a few of its samples showed.
+
+    All but `samples` are relative: to the gradient of the whole batch (`rest`, what its micro-batches leave of it;
+    `lost`, what adding them up in the parameters' precision lost), to that of these samples (`structure`, what they
+    leave in float64, at once against one by one; `rounding`, the same in the working precision; `error`, how far that
+    is from float64), or to a weight (`weights`, how far the weights that fit best are from those that were used).
+    `allowed` is the largest difference of the whole gradient that is rounding, relative to it.
+    """
+
+    samples: int
+    structure: float
+    rounding: float
+    error: float
+    rest: float = math.nan
+    weights: float = math.nan
+    lost: float = math.nan
+    allowed: float = math.nan
 
 
 @dataclass(frozen=True)

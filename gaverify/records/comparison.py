@@ -17,6 +17,8 @@ class Method(str, Enum):
     FLOAT64_CONTROL = "float64-control"
     NOISE_FLOOR = "noise-floor"
     TWO_SAMPLES = "two-samples"
+    FEW_SAMPLES = "few-samples"
+    WEIGHTS = "weights"
     MICRO_BATCH_FLOOR = "micro-batch-floor"
     FLOAT64_PART = "float64-part"
     TOLERANCE = "tolerance"
@@ -26,6 +28,10 @@ class Method(str, Enum):
     def __str__(self) -> str:
         """The value, as in documents."""
         return str(self.value)
+
+
+TOGETHER = (Method.FEW_SAMPLES, Method.WEIGHTS)
+"""Methods that decide all parameters at once: `allowed` is then a share of the whole gradient."""
 
 
 class Side(str, Enum):

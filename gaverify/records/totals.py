@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from gaverify.records.comparison import Outcome, ParameterComparison
+from gaverify.records.comparison import TOGETHER, Outcome, ParameterComparison
 
 
 def together(outcomes: Iterable[Outcome]) -> Outcome:
@@ -39,7 +39,11 @@ def relative_total(norms: Iterable[tuple[float, float]]) -> float:
 def resolution_of(rows: Iterable[ParameterComparison]) -> float:
     """Returns the smallest relative difference that could have been seen in the least clear parameter; NaN in none.
 
-    A gradient that vanishes in the arithmetic that decided is left out: nothing can be said relative to it.
+    A gradient that vanishes in the arithmetic that decided is left out: nothing can be said relative to it. Where all
+    parameters were decided together, it is that of the whole gradient.
     """
+    rows = [row for row in rows if row.why is None]
+    if rows and all(row.method in TOGETHER for row in rows):
+        return max(row.allowed for row in rows) / math.hypot(*(row.reference_norm for row in rows))
     known = [row.relative_allowed for row in rows if not row.vanishing and math.isfinite(row.relative_allowed)]
     return max((value for value in known if value > 0), default=math.nan)

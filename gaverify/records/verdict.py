@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gaverify.records.acceptance import Acceptance, Settled
+from gaverify.records.compared import FewSamples
 from gaverify.records.comparison import Outcome, ParameterComparison, badness
 from gaverify.records.findings import Finding
 from gaverify.records.operations import ModuleDifference
@@ -111,6 +112,8 @@ class Verdict(Settled):
 
     control_failure: str = ""
     ranks: RankFacts | None = None
+    few_samples: FewSamples | None = None
+    """What decided, where a few samples did."""
     modules: tuple[ModuleDifference, ...] = ()
     """How far forward values are apart, by module in the order of the calls; empty where no search ran."""
 

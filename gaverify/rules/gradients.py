@@ -27,14 +27,15 @@ def low_precision_accumulation(facts: Facts) -> Iterator[Finding]:
         f"accumulating in {loss.dtype} loses {loss.bits_lost:.1f} bits of the gradient",
         measured(
             "precision",
-            f"error against float64: accumulated {loss.accumulated:.1e}, full batch {loss.full:.1e}",
+            f"error against float64: accumulated {loss.accumulated:.1e}, full batch {loss.full:.1e}"
+            + (f" (that of {loss.samples} samples, and what adding up lost)" if loss.samples else ""),
             full=loss.full,
             accumulated=loss.accumulated,
             bits_lost=loss.bits_lost,
         ),
         severity="note",
         remedy=f"accumulate the gradients in float32{better}",
-        proven=True,
+        proven=loss.samples == 0,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -12,15 +13,15 @@ import torch
 from gaverify.errors import ProblemError
 from gaverify.passes.gradients import PassResult, accumulated_gradients, full_batch_gradients
 from gaverify.passes.isolation import ModelState
-from gaverify.passes.precision import coarsest_unit, rounded_products, rounded_unit, unit_roundoff
+from gaverify.passes.precision import coarsest_unit, rounded_products, rounded_unit, short_name, unit_roundoff
 from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.task import Task
 from gaverify.passes.terms import Terms
-from gaverify.records.compared import PrecisionLoss
-from gaverify.records.comparison import Method, Outcome, ParameterComparison
+from gaverify.records.compared import FewSamples, PrecisionLoss
+from gaverify.records.comparison import Method, NotCompared, Outcome, ParameterComparison
 from gaverify.records.findings import Finding
 from gaverify.records.totals import outcome_of, relative_total, resolution_of
-from gaverify.thresholds import SHOWS_UNITS, U32, U64
+from gaverify.thresholds import SHOWS_UNITS, TENTH, U32, U64
 from gaverify.tracebacks import is_own_fault
 from gaverify.verdict.comparison import measure
 from gaverify.verdict.control import (
@@ -33,11 +34,12 @@ from gaverify.verdict.control import (
     judge_by_floor,
     noise_floor,
 )
-from gaverify.verdict.criteria import Difference, decide_at_once, floors_wanted
+from gaverify.verdict.criteria import Difference, decide_at_once, floors_wanted, not_compared, record
 from gaverify.verdict.lost_bits import Measured, lowest_precision, precision_loss
 from gaverify.verdict.non_finite import first_non_finite
 from gaverify.verdict.part import settled
 from gaverify.verdict.tolerances import by_tolerance
+from gaverify.verdict.window import GradientSketches, Window, told, window_of, worth
 
 
 @dataclass
@@ -63,11 +65,13 @@ class Judgement:
     precision: PrecisionLoss | None = None
     rounded: dict[str, str] = field(default_factory=dict)
     part: tuple[int, ...] = ()
+    window: Window | None = None
+    few: FewSamples | None = None
     timings: dict[str, float] = field(default_factory=dict)
 
     @property
     def resolution(self) -> float:
-        """The smallest relative difference that the deciding method could have seen in its least clear parameter."""
+        """The smallest relative difference that the deciding method could have seen."""
         return resolution_of(self.rows)
 
     def outcome(self, findings: tuple[Finding, ...]) -> Outcome:
@@ -109,7 +113,11 @@ def judge(
             "check the inputs, the targets (are all ignored?) and the learning state"
             + (f"; {where}" if (where := first_non_finite(task, state, record)) else "")
         )
-    accumulated = accumulated_gradients(task, state, record, full)
+    low = max(working_unit(task, full), rounded_unit(_rounded(task, full))) > U32
+    asked = rtol is None and not exact and task.strategy == "accumulate" and task.steps > 1
+    seen = GradientSketches(task)
+    with seen.listening() if low and asked and worth(task) else nullcontext() as note:
+        accumulated = accumulated_gradients(task, state, record, full, after_backward=note)
     accumulated_at = time.perf_counter()
     measured = measure(accumulated.gradients, full.gradients, located=rtol is not None)
     if record.ambiguous and not _agree(working_unit(task, full, accumulated), measured):
@@ -127,6 +135,8 @@ def judge(
         {row.name: row for row in measured},
         *_on_host(full.terms),
     )
+    if seen.taken:
+        judgement.window = window_of(full, accumulated, seen)
     low = unit_roundoff(judgement.dtype) > unit_roundoff(torch.float32) and rtol is None
     kept = (full.gradients, accumulated.gradients) if low else None
     if not keep_gradients:
@@ -224,15 +234,14 @@ def judge_whole(task: Task, judgement: Judgement, listener: Listener | None) -> 
 
 def _decide(task: Task, judgement: Judgement, exact: bool, listener: Listener | None, part: Part | None) -> None:
     unit = working_unit(task, judgement.full, judgement.accumulated)
-    products = judgement.full.observed[0].arithmetic.products | judgement.accumulated.observed[0].arithmetic.products
-    if judgement.dtype is torch.float32:
-        for device in task.devices:
-            judgement.rounded |= rounded_products(device, products)
+    judgement.rounded |= _rounded(task, judgement.full, judgement.accumulated)
     # What agrees to float32's own rounding does so however products are rounded; what is left open is judged by theirs.
     coarse = max(unit, rounded_unit(judgement.rounded))
     rows = list(judgement.working.values())
     judgement.rows = decide_at_once(rows, unit, judgement.terms)
     if unit <= U32 and not (exact and unit > U64) and _settled(task, judgement, coarse):
+        return
+    if judgement.window is not None and _told(task, judgement, judgement.window):
         return
     if unit > U64:
         shows = _divergence_shows(task, rows, coarse)
@@ -261,6 +270,41 @@ def _controlled(task: Task, judgement: Judgement, unit: float, listener: Listene
     if floors_wanted(judgement.rows):
         floor = control_floor(task, judgement.state, judgement.record, control)
         judgement.rows = judge_by_control(judgement.working, control, judgement.scales, unit, floor)
+    return True
+
+
+def _rounded(task: Task, *passes: PassResult) -> dict[str, str]:
+    """The kinds of products that ran in some passes and round their float32 inputs, and to what."""
+    products = {kind for result in passes for kind in result.observed[0].arithmetic.products}
+    if lowest_precision(task) is not torch.float32:
+        return {}
+    return {kind: to for device in task.devices for kind, to in rounded_products(device, products).items()}
+
+
+def _told(task: Task, judgement: Judgement, window: Window) -> bool:
+    """Whether the window's weights and a few samples show that it is equivalent."""
+    rows = list(judgement.working.values())
+    if any(row.why not in (None, NotCompared.UNUSED) for row in rows):
+        return False
+    try:
+        few = told(task, judgement.state, judgement.record, judgement.full, window)
+    except Exception as error:  # single samples that the model does not take, a kernel without float64
+        if is_own_fault(error):
+            raise
+        return False
+    if few is None or few.allowed > TENTH:
+        return False
+    judgement.few, judgement.method = few, Method.FEW_SAMPLES
+    allowed = few.allowed * math.hypot(*(row.reference for row in rows if math.isfinite(row.reference)))
+    judgement.rows = [
+        not_compared(row)
+        if row.why is not None
+        else record(row, Outcome.EQUIVALENT, Method.FEW_SAMPLES, allowed, row.difference)
+        for row in rows
+    ]
+    if unit_roundoff(judgement.dtype) > U32:
+        lost = math.hypot(few.error, few.lost)
+        judgement.precision = PrecisionLoss(short_name(judgement.dtype), few.error, lost, samples=few.samples)
     return True
 
 

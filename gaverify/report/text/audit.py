@@ -7,10 +7,11 @@ from collections.abc import Iterable, Sequence
 
 from gaverify.records.audit import UpdateComparison
 from gaverify.records.audit_report import TITLES, AuditReport, WindowCount
+from gaverify.records.comparison import Method
 from gaverify.records.stages import Clip, Stage
 from gaverify.report.text.layout import Layout, Line, table_of
 from gaverify.report.text.table import table_lines
-from gaverify.report.text.wording import number, percent, ranks_line
+from gaverify.report.text.wording import METHODS, number, percent, ranks_line
 
 _LABEL = 14
 _COUNTS = 12  # windows whose counts are shown; the last ones stand in for the rest
@@ -161,7 +162,9 @@ def audit_method(report: AuditReport) -> str:
     """Returns how the audit was decided and what it could have seen; empty where nothing was judged."""
     decisive = report.decisive
     if decisive is not None and decisive.judged:
-        text = "compared at every optimizer step, decided by the noise floor of the full-batch run"
+        how = "by the noise floor of the full-batch run"
+        how = METHODS[Method.WEIGHTS] if report.method == Method.WEIGHTS else how
+        text = f"compared at every optimizer step, decided {how}"
         if math.isfinite(decisive.resolution):
             text += f"; smallest relative difference it could have seen: {number(decisive.resolution)}"
         return text

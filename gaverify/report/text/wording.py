@@ -17,6 +17,8 @@ METHODS: Mapping[str, str] = {
     Method.FLOAT64_CONTROL: "by the float64 control",
     Method.NOISE_FLOOR: "by the noise floor of the full batch",
     Method.TWO_SAMPLES: "by the rounding of two samples, which agree in float64",
+    Method.FEW_SAMPLES: "by the weights that fit, and by float64 on a few samples",
+    Method.WEIGHTS: "by the weights that fit",
     Method.MICRO_BATCH_FLOOR: "by the noise floor of a micro-batch and float64 on two samples",
     Method.FLOAT64_PART: "by float64 on a part of the batch",
     Method.TOLERANCE: "by the tolerances that were asked for",
@@ -192,6 +194,11 @@ def method(verdict: Verdict) -> str:
     if verdict.method == Method.TOLERANCE and verdict.spec:
         given = [f"{key} {verdict.spec[key]}" for key in ("rtol", "atol") if verdict.spec.get(key) is not None]
         text += f" ({', '.join(given)})" if given else ""
+    if (few := verdict.few_samples) is not None:
+        text += (
+            f" (float64: {few.samples} samples agree to {number(few.structure)}; weights ± {percent(few.weights)}; "
+            f"rest {percent(few.rest)}, rounding {percent(few.rounding)})"
+        )
     if verdict.run.part:
         what = "that part is" if verdict.method == Method.FLOAT64_PART else "the cause was looked for in"
         text += f"; {what} the first {sum(verdict.run.part)} of {verdict.run.batch_size} samples"

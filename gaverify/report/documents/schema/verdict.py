@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from gaverify.records.compared import FewSamples
 from gaverify.records.operations import ModuleDifference
 from gaverify.records.verdict import RunInfo, Trace, TraceRow, TraceStep, Verdict
 from gaverify.report.documents.schema.deriving import Of, Shape, derived
@@ -47,11 +48,16 @@ class ModuleItem(Shape):
     """How far a module's outputs for the same samples are apart in the forward, relative to its largest value."""
 
 
+@derived(FewSamples)
+class FewSamplesItem(Shape):
+    """What decided a window below float32: its weights by fit, and what a few of its samples showed."""
+
+
 @derived(
     Verdict,
     "version kind source name outcome exit_code command acceptance sentence method control_failure resolution run spec "
-    "parameters findings modules ranks timings trace",
-    older="source command control_failure modules ranks",
+    "parameters findings modules ranks few_samples timings trace",
+    older="source command control_failure modules ranks few_samples",
 )
 class VerdictDocument(Shape):
     """One verdict."""
