@@ -52,7 +52,7 @@ SMALLEST_FAULT = 6e-5
 # -- a floor that rounding was measured as ----------------------------------------------------------------------------
 
 COARSE = 2.0**-13
-"""Unit roundoff above float32's and TF32's, below float16's and bfloat16's."""
+"""Unit roundoff above float32's, below that of TF32 and float16 (2⁻¹¹) and of bfloat16 (2⁻⁸)."""
 FINE_FLOORS, COARSE_FLOORS = (32.0, 320.0), (4.0, 16.0)
 """Noise floors that a difference may be, and from which on it is a fault; nothing is claimed in between.
 

@@ -79,11 +79,12 @@ class Arithmetic:
     dtypes: set[torch.dtype] = field(default_factory=set)
 
     def note(self, product: str, args: tuple[Any, ...]) -> None:
-        """Notes an operation, given what `product_of` says about it."""
-        if product:
+        """Notes an operation, given what `product_of` says about it; one without gradients takes no part in them."""
+        backward = bool(product) and torch._C._current_autograd_node() is not None
+        if backward:
+            self.dtypes.add(args[0].dtype)
+        if backward or (product and torch.is_grad_enabled()):
             self.products.add(product)
-            if torch._C._current_autograd_node() is not None:
-                self.dtypes.add(args[0].dtype)
 
 
 def rounded_products(device: torch.device, products: Collection[str]) -> dict[str, str]:

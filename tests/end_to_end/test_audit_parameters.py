@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from audits import audit, marked
 
 pytestmark = pytest.mark.slow
@@ -72,3 +73,13 @@ def test_a_frozen_teacher_in_bfloat16_hides_nothing_of_a_float32_student(common:
     else:
         assert (result.code, result.faults) == (1, {"GAV202"}), str(result)
         assert result.line("GAV202") == marked("train_distilled.py", "distilled")
+
+
+@pytest.mark.skipif(not hasattr(torch._C, "_get_fp32_precision_getter"), reason="torch before 2.9")
+def test_products_that_torch_rounds_are_judged_by_their_rounding() -> None:
+    """The inputs of a convolution are rounded otherwise for each batch size: 2e-3 of the gradient."""
+    right = audit("train_rounded.py", options=("--updates", "1"))
+    assert (right.code, right.outcome, right.faults) == (0, "equivalent", set()), str(right)
+    wrong = audit("train_rounded.py", common="--undivided", options=("--updates", "1"))
+    assert (wrong.code, wrong.faults) == (1, {"GAV201"}), str(wrong)
+    assert wrong.line("GAV201") == marked("train_rounded.py", "loss")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from gaverify.passes.precision import Arithmetic, coarsest_unit, short_name
+from gaverify.passes.precision import Arithmetic, coarsest_unit, rounded_products, rounded_unit, short_name
 
 
 class Roundoff:
@@ -24,8 +24,11 @@ class Roundoff:
 
     @property
     def unit(self) -> float:
-        """The largest unit roundoff of all of it; 0 where nothing was seen."""
-        return coarsest_unit([*self._dtypes, self._autocast, *self.arithmetic.dtypes])
+        """The largest unit roundoff of all of it, and what torch rounds its products to; 0 for nothing seen."""
+        dtypes = {*self._dtypes, self._autocast, *self.arithmetic.dtypes}
+        products = self.arithmetic.products if torch.float32 in dtypes else ()
+        rounded = rounded_products(torch.device(self._device), products)
+        return max(coarsest_unit(dtypes), rounded_unit(rounded))
 
     def add(self, module: nn.Module) -> None:
         """Looks at a module's trained parameters; from now on its first forward is watched for autocast."""

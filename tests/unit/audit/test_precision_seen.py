@@ -13,12 +13,14 @@ from torch import nn
 
 import gaverify
 from gaverify.audit.job import Job
+from gaverify.audit.recording.draws import draw_mode
 from gaverify.audit.recording.precision import Roundoff
 from gaverify.audit.recording.recorder import Recorder
 from gaverify.audit.recording.storage import Storage
 from gaverify.passes.gradients import full_batch_gradients
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.precision import coarsest_unit, unit_roundoff
+from gaverify.passes.randomness import Recorder as RecordedDraws
 from gaverify.preparation import task_of
 from gaverify.ranks.forking import run_forked
 from gaverify.ranks.groups import joined
@@ -130,6 +132,22 @@ def test_what_runs_without_gradients_tells_an_audit_nothing() -> None:
     with torch.no_grad(), torch.autocast("cpu", dtype=BF16):
         roundoff.look_at_autocast()
     assert roundoff.unit == unit_roundoff(torch.float32)
+
+
+@pytest.mark.skipif(not hasattr(torch._C, "_get_fp32_precision_getter"), reason="torch before 2.9")
+def test_products_that_carry_gradients_count_as_torch_rounds_them() -> None:
+    trained, beside = Roundoff(), Roundoff()
+    with draw_mode(RecordedDraws(), trained.arithmetic):
+        linear()(torch.ones(1, 4)).sum().backward()
+    with torch.no_grad(), draw_mode(RecordedDraws(), beside.arithmetic):
+        linear()(torch.ones(1, 4))
+    for roundoff in (trained, beside):
+        roundoff.add(linear())
+    torch._C._set_fp32_precision_setter("mkldnn", "matmul", "bf16")
+    try:
+        assert (trained.unit, beside.unit) == (unit_roundoff(BF16), unit_roundoff(torch.float32))
+    finally:
+        torch._C._set_fp32_precision_setter("mkldnn", "matmul", "none")
 
 
 def test_types_without_roundoff_do_not_count() -> None:
