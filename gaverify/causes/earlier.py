@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from gaverify.causes.sketches import Sketches, sketch
+from gaverify.causes.sketches import Sketches
 from gaverify.passes.gradients import Gradients, PassProbe, PassResult
+from gaverify.passes.sketches import sketch
 
 
 @dataclass(frozen=True)

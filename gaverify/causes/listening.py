@@ -7,9 +7,10 @@ from dataclasses import replace
 import torch
 
 from gaverify.causes.earlier import Earlier
-from gaverify.causes.sketches import shares_of, sketch
+from gaverify.causes.sketches import shares_of
 from gaverify.passes.gradients import AfterBackward, PassProbe, PassResult
 from gaverify.passes.isolation import ModelState
+from gaverify.passes.sketches import sketch
 from gaverify.passes.task import Task
 
 

@@ -11,11 +11,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
-import torch
-
 from gaverify.causes.investigation import investigate
 from gaverify.causes.listening import Heard
-from gaverify.passes.nesting import leaves
 from gaverify.passes.task import Task, micro_batch_of
 from gaverify.records.comparison import Method, NotCompared, Outcome, ParameterComparison
 from gaverify.records.facts import Facts
@@ -23,10 +20,8 @@ from gaverify.thresholds import FEW_TIMES, SAME_ORDER, SHOWS_UNITS, TINY, U32
 from gaverify.tracebacks import is_own_fault
 from gaverify.verdict.criteria import Difference, record
 from gaverify.verdict.judging import Judgement, judge
+from gaverify.verdict.window import worth
 
-WORTH = 1 << 16
-"""Elements of parameters and batch from which on a part is cheaper than what it saves; or these many samples."""
-_WORTH_SAMPLES = 1024
 # Samples of the part's micro-batches: a quarter of the first micro-batch's, and two where that has them; no more than
 # show a fault as well as any number of them does.
 _QUARTER, _LEAST, _MOST = 4, 2, 1024
@@ -79,8 +74,7 @@ def _part_of(task: Task, judgement: Judgement, unit: float) -> Task | None:
     sizes = (size, size if last == first else max(1, size - 1))
     plain = unit == U32 and task.autocast is None and isinstance(task.weighting, str)
     rows = all(row.why in (None, NotCompared.UNUSED) for row in judgement.rows)
-    small = _elements(task) < WORTH and task.batch_size < _WORTH_SAMPLES
-    if not plain or not rows or not _dealt(judgement) or 2 * sum(sizes) > task.batch_size or small:
+    if not plain or not rows or not _dealt(judgement) or 2 * sum(sizes) > task.batch_size or not worth(task):
         return None
     batch = micro_batch_of(task, 0, sum(sizes), "a part of the batch")
     problem = replace(task.problem, batch=batch, batch_size=sum(sizes))
@@ -91,11 +85,6 @@ def _dealt(judgement: Judgement) -> bool:
     """Whether every draw went to its sample without a doubt."""
     drawn = judgement.record
     return not (drawn.unaligned or drawn.ambiguous or drawn.inner or judgement.accumulated.foreign_draws_differ)
-
-
-def _elements(task: Task) -> int:
-    tensors = [leaf for _, leaf in leaves(task.problem.batch) if isinstance(leaf, torch.Tensor)]
-    return sum(tensor.numel() for tensor in (*task.parameters.values(), *tensors))
 
 
 def _decided(

@@ -11,63 +11,14 @@ from itertools import pairwise
 
 import torch
 
-from gaverify.passes.devices import widest
 from gaverify.passes.gradients import PassProbe, PassResult, accumulated_gradients
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.randomness import DrawRecord
+from gaverify.passes.sketches import sketch
 from gaverify.passes.task import Task
 from gaverify.passes.weight_fit import SINGULAR_FLOAT64, fit_weights, gradient_noise
 from gaverify.records.weights import WeightFit
 from gaverify.thresholds import TINY
-
-SKETCH = 4096
-_CHUNK_ROWS = 256
-_APART = 2531  # 4096 times the golden section: the starts of successive tensors divide the buckets most evenly
-
-
-def sketch(tensors: list[torch.Tensor | None]) -> torch.Tensor:
-    """Returns a linear sketch of length 4096 of all tensors, in float64, where they are; on the CPU of several devices.
-
-    Each element is added with a random sign to a bucket, that of its position modulo 4096 from where its tensor starts,
-    so inner products are preserved in expectation and linear relations exactly. Start and signs depend on a tensor's
-    place in the list, whether or not those before it are None: a parameter that one micro-batch leaves out changes
-    nothing for the others. Starts lie far apart, so that the elements of a small model each have a bucket of their own.
-
-    Source: M. Charikar, K. Chen, M. Farach-Colton, Finding frequent items in data streams, 2002 (count sketch).
-    """
-    totals: dict[torch.device, torch.Tensor] = {}
-    for place, tensor in enumerate(tensors):
-        if tensor is None:
-            continue
-        dense = tensor.to_dense() if tensor.layout is not torch.strided else tensor
-        flat = torch.view_as_real(dense.resolve_conj()).reshape(-1) if dense.is_complex() else dense.reshape(-1)
-        buckets = _buckets(flat, place).roll(place * _APART % SKETCH)
-        totals[flat.device] = totals[flat.device].add_(buckets) if flat.device in totals else buckets
-    if len(totals) == 1:
-        return next(iter(totals.values()))
-    on_host = torch.zeros(SKETCH, dtype=torch.float64, device="cpu")
-    return sum((total.to("cpu", torch.float64) for total in totals.values()), start=on_host)
-
-
-def _buckets(flat: torch.Tensor, place: int) -> torch.Tensor:
-    """The buckets of one tensor. The signs are drawn on its device, so that nothing waits for a copy of them."""
-    total = torch.zeros(SKETCH, dtype=widest(flat.device), device=flat.device)
-    generator = torch.Generator(flat.device).manual_seed(place)
-    for start in range(0, flat.numel(), SKETCH * _CHUNK_ROWS):
-        part = flat[start : start + SKETCH * _CHUNK_ROWS].to(total.dtype)
-        signed = part * _signs(part.numel(), generator)
-        if part.numel() % SKETCH:
-            signed = torch.nn.functional.pad(signed, (0, -part.numel() % SKETCH))
-        total += signed.view(-1, SKETCH).sum(0)
-    return total
-
-
-def _signs(count: int, generator: torch.Generator) -> torch.Tensor:
-    """Draws -1 or 1 `count` times: the lowest bit of each byte of a random word, as a draw costs more than its use."""
-    bound = 1 << 31
-    size = (-(-count // 4),)
-    words = torch.randint(-bound, bound, size, generator=generator, dtype=torch.int32, device=generator.device)
-    return words.view(torch.int8)[:count].bitwise_and_(1).mul_(2).sub_(1)
 
 
 @dataclass

@@ -10,11 +10,12 @@ import torch
 from gaverify.causes.bench import Bench
 from gaverify.causes.earlier import kept
 from gaverify.causes.neutral.state import GradientsKept
-from gaverify.causes.sketches import fitted, sketch
+from gaverify.causes.sketches import fitted
 from gaverify.causes.trace.first_divergence import branches_part, reweighted_operation
 from gaverify.causes.trace.state import StateWatch
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.perturbation import moved
+from gaverify.passes.sketches import sketch
 from gaverify.records.experiment import ControlKind, ControlRun
 from gaverify.records.facts import Facts, Repeatability, State, Weights
 from gaverify.records.weights import WeightFit, are_shares, is_constant

@@ -27,7 +27,7 @@ from gaverify.passes.isolation import ModelState
 from gaverify.passes.nesting import leaves
 from gaverify.passes.precision import coarsest_unit
 from gaverify.passes.randomness import DrawRecord
-from gaverify.passes.sketches import sketch_of
+from gaverify.passes.sketches import sketch, sketch_of
 from gaverify.passes.task import Task
 from gaverify.passes.weight_fit import SINGULAR_FLOAT64, fit_weights
 from gaverify.records.compared import FewSamples
@@ -112,25 +112,20 @@ class Window:
         """The weights that fit best."""
         return fit_weights(self.columns, self.full, singular=SINGULAR_FLOAT64, weights=self.used).weights
 
-    def relative(self, sketch: torch.Tensor) -> float:
+    def relative(self, part: torch.Tensor) -> float:
         """The norm of a sketch over that of the full batch's gradient."""
-        return float(torch.linalg.vector_norm(sketch) / torch.linalg.vector_norm(self.full))
+        return float(torch.linalg.vector_norm(part) / torch.linalg.vector_norm(self.full))
 
 
 def window_of(full: PassResult, accumulated: PassResult, seen: GradientSketches) -> Window | None:
     """Returns a window that was listened to; None where the full batch's gradient, or another, is zero."""
     used = torch.tensor(accumulated.weights, dtype=torch.float64, device="cpu")
     found = Window(_sketch(full.gradients), seen.columns() / used, used, _sketch(accumulated.gradients))
-    alike = len(found.full) == len(found.columns) == len(found.accumulated)
-    return found if alike and bool(found.full.any()) else None
+    return found if len(found.columns) == len(found.full) and bool(found.full.any()) else None
 
 
 def _sketch(gradients: Gradients) -> torch.Tensor:
-    total = torch.zeros(1, dtype=torch.float64, device="cpu")
-    for place, gradient in enumerate(gradients.values()):
-        if gradient is not None:
-            total = total + sketch_of(gradient, place).to("cpu", torch.float64)
-    return total
+    return sketch(list(gradients.values())).to("cpu", torch.float64)
 
 
 def worth(task: Task) -> bool:

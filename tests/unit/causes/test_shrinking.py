@@ -22,10 +22,11 @@ from torch import nn
 
 import gaverify
 from gaverify import Verdict
-from gaverify.causes import confirming, questions, shrinking
+from gaverify.causes import confirming, questions
 from gaverify.causes.bench import Bench
 from gaverify.passes.isolation import ModelState
 from gaverify.records.facts import Facts
+from gaverify.verdict import window
 
 _FAMILIES = (
     problems_backward,
@@ -64,7 +65,7 @@ def verified(everywhere: bool, flagged: bool, **options: object) -> Verdict:
 @pytest.fixture
 def everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also the smallest batches are worth a part."""
-    monkeypatch.setattr(shrinking, "WORTH", 0)
+    monkeypatch.setattr(window, "WORTH", 0)
 
 
 @pytest.mark.usefixtures("everything")
@@ -111,7 +112,7 @@ def said(verdict: Verdict) -> list[tuple[object, ...]]:
 def test_a_part_finds_what_the_whole_finds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case: Case = _CASES[name]
     part = gaverify.verify(case.build(), steps=case.steps, **case.options)
-    monkeypatch.setattr(shrinking, "WORTH", 1 << 60)
+    monkeypatch.setattr(window, "WORTH", 1 << 60)
     whole = gaverify.verify(case.build(), steps=case.steps, **case.options)
     assert said(part) == said(whole), story(part)
     assert {row.name for row in part.divergent} == {row.name for row in whole.divergent}

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from gaverify.causes.sketches import SKETCH, sketch
+from gaverify.passes.sketches import SKETCH, sketch
 
 
 def gradients(seed: int, *shapes: tuple[int, ...]) -> list[torch.Tensor | None]:
