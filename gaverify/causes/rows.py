@@ -6,6 +6,7 @@ Shapes: B samples, micro-batches of samples `start` to `stop - 1`; a tensor may 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from gaverify.errors import GaverifyError
 from gaverify.passes.devices import widest
 from gaverify.passes.fingerprints import real_numbers
+from gaverify.passes.layout import SampleLayout, layouts_of, taken
 
 
 class ControlFailed(GaverifyError):
@@ -66,8 +68,6 @@ def rows_for(
     wanted = value if cotangent is None else cotangent
     if value.shape == part.shape:
         return wanted.clone()
-    if value.dim() != part.dim():
-        raise ControlFailed(f"shapes {list(value.shape)} and {list(part.shape)} do not correspond")
     readings = list(_readings(value, part.shape, start, stop, size))
     if len(readings) > 1 and order is not None:
         readings = [readings[order]]
@@ -81,23 +81,15 @@ def _readings(
     value: torch.Tensor, shape: Sequence[int], start: int, stop: int, size: int
 ) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
     """Yields how the rows may be taken: with the samples as the outer, and where that differs as the inner index."""
-    changed = [dim for dim, (whole, part) in enumerate(zip(value.shape, shape, strict=True)) if whole != part]
-    folds = [value.shape[dim] // size for dim in changed]
-    for dim, fold in zip(changed, folds, strict=True):
-        if value.shape[dim] % size or shape[dim] != fold * (stop - start):
-            raise ControlFailed(f"shapes {list(value.shape)} and {list(shape)} do not correspond")
+    layouts = layouts_of(value.shape, shape, size, stop - start)
+    if layouts is None or not all(layout.fold for layout in layouts):
+        raise ControlFailed(f"shapes {list(value.shape)} and {list(shape)} do not correspond")
 
-    def outer(tensor: torch.Tensor) -> torch.Tensor:
-        for dim, fold in zip(changed, folds, strict=True):
-            tensor = tensor.narrow(dim, start * fold, shape[dim])
+    def read(tensor: torch.Tensor, layouts: Sequence[SampleLayout]) -> torch.Tensor:
+        for layout in layouts:
+            tensor = taken(tensor, layout, start, stop, size)
         return tensor
 
-    def inner(tensor: torch.Tensor) -> torch.Tensor:
-        for dim, fold in zip(changed, folds, strict=True):
-            rows = tensor.unflatten(dim, (fold, size)).narrow(dim + 1, start, stop - start)
-            tensor = rows.flatten(dim, dim + 1)
-        return tensor
-
-    yield outer
-    if max(folds) > 1:
-        yield inner
+    yield partial(read, layouts=layouts)
+    if max(layout.fold for layout in layouts) > 1:
+        yield partial(read, layouts=[layout.inside for layout in layouts])

@@ -12,6 +12,7 @@ import torch
 
 from gaverify.passes.devices import widest
 from gaverify.passes.fingerprints import real_numbers, summaries
+from gaverify.passes.layout import layouts_of
 
 _LARGE = 1e3  # from which on values count by their order of magnitude
 _HUGE = 1e30  # stands for infinity
@@ -35,15 +36,15 @@ class Layout:
 
 def layout_of(full: tuple[int, ...], micro: tuple[int, ...], batch_size: int, count: int) -> Layout | None:
     """Returns the layout of a result of shape `full` for B samples and `micro` for n < B; None where there is none."""
-    if len(full) != len(micro):
+    changed = layouts_of(full, micro, batch_size, count)
+    if changed is None:
         return None
-    changed = [dim for dim, (whole, part) in enumerate(zip(full, micro, strict=True)) if whole != part]
     if not changed:
         return Layout("global")
-    scaled = [dim for dim in changed if full[dim] % batch_size == 0 and micro[dim] == full[dim] // batch_size * count]
     if len(changed) == 1:
-        return Layout("rows", changed[0], full[changed[0]] // batch_size) if scaled else Layout("selected", changed[0])
-    return Layout("matrix") if len(scaled) == len(changed) else None
+        dim, fold = changed[0].dimension, changed[0].fold
+        return Layout("rows", dim, fold) if fold else Layout("selected", dim)
+    return Layout("matrix") if all(layout.fold for layout in changed) else None
 
 
 def described(

@@ -15,6 +15,7 @@ from functools import partial, wraps
 from typing import Any
 
 from gaverify.passes.isolation.generators import comparable, foreign_generators, set_state, state_of
+from gaverify.passes.layout import layouts_of
 from gaverify.passes.randomness.sites import call_site
 from gaverify.tracebacks import hands_over
 
@@ -113,17 +114,13 @@ def recorded(draws: list[ForeignDraw]) -> Handler:
 def own_rows(draw: ForeignDraw, call: Call, result: Any, micro_batch: tuple[int, int], batch_size: int) -> Any:
     """Returns the rows of the full batch's array that are a micro-batch's; None where its draw is no such array."""
     shape = getattr(result, "shape", ())
-    if draw.array is None or len(shape) != draw.array.ndim or not _asks_alike(draw.call, call):
+    if draw.array is None or not _asks_alike(draw.call, call):
         return None
     start, stop = micro_batch
-    changed = [dim for dim, (full, ours) in enumerate(zip(draw.array.shape, shape, strict=True)) if full != ours]
-    if len(changed) != 1:
+    layouts = layouts_of(draw.array.shape, shape, batch_size, stop - start)
+    if layouts is None or len(layouts) != 1 or not (fold := layouts[0].fold):
         return None
-    whole, part = draw.array.shape[changed[0]], shape[changed[0]]
-    fold = whole // batch_size
-    if whole != fold * batch_size or part != fold * (stop - start):
-        return None
-    return draw.array.take(range(start * fold, stop * fold), axis=changed[0])
+    return draw.array.take(range(start * fold, stop * fold), axis=layouts[0].dimension)
 
 
 def _asks_alike(full: Call, ours: Call) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from gaverify.passes.layout import layouts_of
 from gaverify.passes.randomness.contents import differ, matching_rows
 from gaverify.passes.randomness.draws import Draw, MicroBatch
 
@@ -58,15 +59,14 @@ class Rows:
 def by_position(draw: Draw, rows: Rows, inner: bool) -> tuple[Selection | None, bool]:
     """Returns the rows at the samples' places, and whether that was a guess; None where shapes do not correspond."""
     full, micro = draw.value.shape, rows.shape
-    if len(full) != len(micro):
-        return None, False
     start, stop = rows.micro_batch
+    changed = layouts_of(full, micro, rows.batch_size, stop - start)
+    if changed is None:
+        return None, False
     guessed, selection, device = False, Selection(), draw.value.device
-    changed = [dim for dim in range(len(full)) if full[dim] != micro[dim]]
-    for dim in changed:
+    for layout in changed:
+        dim, fold = layout.dimension, layout.fold
         whole, part = full[dim], micro[dim]
-        fold = whole // rows.batch_size
-        fold = fold if whole == fold * rows.batch_size and part == fold * (stop - start) else 0
         is_inner, unsure = _batch_is_inner(draw, rows, dim, fold, inner) if fold > 1 else (False, False)
         guessed = guessed or unsure
         if is_inner:
