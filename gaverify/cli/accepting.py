@@ -92,7 +92,7 @@ def _pairs(entry: Accept) -> Sequence[tuple[str, str | bool]]:
 
 def _append(file: Path, spec: Spec, text: str, added: int) -> None:
     """Appends the tables to the spec's file, after checking that the new text is TOML with just these entries more."""
-    from gaverify.report.files import write_whole
+    from gaverify.report.formats import write_whole
     from gaverify.spec import parse_spec
 
     old = file.read_text(encoding="utf-8-sig")

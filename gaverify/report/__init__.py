@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import IO
 
 from gaverify.errors import SpecError
-from gaverify.report.files import check_writable, write_whole
-from gaverify.report.formats import FORMATS, format_for, format_named
+from gaverify.report.formats import FORMATS, check_writable, format_for, format_named, write_whole
 from gaverify.report.stories import Answer, Report, story_of
 from gaverify.report.text.layout import Layout, Line
 
