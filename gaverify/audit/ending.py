@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ from gaverify.audit.members import (
 )
 from gaverify.audit.outputs import IMPOSSIBLE
 from gaverify.children import Kept
-from gaverify.children.output import last_lines
+from gaverify.children.output import last_lines, signal_name
 from gaverify.errors import InternalError, ProblemError
 from gaverify.records.audit_report import TITLES
 
@@ -154,7 +153,7 @@ def _cause(child: Child, status: int | None) -> tuple[str, str]:
         return _of_launcher(child, status), ""
     assert status is not None
     if status < 0:
-        return f"it was killed by {_signal(-status)}" + (" (out of memory?)" if -status == 9 else ""), ""
+        return f"it was killed by {signal_name(-status)}" + (" (out of memory?)" if -status == 9 else ""), ""
     return f"it left with status {status} past Python's own exit (os._exit)", ""
 
 
@@ -210,10 +209,3 @@ def output_of(child: Child) -> str:
     if not lines:
         return ""
     return "\nthe last lines of its output:\n" + "\n".join(f"    {line}" for line in lines)
-
-
-def _signal(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

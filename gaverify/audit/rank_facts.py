@@ -17,15 +17,14 @@ from gaverify.audit.fitting import fit_gradients
 from gaverify.audit.ranks import RankedRun
 from gaverify.audit.reading import Place, Run, Samples
 from gaverify.audit.same_data import check_rows
-from gaverify.passes.precision import buffers_differ
+from gaverify.passes.precision import buffers_apart
 from gaverify.records.audit import UpdateComparison
 from gaverify.records.comparison import Outcome
 from gaverify.records.events import Event
 from gaverify.records.ranks import Collective, Engine, RankFacts, Share, Traffic
 from gaverify.records.rounds import Round, rounds_of
 from gaverify.records.stages import Stage
-from gaverify.records.totals import relative_total
-from gaverify.verdict.comparison import measure
+from gaverify.verdict.comparison import left_between
 
 _SMALLEST = 1  # bytes of an element in the coarsest type that gradients are reduced in
 
@@ -63,7 +62,7 @@ def rank_facts(full: Run, accumulated: RankedRun, update: UpdateComparison, unit
         unit=unit,
         divergent=update.outcome is Outcome.DIVERGENT,
         from_one_process=difference,
-        buffers_apart=_buffers_apart(ranks, unit),
+        buffers_apart=buffers_apart([_buffers(samples) for samples in ranks], unit),
         mean_left=math.nan if sharded else _mean_left(whole, own),
         # What tensor parallelism reduces alone is activations.
         reduced=() if sharded and engine is None else tuple(event.values.get("reduced", 0) for event in window),
@@ -165,17 +164,9 @@ def _cut(run: Run, place: Place, whole: torch.Tensor) -> torch.Tensor:
     return whole[tuple(slice(at, at + size) for at, size in zip(offset, sizes, strict=True))]
 
 
-def _buffers_apart(ranks: Sequence[Samples], unit: float) -> tuple[str, ...]:
-    """Buffers, `model:name`, that differ between the ranks after the update."""
-    sides = [
-        {name: value for step in samples.steps.values() for name, value in step.get("buffers", {}).items()}
-        for samples in ranks
-    ]
-    return tuple(
-        name
-        for name, value in sides[0].items()
-        if any(name in other and buffers_differ(other[name], value, unit) for other in sides[1:])
-    )
+def _buffers(samples: Samples) -> dict[str, torch.Tensor]:
+    """The buffers of a rank, `model:name`, after the update."""
+    return {name: value for step in samples.steps.values() for name, value in step.get("buffers", {}).items()}
 
 
 def left_by(full: Run, accumulated: Run, left_out: Collection[Place] = (), *, summed: bool = True) -> float:
@@ -190,8 +181,7 @@ def left_by(full: Run, accumulated: Run, left_out: Collection[Place] = (), *, su
     round_ = rounds_of(accumulated.events)[0]
     sides = [run.gradients(round_, summed=summed) for run in (full, accumulated)]
     keys = [{str(place): gradient for place, gradient in side.items() if place not in left_out} for side in sides]
-    rows = measure({name: keys[1].get(name) for name in keys[0]}, keys[0])
-    return relative_total((row.difference, row.reference) for row in rows) if rows else math.nan
+    return left_between({name: keys[1].get(name) for name in keys[0]}, keys[0]) if keys[0] else math.nan
 
 
 def _total(samples: Samples, at: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ child and everything it started as soon as gaverify is gone, also after a SIGKIL
 
 from gaverify.children.folders import working_folder
 from gaverify.children.interrupts import ended_as_interrupted
-from gaverify.children.launching import Kept, python, started
+from gaverify.children.launching import Kept, given, started
 from gaverify.children.output import private_stdout
 
-__all__ = ["Kept", "ended_as_interrupted", "private_stdout", "python", "started", "working_folder"]
+__all__ = ["Kept", "ended_as_interrupted", "given", "private_stdout", "started", "working_folder"]

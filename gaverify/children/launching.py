@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,10 @@ class Kept:
     def __init__(self, process: subprocess.Popen[Any], alive: int | None) -> None:
         self.process, self._alive = process, alive
 
+    def wait(self) -> int:
+        """Waits until the child has ended; returns its exit code, of one that a signal ended the negative number."""
+        return int(self.process.wait())
+
     def end(self) -> None:
         """Ends the child and everything that it started, and waits until they are gone; may be called twice."""
         if self._alive is not None:
@@ -44,9 +49,28 @@ class Kept:
                     stream.close()
 
 
-def python(module: str) -> list[str]:
-    """Returns the command that runs `main()` of a module of gaverify's in a fresh process."""
-    return [sys.executable, "-P", "-c", _START.format(module), *sys.path]
+def given(module: str, job: Mapping[str, Any], **options: Any) -> Kept:
+    """Starts `main()` of a module of gaverify's in a fresh process, whose stdout is a pipe, and hands it its job.
+
+    Args:
+        module: With a `main` that reads the job, as JSON, from stdin.
+        job: What the process is told.
+        options: As for `subprocess.Popen`.
+
+    Raises:
+        OSError: It cannot be started.
+    """
+    command = [sys.executable, "-P", "-c", _START.format(module), *sys.path]
+    kept = started(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **options)
+    assert kept.process.stdin is not None
+    try:
+        with contextlib.suppress(BrokenPipeError):  # it died at once; its exit code says how
+            kept.process.stdin.write(json.dumps(job).encode())
+            kept.process.stdin.close()
+    except BaseException:
+        kept.end()
+        raise
+    return kept
 
 
 def started(command: Sequence[str], **options: Any) -> Kept:

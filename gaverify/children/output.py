@@ -1,8 +1,9 @@
-"""What a child says: its stdout, kept for its answer; the cause of a failure in a line, and its last lines."""
+"""What a child says: its stdout, kept for its answer; the cause of a failure in a line, a signal, its last lines."""
 
 from __future__ import annotations
 
 import os
+import signal
 from contextlib import suppress
 from pathlib import Path
 
@@ -42,6 +43,14 @@ def _without_numpy(lines: list[str]) -> list[str]:
         if not warned and not source:
             kept.append(line)
     return kept
+
+
+def signal_name(number: int) -> str:
+    """Returns the name of the signal that ended a child, such as SIGKILL; `signal 40` where it has none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def cause_of(error: BaseException) -> str:

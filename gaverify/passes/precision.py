@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -49,6 +49,21 @@ def buffers_differ(ours: torch.Tensor, full: torch.Tensor, unit: float) -> bool:
     ours, full = (part.to_dense() if part.layout is not torch.strided else part for part in (ours, full))
     difference, *sizes = (float(torch.linalg.vector_norm(part.double())) for part in (ours - full, ours, full))
     return difference > MANY_UNITS * unit * max(sizes)
+
+
+def buffers_apart(copies: Sequence[Mapping[str, torch.Tensor]], unit: float) -> tuple[str, ...]:
+    """Returns the names of the first rank's buffers that differ from those of another one, in its order.
+
+    Args:
+        copies: The buffers of each rank by name.
+        unit: Unit roundoff u of the arithmetic that they were computed in.
+    """
+    first, *others = copies
+    return tuple(
+        name
+        for name, value in first.items()
+        if any(name in other and buffers_differ(other[name], value, unit) for other in others)
+    )
 
 
 PRODUCTS = {

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
-import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gaverify.children import ended_as_interrupted, python, started
+from gaverify.children import Kept, ended_as_interrupted, given
+from gaverify.children.output import signal_name
 from gaverify.errors import GaverifyError, InternalError
 from gaverify.records.comparison import Outcome
 from gaverify.records.profile import LABELS, Memory, Plan, Profile, Row, Seconds, Setting, Status
@@ -101,17 +100,9 @@ def run_job(job: dict[str, Any], report: Callable[[str], None] = lambda _: None)
     """
     told: dict[str, Any] = {}
     with tempfile.TemporaryFile(mode="w+", encoding="utf-8", errors="replace") as stderr:
-        kept = started(
-            python("gaverify.profiling.worker"),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-            encoding="utf-8",
-            env={**os.environ, **ENVIRONMENT},
-        )
+        kept = given("gaverify.profiling.worker", job, stderr=stderr, env={**os.environ, **ENVIRONMENT})
         try:
-            _follow(kept.process, job, told, report)
+            _follow(kept, told, report)
         finally:
             kept.end()
         told["returncode"] = kept.process.returncode
@@ -120,20 +111,15 @@ def run_job(job: dict[str, Any], report: Callable[[str], None] = lambda _: None)
     return told
 
 
-def _follow(
-    child: subprocess.Popen[str], job: dict[str, Any], told: dict[str, Any], report: Callable[[str], None]
-) -> None:
-    """Gives the child its job and takes what it says until it has ended."""
-    assert child.stdin is not None and child.stdout is not None
-    with contextlib.suppress(BrokenPipeError):  # it died at once; its exit code says how
-        child.stdin.write(json.dumps(job))
-        child.stdin.close()
-    for line in child.stdout:
+def _follow(kept: Kept, told: dict[str, Any], report: Callable[[str], None]) -> None:
+    """Takes what the child says until it has ended."""
+    assert kept.process.stdout is not None
+    for line in kept.process.stdout:
         message = json.loads(line)
         if "stage" in message:
             report(message["stage"])
         told.update(message)
-    child.wait()
+    kept.wait()
 
 
 def row_from(plan: Plan, told: dict[str, Any]) -> Row:
@@ -191,8 +177,7 @@ def _death(code: int, stderr: str, stage: str) -> tuple[Status, str]:
     if code == -getattr(signal, "SIGKILL", 9):
         return "out-of-memory", f"the system killed the process{_during(stage)}, as it does when its memory runs out"
     if code < 0:
-        name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
-        return "failed", f"the process died of {name}{_during(stage)}"
+        return "failed", f"the process died of {signal_name(-code)}{_during(stage)}"
     last = stderr.strip().splitlines()[-1:] or ["it printed nothing"]
     return "failed", f"the process left with exit code {code}{_during(stage)}: {last[0]}"
 

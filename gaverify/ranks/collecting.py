@@ -9,14 +9,13 @@ import math
 import os
 import pickle
 import select
-import signal
 import time
 import traceback
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+from gaverify.children.output import signal_name
 from gaverify.errors import GaverifyError, InternalError, ProblemError
 
 Job = tuple[str, Callable[[], Any]]
@@ -27,26 +26,29 @@ _LINGER = 0.5  # seconds: when one rank fails the others lose their connections,
 _KEPT_LINES = 12  # of a traceback that a message shows
 
 
-class Child(ABC):
+class Process(Protocol):
+    """What a forked process and a fresh one behind its keeper have in common."""
+
+    def wait(self) -> int:
+        """Waits until it has ended; returns its exit code, of one that a signal ended the negative number."""
+
+    def end(self) -> None:
+        """Ends it where it has not ended; may be called twice."""
+
+
+class Child:
     """A process that runs a job.
 
     Args:
         name: For messages.
         pipe: Read from without waiting; what the process writes there is an `outcome`.
+        process: To end it.
     """
 
-    def __init__(self, name: str, pipe: int) -> None:
+    def __init__(self, name: str, pipe: int, process: Process) -> None:
         os.set_blocking(pipe, False)
-        self.name, self.pipe = name, pipe
+        self.name, self.pipe, self.process = name, pipe, process
         self._received = bytearray()
-
-    @abstractmethod
-    def exit_code(self) -> int:
-        """Waits until the process has ended; returns its exit code, of one that a signal ended the negative number."""
-
-    @abstractmethod
-    def end(self) -> None:
-        """Ends the process where it has not ended; may be called twice."""
 
     def read(self) -> bool:
         """Reads what is there; whether the other end was closed."""
@@ -65,7 +67,7 @@ class Child(ABC):
             done, value = pickle.loads(bytes(self._received))
         except (EOFError, pickle.UnpicklingError):
             return _Failure(
-                time.monotonic(), ProblemError(f"{self.name} {_ending(self.exit_code())} before it was done")
+                time.monotonic(), ProblemError(f"{self.name} {_ending(self.process.wait())} before it was done")
             )
         if done:
             return value
@@ -95,11 +97,11 @@ def outcome(call: Callable[[], Any]) -> tuple[bool, Any]:
         return False, (time.monotonic(), None, "".join(traceback.format_exception(error)).rstrip())
 
 
-def collected(children: Sequence[Child], timeout: float | None, waiting: Callable[[], None]) -> list[Any]:
-    """Returns the results of the processes in order.
+def collected(starting: Iterable[Child], timeout: float | None, waiting: Callable[[], None]) -> list[Any]:
+    """Returns the results of processes in order; none of them is left when it returns or raises.
 
     Args:
-        children: All that run at the same time.
+        starting: Starts one process after the other, which run at the same time.
         timeout: Seconds after which it gives up; None waits for ever.
         waiting: Called every few hundredths of a second.
 
@@ -108,6 +110,17 @@ def collected(children: Sequence[Child], timeout: float | None, waiting: Callabl
         InternalError: A job raised something else.
         ProblemError: A process died, or was not done in time.
     """
+    children: list[Child] = []
+    try:
+        for child in starting:
+            children.append(child)
+        return _results(children, timeout, waiting)
+    finally:
+        for child in children:
+            child.process.end()
+
+
+def _results(children: Sequence[Child], timeout: float | None, waiting: Callable[[], None]) -> list[Any]:
     limit = math.inf if timeout is None else time.monotonic() + timeout
     results: dict[Child, Any] = {}
     failed: list[_Failure] = []
@@ -133,5 +146,5 @@ def collected(children: Sequence[Child], timeout: float | None, waiting: Callabl
 
 def _ending(code: int) -> str:
     if code < 0:
-        return f"was ended by signal {signal.Signals(-code).name}"
+        return f"was ended by signal {signal_name(-code).removeprefix('signal ')}"
     return f"left with exit code {code}"

@@ -14,7 +14,7 @@ import torch
 
 from gaverify.children import working_folder
 from gaverify.passes.gradients import Gradients, PassResult
-from gaverify.passes.precision import buffers_differ
+from gaverify.passes.precision import buffers_apart
 from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.task import Task
 from gaverify.passes.weight_fit import SINGULAR_FLOAT32, fit_weights
@@ -27,7 +27,7 @@ from gaverify.records.ranks import Engine, RankFacts, Traffic
 from gaverify.records.totals import relative_total
 from gaverify.records.weights import WeightFit
 from gaverify.thresholds import U64
-from gaverify.verdict.comparison import measure
+from gaverify.verdict.comparison import left_between, measure
 from gaverify.verdict.control import in_float64
 from gaverify.verdict.criteria import Difference, Grounds, decide
 from gaverify.verdict.judging import Judgement, working_unit
@@ -72,18 +72,18 @@ def confirm(task: Task, judgement: Judgement, one: Judgement, ranks: Ranks, *, e
         own=max((report.calls for report in reports), key=Traffic.count),
         weights=_weights(reports, together, gradients),
         difference=relative_total((row.difference_norm, row.reference_norm) for row in rows),
-        from_one_process=_apart_from(gradients, together),
+        from_one_process=left_between(gradients, together),
         unit=unit,
         divergent=any(row.outcome is Outcome.DIVERGENT for row in rows),
-        buffers_apart=_buffers_apart(reports, unit),
+        buffers_apart=buffers_apart([report.buffers for report in reports], unit),
     )
     if facts.at_fault and facts.gathers:
         _, repaired = _window(task, judgement.record, judgement.full, ranks, around=gathers_with_gradient)
-        facts = replace(facts, gather_control=_apart_from(repaired, together))
+        facts = replace(facts, gather_control=left_between(repaired, together))
     shares = facts.shares_to_try if facts.at_fault else ()
     if shares:
         _, repaired = _window(task, judgement.record, judgement.full, ranks, shares=shares)
-        facts = replace(facts, weights_control=_apart_from(repaired, together))
+        facts = replace(facts, weights_control=left_between(repaired, together))
     return Confirmation(tuple(rows), facts, method)
 
 
@@ -139,15 +139,6 @@ def _laid_out(samples: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat(list(samples.values())) if samples else torch.zeros(0, dtype=torch.float64, device="cpu")
 
 
-def _buffers_apart(reports: Sequence[RankReport], unit: float) -> tuple[str, ...]:
-    first = reports[0].buffers
-    return tuple(
-        name
-        for name, value in first.items()
-        if any(buffers_differ(report.buffers[name], value, unit) for report in reports[1:] if name in report.buffers)
-    )
-
-
 def _weights(reports: Sequence[RankReport], target: Gradients, reduced: Gradients) -> WeightFit | None:
     """Fits the ranks' own gradients to the one of one process and to the one that they used, on sampled elements."""
     names = [name for name, gradient in target.items() if gradient is not None and reduced[name] is not None]
@@ -158,8 +149,3 @@ def _weights(reports: Sequence[RankReport], target: Gradients, reduced: Gradient
     wanted, used = (_laid_out({name: sampled(side[name]) for name in names}) for side in (target, reduced))
     finite = all(bool(torch.isfinite(values).all()) for values in (own, wanted, used))
     return fit_weights(own, wanted, used=used, singular=SINGULAR_FLOAT32) if finite and bool(wanted.any()) else None
-
-
-def _apart_from(gradients: Gradients, reference: Gradients) -> float:
-    """‖gradients − reference‖ / ‖reference‖ of the whole gradient."""
-    return relative_total((row.difference, row.reference) for row in measure(gradients, reference))

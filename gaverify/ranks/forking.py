@@ -20,16 +20,14 @@ from gaverify.ranks.collecting import Child, Job, collected, outcome
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a process gets when its parent dies
 
 
-class _Forked(Child):
-    """A forked process."""
+class _Forked:
+    """A forked process, and the pipe that it writes to."""
 
-    def __init__(self, name: str, pipe: int, pid: int) -> None:
-        super().__init__(name, pipe)
-        self._pid, self._status = pid, None
+    def __init__(self, pid: int, pipe: int) -> None:
+        self._pid, self._pipe = pid, pipe
+        self._status: int | None = None
 
-    _status: int | None
-
-    def exit_code(self) -> int:
+    def wait(self) -> int:
         """Waits until it has ended."""
         _, self._status = os.waitpid(self._pid, 0)
         return os.waitstatus_to_exitcode(self._status)
@@ -37,13 +35,13 @@ class _Forked(Child):
     def end(self) -> None:
         """Kills it."""
         with contextlib.suppress(OSError):
-            os.close(self.pipe)
+            os.close(self._pipe)
         if self._status is not None:
             return
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
-            self.exit_code()
+            self.wait()
 
 
 def run_forked(
@@ -59,17 +57,10 @@ def run_forked(
     Raises:
         GaverifyError: As `collected` raises it. All processes are ended first.
     """
-    children: list[_Forked] = []
-    try:
-        for name, call in jobs:
-            children.append(_fork(name, call))
-        return collected(children, timeout, waiting)
-    finally:
-        for child in children:
-            child.end()
+    return collected((_fork(name, call) for name, call in jobs), timeout, waiting)
 
 
-def _fork(name: str, call: Callable[[], Any]) -> _Forked:
+def _fork(name: str, call: Callable[[], Any]) -> Child:
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
@@ -77,7 +68,7 @@ def _fork(name: str, call: Callable[[], Any]) -> _Forked:
     pid = os.fork()
     if pid:
         os.close(writing)
-        return _Forked(name, reading, pid)
+        return Child(name, reading, _Forked(pid, reading))
     code = 1
     try:
         os.close(reading)

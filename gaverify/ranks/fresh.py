@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 
-from gaverify.children import Kept, private_stdout, python, started, working_folder
+from gaverify.children import given, private_stdout, working_folder
 from gaverify.errors import ProblemError
 from gaverify.passes.devices import select_device
 from gaverify.ranks.collecting import Child, Job, collected, outcome
@@ -30,23 +29,6 @@ _ADVICE = (
 )
 _places: dict[str, str] = {}
 """In a fresh process: the device of whoever started it, and its own."""
-
-
-class _Fresh(Child):
-    """A fresh process behind its keeper."""
-
-    def __init__(self, name: str, kept: Kept) -> None:
-        assert kept.process.stdout is not None
-        super().__init__(name, kept.process.stdout.fileno())
-        self._kept = kept
-
-    def exit_code(self) -> int:
-        """Waits until it has ended."""
-        return int(self._kept.process.wait())
-
-    def end(self) -> None:
-        """Ends it and everything that it started."""
-        self._kept.end()
 
 
 def run_fresh(
@@ -69,18 +51,15 @@ def run_fresh(
         GaverifyError: As `collected` raises it. All processes are ended first.
         ProblemError: A job cannot be pickled.
     """
-    children: list[_Fresh] = []
     with working_folder("gaverify-ranks-") as folder:
         file = folder / "jobs.pt"
         saved([call for _, call in jobs], file)
-        try:
-            for number, ((name, _), device) in enumerate(zip(jobs, devices, strict=True)):
-                asked = {"file": str(file), "number": number, "there": str(there), "device": str(device)}
-                children.append(_Fresh(name, _start(asked)))
-            return collected(children, timeout, waiting)
-        finally:
-            for child in children:
-                child.end()
+        asked = {"file": str(file), "there": str(there)}
+        starting = (
+            _start(name, {**asked, "number": number, "device": str(device)})
+            for number, ((name, _), device) in enumerate(zip(jobs, devices, strict=True))
+        )
+        return collected(starting, timeout, waiting)
 
 
 def saved(value: Any, file: Path) -> None:
@@ -107,18 +86,10 @@ def loaded(file: Path) -> Any:
         raise ProblemError(f"{_FRESH}, in which one thing is missing: {error}; {_ADVICE}") from error
 
 
-def _start(asked: dict[str, Any]) -> Kept:
-    kept = started(python("gaverify.ranks.fresh"), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert kept.process.stdin is not None
-    try:
-        kept.process.stdin.write(json.dumps(asked).encode())
-        kept.process.stdin.close()
-    except BrokenPipeError:  # it died at once; its exit code says how
-        pass
-    except BaseException:
-        kept.end()
-        raise
-    return kept
+def _start(name: str, asked: dict[str, Any]) -> Child:
+    kept = given("gaverify.ranks.fresh", asked)
+    assert kept.process.stdout is not None
+    return Child(name, kept.process.stdout.fileno(), kept)
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ import torch
 from gaverify.passes.precision import unit_roundoff
 from gaverify.passes.reference import Spilled
 from gaverify.records.comparison import NotCompared
+from gaverify.records.totals import relative_total
 from gaverify.thresholds import FEW_UNITS
 from gaverify.verdict.criteria import Difference
 from gaverify.verdict.norms import Alike, norms_of
@@ -34,6 +35,11 @@ def measure(accumulated: Gradients, reference: Gradients, *, located: bool = Fal
     if on_disk is not None:
         return [row for names in on_disk.portions() for row in _portion(accumulated, reference, names, located)]
     return _measured(accumulated, reference, located)
+
+
+def left_between(gradients: Gradients, reference: Gradients) -> float:
+    """Returns ‖gradients − reference‖ / ‖reference‖ of the whole gradient; 0 where there is none."""
+    return relative_total((row.difference, row.reference) for row in measure(gradients, reference))
 
 
 def _portion(accumulated: Gradients, reference: Gradients, names: Sequence[str], located: bool) -> list[Difference]:

@@ -14,9 +14,8 @@ from gaverify.passes.precision import short_name
 from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.task import Task
 from gaverify.records.compared import PrecisionLoss
-from gaverify.records.totals import relative_total
 from gaverify.thresholds import BITS_WORTH_A_NOTE
-from gaverify.verdict.comparison import measure
+from gaverify.verdict.comparison import left_between
 
 
 class Measured(NamedTuple):
@@ -42,23 +41,20 @@ def precision_loss(
     Returns:
         None where every gradient is zero in float64.
     """
-    loss = PrecisionLoss(short_name(lowest_precision(task)), _error(full, exact), _error(accumulated, exact))
+    loss = PrecisionLoss(
+        short_name(lowest_precision(task)), left_between(full, exact), left_between(accumulated, exact)
+    )
     if not math.isfinite(loss.full + loss.accumulated):
         return None
     if loss.bits_lost < BITS_WORTH_A_NOTE or task.strategy != "accumulate":
         return loss
-    return replace(loss, in_float32=_error(_summed_in_float32(task, passes), exact))
+    return replace(loss, in_float32=left_between(_summed_in_float32(task, passes), exact))
 
 
 def lowest_precision(task: Task) -> torch.dtype:
     """Returns the least precise dtype among the trainable parameters."""
     dtypes = {parameter.dtype.to_real() for parameter in task.parameters.values()}
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-
-
-def _error(gradients: Gradients, exact: Gradients) -> float:
-    """‖g − exact‖ / ‖exact‖ over all parameters."""
-    return relative_total((row.difference, row.reference) for row in measure(gradients, exact))
 
 
 def _summed_in_float32(task: Task, passes: Measured) -> Gradients:
