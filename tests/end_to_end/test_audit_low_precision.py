@@ -23,6 +23,7 @@ def test_a_mean_of_means_is_named_with_its_shares(precision: str) -> None:
     result = audit(SCRIPT, common=f"--precision {precision} --fault means --clip 0.1")
     assert (result.code, result.faults) == (1, {"GAV202"}), str(result)
     assert result.line("GAV202") == marked(SCRIPT, "low")
+    assert result.finding("GAV202")["remedy"].startswith("sum the losses and divide by what the whole window counts")
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from gaverify.thresholds import COMPUTED_FLOAT32
+
 _DEEPEST = 8  # steps from what is differentiated down to the loss itself
 
 
@@ -49,6 +51,12 @@ class Weight:
     def counted(self) -> float | None:
         """What the loss was divided by, up to a factor that all micro-batches share; None where that was not seen."""
         return 1 / self._share if self._share and math.isfinite(1 / self._share) else None
+
+    @property
+    def of_a_sum(self) -> bool:
+        """Whether the loss is a sum of its rows that the script divided itself: each flows in with the weight whole."""
+        weight = abs(self._seen[max(self._seen)]) if self._seen else 0.0
+        return weight > 0.0 and math.isclose(weight, self._share, rel_tol=COMPUTED_FLOAT32)
 
     def _note(self, depth: int, alone: bool) -> Callable[[tuple[torch.Tensor, ...]], None]:
         def note(gradients: tuple[torch.Tensor, ...]) -> None:

@@ -79,7 +79,7 @@ class PassRecorder(Session):
             self._draws.enter_backward()
             self.watch.let_go()
             self._reach.begin()
-            if self.job.role == "events" or (self.job.role == "accumulated" and not self._targets):
+            if self.job.role in ("events", "accumulated"):
                 self._weight.begin(tensors)
             if self._own is not None:
                 for entry in self.watch.entries():
@@ -198,7 +198,8 @@ class PassRecorder(Session):
         targets = [(int(valid), total) for valid, total in self._targets]
         self._targets.clear()
         told: dict[str, Any] = {"weight": weight} if weight is not None and self.job.role == "events" else {}
-        if self._weight.counted is not None and not targets:
+        # Targets tell what a mean over them is divided by; a sum of losses may be divided by anything.
+        if self._weight.counted is not None and (self._weight.of_a_sum or not targets):
             told["counted"] = self._weight.counted
         if len(terms):
             told["terms"] = len(terms)

@@ -59,6 +59,16 @@ def test_a_mean_over_valid_targets_tells_how_many_they_are(
     assert weight.counted == pytest.approx(STEPS * VALID)
 
 
+@pytest.mark.parametrize("loss, divided", [(each, True), (gathered, True), (functional.cross_entropy, False)])
+def test_a_sum_that_the_script_divides_is_told_from_a_mean(loss: Callable[..., torch.Tensor], divided: bool) -> None:
+    weight = Weight()
+    root = loss(*logits_and_labels()) / STEPS
+    weight.begin(root)
+    root.backward()
+    weight.end()
+    assert weight.of_a_sum is divided
+
+
 def test_a_sum_counts_one() -> None:
     weight = Weight()
     root = logits_and_labels()[0].log_softmax(-1)[:, 0].sum()
