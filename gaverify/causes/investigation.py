@@ -13,7 +13,7 @@ from gaverify.passes.precision import buffers_differ
 from gaverify.passes.task import Task
 from gaverify.records.compared import Compared
 from gaverify.records.comparison import Method
-from gaverify.records.facts import Backward, Buffers, Draws, Facts, Weights
+from gaverify.records.facts import EXPLICIT, Backward, Buffers, Draws, Facts, Weights
 from gaverify.verdict.comparison import measure
 from gaverify.verdict.judging import Judgement, judge_whole, working_unit
 
@@ -24,7 +24,7 @@ def collected(task: Task, judgement: Judgement) -> Facts:
     counts = [max(seen.target_counts, key=lambda c: c[1]) for seen in accumulated.observed if seen.target_counts]
     valid = tuple(float(total) for total, _, _ in counts) if len(counts) == task.steps else ()
     ignored = bool(valid) and sum(valid) != sum(count for _, count, _ in counts)
-    weighting = task.weighting if isinstance(task.weighting, str) else "explicit"
+    weighting = task.weighting if isinstance(task.weighting, str) else EXPLICIT
     return Facts(
         steps=task.steps,
         batch_size=task.batch_size,

@@ -65,7 +65,7 @@ def tried(bench: Bench, facts: Facts, fit: WeightFit) -> Facts:
 def ask_place(bench: Bench, facts: Facts) -> Facts:
     """Finds the loss call or division that counts otherwise than the micro-batches are weighted."""
     known = facts.weights
-    if not known.blamed or known.fit is None or not facts.cleared or facts.forward.causes:
+    if not known.blamed or known.fit is None or not facts.cleared or facts.forward.causes or known.given_wrong:
         return facts
     fitted = known.fit.weights
     place = bench.attempt("line of the weights", lambda: reweighted_operation(bench, known.used, fitted))

@@ -17,7 +17,7 @@ from gaverify.records.comparison import Method, ParameterComparison
 from gaverify.records.experiment import Cause, ControlRun
 from gaverify.records.operations import ModuleDifference, Operation
 from gaverify.records.ranks import RankFacts
-from gaverify.records.weights import WeightFit
+from gaverify.records.weights import WeightFit, are_shares
 from gaverify.thresholds import AGREE_FLOAT64, COMPUTED_FLOAT32
 
 SCRIPT = "the script's own"
@@ -70,6 +70,10 @@ class Repeatability:
     backward: float
 
 
+EXPLICIT = "explicit"
+"""The weighting of a recipe in numbers, or in a function of the user's."""
+
+
 @dataclass(frozen=True)
 class Weights:
     """What every micro-batch holds and what it counts; `fit` has the weights that would be right, `remedy` tried them.
@@ -94,6 +98,11 @@ class Weights:
     def blamed(self) -> bool:
         """Whether the fitted weights are what is wrong: they were tried, or only the trial was impossible."""
         return self.remedy is not None or bool(self.failure)
+
+    @property
+    def given_wrong(self) -> bool:
+        """Whether weights were given as numbers where the shares of the samples are right: nothing in a model is so."""
+        return self.weighting == EXPLICIT and self.fit is not None and are_shares(self.fit.weights, self.sizes)
 
 
 @dataclass(frozen=True)

@@ -94,8 +94,13 @@ def mean_of_means(facts: Facts) -> Iterator[Finding]:
     left = f"a fit leaves {fit.residual:.0e} of the gradient over"
     if run is not None:
         left = f"the difference is {run.left:.0e}{': proven' if run.rounding else ''}"
+    summary = "micro-batches of unequal weight are averaged wrongly"
+    if facts.weights.given_wrong:
+        summary = "the weights that were given are not the micro-batches' shares of the samples"
+    elif facts.weights.weighting == "uniform":
+        summary = _EQUALLY
     yield finding_of(
-        _EQUALLY if facts.weights.weighting == "uniform" else "micro-batches of unequal weight are averaged wrongly",
+        summary,
         measured(
             "micro-batch-weights",
             f"{facts.compared.largest} with weights {weights_text(facts.weights.used, each=False)}"

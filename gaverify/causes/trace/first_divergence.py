@@ -73,17 +73,19 @@ def trace_divergences(
 def reweighted_operation(bench: Bench, used: Sequence[float], fitted: Sequence[float]) -> Operation | None:
     """Returns the first operation whose result adds up with the fitted weights and does not with those that are used.
 
-    That is the loss call, or the division, that counts otherwise than the micro-batches are weighted. None where no
+    That is the loss call, or the division, that counts otherwise than the micro-batches are weighted. What is the same
+    for every batch (embedded positions) adds up with any weights whose sum is 1, and counts nothing. None where no
     single operation does.
     """
     full, parts, _, _ = _traces(bench, _ADDED_UP)
     agree = AGREE_FLOAT64 if bench.exact else AGREE_FLOAT32
     matching = Matching(full, parts, agree)
-    wrong, right = [_on_host(used)], [_on_host(fitted)]
+    wrong, right, alone = ([_on_host(weights)] for weights in (used, fitted, (1.0, *(0.0 for _ in used[1:]))))
     for index in sorted(full.live()):
         for position in range(len(full.steps[index].results)) if full.steps[index].differentiable else ():
             away = matching.additive(index, wrong, position) > FIT_MAGNIFIES * agree
-            if away and matching.additive(index, right, position) <= FIT_MAGNIFIES * agree:
+            counts = away and matching.additive(index, alone, position) > FIT_MAGNIFIES * agree
+            if counts and matching.additive(index, right, position) <= FIT_MAGNIFIES * agree:
                 return operation_of(full, full.steps[index])
     return None
 
