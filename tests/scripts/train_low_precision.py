@@ -18,7 +18,7 @@ model = nn.Sequential(nn.Linear(16, 64), norm, nn.GELU(), nn.Linear(64, 64), nn.
 low = torch.float16 if args.precision == "float16" else torch.bfloat16
 if args.precision != "autocast":
     model.to(low)
-optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
 labelled = torch.ones(args.samples)
 labelled[0 : args.samples : 16] = labelled[1 : args.samples : 16] = labelled[2 : args.samples : 16] = 0
 batches = list(zip(loader_for(args), labelled.split(args.batch_size), strict=True))
