@@ -89,9 +89,10 @@ def test_no_fit_or_one_with_as_many_weights_as_numbers_decides_nothing() -> None
     assert decided_by_weights(made, replace(fit(0.02), vacuous=True), U) is made
 
 
-def test_a_missing_gradient_is_no_question_of_weights() -> None:
-    missing = row("gone", math.nan, math.nan, NotCompared.MISSING_IN_ACCUMULATED)
-    made = Rows((*rows(0.01).parameters, missing), 0.6)
+@pytest.mark.parametrize("why", [NotCompared.MISSING_IN_ACCUMULATED, NotCompared.NOT_FINITE_IN_ACCUMULATED])
+def test_a_gradient_that_is_not_there_or_no_number_is_no_question_of_weights(why: NotCompared) -> None:
+    spoilt = row("spoilt", math.nan if why.missing else 0.5, math.nan, why)
+    made = Rows((*rows(0.01).parameters, spoilt), 0.6)
     assert decided_by_weights(made, fit(0.01), U) is made
 
 
