@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.comparison import Outcome
+from gaverify.records.totals import hidden_share
 
 
 def undecided(record: Record, update: UpdateComparison) -> str:
@@ -40,7 +42,12 @@ def undecided(record: Record, update: UpdateComparison) -> str:
         count = sum(row.outcome is Outcome.INCONCLUSIVE for row in update.parameters)
         noun = f"{count} of {len(update.parameters)} parameters could not be decided"
         if not count:
-            noun = "every gradient is zero"
+            hidden = hidden_share(update.parameters)
+            noun = (
+                f"rounding may hide up to {hidden:.0%} of the whole gradient; float32, or fewer samples, would tell"
+                if 0 < hidden < math.inf
+                else "every gradient is zero"
+            )
         return f"{earlier}update {update.number}: {noun}" + (f": {reason}" if reason else "")
     return ""
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from gaverify.records.comparison import TOGETHER, Outcome, ParameterComparison
+from gaverify.records.comparison import TOGETHER, Method, Outcome, ParameterComparison
+from gaverify.thresholds import TENTH
 
 
 def together(outcomes: Iterable[Outcome]) -> Outcome:
@@ -17,10 +18,25 @@ def together(outcomes: Iterable[Outcome]) -> Outcome:
 
 
 def outcome_of(rows: Sequence[ParameterComparison]) -> Outcome:
-    """Returns the outcome of all parameters; inconclusive where every gradient is zero, which no fault could change."""
+    """Returns the outcome of all parameters; inconclusive where no fault could have been seen.
+
+    So it is where every gradient is zero, and where a tenth of the whole gradient could hide in what is rounding.
+    """
     outcome = together(row.outcome for row in rows)
     informative = any(row.reference_norm > 0 or row.accumulated_norm > 0 for row in rows)
-    return Outcome.INCONCLUSIVE if outcome is Outcome.EQUIVALENT and not informative else outcome
+    blind = not informative or hidden_share(rows) > TENTH
+    return Outcome.INCONCLUSIVE if outcome is Outcome.EQUIVALENT and blind else outcome
+
+
+def hidden_share(rows: Iterable[ParameterComparison]) -> float:
+    """Returns the smallest difference that could have been seen, as a share of the whole gradient; 0 for none.
+
+    Tolerances that were asked for hide what they hide.
+    """
+    rows = [row for row in rows if row.why is None and row.method != Method.TOLERANCE]
+    if rows and all(row.method in TOGETHER for row in rows):
+        return resolution_of(rows)
+    return relative_total((row.allowed, row.reference_norm) for row in rows)
 
 
 def relative_total(norms: Iterable[tuple[float, float]]) -> float:

@@ -10,7 +10,9 @@ from gaverify.amounts import bytes_text, seconds_text
 from gaverify.records.comparison import Method, Outcome, ParameterComparison, badness
 from gaverify.records.profile import Row
 from gaverify.records.ranks import RankFacts
+from gaverify.records.totals import hidden_share
 from gaverify.records.verdict import Verdict
+from gaverify.thresholds import TENTH
 
 METHODS: Mapping[str, str] = {
     Method.WORKING_PRECISION: "in working precision",
@@ -166,6 +168,11 @@ def _inconclusive(verdict: Verdict, total: int) -> str:
         # what the batch lacks, where every parameter agrees
         blind = [finding for finding in verdict.findings if finding.code == "GAV901" and not open_rows]
         return (blind or verdict.findings)[0].summary
+    if not open_rows and (hidden := hidden_share(verdict.parameters)) > TENTH:
+        return (
+            f"rounding may hide up to {percent(hidden)} of the whole gradient: a float64 control, or fewer samples, "
+            "would tell"
+        )
     return f"{len(open_rows)} of {total} {_parameters(total)} could not be decided"
 
 

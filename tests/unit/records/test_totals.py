@@ -7,7 +7,7 @@ import math
 import pytest
 
 from gaverify import Outcome
-from gaverify.records.comparison import ParameterComparison
+from gaverify.records.comparison import Method, ParameterComparison
 from gaverify.records.totals import outcome_of, relative_total, resolution_of, together
 
 SAME, FAULT, OPEN = Outcome.EQUIVALENT, Outcome.DIVERGENT, Outcome.INCONCLUSIVE
@@ -42,6 +42,16 @@ def test_gradients_of_zero_agree_whatever_accumulation_does() -> None:
     assert outcome_of([row(SAME, math.nan)]) is OPEN, "unused parameters alone"
     assert outcome_of([row(SAME, 0.0), row(SAME)]) is SAME
     assert outcome_of([row(FAULT, math.nan)]) is FAULT, "a gradient on one side only"
+
+
+@pytest.mark.parametrize(("allowed", "expected"), [(0.09, SAME), (0.11, OPEN)])
+def test_what_rounding_may_hide_is_no_agreement(allowed: float, expected: Outcome) -> None:
+    small = row(SAME, 0.01, allowed=0.01)
+    assert outcome_of([row(SAME, allowed=allowed), small]) is expected
+    few = row(SAME, allowed=allowed, method=Method.FEW_SAMPLES)
+    assert outcome_of([few, few._replace(reference_norm=0.0)]) is expected, "decided together: of the whole, once"
+    assert outcome_of([row(FAULT, allowed=allowed)]) is FAULT
+    assert outcome_of([row(SAME, allowed=allowed, method=Method.TOLERANCE)]) is SAME, "as it was asked for"
 
 
 def test_relative_total() -> None:
