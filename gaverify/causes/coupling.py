@@ -17,6 +17,7 @@ from gaverify.causes.bench import Bench
 from gaverify.passes.calls import Call, listening
 from gaverify.passes.devices import widest
 from gaverify.passes.gradients import PassProbe
+from gaverify.passes.modes import in_transform
 from gaverify.records.facts import Facts, SampleCoupling
 from gaverify.tracebacks import hands_over
 
@@ -91,7 +92,7 @@ class _Listener(PassProbe):
         return tree_map_only(torch.Tensor, self._leaf, (args, kwargs))
 
     def _leaf(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not self._has_rows(tensor):
+        if not self._has_rows(tensor) or in_transform():
             return tensor
         self._leaves.append(tensor.detach().requires_grad_())
         return self._leaves[-1]

@@ -51,9 +51,13 @@ def _post_hooks(parameter: torch.Tensor) -> Any:
 
 
 def _drift(task: Task, judgement: Judgement) -> dict[str, float]:
-    """The buffers that K micro-batches leave otherwise than the full batch, with their relative difference."""
+    """The buffers that K micro-batches leave otherwise than the full batch, with their relative difference.
+
+    One with a row per sample (a recurrent state, a cache) holds those of the last batch: there is nothing to compare.
+    """
     full, accumulated = judgement.full.buffers, judgement.accumulated.buffers
-    common = {name: value for name, value in full.items() if name in accumulated}
+    shapes = {name: value.shape for name, value in accumulated.items()}
+    common = {name: value for name, value in full.items() if shapes.get(name) == value.shape}
     if not common:
         return {}
     unit = working_unit(task, judgement.full, judgement.accumulated)

@@ -12,10 +12,12 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from gaverify.passes.modes import in_transform
+
 Begins = Callable[["Call", tuple[Any, ...], dict[str, Any]], "tuple[tuple[Any, ...], dict[str, Any]] | None"]
 """Told of a call before it runs; may return other arguments for it, where only known modules are listened to."""
 Ends = Callable[["Call", Any], Any]
-"""Told of a call and its output; may return another output."""
+"""Told of a call and its output, unless that lives in a transform of `torch.func` alone; may return another output."""
 
 
 @dataclass
@@ -76,7 +78,8 @@ def listening(
         while running[-1].module is not module:  # a call that raised has no end
             running.pop()
         running[-1].args = args
-        return ends(running.pop(), output)
+        call = running.pop()
+        return None if in_transform() else ends(call, output)
 
     with ExitStack() as hooks:
         if outside is None:

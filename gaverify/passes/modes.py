@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -44,6 +45,11 @@ class FunctionMode(TorchFunctionMode):
     @hands_over
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._handler(func, args, kwargs or {})
+
+
+def in_transform() -> bool:
+    """Whether a transform of `torch.func` runs: the tensors in it live no longer, and cannot be kept, cut or read."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def operation_name(func: Any) -> str:

@@ -82,11 +82,14 @@ def batch_coupled_loss(facts: Facts) -> Iterator[Finding]:
         if fit is not None and fit.residual > FIT_FLOAT64:
             text = f"the best micro-batch weights leave {fit.residual:.1e} of the gradient over"
             more.append(Evidence("micro-batch-weights", "fit", text, {"residual": fit.residual}))
-        yield _meeting(facts, cause, _WHAT[suspect.kind], _remedy(cause), *more)
+        yield _meeting(facts, cause, _WHAT[suspect.kind], _remedy(facts, cause), *more)
 
 
-def _remedy(cause: Cause) -> str:
-    """The repair that was run, else the one that holds for every loss over the outputs of a model."""
+def _remedy(facts: Facts, cause: Cause) -> str:
+    """The repair that was run; an audit runs none and names the one that holds for every loss over a model's outputs.
+
+    A run tries cached gradients before anything else: where another control helped, they did not go or left something.
+    """
     run = cause.control
     cached = "a two-pass cached gradient (`gaverify.remedies.CachedGradients`)"
     if cause.suspect.kind == "non-additive":
@@ -99,8 +102,7 @@ def _remedy(cause: Cause) -> str:
     if held:
         return held
     once = "compute the loss once over all outputs of the window"
-    tried = run is not None and run.kind is ControlKind.CACHED_GRADIENTS
-    return paired_remedy(cause.suspect) or (once if tried else f"{once}: {cached} does it, not tried here")
+    return paired_remedy(cause.suspect) or (once if facts.loop is None else f"{once}: {cached} does it, not tried here")
 
 
 _LOOK = "look at custom `backward` functions and hooks: they see the micro-batch's gradient, not the window's"

@@ -141,7 +141,28 @@ def sum_of_criteria() -> Problem:
     return _terms(False)
 
 
+def _of_slopes(whole: bool) -> Problem:
+    """The model's slopes at the samples, differentiated by a transform: an energy, or its share of their deviation."""
+    torch.manual_seed(0)
+
+    def loss(model: nn.Module, x: Any) -> torch.Tensor:
+        slopes = torch.func.vmap(torch.func.grad(lambda sample: model(sample[None]).squeeze()))(x)
+        energy = slopes.square().sum(1)
+        return energy.mean() / (1 + energy.std()) if whole else energy.mean()  # planted slopes
+
+    return Problem(mlp(classes=1), loss, torch.randn(16, 6))
+
+
+def slopes_over_deviation() -> Problem:
+    return _of_slopes(True)
+
+
+def slopes_alone() -> Problem:
+    return _of_slopes(False)
+
+
 FAULTS = (
+    fault("slopes", slopes_over_deviation, "GAV103", "what runs in a transform is left alone", planted=True),
     fault("modules-of-the-loss", modules_of_the_loss, "GAV103", "they are no encoder", planted=True),
     fault("twice", model_called_twice, "GAV103", "both calls of the model are cut"),
     fault("logit-scale", parameter_handed_out, "GAV103", "a parameter has one gradient per window"),
@@ -155,6 +176,7 @@ FAULTS = (
     ),
 )
 TWINS = (
+    quiet("slopes", slopes_alone, "a mean over samples of what a transform gives"),
     quiet("modules-of-the-loss", modules_of_the_loss_alone, "each sample meets its own partner"),
     quiet("twice", model_called_twice_alone, "two calls, no coupling"),
     quiet("logit-scale", parameter_handed_out_alone, "the scale multiplies a mean"),

@@ -55,6 +55,22 @@ class Scale(nn.Module):
         return x / self.scale
 
 
+class Membrane(nn.Module):
+    """A neuron's potential over three steps of time, with a row per sample: kept for the next batch, or begun anew."""
+
+    def __init__(self, anew: bool) -> None:
+        super().__init__()
+        self.anew = anew
+        self.register_buffer("potential", torch.zeros(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.anew or self.potential.shape != x.shape:
+            self.potential = torch.zeros_like(x)
+        for _ in range(3):
+            self.potential = 0.9 * self.potential.detach() + x  # planted membrane
+        return torch.sigmoid(4 * (self.potential - 1))
+
+
 def _embedding() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
@@ -85,6 +101,20 @@ def _scaled(scale: torch.Tensor | None) -> Problem:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), Scale(scale), nn.Tanh(), nn.Linear(8, 3))
     return Problem(model, lambda model, b: F.cross_entropy(model(b[0]), b[1]), _batch())
+
+
+def _spiking(anew: bool) -> Problem:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), Membrane(anew), nn.Linear(8, 3))
+    return Problem(model, lambda model, b: F.cross_entropy(model(b[0]), b[1]), _batch())
+
+
+def membrane_kept() -> Problem:
+    return _spiking(False)
+
+
+def membrane_anew() -> Problem:
+    return _spiking(True)
 
 
 def scale_of_the_first_batch() -> Problem:
@@ -210,6 +240,7 @@ FAULTS = (
     fault("node-pairs", pairs_of_all_nodes, "GAV103", "nodes meet those of other graphs", planted=True),
     fault("queue-moves", queue_alone, "GAV403", "later micro-batches meet the earlier ones in the queue", planted=True),
     fault("scale-set", scale_of_the_first_batch, "GAV401", "the first micro-batch sets the scale", planted=True),
+    fault("membrane", membrane_kept, "GAV401", "the second micro-batch goes on from the first's", planted=True),
     fault("cleared", clears, "GAV603", "each forward throws earlier gradients away", planted=True),
     fault("zeroed", zeroes, "GAV603", "each forward writes zeros over earlier gradients", planted=True),
 )
@@ -217,6 +248,7 @@ TWINS = (
     quiet("own-cache-alone", own_cache_alone, "a mean over samples, by whatever way its gradient comes"),
     quiet("node-pairs-within", pairs_within_graphs, "nodes meet those of their own graph"),
     quiet("queue-still", queue_still, "a queue that the loop moves, once per update, is a constant of the window"),
+    quiet("membrane-anew", membrane_anew, "a state that begins anew with every batch, whatever shape it ends with"),
     quiet("scale-given", scale_from_the_start, "a scale that is there from the start is a constant"),
     quiet("cleared-elsewhere", clears_another, "the gradients of another model are none of this one's"),
 )

@@ -91,6 +91,47 @@ def test_constants_of_the_batch_are() -> None:
     assert "tested" in finding.remedy, finding.remedy
 
 
+def slopes(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Slopes at all samples at once; what they are divided by is reduced over the batch inside the transform."""
+    found = torch.func.grad(lambda x: (model(x) / model(x).std()).sum())(batch[0])
+    return found.square().mean()
+
+
+def slopes_of_each(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """The slopes of one sample at a time, and their deviation over the batch."""
+    each = torch.func.vmap(torch.func.grad(lambda x: model(x[None]).squeeze()))(batch[0])
+    return each.std() / (1 + each.square().mean())
+
+
+def curved(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Slopes beside a constant of the batch that carries no gradient: the backward depends on it alone."""
+    found = torch.func.grad(lambda x: model(x).square().sum())(batch[0]).square().sum(1)
+    return (found * Spread.apply(model(batch[0]).squeeze(1))).mean()
+
+
+class Spread(torch.autograd.Function):
+    """Hands its input on; the gradient is multiplied by the deviation of the batch."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        return gradient * ctx.saved_tensors[0].std()
+
+
+@pytest.mark.parametrize(("loss", "code"), [(slopes, "GAV103"), (slopes_of_each, "GAV103"), (curved, "GAV104")])
+def test_what_runs_in_a_transform_is_neither_cut_nor_held_nor_cached(loss, code: str) -> None:  # type: ignore[no-untyped-def]
+    verdict = verified(loss)
+    assert fault_codes(verdict) == {code}, story(verdict)
+    assert "tested" not in " ".join(finding.remedy for finding in verdict.findings), story(verdict)
+    if loss is slopes:  # held inside, its derivative there would be another function's
+        (tried,) = [e for finding in verdict.findings for e in finding.evidence if e.label == "control"]
+        assert "inside a transform of torch.func cannot be held constant" in tried.statement
+
+
 def test_by_hand_holding_the_denominator_of_dice_makes_it_worse() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()

@@ -11,6 +11,8 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 
+from gaverify.passes.modes import in_transform
+
 
 def plain(tensor: torch.Tensor) -> torch.Tensor | None:
     """Returns a tensor's own values as an ordinary tensor that shares its memory; None where it has none to read.
@@ -33,7 +35,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def out_of_sight() -> str:
     """Returns why calls cannot be recorded at this moment: the name of what is running; empty where nothing is."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if in_transform():
         return "torch.func"
     if torch._C._get_tracing_state() is not None:
         return "torch.jit.trace"

@@ -24,6 +24,7 @@ from gaverify.causes.rows import ControlFailed, rows_for
 from gaverify.causes.trace.state import owners
 from gaverify.passes.calls import Call, listening
 from gaverify.passes.gradients import Gradients, PassProbe, PassResult, accumulated_gradients, full_batch_gradients
+from gaverify.passes.modes import in_transform
 from gaverify.passes.nesting import changed
 from gaverify.passes.task import Task
 from gaverify.records.experiment import ControlKind, ControlRun
@@ -186,6 +187,8 @@ def _run(bench: Bench) -> tuple[Gradients, int]:
 
     def enter(_: Call, args: Any, kwargs: Any) -> None:
         nonlocal again
+        if in_transform():  # of which one call may hold any number of samples
+            raise ControlFailed("the loss runs the model inside a transform of torch.func")
         again = again or torch.is_grad_enabled()
         rows.extend(len(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.dim() > 0)
 

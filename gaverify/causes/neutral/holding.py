@@ -25,7 +25,7 @@ from gaverify.causes.trace.traces import DECISIONS, Frame
 from gaverify.passes.calls import Call, listening
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import mode_set
-from gaverify.passes.modes import FunctionMode, OperationMode, operation_name
+from gaverify.passes.modes import FunctionMode, OperationMode, in_transform, operation_name
 from gaverify.passes.task import Task
 from gaverify.records.operations import FunctionKey
 from gaverify.tracebacks import calling_frame
@@ -66,6 +66,8 @@ class Held(PassProbe):
         return rows_of_all(kept, own, *self._bounds[k], self._size, self._order)
 
     def _lend(self, k: int | None, name: Hashable, value: Any) -> Any:
+        if in_transform():
+            raise ControlFailed("what is computed inside a transform of torch.func cannot be held constant")
         with _disable_current_modes(), torch._C.DisableTorchFunction():  # the copies are no operations of the user's
             if k is None:
                 self._kept[name] = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), value)
