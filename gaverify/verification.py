@@ -78,6 +78,7 @@ def verify(
         steps: K, 1 to B.
         weighting: The recipe under test: "uniform" (1/K), "samples" (n_k/N), "tokens" (shares of valid targets),
             "none", K numbers, or a function `f(micro_batch)` or `f(micro_batch, batch)` that returns the loss's factor.
+            Of `ranks` each loss counts R times that, because the engine averages; under "none" it stays as it is.
         device: "cpu", "cuda", "cuda:1", "mps", "auto"; None: where the model is.
         dtype: "float32", "float64", "bfloat16", "float16" or a torch dtype; None: the model's own.
         seed: Seeds all generators before the full-batch pass.

@@ -21,13 +21,17 @@ _TARGET_NAMES = ("labels", "targets", "target", "label", "y")
 
 @dataclass(kw_only=True)
 class Weighing:
-    """What a weight depends on: the batch, its sizes, and the recipe."""
+    """What a weight depends on: the batch, its sizes, and the recipe.
+
+    `averaged_over`: by how much a mean over ranks divides losses that the recipe leaves as they are.
+    """
 
     problem: Problem
     batch_size: int
     sizes: tuple[int, ...]
     weighting: Any
     ignore_index: int = -100
+    averaged_over: int = 1
 
     @property
     def steps(self) -> int:
@@ -39,7 +43,7 @@ def micro_batch_weight(task: Weighing, k: int, micro_batch: Any, observed: Obser
     """Returns w_k.
 
         uniform   1/K                 samples  n_k/N
-        none      1                   tokens   valid tokens of k / valid tokens of the batch
+        none      1 (1/R where R ranks average)   tokens   valid tokens of k / valid tokens of the batch
 
     Raises:
         ProblemError: "tokens" finds no targets, or a callable returns no number.
@@ -48,7 +52,7 @@ def micro_batch_weight(task: Weighing, k: int, micro_batch: Any, observed: Obser
     if weighting == "uniform":
         return 1.0 / task.steps
     if weighting == "none":
-        return 1.0
+        return 1.0 / task.averaged_over
     if weighting == "samples":
         return task.sizes[k] / task.batch_size
     if weighting == "tokens":

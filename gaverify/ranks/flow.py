@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from typing import Any
@@ -40,10 +41,15 @@ def judge_on_ranks(task: Task, ranks: Ranks, *, diagnose: bool, exact: bool = Fa
         least = 2 * ranks.count
         raise ProblemError(f"{ranks.count} ranks need a batch of at least {least} samples, it has {task.batch_size}")
 
+    on_each = replace(task, averaged_over=ranks.count)
     with group_of_one() as meter:
         judgement = judge(task, rtol=None, atol=None, keep_gradients=True, exact=exact)
+        talks = bool(meter.traffic.count()) or _shares_statistics(task)
+        if task.weighting == "none" and not talks and _are_means(judgement):
+            task = on_each  # a mean over the ranks is what such losses need; of sums it is a fault of the ranks
+            judgement = judge(task, rtol=None, atol=None, keep_gradients=True, exact=exact)
         whole = judgement
-        if meter.traffic.count() or _shares_statistics(task):
+        if talks:
             sizes = micro_batch_sizes(task.batch_size, task.steps // ranks.count)
             task_of_one = replace(task, sizes=sizes, weighting=_together(task.weighting, ranks.count))
             whole = judge(task_of_one, rtol=None, atol=None, keep_gradients=True, exact=exact)
@@ -52,7 +58,7 @@ def judge_on_ranks(task: Task, ranks: Ranks, *, diagnose: bool, exact: bool = Fa
             facts = investigate(task, judgement, diagnose=diagnose)
     begun = time.perf_counter()
     task.progress(f"{ranks.count} ranks under {ranks.engine.value}")
-    confirmation = confirm(task, judgement, whole, ranks, exact=exact)
+    confirmation = confirm(on_each, judgement, whole, ranks, exact=exact)
     timings = {**judgement.timings, "ranks": time.perf_counter() - begun}
     judgement = replace(judgement, rows=list(confirmation.rows), method=confirmation.method, timings=timings)
     if not any(row.outcome is Outcome.DIVERGENT for row in confirmation.rows):
@@ -64,6 +70,12 @@ def _shares_statistics(task: Task) -> bool:
     """Whether a module takes statistics over all ranks, which it does without a call in a group of one."""
     modules = (module for root in task.modules for module in root.modules())
     return any(isinstance(module, nn.SyncBatchNorm) and module.training for module in modules)
+
+
+def _are_means(judgement: Judgement) -> bool:
+    """Whether losses that were added up as they are come nearer to K · R times the full batch's than to it."""
+    micro, full = judgement.accumulated.micro_losses, judgement.full.loss
+    return abs(sum(micro)) > math.sqrt(len(micro)) * abs(full)
 
 
 def _together(weighting: Any, count: int) -> Any:

@@ -95,7 +95,7 @@ class Window:
             if self.lifted:
                 state = ModelState(task.modules, (task.problem.loss,))
                 task, _ = stack.enter_context(in_float64(task, state))
-            yield replace(task, math_kernels=self.math_kernels)
+            yield replace(task, math_kernels=self.math_kernels, averaged_over=self.ranks.count)
 
 
 def window_of(task: Task, record: DrawRecord, full: PassResult, ranks: Ranks, folder: Path) -> Window:

@@ -60,9 +60,11 @@ def wrong_loss_scale(facts: Facts) -> Iterator[Finding]:
 
 def _meaning(facts: Facts, factor: float) -> str:
     steps, size = facts.steps, facts.batch_size
+    ranks = 1 if facts.ranks is None or facts.ranks.own.count() else facts.ranks.ranks
+    parts = "(K · R)" if ranks > 1 else "K"
     known = (
-        (float(steps), "K: the loss was not divided by K"),
-        (1.0 / steps, "1/K: the loss was divided by K although it needs no division, or twice"),
+        (steps / ranks, "K: the loss was not divided by K"),
+        (1.0 / steps, f"1/{parts}: the loss was divided by {parts} although it needs no division, or twice"),
         (steps / size, "K/B"),
         (size / steps, "B/K"),
         (1.0 / size, "1/B"),

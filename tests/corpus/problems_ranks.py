@@ -39,6 +39,16 @@ def _summed(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch
     return cross_entropy(model(inputs), classes, reduction="sum")
 
 
+def fixed_total() -> Problem:
+    """Sums over a total that is known beforehand, which need no other weight; the mean over ranks divides them."""
+    return Problem(_model(), lambda model, batch: _summed(model, batch) / 16, _tokens())
+
+
+def plain_mean() -> Problem:
+    """Means over as many samples each: the mean over ranks is what one micro-batch on each rank needs."""
+    return Problem(_model(), _cross_entropy, _tokens())
+
+
 def global_count() -> Problem:
     """Right: the sum over the tokens of all ranks, times R because the engine averages."""
 

@@ -31,6 +31,7 @@ class Case(NamedTuple):
     make: Callable[[], Problem]
     steps: int
     codes: frozenset[str]
+    weighting: str = "uniform"
 
 
 CASES = (
@@ -39,6 +40,10 @@ CASES = (
     Case(ranks.forgotten_ranks, 2, frozenset({"GAV704", "GAV202"})),
     Case(ranks.summed_by_hand, 2, frozenset({"GAV704"})),
     Case(ranks.own_count, 1, frozenset({"GAV703"})),
+    Case(ranks.fixed_total, 2, frozenset({"GAV704"}), "none"),
+    Case(ranks.fixed_total, 2, frozenset({"GAV201"})),
+    Case(ranks.plain_mean, 1, frozenset(), "none"),
+    Case(ranks.plain_mean, 2, frozenset({"GAV201"}), "none"),
     Case(ranks.own_count_equal, 2, frozenset()),
     Case(ranks.gathered_values, 1, frozenset({"GAV705"})),
     Case(ranks.gathered_values, 2, frozenset({"GAV705", "GAV103"})),
@@ -51,13 +56,13 @@ CASES = (
     Case(ranks.routed_experts, 2, frozenset()),
     Case(ranks.routed_experts_with_forgotten_ranks, 2, frozenset({"GAV704"})),
 )
-QUICK = [CASES[0], CASES[1], CASES[4], CASES[6], CASES[10]]
+QUICK = [CASES[0], CASES[1], CASES[4], CASES[5], CASES[10], CASES[14]]
 
 
 def verified(case: Case, engine: str, count: int = 2) -> gaverify.Verdict:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch has moved its differentiable gather
-        return gaverify.verify(case.make(), steps=case.steps, ranks=count, engine=engine)
+        return gaverify.verify(case.make(), steps=case.steps, ranks=count, engine=engine, weighting=case.weighting)
 
 
 def check(case: Case, verdict: gaverify.Verdict) -> None:
@@ -87,6 +92,13 @@ def test_under_fsdp2(case: Case) -> None:
     verdict = verified(case, "fsdp2")
     check(case, verdict)
     assert verdict.ranks is not None and verdict.ranks.window.count(Collective.SCATTER) >= 1
+
+
+def test_a_factor_is_told_by_what_was_forgotten() -> None:
+    """K and K · R are told apart: what plain losses of the ranks lack is a division by K alone."""
+    lines = {case.make: verified(case, "ddp").findings[0].summary for case in (CASES[6], CASES[8])}
+    assert "is 0.25 times the full-batch gradient = 1/(K · R)" in lines[ranks.fixed_total]
+    assert "is 2 times the full-batch gradient = K: the loss was not divided by K" in lines[ranks.plain_mean]
 
 
 @pytest.mark.slow
