@@ -19,7 +19,7 @@ from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.task import Task
 from gaverify.passes.weight_fit import SINGULAR_FLOAT32, fit_weights
 from gaverify.ranks.gathering import gathers_with_gradient
-from gaverify.ranks.groups import group_of_one
+from gaverify.ranks.groups import alone
 from gaverify.ranks.rank import RankReport, merged, reported, sampled
 from gaverify.ranks.window import Ranks, on_ranks, window_of
 from gaverify.records.comparison import Method, Outcome, ParameterComparison
@@ -34,6 +34,19 @@ from gaverify.verdict.judging import Judgement, working_unit
 
 
 @dataclass(frozen=True)
+class Ran:
+    """What the ranks told of their window, and the gradient that they ended up with."""
+
+    reports: list[RankReport]
+    gradients: Gradients
+
+    @property
+    def talked(self) -> bool:
+        """Whether the model or the loss called `torch.distributed`, and so saw more than a rank's own samples."""
+        return any(report.calls.count() for report in self.reports)
+
+
+@dataclass(frozen=True)
 class Confirmation:
     """What the ranks' gradient came to, and what was measured on the way."""
 
@@ -42,12 +55,15 @@ class Confirmation:
     method: Method
 
 
-def confirm(task: Task, judgement: Judgement, one: Judgement, ranks: Ranks, *, exact: bool = False) -> Confirmation:
-    """Runs every micro-batch of the task on its rank, and decides every parameter as one process does.
+def confirm(
+    task: Task, judgement: Judgement, ran: Ran, one: Judgement, ranks: Ranks, *, exact: bool = False
+) -> Confirmation:
+    """Decides every parameter of the ranks' gradient as one process does, and runs the controls that it calls for.
 
     Args:
         task: The problem in this process, cut into K · R micro-batches.
         judgement: The verdict of one process on them, with its gradients.
+        ran: What the ranks did with them.
         one: The verdict of one process on what the ranks compute together, with its gradients: `judgement`, or that of
             K micro-batches where the code calls `torch.distributed` itself and sees the samples of all ranks.
         ranks: What to run.
@@ -57,7 +73,7 @@ def confirm(task: Task, judgement: Judgement, one: Judgement, ranks: Ranks, *, e
         ProblemError: A rank raised, died, or did not end in time.
     """
     full, together = judgement.full.gradients, one.accumulated.gradients
-    reports, gradients = _window(task, judgement.record, judgement.full, ranks)
+    reports, gradients = ran.reports, ran.gradients
     working = {row.name: row for row in measure(gradients, full)}
     unit = working_unit(task, judgement.full, judgement.accumulated)
     rows = [decide(row, _working(row, unit, judgement.scales)) for row in working.values()]
@@ -78,12 +94,12 @@ def confirm(task: Task, judgement: Judgement, one: Judgement, ranks: Ranks, *, e
         buffers_apart=buffers_apart([report.buffers for report in reports], unit),
     )
     if facts.at_fault and facts.gathers:
-        _, repaired = _window(task, judgement.record, judgement.full, ranks, around=gathers_with_gradient)
-        facts = replace(facts, gather_control=left_between(repaired, together))
+        repaired = window_run(task, judgement.record, judgement.full, ranks, around=gathers_with_gradient)
+        facts = replace(facts, gather_control=left_between(repaired.gradients, together))
     shares = facts.shares_to_try if facts.at_fault else ()
     if shares:
-        _, repaired = _window(task, judgement.record, judgement.full, ranks, shares=shares)
-        facts = replace(facts, weights_control=left_between(repaired, together))
+        repaired = window_run(task, judgement.record, judgement.full, ranks, shares=shares)
+        facts = replace(facts, weights_control=left_between(repaired.gradients, together))
     return Confirmation(tuple(rows), facts, method)
 
 
@@ -91,14 +107,23 @@ def _working(row: Difference, unit: float, scales: Mapping[str, float]) -> Groun
     return Grounds(Method.WORKING_PRECISION, unit, scales.get(row.name, 0.0))
 
 
-def _window(
-    task: Task, record: DrawRecord, full: PassResult, ranks: Ranks, **differing: Any
-) -> tuple[list[RankReport], Gradients]:
-    """Runs the ranks; `differing` are fields of the `Window` that are not those of the first one."""
+def window_run(task: Task, record: DrawRecord, full: PassResult, ranks: Ranks, **differing: Any) -> Ran:
+    """Runs every micro-batch of a task on its rank.
+
+    Args:
+        task: Cut into K · R micro-batches.
+        record: What the full batch drew.
+        full: What it showed.
+        ranks: What to run.
+        differing: Fields of the `Window` that are not those of the first one.
+
+    Raises:
+        ProblemError: A rank raised, died, or did not end in time.
+    """
     with working_folder("gaverify-ranks-") as folder:
         window = replace(window_of(task, record, full, ranks, folder), **differing)
         reports = on_ranks(reported, window)
-        return reports, merged(reports, list(task.parameters), task.device)
+        return Ran(reports, merged(reports, list(task.parameters), task.device))
 
 
 def _in_float64(
@@ -108,10 +133,10 @@ def _in_float64(
     from gaverify.passes.gradients import full_batch_gradients
 
     with in_float64(task, judgement.state) as (lifted, state):
-        with group_of_one():
+        with alone():
             full, _ = full_batch_gradients(lifted, state, judgement.record, lift=True)
-        _, gradients = _window(lifted, judgement.record, full, ranks, lifted=True)
-        rows = measure(gradients, full.gradients)
+        ran = window_run(lifted, judgement.record, full, ranks, lifted=True)
+        rows = measure(ran.gradients, full.gradients)
     return [
         decide(
             row,

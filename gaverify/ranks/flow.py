@@ -7,14 +7,12 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
-
 from gaverify.causes.investigation import investigate
 from gaverify.errors import ProblemError
 from gaverify.passes.batching import micro_batch_sizes
 from gaverify.passes.task import Task
-from gaverify.ranks.confirming import confirm
-from gaverify.ranks.groups import group_of_one
+from gaverify.ranks.confirming import confirm, window_run
+from gaverify.ranks.groups import alone
 from gaverify.ranks.window import Ranks
 from gaverify.records.comparison import Outcome
 from gaverify.records.facts import Facts
@@ -24,9 +22,9 @@ from gaverify.verdict.judging import Judgement, judge
 def judge_on_ranks(task: Task, ranks: Ranks, *, diagnose: bool, exact: bool = False) -> tuple[Judgement, Facts]:
     """Returns the verdict on the ranks' gradient, and everything that was measured.
 
-    The diagnosis runs in one process: on K · R micro-batches, or, where the code calls `torch.distributed` itself (or
-    a `SyncBatchNorm` does) and so sees the samples of all ranks at once, on K micro-batches that hold what the ranks
-    hold together.
+    The diagnosis runs in one process, where the ranks diverge: on K · R micro-batches, or, where the code calls
+    `torch.distributed` itself on the ranks (in a group of one it may not) and so sees the samples of all at once, on K
+    micro-batches that hold what the ranks hold together.
 
     Args:
         task: Cut into K · R micro-batches.
@@ -42,34 +40,32 @@ def judge_on_ranks(task: Task, ranks: Ranks, *, diagnose: bool, exact: bool = Fa
         raise ProblemError(f"{ranks.count} ranks need a batch of at least {least} samples, it has {task.batch_size}")
 
     on_each = replace(task, averaged_over=ranks.count)
-    with group_of_one() as meter:
+    with alone():
         judgement = judge(task, rtol=None, atol=None, keep_gradients=True, exact=exact)
-        talks = bool(meter.traffic.count()) or _shares_statistics(task)
-        if task.weighting == "none" and not talks and _are_means(judgement):
-            task = on_each  # a mean over the ranks is what such losses need; of sums it is a fault of the ranks
-            judgement = judge(task, rtol=None, atol=None, keep_gradients=True, exact=exact)
-        whole = judgement
-        if talks:
-            sizes = micro_batch_sizes(task.batch_size, task.steps // ranks.count)
-            task_of_one = replace(task, sizes=sizes, weighting=_together(task.weighting, ranks.count))
-            whole = judge(task_of_one, rtol=None, atol=None, keep_gradients=True, exact=exact)
-            facts = investigate(task_of_one, whole, diagnose=diagnose)
-        else:
-            facts = investigate(task, judgement, diagnose=diagnose)
     begun = time.perf_counter()
     task.progress(f"{ranks.count} ranks under {ranks.engine.value}")
-    confirmation = confirm(on_each, judgement, whole, ranks, exact=exact)
-    timings = {**judgement.timings, "ranks": time.perf_counter() - begun}
+    ran = window_run(on_each, judgement.record, judgement.full, ranks)
+    took = time.perf_counter() - begun
+    asked, whole = task, judgement
+    if ran.talked:
+        sizes = micro_batch_sizes(task.batch_size, task.steps // ranks.count)
+        asked = replace(task, sizes=sizes, weighting=_together(task.weighting, ranks.count))
+    elif task.weighting == "none" and _are_means(judgement):
+        asked = on_each  # a mean over the ranks is what such losses need; of sums it is a fault of the ranks
+    if asked is not task:
+        with alone():
+            whole = judge(asked, rtol=None, atol=None, keep_gradients=True, exact=exact)
+    begun = time.perf_counter()
+    confirmation = confirm(on_each, judgement, ran, whole, ranks, exact=exact)
+    took += time.perf_counter() - begun
+    with alone():  # ranks that all agree with the full batch leave nothing to look for
+        agree = all(row.outcome is Outcome.EQUIVALENT for row in confirmation.rows)
+        facts = investigate(asked, whole, diagnose=diagnose and not agree)
+    timings = {**judgement.timings, "ranks": took}
     judgement = replace(judgement, rows=list(confirmation.rows), method=confirmation.method, timings=timings)
     if not any(row.outcome is Outcome.DIVERGENT for row in confirmation.rows):
         facts = replace(facts, compared=replace(facts.compared, rows=confirmation.rows, method=confirmation.method))
     return judgement, replace(facts, ranks=confirmation.facts)
-
-
-def _shares_statistics(task: Task) -> bool:
-    """Whether a module takes statistics over all ranks, which it does without a call in a group of one."""
-    modules = (module for root in task.modules for module in root.modules())
-    return any(isinstance(module, nn.SyncBatchNorm) and module.training for module in modules)
 
 
 def _are_means(judgement: Judgement) -> bool:

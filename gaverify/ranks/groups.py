@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from gaverify.children import working_folder
-from gaverify.ranks.traffic import TrafficMeter
 
 _LOOPBACK = "lo"
 
@@ -51,11 +50,3 @@ def alone() -> Iterator[None]:
     """Joins a group of world size 1."""
     with working_folder("gaverify-ranks-") as folder, joined(0, 1, folder / "store"):
         yield
-
-
-@contextmanager
-def group_of_one() -> Iterator[TrafficMeter]:
-    """Joins a group of world size 1, and yields what counts the collectives that the user's code asks for."""
-    meter = TrafficMeter()
-    with alone(), meter.counting():
-        yield meter

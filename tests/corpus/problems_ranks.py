@@ -5,6 +5,7 @@ Each works in a group of one as well, which is what the full batch is computed i
 
 from __future__ import annotations
 
+import ast
 import random
 from dataclasses import replace
 
@@ -102,10 +103,12 @@ def own_count_equal() -> Problem:
     return problem
 
 
-def _contrastive(gather: object) -> Problem:
+def _contrastive(gather: object, *, guarded: bool = False) -> Problem:
+    """Asks all ranks for their features; `guarded`: where there is more than one, as open_clip does."""
+
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         queries = nn.functional.normalize(model(batch), dim=1)
-        everyone = gather(queries)  # type: ignore[operator]
+        everyone = gather(queries) if _ranks() > 1 or not guarded else queries  # type: ignore[operator]
         start = (dist.get_rank() if dist.is_initialized() else 0) * len(batch)
         return cross_entropy(queries @ everyone.T / 0.5, torch.arange(start, start + len(batch)))
 
@@ -113,8 +116,7 @@ def _contrastive(gather: object) -> Problem:
     return Problem(_model(4), loss, torch.randn(16, FEATURES))
 
 
-def gathered_values() -> Problem:
-    """The other ranks' features are constants: what a sample does to their losses is lost."""
+def _gathered_values(*, guarded: bool) -> Problem:
 
     def gather(features: torch.Tensor) -> torch.Tensor:
         parts = [torch.zeros_like(features) for _ in range(dist.get_world_size())]
@@ -122,14 +124,51 @@ def gathered_values() -> Problem:
         parts[dist.get_rank()] = features
         return torch.cat(parts)
 
-    return _contrastive(gather)
+    return _contrastive(gather, guarded=guarded)
+
+
+def gathered_values() -> Problem:
+    """The other ranks' features are constants: what a sample does to their losses is lost."""
+    return _gathered_values(guarded=False)
+
+
+def gathered_values_of_others() -> Problem:
+    """The same where no process that is alone gathers anything."""
+    return _gathered_values(guarded=True)
+
+
+def _gathered_with_gradient(*, guarded: bool) -> Problem:
+    from torch.distributed.nn.functional import all_gather
+
+    return _contrastive(lambda features: torch.cat(all_gather(features)), guarded=guarded)
 
 
 def gathered_with_gradient() -> Problem:
     """Right: torch's differentiable gather."""
-    from torch.distributed.nn.functional import all_gather
+    return _gathered_with_gradient(guarded=False)
 
-    return _contrastive(lambda features: torch.cat(all_gather(features)))
+
+def gathered_with_gradient_of_others() -> Problem:
+    """Right, and nothing is gathered where a process is alone."""
+    return _gathered_with_gradient(guarded=True)
+
+
+def centred_through_the_store() -> Problem:
+    """Right: inputs less the mean over all ranks, which no collective carries, so that nobody sees them talk."""
+    calls: list[int] = []
+
+    def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        inputs, classes = batch
+        mean = inputs.mean(0)
+        if _ranks() > 1:
+            store = dist.distributed_c10d._get_default_store()
+            store.set(f"mean {len(calls)} of {dist.get_rank()}", repr(mean.tolist()))
+            texts = [store.get(f"mean {len(calls)} of {rank}") for rank in range(_ranks())]
+            mean = torch.tensor([ast.literal_eval(text.decode()) for text in texts], dtype=inputs.dtype).mean(0)
+            calls.append(1)
+        return cross_entropy(model(inputs - mean), classes.clamp(min=0))
+
+    return Problem(_model(), loss, _tokens())
 
 
 def noisy_on_ranks() -> Problem:
