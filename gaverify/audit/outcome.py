@@ -145,6 +145,12 @@ def _open(record: Record, differing: UpdateComparison | None, faults: Sequence[F
             "the ranks' backward passes computed: a hook that compresses what is reduced (`register_comm_hook`), or "
             "another one on gradients, makes something else of each cut of the batch; leave it out for the audit"
         )
+    if not differing.data.checked:
+        return (
+            f"update {differing.number} differs, but whether both runs saw the same samples could not be compared (no "
+            "input of a forward has the same name in both): hand both runs' forwards the same arguments, in the same "
+            "order of samples"
+        )
     if record.unaligned:
         return (
             f"update {differing.number} differs, but random draws could not be dealt out per sample "

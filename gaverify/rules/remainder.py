@@ -76,7 +76,12 @@ def _advice(facts: Facts) -> str:
 
 def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
     update = loop.divergent
-    if update is None or facts.draws.unaligned or (facts.ranks is not None and facts.ranks.is_altered):
+    if (
+        update is None
+        or not update.data.checked
+        or facts.draws.unaligned
+        or (facts.ranks is not None and facts.ranks.is_altered)
+    ):
         return
     ruled_out = ["no call stands in the wrong place"]
     if update.fit is not None:

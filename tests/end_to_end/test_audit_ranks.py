@@ -69,6 +69,20 @@ def test_loops_of_several_ranks(name: str) -> None:
     assert len(backwards) == 2 * ranks * steps
 
 
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [("--skip 1", 3), ("", 0), ("--loop undivided", 1)],
+    ids=["other rows", "right", "forgotten division"],
+)
+def test_rows_that_cannot_be_compared_accuse_nobody(options: str, code: int) -> None:
+    result = audit(
+        SCRIPT, "--batch-size 16 --accum 1", "--batch-size 4 --accum 2", f"--named {options}", ("--ranks", "2")
+    )
+    assert (result.code, result.faults) == (code, {"GAV201"} if code == 1 else set()), result
+    assert ("could not be compared" in result.document["reason"]) is (code == 3), result
+    assert "GAV000" not in result.notes, result
+
+
 def test_ranks_in_both_runs_hide_their_faults_and_it_is_said() -> None:
     result = audit(
         SCRIPT,

@@ -20,6 +20,10 @@ parser.add_argument("--batch-size", type=int, default=4)
 parser.add_argument("--accum", type=int, default=1)
 parser.add_argument("--dropout", type=float, default=0.0)
 parser.add_argument("--strided", action="store_true")
+parser.add_argument(
+    "--named", action="store_true", help="ranks hand their rows over by name, which hides what they are"
+)
+parser.add_argument("--skip", type=int, default=0, help="rows that ranks leave out")
 parser.add_argument("--noise", type=float, default=0.0)
 parser.add_argument("--clip", type=float, default=0.0)
 args = parser.parse_args()
@@ -104,7 +108,7 @@ def synchronised(last: bool) -> contextlib.AbstractContextManager[None]:
 
 for start in range(0, len(inputs) - window + 1, window):
     for k in range(K):
-        at = start + (k * places + place) * size
+        at = start + (k * places + place) * size + args.skip * (ranks > 1)
         rows = slice(at, at + size)
         if args.strided:  # as a `DistributedSampler` hands them out: the ranks take turns
             rows = slice(start + k * ranks * size + rank, start + (k + 1) * ranks * size, ranks)
@@ -113,7 +117,8 @@ for start in range(0, len(inputs) - window + 1, window):
         if args.noise:
             fed = fed + args.noise * torch.randn(len(fed), 6)
         with synchronised(k == K - 1):
-            loss_of(forward(fed), classes[rows]).backward()
+            outputs = forward(input=fed) if args.named and ranks > 1 else forward(fed)
+            loss_of(outputs, classes[rows]).backward()
     if by_hand:  # one buffer for all gradients; the mean is made here
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])

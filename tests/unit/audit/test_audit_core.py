@@ -431,6 +431,18 @@ class TestWeights:
         assert ("register_comm_hook" in report.reason) is (outcome is Outcome.INCONCLUSIVE)
         assert [found.code for found in report.findings] == [] if altered > 0.1 else ["GAV000"]
 
+    @pytest.mark.parametrize("factor", [1.5, 4.0])
+    def test_samples_that_could_not_be_compared_leave_a_difference_open(self, factor: float) -> None:
+        """Other rows differ as well; one factor for every parameter is no work of theirs."""
+        fits = fit(4.0, right=(0.25,) * 4) if factor == 4.0 else fit(0.9, 0.4, residual=0.3)
+        differs = update(ratio=factor, fit=fits, data=RowCheck(0, 0, checked=False))
+        found = record(RIGHT, "BSZ BSZ", updates=(differs,))
+        report = report_of(Request("train.py", ("--a",), ("--b",)), found, findings_for(found), (), META, {})
+        open_ = factor != 4.0
+        assert report.outcome is (Outcome.INCONCLUSIVE if open_ else Outcome.DIVERGENT)
+        assert ("could not be compared" in report.reason) is open_
+        assert [finding.code for finding in report.findings] == ([] if open_ else ["GAV201"])
+
     def test_a_hook_that_compresses_excuses_no_forgotten_division(self) -> None:
         differs = update(ratio=4.0, fit=fit(4.0, right=(0.25,) * 4))
         found = record(RIGHT, "BSZ BSZ", updates=(differs,), together=ranks(None, altered=0.4))
