@@ -20,7 +20,7 @@ from gaverify.passes.devices import resolve_device
 from gaverify.passes.problem import Loss, Problem, Split
 from gaverify.passes.task import Task
 from gaverify.preparation import Progress, prepared, problem_of, reporter, settings_of, settings_of_spec, trimmed
-from gaverify.records.comparison import NotCompared, Outcome, ParameterComparison
+from gaverify.records.comparison import Method, NotCompared, Outcome, ParameterComparison
 from gaverify.records.facts import Facts
 from gaverify.records.ranks import Engine
 from gaverify.records.reference import Reference
@@ -196,7 +196,7 @@ def _verified(problem: Problem, settings: Settings, ranks: Ranks | None, progres
         trace=steps_shown,
         control_failure=judgement.control_failure,
         ranks=facts.ranks,
-        few_samples=judgement.few,
+        few_samples=judgement.few if judgement.method == Method.FEW_SAMPLES else None,
         modules=facts.forward.modules,
     )
 

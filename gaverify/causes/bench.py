@@ -50,7 +50,8 @@ class Bench:
 
     `neutral` has what is neutralised in every run; `failures` notes which question could not be asked, and why;
     `earlier` is a pass of the full batch that was made before, with nothing neutralised; `total` is the relative
-    difference that is looked into. `live` is the bench with the draws as they are, where this one holds them constant.
+    difference that is looked into; `floor` is what rounding was measured to leave of it below float32, 0 elsewhere.
+    `live` is the bench with the draws as they are, where this one holds them constant.
     """
 
     task: Task
@@ -61,6 +62,7 @@ class Bench:
     failures: dict[str, str] = field(default_factory=dict)
     earlier: Earlier | None = None
     total: float = math.inf
+    floor: float = 0.0
     live: Bench | None = None
 
     def attempt(self, name: str, ask: Callable[[], T]) -> T | None:
@@ -96,6 +98,8 @@ class Bench:
         """The relative difference that rounding explains: of a small difference no more than a small part of it."""
         if self.exact:
             return CAPPED_UNITS * U32
+        if self.floor:
+            return self.floor
         return min(COMPUTED_FLOAT32, max(SAME_IN_FLOAT32, SMALL_PART * self.total))
 
     @property

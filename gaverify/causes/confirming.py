@@ -7,20 +7,22 @@ control of all of the batch decides then. What is not confirmed there either, th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
+
+import torch
 
 from gaverify.causes import backward, proof, state, weights
 from gaverify.causes.bench import FORESEEN, Bench
 from gaverify.causes.earlier import kept
-from gaverify.causes.sketches import fitted
+from gaverify.causes.sketches import Sketches, fitted
 from gaverify.causes.trace.first_divergence import trace_divergences
 from gaverify.passes.task import Task
 from gaverify.records.experiment import ControlKind, ControlRun
-from gaverify.records.facts import Facts, State
-from gaverify.records.weights import WeightFit
-from gaverify.thresholds import AGREE_FLOAT64, CORRECT_FLOAT32, FIT_MAGNIFIES, SAME_IN_FLOAT32, TINY
+from gaverify.records.facts import Facts, State, Weights
+from gaverify.records.weights import WeightFit, are_shares, is_constant
+from gaverify.thresholds import AGREE_FLOAT64, CORRECT_FLOAT32, FIT_MAGNIFIES, GROUPINGS, SAME_IN_FLOAT32, TINY
 from gaverify.verdict.judging import Judgement
 
 _MANY = 1 << 14  # samples, from which on float32's sums over them leave more than that of correct models
@@ -42,7 +44,9 @@ def confirmed_in_working_precision(task: Task, judgement: Judgement, facts: Fact
         return None
     task.progress("the whole batch again")
     try:
-        bench = Bench(task, judgement.state, judgement.record, False, total=facts.compared.total)
+        few = judgement.few
+        floor = max(few.allowed, GROUPINGS * few.error + few.lost) if few is not None else 0.0
+        bench = Bench(task, judgement.state, judgement.record, False, total=facts.compared.total, floor=floor)
         bench = replace(bench, earlier=kept(bench.full_batch()))
     except FORESEEN:
         return None
@@ -65,7 +69,12 @@ def confirmed(bench: Bench, facts: Facts, found: Facts) -> Facts | None:
         facts = confirm(bench, facts, found)
     except FORESEEN:
         return None
-    return facts if facts.cleared and facts.left <= min(CORRECT_FLOAT32, bench.rounding) else None
+    return facts if facts.cleared and facts.left <= _most(bench) else None
+
+
+def _most(bench: Bench) -> float:
+    """The relative difference that a control may leave on the whole batch."""
+    return bench.floor or min(CORRECT_FLOAT32, bench.rounding)
 
 
 def _confirm_of(found: Facts) -> _Confirm | None:
@@ -97,7 +106,7 @@ def _begun(bench: Bench, facts: Facts, found: Facts) -> tuple[Bench, Facts]:
     changes = State(found.state.changes) if found.state is not None else None
     facts = replace(
         facts,
-        weights=replace(facts.weights, fit=fit if bench.exact else _plain(fit)),
+        weights=replace(facts.weights, fit=fit if bench.exact or bench.floor else _plain(fit)),
         state=changes,
         repeatability=found.repeatability,
         failures=found.failures,
@@ -113,12 +122,43 @@ def _plain(fit: WeightFit) -> WeightFit:
     return replace(fit, weights=tuple(map(float, near))) if all(close) else fit
 
 
+def _of_the_part(
+    fit: WeightFit, sketches: Sketches | None, known: Weights, part: Weights, floor: float
+) -> WeightFit | None:
+    """The weights that mean here what those of the part, exact in float64, mean there; None where none explain all.
+
+    Below float32 a fit tells its weights to a tenth of a percent: enough to choose among what has a meaning.
+    """
+    if sketches is None or part.fit is None:
+        return None
+    before = part.fit.weights
+    there, here = (part.valid_targets, part.sizes), (known.valid_targets, known.sizes)
+    meant = [_shares(now) for then, now in zip(there, here, strict=True) if then and are_shares(before, then)]
+    factors = [right / used for right, used in zip(before, part.used, strict=False) if used]
+    if is_constant(factors):
+        ratios = [len(part.sizes) / len(known.sizes), sum(part.sizes) / sum(known.sizes)]
+        times = [1.0, *ratios, *(1 / ratio for ratio in ratios)]
+        meant += [tuple(factors[0] * time * used for used in known.used) for time in times]
+    for weights_ in meant:
+        left = sketches.target - sketches.columns @ sketches.target.new_tensor(weights_)
+        residual = float(torch.linalg.vector_norm(left) / torch.linalg.vector_norm(sketches.target))
+        if residual <= floor:
+            return replace(fit, weights=weights_, residual=residual)
+    return None
+
+
+def _shares(amounts: Sequence[float]) -> tuple[float, ...]:
+    return tuple(amount / sum(amounts) for amount in amounts)
+
+
 def _weights(bench: Bench, facts: Facts, found: Facts) -> Facts:
     """Accumulates with the weights that fit all micro-batches.
 
     They have a meaning; or, where those of the part had none and held for moved parameters, too, they leave nothing.
     """
     fit, before = facts.weights.fit, found.weights.fit
+    if bench.floor and fit is not None and bench.earlier is not None:
+        fit = _of_the_part(fit, bench.earlier.shares, facts.weights, found.weights, bench.floor)
     if fit is None or before is None:
         return facts
     alike = bench.exact and fit.determined and weights.explains(bench, facts, fit)
@@ -157,7 +197,7 @@ def _cause(bench: Bench, facts: Facts, found: Facts) -> Facts:
     (before,) = found.forward.causes
     cause = proof.again(bench, replace(before, suspect=replace(before.suspect, samples=0)))
     control = cause.control if cause is not None else None
-    if cause is None or control is None or _repairs(before.remedies, 1.0) != _repairs(cause.remedies, CORRECT_FLOAT32):
+    if cause is None or control is None or _repairs(before.remedies, 1.0) != _repairs(cause.remedies, _most(bench)):
         return facts
     cut_off = {row.name for row in facts.compared.rows if row.reference_norm > 0} - control.reached
     if cut_off and control.kind is ControlKind.HELD and not _nothing_before(bench, facts, found):

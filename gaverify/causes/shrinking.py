@@ -2,7 +2,8 @@
 
 A fault of structure shows in any few samples. So where working precision shows clearly more than rounding, the first
 samples of the batch, cut in two micro-batches, are judged like a batch of their own. What they say counts only where
-every parameter shows the same on the whole batch in working precision; else float64 runs on the whole batch.
+every parameter shows the same on the whole batch in working precision; else float64 runs on the whole batch. Below
+float32 a parameter alone shows little: there the whole gradient has shown it (`verdict/window`).
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Shrunk:
                 return False
             task.progress(f"a part of the batch: {part.batch_size} samples")
             heard = Heard()
-            found = judge(part, rtol=None, atol=None, listener=heard if self._searches else None)
+            low = judgement.few is not None  # then float64 of the part alone tells
+            found = judge(part, rtol=None, atol=None, exact=low, listener=heard if self._searches else None)
             rows = _decided(task, part, judgement, found, unit)
             if self._searches:
                 self.found = investigate(part, found, diagnose=True, heard=heard)
@@ -72,7 +74,8 @@ def _part_of(task: Task, judgement: Judgement, unit: float) -> Task | None:
     first, last = task.sizes[0], task.sizes[-1]
     size = min(first, max(_LEAST, first // _QUARTER), _MOST)
     sizes = (size, size if last == first else max(1, size - 1))
-    plain = unit == U32 and task.autocast is None and isinstance(task.weighting, str)
+    looked_into = judgement.few is not None or (unit == U32 and task.autocast is None)
+    plain = isinstance(task.weighting, str) and looked_into
     rows = all(row.why in (None, NotCompared.UNUSED) for row in judgement.rows)
     if not plain or not rows or not _dealt(judgement) or 2 * sum(sizes) > task.batch_size or not worth(task):
         return None
@@ -102,7 +105,8 @@ def _decided(
         here, there, shown = judgement.working[row.name], found.working[row.name], told[row.name]
         decided = row if row.why is shown.why is NotCompared.UNUSED else None
         if row.why is None and shown.why is None:
-            decided = _alike(row, here, shown, FEW_TIMES * scale * there.difference, unit, order)
+            least = SHOWS_UNITS * unit if judgement.few is None else 0.0
+            decided = _alike(row, here, shown, FEW_TIMES * scale * there.difference, least, order)
         if decided is None:
             return None
         rows.append(decided)
@@ -114,7 +118,7 @@ def _alike(
     here: Difference,
     part: ParameterComparison,
     rounding: float,
-    unit: float,
+    least: float,
     order: float,
 ) -> ParameterComparison | None:
     """The record of a parameter that shows the same in the part (float64) and here (working precision)."""
@@ -124,7 +128,7 @@ def _alike(
         if here.difference > rounding:
             return None
         return record(here, Outcome.EQUIVALENT, Method.FLOAT64_PART, rounding, here.difference)
-    most = max(SHOWS_UNITS * unit, part.relative_difference / order)
+    most = max(least, part.relative_difference / order)
     if part.outcome is not Outcome.DIVERGENT or not here.difference > most * here.reference:
         return None
     allowed = part.relative_allowed * here.reference

@@ -46,6 +46,8 @@ from gaverify.verdict.window import GradientSketches, Window, told, window_of, w
 class Judgement:
     """What was decided, by which method, and the passes that it rests on.
 
+    `window` and `few`: what was sketched below float32, and what a few of its samples showed.
+
     `part` has the sizes of the part of the batch that decided, where the method is that; else of the one in which the
     cause was found.
     """
@@ -137,7 +139,8 @@ def judge(
     )
     if seen.taken:
         judgement.window = window_of(full, accumulated, seen)
-    low = unit_roundoff(judgement.dtype) > unit_roundoff(torch.float32) and rtol is None
+    # What adding up loses is read from the window's sketches, where there are any.
+    low = unit_roundoff(judgement.dtype) > U32 and rtol is None and judgement.window is None
     kept = (full.gradients, accumulated.gradients) if low else None
     if not keep_gradients:
         _drop(full)
@@ -241,10 +244,11 @@ def _decide(task: Task, judgement: Judgement, exact: bool, listener: Listener | 
     judgement.rows = decide_at_once(rows, unit, judgement.terms)
     if unit <= U32 and not (exact and unit > U64) and _settled(task, judgement, coarse):
         return
-    if judgement.window is not None and _told(task, judgement, judgement.window):
+    seen = _told(task, judgement, judgement.window) if judgement.window is not None else Outcome.INCONCLUSIVE
+    if seen is Outcome.EQUIVALENT:
         return
     if unit > U64:
-        shows = _divergence_shows(task, rows, coarse)
+        shows = seen is Outcome.DIVERGENT or _divergence_shows(task, rows, coarse)
         if shows and part is not None and part(task, judgement, coarse):
             return
         if _controlled(task, judgement, coarse, listener if shows else None):
@@ -281,20 +285,27 @@ def _rounded(task: Task, *passes: PassResult) -> dict[str, str]:
     return {kind: to for device in task.devices for kind, to in rounded_products(device, products).items()}
 
 
-def _told(task: Task, judgement: Judgement, window: Window) -> bool:
-    """Whether the window's weights and a few samples show that it is equivalent."""
+def _told(task: Task, judgement: Judgement, window: Window) -> Outcome:
+    """What the window's weights and a few samples show of it; the rows are decided where it is equivalent."""
     rows = list(judgement.working.values())
     if any(row.why not in (None, NotCompared.UNUSED) for row in rows):
-        return False
+        return Outcome.INCONCLUSIVE
     try:
-        few = told(task, judgement.state, judgement.record, judgement.full, window)
+        found = told(task, judgement.state, judgement.record, judgement.full, window)
     except Exception as error:  # single samples that the model does not take, a kernel without float64
         if is_own_fault(error):
             raise
-        return False
-    if few is None or few.allowed > TENTH:
-        return False
-    judgement.few, judgement.method = few, Method.FEW_SAMPLES
+        return Outcome.INCONCLUSIVE
+    if found is None or found[1].allowed > TENTH:
+        return Outcome.INCONCLUSIVE
+    outcome, few = found
+    judgement.few = few
+    if unit_roundoff(judgement.dtype) > U32:
+        lost = math.hypot(few.error, few.lost)
+        judgement.precision = PrecisionLoss(short_name(judgement.dtype), few.error, lost, samples=few.samples)
+    if outcome is not Outcome.EQUIVALENT:
+        return outcome
+    judgement.method = Method.FEW_SAMPLES
     allowed = few.allowed * math.hypot(*(row.reference for row in rows if math.isfinite(row.reference)))
     judgement.rows = [
         not_compared(row)
@@ -302,10 +313,7 @@ def _told(task: Task, judgement: Judgement, window: Window) -> bool:
         else record(row, Outcome.EQUIVALENT, Method.FEW_SAMPLES, allowed, row.difference)
         for row in rows
     ]
-    if unit_roundoff(judgement.dtype) > U32:
-        lost = math.hypot(few.error, few.lost)
-        judgement.precision = PrecisionLoss(short_name(judgement.dtype), few.error, lost, samples=few.samples)
-    return True
+    return outcome
 
 
 def _divergence_shows(task: Task, rows: list[Difference], unit: float) -> bool:

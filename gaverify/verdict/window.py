@@ -31,7 +31,8 @@ from gaverify.passes.sketches import sketch, sketch_of
 from gaverify.passes.task import Task
 from gaverify.passes.weight_fit import SINGULAR_FLOAT64, fit_weights
 from gaverify.records.compared import FewSamples
-from gaverify.thresholds import CAPPED_UNITS, COHERENT, GROUPINGS, LOST_UNITS, U32
+from gaverify.records.comparison import Outcome
+from gaverify.thresholds import CAPPED_UNITS, COHERENT, GROUPINGS, LOST_UNITS, SHOWS_GROUPINGS, U32
 from gaverify.tracebacks import hands_over
 from gaverify.verdict.control import in_float64
 
@@ -139,8 +140,12 @@ def elements(task: Task) -> int:
     return sum(tensor.numel() for tensor in (*task.parameters.values(), *tensors))
 
 
-def told(task: Task, state: ModelState, record: DrawRecord, full: PassResult, window: Window) -> FewSamples | None:
-    """Returns what shows that a window is equivalent; None where its weights, or a few samples, do not.
+def told(
+    task: Task, state: ModelState, record: DrawRecord, full: PassResult, window: Window
+) -> tuple[Outcome, FewSamples] | None:
+    """Returns what a window's weights, and a few of its samples, show; None where these have no gradient.
+
+    Divergent is what no rounding of these samples explains: a part of the batch, or all of it, then tells in float64.
 
     Args:
         task: What was run.
@@ -152,21 +157,28 @@ def told(task: Task, state: ModelState, record: DrawRecord, full: PassResult, wi
     Raises:
         Exception: Whatever a kernel without float64, or a model that takes no single sample, raises.
     """
+    few = _few(task, state, record, full)
+    if few is None:
+        return None
     fitted = torch.tensor(window.fitted, dtype=torch.float64, device="cpu")
     rest, coherent = window.relative(window.rest), window.relative(window.columns @ (fitted - window.used))
     lost = window.relative(window.accumulated - window.columns @ window.used)
-    unit = coarsest_unit(parameter.dtype for parameter in task.parameters.values())
-    if not coherent <= COHERENT * rest or lost > LOST_UNITS * unit * math.sqrt(task.steps):
-        return None
-    few = _few(task, state, record, full)
-    if few is None or rest > GROUPINGS * few.rounding:
-        return None
     off = float((fitted / window.used - 1).abs().max())
-    return replace(few, rest=rest, weights=off, lost=lost, allowed=GROUPINGS * few.rounding + lost)
+    few = replace(few, rest=rest, weights=off, lost=lost, allowed=GROUPINGS * few.rounding + lost)
+    unit = coarsest_unit(parameter.dtype for parameter in task.parameters.values())
+    known = lost <= LOST_UNITS * unit * math.sqrt(task.steps)
+    alike = few.structure <= CAPPED_UNITS * U32
+    if known and alike and coherent <= COHERENT * rest and rest <= GROUPINGS * few.rounding:
+        return Outcome.EQUIVALENT, few
+    shows = known and rest > SHOWS_GROUPINGS * max(few.rounding, few.error)
+    return Outcome.DIVERGENT if shows else Outcome.INCONCLUSIVE, few
 
 
 def _few(task: Task, state: ModelState, record: DrawRecord, full: PassResult) -> FewSamples | None:
-    """What the first samples show; None where they have not the same gradient, at once and one by one, in float64."""
+    """What the first samples show; None where they have no gradient.
+
+    Where they have not the same one, at once and one by one, in float64, their error stands for their rounding.
+    """
     count = max(_LEAST, min(_SAMPLES, task.batch_size // _SHARE))
     cuts = [(count,), (1,) * count]
     dealt = replace(record, used=set(), made={})  # what these runs do with the draws is nothing to report
@@ -193,11 +205,6 @@ def _few(task: Task, state: ModelState, record: DrawRecord, full: PassResult) ->
     fit = fit_weights(exact_singles, exact, singular=SINGULAR_FLOAT64, weights=torch.ones_like(exact[:count]))
     shares = exact.new_tensor(fit.weights)
     structure = float(torch.linalg.vector_norm(exact - exact_singles @ shares)) / norm
-    if structure > CAPPED_UNITS * U32:
-        return None
-    return FewSamples(
-        samples=count,
-        structure=structure,
-        rounding=float(torch.linalg.vector_norm(here - singles @ shares)) / norm,
-        error=float(torch.linalg.vector_norm(here - exact)) / norm,
-    )
+    error = float(torch.linalg.vector_norm(here - exact)) / norm
+    apart = float(torch.linalg.vector_norm(here - singles @ shares)) / norm
+    return FewSamples(count, structure, apart if structure <= CAPPED_UNITS * U32 else error, error)

@@ -78,6 +78,32 @@ def test_one_weight_of_four_that_is_a_little_off(weight: float) -> None:
     assert divergent(verify(problem(), weighting=[weight, 0.25, 0.25, 0.25]))
 
 
+def test_a_divergence_is_looked_into_and_confirmed_without_float64_of_the_whole_batch() -> None:
+    """The rounding that a few samples showed is what a control may leave of the whole batch."""
+    coupled = verify(problem(lambda h: torch.softmax(h, 0)), diagnose=True)
+    assert coupled.method == Method.FLOAT64_PART
+    assert [(finding.code, finding.proven) for finding in coupled.findings[:1]] == [("GAV102", True)]
+    made = problem()
+    made.batch[1][[0, 1, 2, 4, 8, 9, 10, 11, 12]] = -100
+    tokens = verify(made, diagnose=True)
+    assert tokens.method == Method.FLOAT64_PART
+    finding = tokens.findings[0]
+    assert finding.code == "GAV202" and finding.proven
+    assert "7 of 55, 16 of 55, 16 of 55, 16 of 55" in str(finding.evidence)
+    assert "weighting tokens" in finding.remedy
+
+
+def test_a_scale_is_told_exactly() -> None:
+    """A fit in bfloat16 knows it to a tenth of a percent; the part in float64 to all digits."""
+    made = problem()
+    made.loss = lambda model, batch: loss(model, batch) * len(batch[0])
+    verdict = verify(made, diagnose=True)
+    assert verdict.method == Method.FLOAT64_PART
+    assert verdict.findings[0].code == "GAV201" and verdict.findings[0].proven
+    told = "loss by 4 (weights 1, 1, 1, 1): tested, equivalent"
+    assert verdict.findings[0].remedy.endswith(told)
+
+
 def test_a_mean_of_means_over_15_and_16_valid_targets() -> None:
     made = problem()
     made.batch[1][0] = -100
@@ -89,7 +115,8 @@ def test_a_mean_of_means_over_15_and_16_valid_targets() -> None:
 def test_samples_that_act_on_each_other_show_below_the_rounding(share: float) -> None:
     found = verify(problem(lambda h: h + share * h.mean(0)))
     assert found.few_samples is None
-    assert found.method == Method.FLOAT64_CONTROL
+    # what is clearly more than rounding, a part of the batch tells in float64; the rest all of it
+    assert found.method == (Method.FLOAT64_PART if share > 0.1 else Method.FLOAT64_CONTROL)
 
 
 def test_samples_that_are_alike_say_nothing_about_structure() -> None:
