@@ -100,10 +100,8 @@ def have_meaning(weights: Weights, fit: WeightFit) -> bool:
 
 def explains(bench: Bench, facts: Facts, fit: WeightFit) -> bool:
     """Whether weights leave nothing of the difference, in the bench's precision."""
-    if bench.floor:
-        return fit.residual <= bench.floor
     most = FIT_FLOAT64 if bench.exact else FIT_FLOAT32
-    return fit.residual < min(most, SMALL_PART * facts.compared.total)
+    return fit.residual < (bench.floor or min(most, SMALL_PART * facts.compared.total))
 
 
 def _joint(bench: Bench, facts: Facts, fit: WeightFit | None) -> WeightFit | None:

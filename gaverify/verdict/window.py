@@ -166,11 +166,11 @@ def told(
     off = float((fitted / window.used - 1).abs().max())
     few = replace(few, rest=rest, weights=off, lost=lost, allowed=GROUPINGS * few.rounding + lost)
     unit = coarsest_unit(parameter.dtype for parameter in task.parameters.values())
-    known = lost <= LOST_UNITS * unit * math.sqrt(task.steps)
+    added_up = lost <= LOST_UNITS * unit * math.sqrt(task.steps)
     alike = few.structure <= CAPPED_UNITS * U32
-    if known and alike and coherent <= COHERENT * rest and rest <= GROUPINGS * few.rounding:
+    if added_up and alike and coherent <= COHERENT * rest and rest <= GROUPINGS * few.rounding:
         return Outcome.EQUIVALENT, few
-    shows = known and rest > SHOWS_GROUPINGS * max(few.rounding, few.error)
+    shows = rest > SHOWS_GROUPINGS * max(few.rounding, few.error)
     return Outcome.DIVERGENT if shows else Outcome.INCONCLUSIVE, few
 
 

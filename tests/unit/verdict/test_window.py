@@ -69,7 +69,9 @@ def test_exact_asks_float64_of_the_whole_batch() -> None:
 
 
 def divergent(verdict: gaverify.Verdict) -> bool:
-    """Whether the float64 control found a divergence that the window left open."""
+    """Whether the float64 control found a divergence that the window left open; what adding up loses it has told."""
+    lost = [finding for finding in verdict.findings if finding.code == "GAV501"]
+    assert all("4 samples" in str(finding.evidence) for finding in lost)
     return verdict.outcome is Outcome.DIVERGENT and verdict.few_samples is None
 
 
@@ -80,7 +82,10 @@ def test_one_weight_of_four_that_is_a_little_off(weight: float) -> None:
 
 def test_a_divergence_is_looked_into_and_confirmed_without_float64_of_the_whole_batch() -> None:
     """The rounding that a few samples showed is what a control may leave of the whole batch."""
-    coupled = verify(problem(lambda h: torch.softmax(h, 0)), diagnose=True)
+    told: list[str] = []
+    coupled = verify(problem(lambda h: torch.softmax(h, 0)), diagnose=True, progress=lambda what, *_: told.append(what))
+    assert [what for what in told if "float64" in what] == ["float64: 4 samples", "float64 control: the full batch"]
+    assert told.index("float64 control: the full batch") > told.index("a part of the batch: 8 samples")
     assert coupled.method == Method.FLOAT64_PART
     assert [(finding.code, finding.proven) for finding in coupled.findings[:1]] == [("GAV102", True)]
     made = problem()
@@ -91,6 +96,14 @@ def test_a_divergence_is_looked_into_and_confirmed_without_float64_of_the_whole_
     assert finding.code == "GAV202" and finding.proven
     assert "7 of 55, 16 of 55, 16 of 55, 16 of 55" in str(finding.evidence)
     assert "weighting tokens" in finding.remedy
+
+
+def test_a_part_whose_counts_differ_is_no_fault_of_a_batch_whose_counts_do_not() -> None:
+    """One of the first four samples counts, so that no grouping rounds their gradient otherwise."""
+    made = problem()
+    made.batch[1][:] = -100
+    made.batch[1][[3, 4, 5, 6, 8, 9, 10, 11, *range(16, 24), *range(32, 40), *range(48, 56)]] = 1
+    assert verify(made).outcome is Outcome.EQUIVALENT
 
 
 def test_a_scale_is_told_exactly() -> None:
