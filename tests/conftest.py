@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+
+import pytest
 
 # The models of the tests are so small that handing work to other threads takes longer than doing it. Set before torch
 # is imported, and for the processes that tests start.
@@ -14,3 +17,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # `nohup` ignores SIGHUP, for all that it starts; tests send it to processes that must obey.
 if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _audits_are_forked() -> Iterator[None]:
+    from forking import forked_runs
+
+    with forked_runs():
+        yield

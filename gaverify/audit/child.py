@@ -27,8 +27,6 @@ def main(path: str) -> NoReturn:
     """Runs the job in the file `path` and ends the process."""
     job = Job.read(Path(path))
     folder = Path(job.folder)
-    if job.eager:
-        os.environ["TORCH_COMPILE_DISABLE"] = "1"
     if job.world is not None:
         os.environ |= launched(*job.world)
     _keep_from_others(job, folder)

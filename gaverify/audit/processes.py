@@ -116,7 +116,8 @@ def _environment(job: Job) -> dict[str, str]:
     fixed = {"PYTHONHASHSEED": str(job.seed or 0)}
     if job.seed is None and os.environ.get("PYTHONHASHSEED"):
         fixed = {}
-    return {**os.environ, **fixed, **dict(job.environment)}
+    eager = {"TORCH_COMPILE_DISABLE": "1"} if job.eager else {}
+    return {**os.environ, **fixed, **dict(job.environment), **eager}
 
 
 def _wait(children: Sequence[Child], timeout: float) -> Child | None:

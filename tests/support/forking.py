@@ -1,0 +1,138 @@
+"""Forks the runs of an audit from a process that has imported torch: most of what an audit of a small script takes.
+
+What a forked run finds is what a started one finds. Where the environment gives Python and torch something else to read
+when they start, runs have a server of their own, from the second on: one server takes as long as one start.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gaverify.audit import processes
+from gaverify.children import Kept, keeper, started
+
+_SERVER = Path(__file__).with_name("fork_server.py")
+# Every optimizer imports `torch._dynamo`, which takes as long as torch; the rest is imported before any script runs.
+_IMPORTED = ("torch._dynamo", "gaverify.audit.recording.patches", "gaverify.audit.replay.recorder")
+_READ_AT_START = (
+    *("PYTHON", "LD_", "LC_", "LANG", "TZ", "MALLOC_"),
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ATEN_", "TORCH_", "TORCHDYNAMO_"),
+)
+
+
+@contextlib.contextmanager
+def forked_runs() -> Iterator[None]:
+    """Lets the runs of audits be forked for a while, where that is possible."""
+    if sys.platform != "linux" or "GAVERIFY_SIMULATED_DEVICE" in os.environ:
+        yield
+        return
+    servers = Servers()
+    processes.started = servers.started
+    try:
+        yield
+    finally:
+        processes.started = started
+        servers.end()
+
+
+class Servers:
+    """One for what each environment lets Python and torch find when they start."""
+
+    def __init__(self) -> None:
+        self._usual = _read_at_start({"PYTHONHASHSEED": "0", **os.environ})
+        self._of: dict[tuple[str, ...], Server | None] = {}
+
+    def started(self, command: Sequence[str], *, env: Mapping[str, str], **streams: Any) -> Kept:
+        """Forks `python -c CODE`, or starts it; see `gaverify.children.started`."""
+        read = _read_at_start(env)
+        if read not in self._of and read != self._usual:
+            self._of[read] = None
+            return started(command, env=env, **streams)
+        server = self._of[read] = self._of.get(read) or Server(env)
+        return server.started(command, env=env, **streams)
+
+    def end(self) -> None:
+        """Ends all."""
+        for server in filter(None, self._of.values()):
+            server.end()
+
+
+class Server:
+    """It ends when nobody holds the other end of its channel, and what it has forked, when nobody holds its pipe."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self.environment = environment
+        self._channel, theirs = socket.socketpair()
+        text, number = _SERVER.read_text(encoding="utf-8"), theirs.fileno()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", text, str(number), keeper.__file__, *_IMPORTED],
+                pass_fds=[number],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=environment,
+                cwd="/",
+                start_new_session=True,
+            )
+
+    def started(self, command: Sequence[str], *, env: Mapping[str, str], stdin: int, stdout: Any, stderr: int) -> Kept:
+        """Forks `python -c CODE`."""
+        assert (stdin, stderr) == (subprocess.DEVNULL, subprocess.STDOUT)
+        watched, alive = os.pipe()
+        ours, theirs = socket.socketpair()
+        text = json.dumps({"command": list(command), "environment": dict(env), "folder": os.getcwd()}).encode()
+        with open(os.devnull, "rb") as nothing, theirs:
+            given = [nothing.fileno(), stdout.fileno(), stdout.fileno(), watched, theirs.fileno()]
+            rights = socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", given)
+            self._channel.sendmsg([len(text).to_bytes(8, "big")], [rights])
+            self._channel.sendall(text)
+        os.close(watched)
+        return Kept(_Forked(ours), alive)  # type: ignore[arg-type]
+
+    def end(self) -> None:
+        """Ends it."""
+        self._channel.close()
+        self.process.wait(10)
+
+
+def _read_at_start(environment: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(sorted(f"{name}={word}" for name, word in environment.items() if name.startswith(_READ_AT_START)))
+
+
+class _Forked:
+    """What gaverify asks of a process, by the names of `subprocess.Popen`; the server tells how it ended."""
+
+    stdin = stdout = None
+
+    def __init__(self, told: socket.socket) -> None:
+        with told:
+            self._told = told.makefile("rb", 0)
+        self.pid = int(self._told.readline())
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self._told], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("a forked process", timeout or 0)
+            self.returncode = int(self._told.readline())
+            self._told.close()
+        return self.returncode
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
