@@ -11,7 +11,6 @@ import types
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from gaverify.audit.configuring import read_instead, substitutes
 from gaverify.audit.editing import PLACED, Edits
 from gaverify.audit.job import RECORDER_FAILED, SCRIPT_FAILED, Job
 from gaverify.audit.launch import command, entering, launched
@@ -151,24 +150,9 @@ def seed(job: Job) -> None:
     torch.manual_seed(job.seed)
 
 
-def read_changed_values(job: Job, folder: Path) -> None:
-    """Sees to it that the run finds its own values in configuration files."""
-    files = {}
-    for name, word in job.values:
-        file, colon, key = name.rpartition(":")
-        if colon:
-            files[file, key] = word
-    read_instead(substitutes(files, folder))
-
-
 def _changed_values(job: Job, folder: Path) -> Edits:
-    """Sees to it that the run finds its own values in source and configuration files."""
-    read_changed_values(job, folder)
-    edits = Edits(
-        [(name, word) for name, word in job.values if ":" not in name],
-        job.script if job.module else "",
-        folder / PLACED,
-    )
+    """Sees to it that the run finds its own values in the source."""
+    edits = Edits(job.values, job.script if job.module else "", folder / PLACED)
     if edits.wanted:
         edits.install()
     return edits

@@ -121,7 +121,7 @@ def _check_values(child: Child) -> None:
     """Raises where a value of the source was asked for and nothing in the source took it."""
     path = child.folder / PLACED
     taken = set(path.read_text(encoding="utf-8").splitlines()) if path.exists() else set()
-    left = [name for name, _ in child.job.values if ":" not in name and name not in taken]
+    left = [name for name, _ in child.job.values if name not in taken]
     if left:
         try:
             known = assigned(Path(child.job.script).read_bytes())

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
-from gaverify.audit.child import give_up, installed, is_ours, keep_under_guard, read_changed_values, seed, trimmed
+from gaverify.audit.child import give_up, installed, is_ours, keep_under_guard, seed, trimmed
 from gaverify.audit.job import RECORDER_FAILED, Job
 from gaverify.audit.members import ERROR, RANK, folder_for
 from gaverify.audit.recording.ranks import place_in_group
@@ -35,7 +35,6 @@ def enter(path: str) -> None:
         if job.files == "guard":
             keep_under_guard(job, folder)
         recorder = installed(job, folder)
-        read_changed_values(job, folder)
         seed(job)
     except BaseException:
         give_up(folder)

@@ -61,7 +61,7 @@ class Job:
         files: "view" gives the run its own view of all files, "guard" ends it before it changes one that was there, and
             "in-place" lets it write as it does without gaverify.
         environment: Variables that this run alone is given.
-        values: Names in the source, or `FILE:key` for a configuration file, and the words to put there.
+        values: Names in the source, and the words to put there.
         seed: Seeds every generator before the script starts.
         by_hand: The script moves its weights itself: what it takes away from them stands for the gradient.
         replay: Keep the loaders' samples and the loop's draws ("full"), or take those of the run in `source`.

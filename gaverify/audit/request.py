@@ -23,7 +23,7 @@ class Setting:
     Args:
         script: Another script than the common one.
         environment: Variables and their values.
-        values: Names in the source, or `FILE:key` for a configuration file, and the words to put there.
+        values: Names in the source, and the words to put there.
     """
 
     script: str | None = None
@@ -50,9 +50,8 @@ class Request:
         seed: Seeds every generator before the script starts.
         keep: A folder in which the runs' records stay, for `kept`.
         ranks: Processes that train together in the accumulated run; None starts one, without a launcher's variables.
-        full_ranks: The same of the full-batch run, for scripts that seed by rank.
         launcher: The words of a command that starts the accumulated run's processes, in place of `ranks`.
-        full_launcher: The same of the full-batch run; without it that is one process.
+        full_launcher: The same of the full-batch run, for scripts that seed by rank; without it that is one process.
         tail: Also audit an epoch that ends with a short window.
         in_place: Let the runs write into the user's folders, as the script does without gaverify.
     """
@@ -72,7 +71,6 @@ class Request:
     keep: str | None = None
     in_place: bool = False
     ranks: int | None = None
-    full_ranks: int | None = None
     launcher: tuple[str, ...] = ()
     full_launcher: tuple[str, ...] = ()
     tail: bool = False
@@ -84,7 +82,8 @@ class Request:
         return (
             self.full == self.accumulated
             and self.full_setting == self.accumulated_setting
-            and (self.ranks, self.launcher) == (self.full_ranks, self.full_launcher)
+            and self.ranks is None
+            and self.launcher == self.full_launcher
         )
 
     @property
@@ -150,17 +149,11 @@ class Request:
             problems.append("--launcher and --ranks: the launcher decides how many processes there are; leave one out")
         if self.full_launcher and not self.launcher:
             problems.append("--full-launcher stands beside --launcher, the command of the accumulated run")
-        if self.full_ranks is not None and self.full_ranks != self.ranks:
-            problems.append(
-                f"--full-ranks {self.full_ranks}: a script that seeds by rank needs as many ranks in both runs; write "
-                f"--ranks {self.full_ranks} beside it"
-                + (", or --full-launcher beside --launcher" if self.launcher else "")
-            )
-        changed = [name for name, _ in (*self.full_setting.values, *self.accumulated_setting.values) if ":" not in name]
+        changed = [name for name, _ in (*self.full_setting.values, *self.accumulated_setting.values)]
         if self.launcher and changed:
             problems.append(
                 f"--launcher: `{changed[0]}` cannot be changed in the source of processes that a launcher starts; use "
-                "arguments, variables (--full-env) or `FILE:key` of a configuration file"
+                "arguments or variables (--full-env)"
             )
         problems += self._launcher_problems()
         return problems

@@ -147,7 +147,7 @@ class Runner:
 
     def jobs(self, role: Role, **options: Any) -> list[Job]:
         """Returns the jobs of a run, one for each rank that gaverify starts itself; `options` are fields of `Job`."""
-        count = self.request.full_ranks if role in ("full", "perturbed") else self.request.ranks
+        count = None if role in ("full", "perturbed") else self.request.ranks
         if count is None:
             return [self.job(role, **options)]
         port = free_port()

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _UPDATES, _TIMEOUT = 2, 3600.0
 _COMMANDS = ("full", "accumulated", "launcher", "full_launcher")
-_NUMBERS = {"updates": (int, 2), "steps": (int, 1), "timeout": (float, 600), "seed": (int, 0)}
-_NUMBERS |= {"ranks": (int, 2), "full_ranks": (int, 2)}
+_NUMBERS = {"updates": (int, 2), "steps": (int, 1), "timeout": (float, 600), "seed": (int, 0), "ranks": (int, 2)}
 """Options that are numbers, and what a message offers in place of a word that is none."""
 
 
@@ -43,7 +42,7 @@ def _repeated(option: str, name: str, metavar: str, text: str) -> Callable[[_Com
 @_repeated("--accumulated-env", "accumulated_env", "K=V", "The same for the accumulated run.")
 @_repeated("--full-set", "full_set", "NAME=VALUE", "A constant or default in the source of the full-batch run.")
 @_repeated("--accumulated-set", "accumulated_set", "NAME=VALUE", "The same for the accumulated run.")
-@_repeated("--set", "both_set", "NAME=VALUE", "For every run; NAME may be `FILE:key` of a configuration file.")
+@_repeated("--set", "both_set", "NAME=VALUE", "The same for every run.")
 @click.option("--seed", metavar="N", help="Seed Python, NumPy and torch before the script starts.")
 @click.option("--updates", metavar="M", help=f"Optimizer updates to record.  [{_UPDATES}]")
 @click.option("--steps", metavar="K", help="Backward passes that each update should have.  [found out]")
@@ -51,9 +50,8 @@ def _repeated(option: str, name: str, metavar: str, text: str) -> Callable[[_Com
 @click.option("--tail", is_flag=True, help="Also audit epochs that end with a short window.")
 @click.option("--timeout", metavar="S", help=f"Seconds until a run is ended.  [{_TIMEOUT:g}]")
 @click.option("--ranks", metavar="R", help="Run the accumulated run in R processes, as torchrun would.")
-@click.option("--full-ranks", metavar="R", help="The full-batch run as well, for a script that seeds by rank.")
 @click.option("--launcher", metavar='"WORDS"', help="The command that starts the accumulated run, such as torchrun's.")
-@click.option("--full-launcher", metavar='"WORDS"', help="The same for the full-batch run.  [one process]")
+@click.option("--full-launcher", metavar='"WORDS"', help="The full-batch run's, if it seeds by rank.  [one process]")
 @click.option("--in-place", is_flag=True, help="Let the runs change files, as the script does on its own.")
 @click.option("--keep", metavar="DIR", help="Keep the runs' records in a new folder.")
 @click.option("--from", "kept", metavar="DIR", help="Report again from kept records; runs nothing.")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
-from audits import SCRIPTS, Audited, folder, gaverify, refused
+from audits import SCRIPTS, Audited, gaverify, refused
 
 slow = pytest.mark.slow
 CONSTANTS = str(SCRIPTS / "train_constants.py")
@@ -43,16 +42,6 @@ class TestWhatOneRunIsGiven:
         small.write_text(text.replace("BATCH_SIZE = 16", "BATCH_SIZE = 4").replace("= 1\n", "= 4\n"), encoding="utf-8")
         result = audit("--full-script", str(other), "--accumulated", "", script=str(small))
         assert (result.code, result.outcome) == (0, "equivalent"), str(result)
-
-    def test_a_configuration_file(self, tmp_path: Path) -> None:
-        config = tmp_path / "config.json"
-        config.write_text(json.dumps({"train": {"batch_size": 16, "steps": 1}}), encoding="utf-8")
-        before = config.read_text(encoding="utf-8")
-        values = [f"--accumulated-set=config.json:train.{name}=4" for name in ("batch_size", "steps")]
-        with folder(tmp_path):
-            result = audit(*values)
-        assert (result.code, result.outcome) == (0, "equivalent"), str(result)
-        assert config.read_text(encoding="utf-8") == before
 
     def test_a_name_that_is_not_there(self) -> None:
         refused(audit("--accumulated-set", "BATCH_SIZ=4"), "assigns no `BATCH_SIZ`", "did you mean `BATCH_SIZE`?")

@@ -11,6 +11,7 @@ pytestmark = [
     pytest.mark.slow,
 ]
 SCRIPT = "loops_ranks.py"
+TORCHRUN = "torchrun --standalone --nproc-per-node 2"
 
 # (options, batch of one process, ranks, batch of a rank, K, faults)
 SAID = {"compressed": "what it loses is in both runs", "tensor parallelism": "share their rows, which count once"}
@@ -89,7 +90,7 @@ def test_ranks_in_both_runs_hide_their_faults_and_it_is_said() -> None:
         "--batch-size 8 --accum 1",
         "--batch-size 4 --accum 2",
         "--loop always",
-        ("--ranks", "2", "--full-ranks", "2"),
+        ("--launcher", TORCHRUN, "--full-launcher", TORCHRUN),
     )
     assert (result.code, result.outcome) == (0, "equivalent"), result
     assert "both runs trained in 2 ranks, so that faults of ranks cannot show" in result.document["reason"]

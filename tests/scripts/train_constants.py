@@ -1,6 +1,5 @@
 """A loop without arguments: its batch size stands in the source, in a class, in the environment or in a file."""
 
-import json
 import os
 from dataclasses import dataclass
 
@@ -24,10 +23,6 @@ def main(rows: int = 64) -> None:
     """Trains."""
     config = Config()
     batch_size, steps = int(os.environ.get("BATCH_SIZE", BATCH_SIZE)), config.steps
-    if os.path.exists("config.json"):
-        with open("config.json") as stream:
-            train = json.load(stream)["train"]
-        batch_size, steps = train["batch_size"], train["steps"]
     if SEEDED:
         torch.manual_seed(0)
     inputs = torch.randn(rows, 6)

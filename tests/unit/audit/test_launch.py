@@ -125,8 +125,6 @@ def test_a_launcher_around_the_audit_is_told(monkeypatch: pytest.MonkeyPatch) ->
     [
         ({"launcher": ("python",), "ranks": 2}, "leave one out"),
         ({"full_launcher": ("python",)}, "--full-launcher stands beside --launcher"),
-        ({"full_ranks": 2}, "write --ranks 2 beside it"),
-        ({"ranks": 2, "full_ranks": 3}, "write --ranks 3 beside it"),
         ({"launcher": ("no-such-launcher", "-n", "2")}, "no program `no-such-launcher`"),
         ({"launcher": ("python",), "events_only": True}, "leave out --events-only"),
         (
@@ -134,7 +132,7 @@ def test_a_launcher_around_the_audit_is_told(monkeypatch: pytest.MonkeyPatch) ->
             "`K` cannot be changed in the source",
         ),
         (
-            {"launcher": ("python",), "full_setting": Setting(values=(("run.yaml:k", "4"), ("size", "8")))},
+            {"launcher": ("python",), "full_setting": Setting(values=(("size", "8"),))},
             "`size` cannot be changed in the source of processes that a launcher starts; use arguments",
         ),
     ],
@@ -142,12 +140,6 @@ def test_a_launcher_around_the_audit_is_told(monkeypatch: pytest.MonkeyPatch) ->
 def test_requests_that_make_no_sense(options: dict[str, object], words: str) -> None:
     with pytest.raises(SpecError, match=words):
         Request(__file__, ("--a",), ("--b",), **options).check()  # type: ignore[arg-type]
-
-
-def test_values_of_a_configuration_file_go_with_a_launcher() -> None:
-    Request(
-        __file__, ("--a",), ("--b",), launcher=("python",), accumulated_setting=Setting(values=(("run.yaml:k", "4"),))
-    ).check()
 
 
 def test_set_beside_a_launcher_is_refused_at_the_front_door(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,15 +1,12 @@
-"""`--set`: values in place of those in the source or in a configuration file, for one run."""
+"""`--set`: values in place of those in the source, for one run."""
 
 from __future__ import annotations
 
 import ast
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gaverify.audit.configuring import edited, substitutes
 from gaverify.audit.editing import Edits, assigned, not_placed, placed
 from gaverify.errors import ProblemError
 
@@ -85,56 +82,3 @@ class TestSource:
     def test_the_nearest_name_is_told(self) -> None:
         assert "BATCH" in assigned(SOURCE.encode())
         assert "did you mean `BATCH`?" in not_placed("BTACH", "train.py", assigned(SOURCE.encode()))
-
-
-YAML = """# run
-batch_size: 8   # per device
-train:
-  batch_size: "8"
-  steps: 4
-list:
-  - batch_size: 1
-"""
-TOML = """batch_size = 8
-[train]
-batch_size=8 # rows
-[train.inner]
-steps = 4
-"""
-
-
-class TestConfiguration:
-    @pytest.mark.parametrize(
-        ("text", "kind", "key", "line"),
-        [
-            (YAML, ".yaml", "batch_size", "batch_size: 2   # per device"),
-            (YAML, ".yml", "train.batch_size", '  batch_size: "2"'),
-            (YAML, ".yaml", "train.steps", "  steps: 2"),
-            (TOML, ".toml", "batch_size", "batch_size = 2"),
-            (TOML, ".toml", "train.batch_size", "batch_size=2 # rows"),
-            (TOML, ".toml", "train.inner.steps", "steps = 2"),
-        ],
-    )
-    def test_one_line_changes(self, text: str, kind: str, key: str, line: str) -> None:
-        changed = edited(text, kind, key, "2").splitlines()
-        different = [new for new, old in zip(changed, text.splitlines(), strict=True) if new != old]
-        assert different == [line]
-
-    def test_json(self) -> None:
-        text = json.dumps({"train": {"batch": 8, "name": "a"}})
-        assert json.loads(edited(text, ".json", "train.batch", "2")) == {"train": {"batch": 2, "name": "a"}}
-        assert json.loads(edited(text, ".json", "train.name", "b"))["train"]["name"] == "b"
-
-    @pytest.mark.parametrize(("kind", "text"), [(".json", "{}"), (".yaml", YAML), (".toml", TOML)])
-    def test_a_key_that_is_not_there(self, kind: str, text: str) -> None:
-        with pytest.raises(ProblemError, match="absent"):
-            edited(text, kind, "absent.key", "1")
-
-    def test_the_file_stays_as_it_is(self, tmp_path: Path) -> None:
-        path = tmp_path / "train.yaml"
-        path.write_text(YAML, encoding="utf-8")
-        (tmp_path / "run").mkdir()
-        found = substitutes({(str(path), "batch_size"): "2", (str(path), "train.steps"): "1"}, tmp_path / "run")
-        assert path.read_text(encoding="utf-8") == YAML
-        changed = Path(found[str(path.resolve())]).read_text(encoding="utf-8")
-        assert "batch_size: 2 " in changed and "steps: 1" in changed
