@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from gaverify.causes.listening import Heard
+from gaverify.passes.lifting import has_hooks
 from gaverify.passes.nesting import leaves
 from gaverify.passes.precision import buffers_differ
 from gaverify.passes.task import Task
@@ -41,13 +42,9 @@ def collected(task: Task, judgement: Judgement) -> Facts:
             dict(record.shared),
         ),
         buffers=Buffers(_drift(task, judgement)),
-        backward=Backward(hooked=tuple(n for n, p in task.parameters.items() if p._backward_hooks or _post_hooks(p))),
+        backward=Backward(hooked=tuple(n for n, p in task.parameters.items() if has_hooks(p))),
         identical=_identical_samples(task.problem.batch, task.batch_size),
     )
-
-
-def _post_hooks(parameter: torch.Tensor) -> Any:
-    return getattr(parameter, "_post_accumulate_grad_hooks", None)
 
 
 def _drift(task: Task, judgement: Judgement) -> dict[str, float]:

@@ -145,9 +145,15 @@ def dtype_like(current: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
 @contextmanager
 @hands_over  # tensor subclasses of the user's decide what `to` does
 def converted(
-    modules: list[nn.Module], *, device: torch.device | None = None, dtype: torch.dtype | None = None
+    modules: list[nn.Module],
+    *,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    weights: bool = True,
 ) -> Iterator[None]:
     """Holds parameters and buffers on another device or in another precision, and puts the originals back in the end.
+
+    Where `weights` is false, the parameters stay as they are.
 
     The tensors are exchanged inside the user's own `Parameter` objects rather than in a copy of the model: ties,
     hooks, and closures that hold a parameter keep working, and a model that cannot be deep-copied can be converted.
@@ -156,7 +162,7 @@ def converted(
     originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     try:
         for module in (module for root in modules for module in root.modules()):
-            for tensor in [*module._parameters.values(), *module._buffers.values()]:
+            for tensor in [*(module._parameters.values() if weights else ()), *module._buffers.values()]:
                 if tensor is None or id(tensor) in originals:
                     continue
                 target = dtype_like(tensor.dtype, dtype)

@@ -70,8 +70,11 @@ class Control:
 
 
 @contextmanager
-def in_float64(task: Task, state: ModelState) -> Iterator[tuple[Task, ModelState]]:
-    """Gives the task in float64: the same weights, batch and draws, all on the CPU where a device has no float64."""
+def in_float64(task: Task, state: ModelState, *, weights: bool = True) -> Iterator[tuple[Task, ModelState]]:
+    """Gives the task in float64: the same weights, batch and draws, all on the CPU where a device has no float64.
+
+    Where `weights` is false, the weights stay as they are: they are to be lifted as they are used.
+    """
     everywhere = all(widest(device) is torch.float64 for device in task.devices)
     device = None if everywhere else torch.device("cpu")  # None: each tensor where it is
     devices = task.devices if device is None else (device,)
@@ -79,7 +82,7 @@ def in_float64(task: Task, state: ModelState) -> Iterator[tuple[Task, ModelState
     return_freed()  # what the passes before left in pieces
     with ExitStack() as stack:
         stack.callback(return_freed)
-        stack.enter_context(converted(task.modules, device=device, dtype=torch.float64))
+        stack.enter_context(converted(task.modules, device=device, dtype=torch.float64, weights=weights))
         torch.set_default_dtype(torch.float64)
         stack.callback(torch.set_default_dtype, default)
         stack.enter_context(task.autocasting(enabled=False))

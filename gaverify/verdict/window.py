@@ -15,15 +15,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from gaverify.errors import ProblemError
+from gaverify.passes.devices import widest
 from gaverify.passes.gradients import Gradients, PassResult, accumulated_gradients
 from gaverify.passes.isolation import ModelState
+from gaverify.passes.lifting import LiftedWeights
 from gaverify.passes.nesting import leaves
 from gaverify.passes.precision import coarsest_unit
 from gaverify.passes.randomness import DrawRecord
@@ -58,11 +61,12 @@ class GradientSketches:
         self.taken: list[torch.Tensor] = []
 
     @contextmanager
-    def listening(self) -> Iterator[Callable[[int], None]]:
-        """Listens, and gives what is to be called after each backward pass."""
-        handles = [p.register_hook(partial(self._seen, place)) for place, p in enumerate(self._parameters)]
+    def listening(self, *, hooked: bool = True) -> Iterator[Callable[[int], None]]:
+        """Listens, and gives what is to be called after each backward pass; others tell it where it is not hooked."""
+        parameters = self._parameters if hooked else []
+        handles = [p.register_hook(partial(self.seen, place)) for place, p in enumerate(parameters)]
         if self._release:
-            handles += [p.register_post_accumulate_grad_hook(_freed) for p in self._parameters]
+            handles += [p.register_post_accumulate_grad_hook(_freed) for p in parameters]
         try:
             yield self._take
         finally:
@@ -70,7 +74,8 @@ class GradientSketches:
                 handle.remove()
 
     @hands_over
-    def _seen(self, place: int, gradient: torch.Tensor) -> None:
+    def seen(self, place: int, gradient: torch.Tensor) -> None:
+        """Sketches a gradient of the parameter at a place; several of one parameter add up."""
         with _disable_current_modes(), torch.no_grad():
             found = sketch_of(gradient, place)
             self._now = found if self._now is None else self._now + found.to(self._now.device)
@@ -174,6 +179,15 @@ def told(
     return Outcome.DIVERGENT if shows else Outcome.INCONCLUSIVE, few
 
 
+def _in_float64(task: Task, state: ModelState, sketches: Callable[..., list[torch.Tensor]]) -> list[torch.Tensor]:
+    """The sketches in float64, with weights that are lifted as they are used; in a copy where that does not go."""
+    if all(widest(device) is torch.float64 for device in task.devices):
+        with suppress(ProblemError), in_float64(task, state, weights=False) as (lifted, there):
+            return sketches(lifted, there, lift=True, hooked=False)
+    with in_float64(task, state) as (lifted, there):
+        return sketches(lifted, there, lift=True)
+
+
 def _few(task: Task, state: ModelState, record: DrawRecord, full: PassResult) -> FewSamples | None:
     """What the first samples show; None where they have no gradient.
 
@@ -183,22 +197,24 @@ def _few(task: Task, state: ModelState, record: DrawRecord, full: PassResult) ->
     cuts = [(count,), (1,) * count]
     dealt = replace(record, used=set(), made={})  # what these runs do with the draws is nothing to report
 
-    def sketches(task: Task, state: ModelState, *, lift: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """The gradient of all samples at once (S,), and those of each (S, samples)."""
+    def sketches(task: Task, state: ModelState, *, lift: bool = False, hooked: bool = True) -> list[torch.Tensor]:
+        """The gradient of all samples at once (S, 1), and those of each (S, samples)."""
         found = []
         for sizes in cuts:
             seen = GradientSketches(task, release=True)
+            probe = None if hooked else LiftedWeights(task, seen.seen)
             part = replace(task, sizes=sizes, weighting=[1.0] * len(sizes))
-            with seen.listening() as note:
-                accumulated_gradients(part, state, dealt, full, lift=lift, after_backward=note)
+            with seen.listening(hooked=hooked) as note:
+                accumulated_gradients(part, state, dealt, full, lift=lift, after_backward=note, probe=probe)
             found.append(seen.columns())
-        return found[0][:, 0], found[1]
+        return found
 
     task.progress(f"{count} samples")
-    here, singles = sketches(task, state, lift=False)
+    at_once, singles = sketches(task, state)
+    here = at_once[:, 0]
     task.progress(f"float64: {count} samples")
-    with in_float64(task, state) as (lifted, there):
-        exact, exact_singles = sketches(lifted, there, lift=True)
+    at_once, exact_singles = _in_float64(task, state, sketches)
+    exact = at_once[:, 0]
     norm = float(torch.linalg.vector_norm(exact))
     if not math.isfinite(norm) or norm == 0.0:
         return None

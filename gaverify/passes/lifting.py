@@ -1,0 +1,126 @@
+"""Float64 without a copy of the model: a weight is lifted for the operation that takes it, and again in the backward.
+
+    forward    each operation gets the weight in float64; what it saves of that for the backward is the weight itself
+    backward   what was saved is lifted again; the gradient is handed to who listens, and freed
+
+So there is never more in float64 than the weights of one operation, and no gradient is held.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.overrides import get_default_nowrap_functions
+from torch.utils._pytree import tree_map_only
+
+from gaverify.errors import ProblemError
+from gaverify.passes.gradients import PassProbe
+from gaverify.passes.task import Task
+from gaverify.tracebacks import hands_over
+
+Listener = Callable[[int, torch.Tensor], None]
+"""Is given the place of a parameter among the task's, and a gradient of it in float64."""
+_AS_THEY_ARE = frozenset(("__get__", "__set__", "backward", "register_hook", "type"))  # of the weight, not its values
+
+
+class LiftedWeights(PassProbe):
+    """Lifts the trainable weights of a task for the operations that take them.
+
+    Args:
+        task: Whose weights; those that are float64 already, or complex, stay.
+        listen: Is given every gradient.
+
+    Raises:
+        ProblemError: A weight is no plain parameter, or has hooks, which belong to a gradient that is not formed.
+    """
+
+    def __init__(self, task: Task, listen: Listener) -> None:
+        places = {id(weight): place for place, weight in enumerate(task.parameters.values())}
+        found = {id(weight): weight for root in task.modules for weight in root.parameters()}
+        low = (torch.float32, torch.bfloat16, torch.float16)
+        self._weights = [(weight, places.get(key)) for key, weight in found.items() if weight.dtype in low]
+        for weight, _ in self._weights:
+            if type(weight) is not nn.Parameter or has_hooks(weight):
+                raise ProblemError("a weight is no plain parameter, or has hooks")
+        self._listen = listen
+        self._live: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+
+    @contextmanager
+    def around(self, k: int | None) -> Iterator[None]:
+        """Lifts during the forward and the backward, also where a part of the forward runs again in that."""
+        try:
+            for weight, place in self._weights:
+                weight.__class__ = _Lifted
+                cast(_Lifted, weight).lift = partial(self._lift, place)
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+                yield
+        finally:
+            for weight, _ in self._weights:
+                weight.__class__ = nn.Parameter
+                del weight.__dict__["lift"]
+            self._live.clear()
+
+    def _lift(self, place: int | None, weight: torch.Tensor) -> torch.Tensor:
+        if not weight.requires_grad or place is None:
+            return weight.detach().double()
+        lifted: torch.Tensor = _Lift.apply(weight, place, self._listen)  # type: ignore[no-untyped-call]
+        # An address is another tensor's once this one is gone: the reference tells.
+        self._live[lifted.untyped_storage().data_ptr()] = weakref.ref(lifted), weight
+        return lifted
+
+    def _pack(self, saved: torch.Tensor) -> Any:
+        lifted, weight = self._live.get(saved.untyped_storage().data_ptr(), (None, None))
+        if lifted is None or lifted() is None or saved.dtype is not torch.float64:
+            return saved
+        return weight, saved.size(), saved.stride(), saved.storage_offset()
+
+
+def has_hooks(parameter: torch.Tensor) -> bool:
+    """Whether something waits for the gradient of a parameter."""
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def _unpack(packed: Any) -> torch.Tensor:
+    if isinstance(packed, torch.Tensor):
+        return packed
+    weight, *view = packed
+    with torch._C.DisableTorchFunctionSubclass():
+        return cast(torch.Tensor, weight.detach().double().as_strided(*view))
+
+
+class _Lift(torch.autograd.Function):
+    """A weight in float64, whose gradient is handed over and goes no further."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, place: int, listen: Listener) -> torch.Tensor:
+        """Copies the weight."""
+        ctx.place, ctx.listen = place, listen
+        return weight.detach().double()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Hands the gradient over."""
+        ctx.listen(ctx.place, gradients[0])
+        return None, None, None
+
+
+class _Lifted(nn.Parameter):
+    """A weight while it is lifted: it says that it is float64, and each operation gets it so."""
+
+    lift: Callable[[torch.Tensor], torch.Tensor]
+    dtype = property(lambda self: torch.float64)  # type: ignore[assignment]
+
+    @classmethod
+    @hands_over
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in get_default_nowrap_functions() or getattr(func, "__name__", "") in _AS_THEY_ARE:
+                return func(*args, **(kwargs or {}))
+            args, kwargs = tree_map_only(_Lifted, lambda weight: weight.lift(weight), (args, kwargs or {}))
+            return func(*args, **kwargs)
