@@ -64,10 +64,10 @@ class LiftedWeights(PassProbe):
             for weight, _ in self._weights:
                 weight.__class__ = nn.Parameter
                 del weight.__dict__["lift"]
-            self._live.clear()
 
+    @hands_over  # a device without float64 refuses
     def _lift(self, place: int | None, weight: torch.Tensor) -> torch.Tensor:
-        if not weight.requires_grad or place is None:
+        if place is None:
             return weight.detach().double()
         lifted: torch.Tensor = _Lift.apply(weight, place, self._listen)  # type: ignore[no-untyped-call]
         # An address is another tensor's once this one is gone: the reference tells.
@@ -76,7 +76,7 @@ class LiftedWeights(PassProbe):
 
     def _pack(self, saved: torch.Tensor) -> Any:
         lifted, weight = self._live.get(saved.untyped_storage().data_ptr(), (None, None))
-        if lifted is None or lifted() is None or saved.dtype is not torch.float64:
+        if lifted is None or lifted() is None:
             return saved
         return weight, saved.size(), saved.stride(), saved.storage_offset()
 
@@ -98,6 +98,7 @@ class _Lift(torch.autograd.Function):
     """A weight in float64, whose gradient is handed over and goes no further."""
 
     @staticmethod
+    @hands_over
     def forward(ctx: Any, weight: torch.Tensor, place: int, listen: Listener) -> torch.Tensor:
         """Copies the weight."""
         ctx.place, ctx.listen = place, listen

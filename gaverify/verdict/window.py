@@ -23,7 +23,6 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gaverify.errors import ProblemError
-from gaverify.passes.devices import widest
 from gaverify.passes.gradients import Gradients, PassResult, accumulated_gradients
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.lifting import LiftedWeights
@@ -181,9 +180,8 @@ def told(
 
 def _in_float64(task: Task, state: ModelState, sketches: Callable[..., list[torch.Tensor]]) -> list[torch.Tensor]:
     """The sketches in float64, with weights that are lifted as they are used; in a copy where that does not go."""
-    if all(widest(device) is torch.float64 for device in task.devices):
-        with suppress(ProblemError), in_float64(task, state, weights=False) as (lifted, there):
-            return sketches(lifted, there, lift=True, hooked=False)
+    with suppress(ProblemError), in_float64(task, state, weights=False) as (lifted, there):
+        return sketches(lifted, there, lift=True, hooked=False)
     with in_float64(task, state) as (lifted, there):
         return sketches(lifted, there, lift=True)
 

@@ -203,3 +203,17 @@ def test_what_adding_up_loses_is_told() -> None:
     assert verdict.few_samples is not None and verdict.few_samples.lost > verdict.few_samples.error
     assert [finding.code for finding in verdict.findings] == ["GAV501"]
     assert "4 samples" in str(verdict.findings[0].evidence)
+
+
+def test_a_weight_that_no_operation_can_lift_is_copied() -> None:
+    """A model that reads its weights' memory itself: the few samples run in a copy of it."""
+    made = problem()
+
+    class Reading(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(super().forward(x @ self.first.weight.data.mT @ self.first.weight.data))
+
+    torch.manual_seed(0)
+    made.model = Reading()
+    verdict = verify(made)
+    assert verdict.few_samples is not None and verdict.few_samples.structure < 1e-13
