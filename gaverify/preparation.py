@@ -27,7 +27,7 @@ from gaverify.passes.problem import Loss, Problem, Split
 from gaverify.passes.reference import Fitting
 from gaverify.passes.task import Task
 from gaverify.passes.weighting import check_weighting
-from gaverify.records.reference import Reference
+from gaverify.records.comparison import Reference
 from gaverify.verdict.settings import Settings
 
 if TYPE_CHECKING:

@@ -20,10 +20,9 @@ from gaverify.passes.devices import resolve_device
 from gaverify.passes.problem import Loss, Problem, Split
 from gaverify.passes.task import Task
 from gaverify.preparation import Progress, prepared, problem_of, reporter, settings_of, settings_of_spec, trimmed
-from gaverify.records.comparison import Method, NotCompared, Outcome, ParameterComparison
+from gaverify.records.comparison import Method, NotCompared, Outcome, ParameterComparison, Reference
 from gaverify.records.facts import Facts
 from gaverify.records.ranks import Engine
-from gaverify.records.reference import Reference
 from gaverify.records.verdict import Verdict
 from gaverify.rules import findings_for
 from gaverify.sources import with_excerpts

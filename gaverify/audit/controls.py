@@ -10,8 +10,8 @@ from gaverify.audit.running import Runner
 from gaverify.errors import ProblemError
 from gaverify.records.audit import Record
 from gaverify.records.comparison import Outcome
-from gaverify.records.rounds import rounds_of
 from gaverify.records.weights import LossTerm, WeightFit
+from gaverify.records.windows import rounds_of
 from gaverify.thresholds import SMALLEST_FAULT, U32
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def by_terms(runner: Runner, runs: tuple[Run, Run], record: Record, options: dic
         record: Their comparison.
         options: Fields of `Job` that the accumulated run had, with its `source`.
     """
-    from gaverify.audit.term_fits import fitted_terms
+    from gaverify.audit.fitting import fitted_terms
 
     update = record.divergent
     count = _terms_of(record, update.number) if update is not None else 0

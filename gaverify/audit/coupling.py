@@ -17,7 +17,7 @@ import torch
 
 from gaverify.audit.job import SCRIPT
 from gaverify.audit.reading import Run
-from gaverify.audit.recording.matching import Matcher
+from gaverify.audit.same_data import Matcher
 from gaverify.records.operations import Operation, Suspect
 from gaverify.thresholds import COMPUTED_FLOAT32, MANY_UNITS, TINY
 

@@ -30,7 +30,7 @@ from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.experiment import Cause, ControlKind, ControlRun
 from gaverify.records.facts import facts_of_loop
 from gaverify.records.operations import Operation, Suspect
-from gaverify.records.rounds import rounds_of
+from gaverify.records.windows import rounds_of
 from gaverify.rules import findings_for
 from gaverify.rules.wording import listed
 from gaverify.thresholds import MANY_UNITS

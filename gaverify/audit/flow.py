@@ -21,10 +21,9 @@ from gaverify.children import ended_as_interrupted, working_folder
 from gaverify.children.folders import remove
 from gaverify.records.audit import Record
 from gaverify.records.audit_report import AuditReport
+from gaverify.records.events import ledger_of
 from gaverify.records.facts import facts_of_loop
-from gaverify.records.ledger import ledger_of
-from gaverify.records.rounds import common_rounds, numbered
-from gaverify.records.windows import windows_of
+from gaverify.records.windows import common_rounds, numbered, windows_of
 from gaverify.rules import findings_for
 from gaverify.sources import with_excerpts
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import torch
 
-from gaverify.audit.by_weights import decided_by_weights
 from gaverify.audit.fitting import fit_of
 from gaverify.audit.reading import Run, Samples, labels
 from gaverify.audit.same_data import check_rows
@@ -19,6 +18,7 @@ from gaverify.audit.stages import (
     clips_of,
     compare_changes,
     compare_gradients,
+    decided_by_weights,
     led,
     setting_differences,
     terms_of,
@@ -28,9 +28,8 @@ from gaverify.passes.precision import buffers_differ, unit_roundoff
 from gaverify.records.audit import RowCheck, UpdateComparison
 from gaverify.records.comparison import Outcome, ParameterComparison
 from gaverify.records.partners import Foreign, foreign_passes, partners_of, reached_by
-from gaverify.records.rounds import Round, common_rounds, numbered, rounds_of
 from gaverify.records.stages import Clip, SettingDifference, Stage, StageComparison
-from gaverify.records.windows import Window, windows_of
+from gaverify.records.windows import Round, Window, common_rounds, numbered, rounds_of, windows_of
 from gaverify.thresholds import MANY_UNITS, VISIBLE
 from gaverify.verdict.criteria import floors_allowed
 

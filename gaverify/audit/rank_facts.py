@@ -22,8 +22,8 @@ from gaverify.records.audit import UpdateComparison
 from gaverify.records.comparison import Outcome
 from gaverify.records.events import Event
 from gaverify.records.ranks import Collective, Engine, RankFacts, Share, Traffic
-from gaverify.records.rounds import Round, rounds_of
 from gaverify.records.stages import Stage
+from gaverify.records.windows import Round, rounds_of
 from gaverify.verdict.comparison import left_between
 
 _SMALLEST = 1  # bytes of an element in the coarsest type that gradients are reduced in

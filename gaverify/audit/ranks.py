@@ -18,7 +18,7 @@ from gaverify.audit.recording.sampling import positions
 from gaverify.audit.same_data import check_rows
 from gaverify.errors import ProblemError
 from gaverify.records.events import Event
-from gaverify.records.rounds import Round, rounds_of
+from gaverify.records.windows import Round, rounds_of
 
 _COUNTED = ("forward", "backward", "step", "zero_grad")
 

@@ -13,7 +13,7 @@ import torch
 
 from gaverify.audit.job import Role
 from gaverify.records.events import Event
-from gaverify.records.rounds import Round
+from gaverify.records.windows import Round
 
 Place = tuple[int, int]
 """An optimizer, and the position of one of its parameters."""

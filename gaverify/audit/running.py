@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gaverify.audit.checks import check_parameters, check_ranks, check_updates
 from gaverify.audit.ending import NoView
 from gaverify.audit.job import COMPILED, Files, Job, Role
 from gaverify.audit.launch import free_port
 from gaverify.audit.members import ranks_of
 from gaverify.audit.processes import Done, run_jobs
-from gaverify.audit.rank_checks import check_parameters, check_ranks
 from gaverify.audit.request import Request
-from gaverify.audit.untrained import check_updates
 from gaverify.errors import ProblemError
 from gaverify.records.audit_report import RunSummary
 

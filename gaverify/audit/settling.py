@@ -10,8 +10,8 @@ from gaverify.audit.reading import Run
 from gaverify.audit.stages import compare_changes
 from gaverify.records.audit import UpdateComparison
 from gaverify.records.comparison import Outcome
-from gaverify.records.rounds import Round, common_rounds
 from gaverify.records.stages import Stage
+from gaverify.records.windows import Round, common_rounds
 from gaverify.thresholds import FIT_FLOAT32, MANY_UNITS
 from gaverify.verdict.criteria import floors_allowed
 

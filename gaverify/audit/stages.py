@@ -7,18 +7,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from gaverify.audit.reading import Place, Run, Samples
 from gaverify.records.comparison import Method, Outcome, ParameterComparison
-from gaverify.records.rounds import Round
 from gaverify.records.stages import AVERAGE, Clip, SettingDifference, Stage, StageComparison
 from gaverify.records.totals import outcome_of, relative_total
 from gaverify.records.weights import WeightFit
-from gaverify.records.windows import Window
-from gaverify.thresholds import COMPUTED_FLOAT32, FEW_UNITS, SAME_IN_FLOAT32, TINY
+from gaverify.records.windows import Round, Window
+from gaverify.thresholds import (
+    COMPUTED_FLOAT32,
+    FEW_UNITS,
+    LAST_DIGITS,
+    LITTLE,
+    MOSTLY,
+    REST_UNITS,
+    SAME_IN_FLOAT32,
+    TINY,
+    U32,
+)
 from gaverify.verdict.comparison import measure
 from gaverify.verdict.criteria import Difference, Grounds, decide
 
@@ -191,3 +200,37 @@ def _divided(gradient: torch.Tensor | None, factor: float) -> torch.Tensor | Non
 
 def _named(row: Difference, name: str) -> Difference:
     return row._replace(name=name)
+
+
+def decided_by_weights(rows: Rows, fit: WeightFit | None, unit: float) -> Rows:
+    """Returns the rows as the fit decides them; as they are where it tells nothing, and in float32.
+
+    Args:
+        rows: What was measured, decided by the noise floor.
+        fit: Of the gradients at the same stage.
+        unit: Unit roundoff of the coarsest arithmetic.
+    """
+    if unit <= U32 or fit is None or fit.vacuous or any(row.why is not None for row in rows.parameters):
+        return rows
+    whole = math.hypot(*(row.reference_norm for row in rows.parameters))
+    apart = relative_total((row.difference_norm, row.reference_norm) for row in rows.parameters)
+    allowed = REST_UNITS * unit
+    if not whole > 0.0 or not math.isfinite(apart) or not fit.residual <= allowed:
+        return rows
+    explained = 1.0 - (fit.residual / apart) ** 2 if apart > 0.0 else 0.0
+    if apart <= allowed and (apart <= LAST_DIGITS * unit or explained <= LITTLE):
+        decided = [_by_weights(row, Outcome.EQUIVALENT, allowed * whole) for row in rows.parameters]
+    elif apart > allowed and explained > MOSTLY:
+        # the weights are wrong for every parameter; a row shows it where it differs by more than rounding leaves
+        limits = [fit.residual * max(row.reference_norm, row.accumulated_norm) for row in rows.parameters]
+        decided = [
+            _by_weights(row, Outcome.DIVERGENT if row.difference_norm > limit else Outcome.INCONCLUSIVE, limit)
+            for row, limit in zip(rows.parameters, limits, strict=True)
+        ]
+    else:
+        return rows
+    return replace(rows, parameters=tuple(decided), noise=fit.residual)
+
+
+def _by_weights(row: ParameterComparison, outcome: Outcome, allowed: float) -> ParameterComparison:
+    return row._replace(outcome=outcome, method=Method.WEIGHTS, allowed=allowed)

@@ -5,8 +5,7 @@ child and everything it started as soon as gaverify is gone, also after a SIGKIL
 """
 
 from gaverify.children.folders import working_folder
-from gaverify.children.interrupts import ended_as_interrupted
-from gaverify.children.launching import Kept, given, started
+from gaverify.children.launching import Kept, ended_as_interrupted, given, started
 from gaverify.children.output import private_stdout
 
 __all__ = ["Kept", "ended_as_interrupted", "given", "private_stdout", "started", "working_folder"]

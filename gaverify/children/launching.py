@@ -1,14 +1,18 @@
-"""Starts a child process behind a keeper."""
+"""Starts a child process behind a keeper, and ends it as Ctrl-C would when this one is told to end."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 _KEEPER = str(Path(__file__).with_name("keeper.py"))
@@ -95,3 +99,27 @@ def started(command: Sequence[str], **options: Any) -> Kept:
     finally:
         os.close(watched)
     return Kept(process, alive)
+
+
+@contextmanager
+def ended_as_interrupted() -> Iterator[None]:
+    """Turns SIGTERM and SIGHUP into KeyboardInterrupt, so that children and folders go whichever signal ends the run.
+
+    A signal that is ignored (nohup) stays ignored, and one that the caller handles stays the caller's.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    numbers = [number for name in ("SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None]
+    ours = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)

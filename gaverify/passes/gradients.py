@@ -28,7 +28,7 @@ from gaverify.passes.reference import estimated_needs, fitted, spilled
 from gaverify.passes.task import Task, loss_of, micro_batch_of, told_as_users
 from gaverify.passes.terms import Terms
 from gaverify.passes.weighting import micro_batch_weight
-from gaverify.records.reference import Reference
+from gaverify.records.comparison import Reference
 from gaverify.tracebacks import hands_over
 
 _STATISTIC = 1 << 16  # elements of a buffer that is compared after a pass; larger ones are masks and tables

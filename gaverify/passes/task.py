@@ -20,7 +20,7 @@ from gaverify.passes.isolation import variables
 from gaverify.passes.problem import Problem
 from gaverify.passes.reference import Fitting
 from gaverify.passes.weighting import Weighing
-from gaverify.records.reference import Reference
+from gaverify.records.comparison import Reference
 from gaverify.tracebacks import hands_over, is_own_fault, user_frame
 
 _OUTPUTS = ("input", "output", "out", "pred", "prediction", "logit", "y_pred", "y_hat", "yhat", "score", "y")

@@ -6,11 +6,14 @@ a group of world size 1 in the coordinator, and that of the R ranks in theirs.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,7 +26,6 @@ from gaverify.passes.devices import RANKED, available_devices, with_number
 from gaverify.passes.problem import Problem
 from gaverify.ranks.forking import run_forked
 from gaverify.ranks.fresh import run_fresh
-from gaverify.ranks.relaying import Relay
 from gaverify.ranks.window import Ranks
 from gaverify.records.ranks import Engine
 from gaverify.verdict.settings import Settings
@@ -150,3 +152,46 @@ def ranks_wanted(
     if not torch.distributed.is_available():
         raise ProblemError("this torch was built without torch.distributed; ranks cannot be run")
     return Ranks(count, _engine_of(engine), with_number(where), timeout, needs_fresh(where))
+
+
+@dataclass(frozen=True)
+class Sender:
+    """The end of a pipe with a name that any process may write reports to; they may get lost, never block."""
+
+    path: Path
+
+    @cached_property
+    def _writing(self) -> int:
+        return os.open(self.path, os.O_WRONLY | os.O_NONBLOCK)
+
+    def __call__(self, label: str, done: int, total: int) -> None:
+        """Hands a report over; drops it where the pipe is full."""
+        with contextlib.suppress(OSError):
+            os.write(self._writing, json.dumps([label, done, total]).encode() + b"\n")
+
+
+class Relay:
+    """The other end of the pipe.
+
+    Args:
+        report: Told what arrives.
+        folder: Where the pipe shall be.
+    """
+
+    def __init__(self, report: Callable[[str, int, int], None], folder: Path) -> None:
+        self._report = report
+        self.sender = Sender(folder / "progress")
+        os.mkfifo(self.sender.path)
+        self._reading = os.open(self.sender.path, os.O_RDONLY | os.O_NONBLOCK)
+
+    def drain(self) -> None:
+        """Reports the latest that arrived."""
+        with contextlib.suppress(BlockingIOError):
+            lines = os.read(self._reading, 1 << 16).splitlines()
+            if lines:
+                with contextlib.suppress(ValueError):  # the last line may be cut
+                    self._report(*json.loads(lines[-1]))
+
+    def close(self) -> None:
+        """Frees the pipe."""
+        os.close(self._reading)

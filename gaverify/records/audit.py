@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gaverify.records.comparison import Outcome, ParameterComparison
-from gaverify.records.events import Event
+from gaverify.records.events import Event, Ledger
 from gaverify.records.experiment import Cause
-from gaverify.records.ledger import Ledger
 from gaverify.records.partners import Foreign, Partner
 from gaverify.records.ranks import RankFacts
 from gaverify.records.stages import Clip, SettingDifference, Stage, StageComparison

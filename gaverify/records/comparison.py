@@ -155,3 +155,19 @@ def _relative(difference: float, scale: float) -> float:
     if difference == 0.0:
         return 0.0
     return difference / scale if scale != 0.0 else math.inf
+
+
+class Reference(str, Enum):
+    """The ways to run the full batch's forward and backward; the values are what specs and JSON say.
+
+    `AUTO` is only ever asked for: it stands for the first of the others, in this order, that fits.
+    """
+
+    FULL = "full"
+    OFFLOAD = "offload"
+    RECOMPUTE = "recompute"
+    AUTO = "auto"
+
+    def __str__(self) -> str:
+        """The value, as in documents."""
+        return str(self.value)

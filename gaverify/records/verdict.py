@@ -10,11 +10,10 @@ from typing import Any
 
 from gaverify.records.acceptance import Acceptance, Settled
 from gaverify.records.compared import FewSamples
-from gaverify.records.comparison import Outcome, ParameterComparison, badness
+from gaverify.records.comparison import Outcome, ParameterComparison, Reference, badness
 from gaverify.records.findings import Finding
 from gaverify.records.operations import ModuleDifference
 from gaverify.records.ranks import RankFacts
-from gaverify.records.reference import Reference
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from gaverify.records.audit import Record
 from gaverify.records.comparison import Outcome
+from gaverify.records.events import LostPasses
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
-from gaverify.records.ledger import LostPasses
 from gaverify.records.windows import Window
 from gaverify.rules.controls import left_by
 from gaverify.rules.rule import controlled, finding_of, measured, rule, rule_of_loops

@@ -9,7 +9,7 @@ import torch
 
 from gaverify.passes.precision import short_name
 from gaverify.passes.task import Task
-from gaverify.records.reference import Reference
+from gaverify.records.comparison import Reference
 from gaverify.records.verdict import RunInfo
 from gaverify.verdict.judging import Judgement
 from gaverify.version import __version__

@@ -10,7 +10,7 @@ from gaverify.passes.gradients import full_batch_gradients
 from gaverify.passes.isolation import ModelState, isolated_generators, seed_everything
 from gaverify.passes.reference import Fitting
 from gaverify.passes.task import Task
-from gaverify.records.reference import Reference
+from gaverify.records.comparison import Reference
 
 DEVICE = torch.ops.simulated
 

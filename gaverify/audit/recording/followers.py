@@ -17,8 +17,17 @@ from typing import Any
 
 import torch
 
-from gaverify.audit.recording.averages import fitted, rounding
-from gaverify.audit.recording.copies import Copy, Landmark, copy_of, is_same, read, tensors_of, values_of
+from gaverify.audit.recording.averages import (
+    Copy,
+    Landmark,
+    copy_of,
+    fitted,
+    is_same,
+    read,
+    rounding,
+    tensors_of,
+    values_of,
+)
 from gaverify.audit.recording.sampling import TOTAL, positions
 from gaverify.audit.recording.watching import Watch
 

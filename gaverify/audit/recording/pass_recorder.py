@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from gaverify.audit.recording.control import shrunk
+from gaverify.audit.recording.graph import ends_in_parameters
 from gaverify.audit.recording.names import OutOfSight
 from gaverify.audit.recording.places import user_place
 from gaverify.audit.recording.ranks import frozen, owners_of, place_in_group, synchronised
-from gaverify.audit.recording.reach import ends_in_parameters
 from gaverify.audit.recording.rows import input_rows, input_shapes
 from gaverify.audit.recording.session import Session
 from gaverify.audit.recording.terms import Terms

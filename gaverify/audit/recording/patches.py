@@ -21,8 +21,8 @@ from torch.optim.optimizer import (
 
 from gaverify.audit.recording.hand_recorder import HandRecorder
 from gaverify.audit.recording.recorder import Recorder
-from gaverify.audit.recording.settings import rates_of
 from gaverify.audit.recording.values import on_meta
+from gaverify.audit.recording.watching import rates_of
 
 Around = Callable[..., AbstractContextManager[None]]
 

@@ -15,15 +15,14 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from gaverify.audit.job import Job
-from gaverify.audit.recording.buffers import Buffers
 from gaverify.audit.recording.changes import Changes
 from gaverify.audit.recording.control import Held, Perturbation, use_math_kernels
 from gaverify.audit.recording.dividing import Weight
 from gaverify.audit.recording.draws import draws_of
 from gaverify.audit.recording.followers import Followers
-from gaverify.audit.recording.graph import keep_lines
+from gaverify.audit.recording.graph import Reach, keep_lines
 from gaverify.audit.recording.holding import Holding
-from gaverify.audit.recording.leading import Lead
+from gaverify.audit.recording.leading import Buffers, Lead
 from gaverify.audit.recording.names import Names
 from gaverify.audit.recording.outputs import Outputs
 from gaverify.audit.recording.places import user_place
@@ -37,7 +36,6 @@ from gaverify.audit.recording.ranks import (
     shards_of,
     tensor_parallel,
 )
-from gaverify.audit.recording.reach import Reach
 from gaverify.audit.recording.storage import Storage, leave
 from gaverify.audit.recording.update import Forward, Update
 from gaverify.audit.recording.values import out_of_sight, undisturbed

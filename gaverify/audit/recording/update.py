@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from gaverify.audit.recording.settings import counted_steps, rates_of, settings_of
 from gaverify.audit.recording.storage import Storage
 from gaverify.audit.recording.values import plain
-from gaverify.audit.recording.watching import Watched
+from gaverify.audit.recording.watching import Watched, counted_steps, rates_of, settings_of
 
 _BUFFER = 4096  # elements of a buffer that are kept
 

@@ -1,8 +1,8 @@
-"""What happened to the gradients and weights of every optimizer since the last look."""
+"""What happened to the gradients, weights and settings of every optimizer since the last look."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,6 @@ import torch
 
 from gaverify.audit.recording.keeping import Kept
 from gaverify.audit.recording.sampling import Sample
-from gaverify.audit.recording.settings import settings_of
 
 
 @dataclass
@@ -183,3 +182,40 @@ def parameters_of(optimizer: Any) -> list[torch.Tensor]:
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two samples are equal; NaN equals NaN."""
     return bool(torch.equal(a, b)) or bool(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)))
+
+
+def settings_of(optimizer: Any) -> list[dict[str, float]]:
+    """Returns the numbers among the settings of every parameter group; pairs such as Adam's betas one by one."""
+    return [_numbers(group) for group in optimizer.param_groups]
+
+
+def rates_of(optimizer: Any) -> list[float]:
+    """Returns the learning rates of the groups that have one."""
+    return [group["lr"] for group in settings_of(optimizer) if "lr" in group]
+
+
+def counted_steps(optimizer: Any) -> float | None:
+    """Returns how many steps the optimizer itself has counted; None where it counts none."""
+    for state in list(getattr(optimizer, "state", {}).values())[:1]:
+        step = state.get("step") if isinstance(state, Mapping) else None
+        return _number(step)
+    return None
+
+
+def _numbers(group: Mapping[str, Any]) -> dict[str, float]:
+    found = {}
+    for name, value in group.items():
+        if name == "params":
+            continue
+        parts = {f"{name}[{at}]": part for at, part in enumerate(value)} if isinstance(value, (tuple, list)) else {}
+        for label, part in (parts or {name: value}).items():
+            number = _number(part)
+            if number is not None:
+                found[label] = number
+    return found
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, torch.Tensor):
+        return float(value) if value.numel() == 1 and not value.is_meta else None
+    return float(value) if isinstance(value, (int, float)) else None

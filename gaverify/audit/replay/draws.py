@@ -1,11 +1,15 @@
-"""Draws of a script's loop, outside the model's forwards: kept in the full-batch run, dealt out in the others."""
+"""Draws of a script's loop, outside the model's forwards: kept in the full-batch run, dealt out in the others.
+
+A first audit only finds out, cheaply, whether there are any: did a generator move outside the forwards?
+"""
 
 from __future__ import annotations
 
 import copy
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from gaverify.audit.recording.places import user_place
 from gaverify.audit.recording.ranks import place_in_group
 from gaverify.audit.replay.dealing import Counterparts, Kept, Share, Unalignable
-from gaverify.audit.replay.watching import Loop
+from gaverify.passes.isolation.generators import foreign_generator_states, torch_generator_states
 from gaverify.passes.randomness import draw_mode, foreign
 from gaverify.passes.randomness.operations import Drawing
 from gaverify.passes.randomness.sites import loop_site
@@ -24,6 +28,70 @@ _ORDERS = ("randperm", "permutation", "shuffle")
 """What draws an order of the batch, of which some of its samples have no part of their own."""
 _FILE = "loop.pt"
 _LARGEST = 1 << 28  # elements of a draw that is kept: more is no noise for a batch
+
+
+class Loop:
+    """Compares the generators' states after every call that the recorder sees with those before the next.
+
+    Only torch's are asked every time: the states of Python's and NumPy's take a hundred microseconds, so that these are
+    compared once, at the end, whoever drew from them. Nothing is seen before the first optimizer is made: weights and
+    data sets are drawn before, and alike in all runs.
+    """
+
+    def __init__(self) -> None:
+        self.steps = self.backwards = 0
+        self.unaligned: dict[str, str] = {}
+        self.moved = False
+        self.count = 0  # draws that were kept, or given the full-batch run's
+        self._started = False
+        self._paused = 0
+        self._states: list[bytes] = []
+        self._others: tuple[Any, ...] = ()
+
+    def start(self) -> None:
+        """Starts to look on, for good."""
+        if not self._started:
+            self._started = True
+            self._open()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Surrounds what is not the loop's own: a forward, a backward, a step, a loader."""
+        off = self._started and not self._paused and self._pause()
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+            if off:
+                self._resume()
+
+    def forward(self, rows: int | None) -> None:
+        """A forward of so many rows begins."""
+
+    def after_backward(self) -> None:
+        """A backward pass is over."""
+        self.backwards += 1
+
+    def after_step(self) -> None:
+        """An optimizer has stepped."""
+        self.steps += 1
+
+    def close(self) -> None:
+        """The run is over: looks at the generators that were not watched."""
+        self.moved = self.moved or (self._started and foreign_generator_states() != self._others)
+
+    def _open(self) -> None:
+        self._others = foreign_generator_states()
+        self._resume()
+
+    def _pause(self) -> bool:
+        """Ends a stretch of the loop; tells whether it goes on later."""
+        self.moved = self.moved or torch_generator_states() != self._states
+        return not self.moved
+
+    def _resume(self) -> None:
+        self._states = torch_generator_states()
 
 
 class LoopDraws(Loop):

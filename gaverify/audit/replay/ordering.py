@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from gaverify.audit.reading import Run
-from gaverify.audit.recording.matching import Matcher
+from gaverify.audit.same_data import Matcher
 
 Order = Literal["turns", "blocks"]
 

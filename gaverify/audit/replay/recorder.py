@@ -13,11 +13,10 @@ from torch import nn
 from gaverify.audit.job import Job
 from gaverify.audit.recording.hand_recorder import HandRecorder
 from gaverify.audit.recording.storage import Storage
-from gaverify.audit.replay.draws import DealtLoopDraws, KeptLoopDraws
+from gaverify.audit.replay.draws import DealtLoopDraws, KeptLoopDraws, Loop
 from gaverify.audit.replay.inputs import GivenInputs, KeptInputs, has_loss
 from gaverify.audit.replay.loaders import Loaders
 from gaverify.audit.replay.samples import GivenSamples, KeptSamples
-from gaverify.audit.replay.watching import Loop
 from gaverify.records.events import Ending
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.reference.offloading import offloaded
 from gaverify.passes.reference.recomputing import recomputed
-from gaverify.records.reference import Reference
+from gaverify.records.comparison import Reference
 
 
 @dataclass

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from gaverify.passes.isolation import storage
 from gaverify.passes.reference.blocks import blocks_of
-from gaverify.records.reference import Reference
+from gaverify.records.comparison import Reference
 
 
 class _Saved:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gaverify.records.reference import Reference
+from gaverify.records.comparison import Reference
 from gaverify.records.verdict import RunInfo, Trace, TraceStep, Verdict
 from gaverify.report.text.layout import Layout, Line, table_of
 from gaverify.report.text.table import table_lines

@@ -21,10 +21,9 @@ from gaverify.errors import SpecError
 from gaverify.records.audit import Record, RowCheck, UpdateComparison
 from gaverify.records.audit_report import counts_of
 from gaverify.records.comparison import NotCompared, Outcome, ParameterComparison
-from gaverify.records.events import Event
+from gaverify.records.events import Event, Ledger, ledger_of
 from gaverify.records.facts import facts_of_loop
 from gaverify.records.findings import Finding
-from gaverify.records.ledger import Ledger, ledger_of
 from gaverify.records.ranks import RankFacts
 from gaverify.records.stages import SettingDifference
 from gaverify.records.weights import LossTerm, WeightFit

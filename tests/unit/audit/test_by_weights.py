@@ -10,8 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from gaverify.audit.by_weights import decided_by_weights
-from gaverify.audit.stages import Rows
+from gaverify.audit.stages import Rows, decided_by_weights
 from gaverify.records.comparison import Method, NotCompared, Outcome, ParameterComparison
 from gaverify.records.totals import resolution_of
 from gaverify.records.weights import WeightFit

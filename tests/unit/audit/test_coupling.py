@@ -16,9 +16,9 @@ from gaverify.audit.coupling import Pair, agree, feels_the_rest, first_module, l
 from gaverify.audit.job import SCRIPT
 from gaverify.audit.recording.outputs import Outputs
 from gaverify.records.audit import Record
+from gaverify.records.events import Ledger
 from gaverify.records.experiment import Cause, ControlKind, ControlRun
 from gaverify.records.facts import facts_of_loop
-from gaverify.records.ledger import Ledger
 from gaverify.rules import batch_coupled_loss, batch_statistics, cross_sample_operation
 
 UNIT = 2.0**-24

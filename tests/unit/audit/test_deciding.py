@@ -6,8 +6,7 @@ import pytest
 
 from gaverify.audit.replay.deciding import parts_of
 from gaverify.records.audit import Record
-from gaverify.records.events import Event
-from gaverify.records.ledger import Ledger
+from gaverify.records.events import Event, Ledger
 from gaverify.records.windows import Window
 
 CRITIC, GENERATOR = 0, 1

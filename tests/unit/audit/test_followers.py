@@ -151,7 +151,7 @@ def test_an_average_that_was_recorded_by_its_call_is_not_seen_again() -> None:
 
 def test_a_script_without_copies_is_searched_a_few_times_only(monkeypatch: pytest.MonkeyPatch) -> None:
     searches = []
-    monkeypatch.setattr("gaverify.audit.recording.copies.gc.get_objects", lambda: searches.append(1) or [])
+    monkeypatch.setattr("gaverify.audit.recording.averages.gc.get_objects", lambda: searches.append(1) or [])
     training = Training(lambda model: None)
     for _ in range(9):
         training.step()

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from gaverify.audit.recording.matching import Matcher, Spot
 from gaverify.audit.recording.rows import input_rows
+from gaverify.audit.same_data import Matcher, Spot
 
 SAMPLES = torch.arange(48.0).reshape(8, 6).sin()
 

@@ -5,8 +5,8 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from gaverify.audit.recording.graph import ends_in_parameters
 from gaverify.audit.recording.names import Names
-from gaverify.audit.recording.reach import ends_in_parameters
 
 
 class TestEndsInParameters:

@@ -12,12 +12,10 @@ import pytest
 
 from gaverify.records.audit import Record, RowCheck, UpdateComparison
 from gaverify.records.comparison import Method, Outcome, ParameterComparison
-from gaverify.records.events import Event
+from gaverify.records.events import Event, ledger_of
 from gaverify.records.facts import facts_of_loop
-from gaverify.records.ledger import ledger_of
-from gaverify.records.rounds import common_rounds, numbered, rounds_of
 from gaverify.records.stages import SettingDifference, Stage, StageComparison
-from gaverify.records.windows import Window, windows_of
+from gaverify.records.windows import Window, common_rounds, numbered, rounds_of, windows_of
 from gaverify.rules import findings_for
 
 TOUCHED = {"F": [0], "G": [1], "B": [0, 1]}

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from gaverify.audit.fitting import add_up
 from gaverify.audit.reading import Samples
 from gaverify.audit.recording.terms import MOST, Terms
-from gaverify.audit.term_fits import add_up
 
 
 def weight() -> nn.Parameter:

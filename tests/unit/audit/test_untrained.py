@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from gaverify.audit.checks import check_updates
 from gaverify.audit.recording.session import started_processes
-from gaverify.audit.untrained import check_updates
 from gaverify.errors import ProblemError
 from gaverify.records.events import Event
 

@@ -11,8 +11,7 @@ from measured import record
 from ranked import GATHERED, fit, ranks
 
 from gaverify.records.audit import Record
-from gaverify.records.events import Event
-from gaverify.records.ledger import Ledger
+from gaverify.records.events import Event, Ledger
 from gaverify.records.ranks import Engine, RankFacts, Share
 from gaverify.records.windows import windows_of
 from gaverify.rules import (

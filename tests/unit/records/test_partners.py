@@ -6,9 +6,8 @@ import pytest
 
 from gaverify.records.events import Event
 from gaverify.records.partners import Foreign, Partner, foreign_passes, partners_of, reached_by
-from gaverify.records.rounds import common_rounds, numbered
 from gaverify.records.weights import WeightFit
-from gaverify.records.windows import Window, windows_of
+from gaverify.records.windows import Window, common_rounds, numbered, windows_of
 
 CRITIC, GENERATOR = 0, 1
 MODELS = {CRITIC: frozenset({0}), GENERATOR: frozenset({1})}

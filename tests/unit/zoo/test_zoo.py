@@ -23,8 +23,8 @@ from gaverify.errors import ProblemError, SpecError
 from gaverify.loading import load_problem
 from gaverify.spec import parse_spec
 from gaverify.zoo import BUILTINS, find_builtin
-from gaverify.zoo.digits import drawn_digits, read_digits, read_idx
 from gaverify.zoo.gpt2 import CONTEXT, SENTENCES
+from gaverify.zoo.mnist_mlp import drawn_digits, read_digits, read_idx
 
 WITHOUT_TRANSFORMERS = [builtin.name for builtin in BUILTINS if builtin.name != "gpt2"]
 

@@ -19,7 +19,7 @@ from gaverify.passes.problem import Problem
 from gaverify.passes.reference import Fitting, estimated_needs, recomputing
 from gaverify.passes.reference.blocks import blocks_of
 from gaverify.passes.task import Task
-from gaverify.records.reference import Reference
+from gaverify.records.comparison import Reference
 
 
 class Block(nn.Module):
