@@ -35,7 +35,7 @@ def factor_of_some(loop: Record, update: UpdateComparison) -> tuple[float, tuple
     """
     rows = tuple(row for row in update.parameters if row.outcome is Outcome.DIVERGENT)
     agree = [row for row in update.parameters if row.outcome is Outcome.EQUIVALENT]
-    if not update.judged or update.backwards < 2 or not rows or len(rows) + len(agree) < len(update.parameters):
+    if update.backwards < 2 or not rows or len(rows) + len(agree) < len(update.parameters):
         return None
     for factor in (float(update.backwards), 1 / update.backwards):
         if agree and all(_is_times(row, factor, loop.tolerance) for row in rows):

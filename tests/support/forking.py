@@ -101,9 +101,10 @@ class Server:
         return Kept(_Forked(ours), alive)  # type: ignore[arg-type]
 
     def end(self) -> None:
-        """Ends it."""
+        """Ends it; its runs have ended, or end with their pipes."""
         self._channel.close()
-        self.process.wait(10)
+        self.process.kill()
+        self.process.wait()
 
 
 def _read_at_start(environment: Mapping[str, str]) -> tuple[str, ...]:

@@ -31,6 +31,7 @@ from gaverify.records.windows import windows_of
 from gaverify.rulebook import rule_pages
 from gaverify.rules import RULES
 from gaverify.rules import findings_for as findings_of
+from gaverify.rules.scale import constant
 
 KINDS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "B": ("backward", {"touched": [0], "targets": []}),
@@ -261,10 +262,22 @@ class TestWeights:
         (found,) = findings_for(record(RIGHT, "BSZ BSZ", updates=(update(ratio=factor, fit=fit(factor, right=right)),)))
         assert found.code == "GAV201" and said in found.summary and found.proven
 
-    @pytest.mark.parametrize(("ratio", "codes"), [(4.0, ["GAV201"]), (0.25, ["GAV201"]), (1.7, [])])
-    def test_a_factor_of_some_parameters_alone(self, ratio: float, codes: list[str]) -> None:
+    @pytest.mark.parametrize(
+        ("ratio", "others", "codes"),
+        [
+            (4.0, (parameter(),), ["GAV201"]),
+            (0.25, (parameter(),), ["GAV201"]),
+            (1.7, (parameter(),), []),
+            (4.0, (), []),
+            (4.0, (parameter(), parameter(1.0, Outcome.INCONCLUSIVE)), []),
+        ],
+        ids=["K", "1/K", "another", "nothing agrees", "one is open"],
+    )
+    def test_a_factor_of_some_parameters_alone(
+        self, ratio: float, others: tuple[ParameterComparison, ...], codes: list[str]
+    ) -> None:
         """S06: a scale that every micro-batch's loss uses, over features of the whole batch."""
-        rows = (parameter(), parameter(ratio, name="logit_scale"))
+        rows = (*others, parameter(ratio, name="logit_scale"))
         some = replace(update(ratio=ratio, fit=fit(1.8, 0.5, residual=0.4)), parameters=rows)
         found = findings_for(record(RIGHT, "BSZ BSZ", updates=(some,)))
         assert faults(found) == codes
@@ -383,8 +396,15 @@ class TestWeights:
 
     @pytest.mark.parametrize(
         ("text", "codes"),
-        [("BeBfBeBS", ["GAV606"]), ("BvBvBvBS", ["GAV606"]), ("BeBeBeBS", ["GAV202"]), ("BBBBeS", ["GAV202"])],
-        ids=["by norm", "by value", "divided every time", "after the window"],
+        [
+            ("BeBfBeBS", ["GAV606"]),
+            ("BvBvBvBS", ["GAV606"]),
+            ("BBBfBS", ["GAV606"]),
+            ("BeBeBeBS", ["GAV202"]),
+            ("BBBeBS", ["GAV202"]),
+            ("BBBBeS", ["GAV202"]),
+        ],
+        ids=["by norm", "by value", "once", "divided every time", "divided by K once", "after the window"],
     )
     def test_clipping_by_hand_inside_is_told_from_dividing(self, text: str, codes: list[str]) -> None:
         unequal = fit(0.9, 0.4, right=(1.0, 1.2, 1.4, 1.8))
@@ -489,6 +509,13 @@ class TestWeights:
         assert findings_for(record(RIGHT, "BSZ BSZ", updates=(other,))) == ()
 
 
+@pytest.mark.parametrize(
+    ("apart", "tolerance", "same"), [(5e-5, 1e-5, True), (5e-4, 1e-5, False), (1.5e-3, 1e-3, True), (5e-3, 1e-3, False)]
+)
+def test_a_fit_magnifies_what_it_is_fitted_to_but_not_without_end(apart: float, tolerance: float, same: bool) -> None:
+    assert constant((1.0, 1.0 + apart), tolerance) is same
+
+
 class TestTerms:
     UNKNOWN = fit(1.1, 0.2, right=(1.0, 1.2, 1.4, 1.8), residual=0.2)
 
@@ -505,11 +532,26 @@ class TestTerms:
         right, wrong = LossTerm(1, 2, fit()), LossTerm(2, 2, fit(4.0), False, "train.py", 7)
         assert self.judged(right, wrong) == ["GAV201"]
 
+    SHORT = fit(1.02, 0.1, right=(0.8, 1.2, 0.8, 1.2))
+
     def test_a_term_whose_micro_batches_are_weighted_wrongly_is_named(self) -> None:
-        short = fit(1.02, 0.1, right=(0.8, 1.2, 0.8, 1.2))
         loop = record(RIGHT, "BSZ BSZ", updates=(update(ratio=1.1, fit=self.UNKNOWN),))
-        found = findings_for(replace(loop, terms=(LossTerm(1, 2, short), LossTerm(2, 2, fit(), False))))
+        found = findings_for(replace(loop, terms=(LossTerm(1, 2, self.SHORT), LossTerm(2, 2, fit(), False))))
         assert faults(found) == ["GAV202"] and "term 1 of 2" in found[0].summary
+
+    @pytest.mark.parametrize(
+        "term",
+        [
+            LossTerm(1, 2, SHORT, samples=False),
+            LossTerm(1, 2, replace(SHORT, vacuous=True)),
+            LossTerm(1, 2, replace(SHORT, weights=(), used=())),
+            LossTerm(1, 2, replace(SHORT, residual=0.1)),
+            LossTerm(1, 2, replace(SHORT, factor=1.0, factor_residual=1e-7)),
+        ],
+        ids=["a penalty", "fits whatever it is", "not fitted", "not by weights", "one factor"],
+    )
+    def test_weights_that_explain_no_term_accuse_nobody(self, term: LossTerm) -> None:
+        assert "GAV202" not in self.judged(term)
 
     def test_terms_that_are_right_or_not_one_factor_accuse_nobody(self) -> None:
         assert self.judged(LossTerm(1, 2, fit()), LossTerm(2, 2, self.UNKNOWN)) == []
@@ -569,7 +611,12 @@ class TestNotes:
     def test_a_gradient_on_one_side_only(self) -> None:
         row = parameter(math.nan, Outcome.DIVERGENT, why=NotCompared.MISSING_IN_ACCUMULATED)
         one_sided = UpdateComparison(1, Outcome.DIVERGENT, True, (row,), RowCheck(8, 8))
-        assert faults(findings_for(record(RIGHT, "BSZ BSZ", updates=(one_sided,)))) == ["GAV502"]
+        found = record(RIGHT, "BSZ BSZ", updates=(one_sided,))
+        another = Event("step", 1, None, None, {"optimizer": 1, "inside": False})
+        other = replace(found, full_windows=windows_of([another, *loop("BSZ BSZ", 8)]))
+        for case, said in ((found, "`weight` has"), (other, "not the same optimizers step")):
+            (finding,) = findings_for(case)
+            assert (finding.code, finding.proven) == ("GAV502", True) and said in finding.summary
 
     @pytest.mark.parametrize(("side", "severity"), [("ACCUMULATED", "fault"), ("BOTH", "note")])
     def test_gradients_that_are_not_finite(self, side: str, severity: str) -> None:
