@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -17,13 +18,15 @@ from gaverify.audit.fitting import fit_gradients
 from gaverify.audit.ranks import RankedRun
 from gaverify.audit.reading import Place, Run, Samples
 from gaverify.audit.same_data import check_rows
+from gaverify.audit.stages import clips_of
 from gaverify.passes.precision import buffers_apart
 from gaverify.records.audit import UpdateComparison
 from gaverify.records.comparison import Outcome
 from gaverify.records.events import Event
 from gaverify.records.ranks import Collective, Engine, RankFacts, Share, Traffic
 from gaverify.records.stages import Stage
-from gaverify.records.windows import Round, rounds_of
+from gaverify.records.weights import WeightFit, is_constant
+from gaverify.records.windows import Round, rounds_of, windows_of
 from gaverify.verdict.comparison import left_between
 
 _SMALLEST = 1  # bytes of an element in the coarsest type that gradients are reduced in
@@ -45,11 +48,8 @@ def rank_facts(full: Run, accumulated: RankedRun, update: UpdateComparison, unit
     sharded = any(accumulated.meta["shards"])
     engine = Engine.FSDP2 if accumulated.meta["fully_sharded"] else None
     own = [{at: _total(samples, at) for at in samples.steps} for samples in ranks]
-    # Clipping would hide a wrong weight; without it what the optimizers saw counts, which a script may have reduced.
-    stages = [side.summed if update.decided is Stage.SUMMED else side.of("final") for side in (whole, ranks[0])]
-    fit = None if sharded else fit_gradients(stages[0], whole.of("stretches"), stages[1], own)
     window = [event for event in accumulated.ranks[0].events if event.update == 1 and event.kind == "backward"]
-    return RankFacts(
+    facts = RankFacts(
         ranks=len(ranks),
         engine=engine,
         apart=max(apart(accumulated, round_, "final") for round_ in rounds),
@@ -57,7 +57,7 @@ def rank_facts(full: Run, accumulated: RankedRun, update: UpdateComparison, unit
         started_apart=apart(accumulated, first, "before"),
         window=_traffic(window),
         own=_gathered(window),
-        weights=fit,
+        weights=None,
         difference=difference,
         unit=unit,
         divergent=update.outcome is Outcome.DIVERGENT,
@@ -74,6 +74,29 @@ def rank_facts(full: Run, accumulated: RankedRun, update: UpdateComparison, unit
         altered=_altered(accumulated.samples(first)),
         update_bytes=_SMALLEST * sum(math.prod(shape) for _, shape in accumulated.parameters.values()),
     )
+    if sharded:
+        return facts
+    # Clipping would hide a wrong weight; without it what the optimizers saw counts, which a script may have reduced.
+    clipped = update.decided is Stage.SUMMED and not facts.reduced_late
+    stages = [side.summed if clipped else side.of("final") for side in (whole, ranks[0])]
+    fit = fit_gradients(stages[0], whole.of("stretches"), stages[1], own)
+    alike = facts.reduced_late and fit is not None and is_constant(fit.weights, facts.rounding)
+    return replace(facts, weights=fit, shards=_parts(full, accumulated, fit) if alike and fit is not None else ())
+
+
+def _parts(full: Run, accumulated: RankedRun, fit: WeightFit) -> tuple[Share, ...]:
+    """What each rank, and its clipping, made of its own gradient before a script reduced them by hand."""
+    left, whole = max(fit.residual, fit.used_residual), _clipping(full)
+    return tuple(
+        Share(used / right, left, _clipping(run) / whole)
+        for run, used, right in zip(accumulated.ranks, fit.used, fit.weights, strict=True)
+    )
+
+
+def _clipping(run: Run) -> float:
+    """The factor of the clippings of the first update, by the norms that they measured; NaN where these are unknown."""
+    clips = clips_of(windows_of(run.events)[0])
+    return math.prod(min(1.0, clip.limit / clip.norm) if clip.norm else math.nan for clip in clips)
 
 
 def _altered(samples: Samples) -> float:

@@ -58,11 +58,13 @@ class Moved:
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank made of its shard of the summed gradient before the step, beside what the full batch's run made.
+    """What a rank made of its part of the gradient before the step, beside what the full batch's run made of the whole.
+
+    Its part is its shard, or, where a script reduces by hand after that, what it computed itself.
 
     Attributes:
-        factor: c in shard ≈ c · the full batch's; `residual` is what that leaves over, relative.
-        norms: Norm of the whole summed gradient over that of the shard alone.
+        factor: c in part ≈ c · the full batch's; `residual` is what that leaves over, relative.
+        norms: What c is where each part is clipped by its own norm: of a shard the whole's norm over its own.
     """
 
     factor: float
@@ -97,7 +99,7 @@ class RankFacts:
         frozen_control: The difference that is left where layers keep the statistics in their buffers.
         reduced: Bytes that each backward pass of the window reduced over the ranks; empty where that was not seen.
         stepped_without: Whether the step found no gradient in any sharded parameter.
-        shards: What each rank made of its shard; empty without shards.
+        shards: What each rank made of its part; empty where parts are whole gradients that were reduced before.
         fed_alike: Whether two ranks were fed the same rows.
         tensor_parallel: Whether ranks hold parts of the same layers and share rows on purpose, which count once then.
         altered: Which part of the gradient after the window's last backward pass is no sum of what the ranks' backward
@@ -144,6 +146,11 @@ class RankFacts:
         return self.divergent and not self.as_one_process
 
     @property
+    def reduced_late(self) -> bool:
+        """Whether a script reduces by hand: the last backward pass leaves ranks apart, and their steps are alike."""
+        return self.apart <= self.rounding < self.summed_apart
+
+    @property
     def rounding(self) -> float:
         """What rounding alone may leave between two gradients, or over from a fit, relative to their norm."""
         return min(FIT_UNITS * self.unit, max(FEW_UNITS * self.unit, FIT_FLOAT32))
@@ -161,6 +168,8 @@ class RankFacts:
             return (1 / factor,) * self.ranks
         if fit is None:
             return self.shares_of_targets
+        if self.shards:  # what scales each rank's gradient would do so again, whatever its loss counts
+            return ()
         if len(fit.weights) != self.ranks or len(fit.used) != self.ranks or not all(fit.used):
             return ()
         if fit.residual > self.rounding or min(fit.weights) <= 0.0:

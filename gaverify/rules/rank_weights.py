@@ -12,6 +12,7 @@ from gaverify.records.weights import is_constant
 from gaverify.rules.rule import controlled, finding_of, judged, measured, rule_of_ranks
 from gaverify.rules.wording import beside_one_process, shares, tried
 from gaverify.thresholds import COMPUTED_FLOAT32, FIT_FLOAT32, SMALL_PART
+from gaverify.tracebacks import shown
 
 
 @rule_of_ranks("GAV703")
@@ -40,16 +41,16 @@ def _of_shards(ranks: RankFacts) -> Iterator[Finding]:
     """Sharded ranks keep no gradient of their own: valid targets say what is tried, and the control decides."""
     if not ranks.shares_of_targets or not ranks.is_rounding(ranks.weights_control):
         return
-    fitting = [share / ranks.ranks for share in ranks.shares_of_targets]
+    fitting = shares([share / ranks.ranks for share in ranks.shares_of_targets])
     counted = ", ".join(map(str, ranks.targets))
-    yield _finding(ranks, shares(fitting), f"the ranks have {counted} valid targets", targets=list(ranks.targets))
+    yield _finding(ranks, fitting, f"the ranks have {counted} valid targets", targets=list(ranks.targets))
 
 
-def _finding(ranks: RankFacts, shown: str, what: str, **values: object) -> Finding:
+def _finding(ranks: RankFacts, fitting: str, what: str, **values: object) -> Finding:
     return finding_of(
-        f"the gradients of the {ranks.ranks} ranks are averaged equally; right would be {shown}",
+        f"the gradients of the {ranks.ranks} ranks are averaged equally; right would be {fitting}",
         measured("rank-weights", f"{beside_one_process(ranks)}; {what}", **values),
-        *tried(ranks, f"each rank's loss multiplied by its right share ({shown}) over the used one"),
+        *tried(ranks, f"each rank's loss multiplied by its right share ({fitting}) over the used one"),
         remedy="divide each rank's summed loss by the count over all ranks (one all-reduce) and multiply it by the "
         "number of ranks, because the engine averages",
         proven=ranks.is_rounding(ranks.weights_control),
@@ -122,7 +123,7 @@ def _place(facts: Facts) -> Location | None:
     window = facts.loop.first if facts.loop is not None else None
     places = [place for event in (window.of("backward") if window else ()) for place in event.values.get("gathers", ())]
     file, line = next(filter(None, places), (None, None))
-    return Location(file=file, line=line) if file else None
+    return Location(file=shown(file), line=line) if file else None
 
 
 @rule_of_ranks("GAV706")
@@ -135,11 +136,12 @@ def shard_local_norm(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
         return
     if max(factors) - min(factors) <= FIT_FLOAT32 * max(map(abs, factors)):
         return
+    whose, part = ("shard", "shards") if ranks.weights is None else ("gradient", "gradients")
     left = max(abs(shard.norms / shard.factor - 1) if shard.factor else math.inf for shard in ranks.shards)
     evidence = [
         measured(
             "ranks",
-            f"the shards of the {ranks.ranks} ranks are {shares(factors)} times the full batch's, each with "
+            f"the {part} of ranks 0 to {ranks.ranks - 1} count {shares(factors)} times the full batch's, each with "
             f"{max(shard.residual for shard in ranks.shards):.0e} left over",
             factors=factors,
         )
@@ -147,12 +149,23 @@ def shard_local_norm(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
     proven = left <= ranks.rounding
     if proven:
         norms = [shard.norms for shard in ranks.shards]
-        text = f"the whole norm over that of each shard is {shares(norms)}, the same to {left:.0e}: proven"
+        text = f"clipping each by its norm alone makes that {shares(norms)}, the same to {left:.0e}: proven"
         evidence.append(controlled("ranks", text, norms=norms, left=left))
     yield finding_of(
-        f"each of the {ranks.ranks} ranks scales its shard of the gradient by a number of its own",
+        f"each of the {ranks.ranks} ranks scales its {whose} by a number of its own"
+        + (" before they are reduced" if ranks.weights is not None else ""),
         *evidence,
+        location=_clip_place(facts),
         remedy="clip with `torch.nn.utils.clip_grad_norm_`, which knows sharded gradients, or add up the squared norms "
-        "of all ranks first",
+        "of all ranks first"
+        if ranks.weights is None
+        else "reduce the gradients first, and clip what every rank then holds",
         proven=proven,
     )
+
+
+def _clip_place(facts: Facts) -> Location | None:
+    """Where the first window of a loop clips; None where no clipping was seen."""
+    clips = facts.loop.first.of("clip") if facts.loop is not None and facts.loop.first is not None else ()
+    file, line = clips[0].place if clips else (None, None)
+    return Location(file=shown(file), line=line) if file else None

@@ -9,12 +9,12 @@ from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.comparison import Method, Outcome, ParameterComparison
 from gaverify.records.facts import Facts, Weights
 from gaverify.records.weights import LossTerm, WeightFit, alike, are_shares, is_constant
-from gaverify.thresholds import FIT_FLOAT32, FIT_FLOAT64, FIT_MAGNIFIES
+from gaverify.thresholds import FIT_FLOAT32, FIT_FLOAT64, FIT_MAGNIFIES, LOST_SHARE
 
 
 def factor_in_loop(loop: Record, update: UpdateComparison) -> float | None:
     """Returns c where the accumulated gradient of an update is c ≠ 1 times the full batch's, to rounding."""
-    if not update.judged or not _differs(update) or update.fit is None:
+    if not update.judged or not _differs(update) or update.fit is None or _of_one_rank(loop, update.fit):
         return None
     return constant_factor(update.fit, loop.tolerance)
 
@@ -71,7 +71,18 @@ def weights_of(loop: Record) -> tuple[UpdateComparison, WeightFit] | None:
     fit = update.fit if update is not None else None
     if update is None or fit is None or fit.residual > loop.tolerance or not fit.weights or not _differs(update):
         return None
-    return (update, fit) if _unequal(fit, loop.tolerance) else None
+    return (update, fit) if _unequal(fit, loop.tolerance) and not _of_one_rank(loop, fit) else None
+
+
+def _of_one_rank(loop: Record, fit: WeightFit) -> bool:
+    """Whether a gradient holds the backward passes of some ranks only: it was taken before a script reduced by hand.
+
+    What is short of it then is no weight of a loss. Those of one micro-batch stand side by side, one for each rank.
+    """
+    used = [fit.used[at : at + loop.ranks] for at in range(0, len(fit.used), loop.ranks)]
+    most = LOST_SHARE * max(map(abs, fit.used), default=0.0)
+    reached = [[abs(weight) > most for weight in same] for same in used]
+    return any(any(same) and not all(same) for same in reached)
 
 
 def weighted_term(loop: Record) -> LossTerm | None:

@@ -32,6 +32,8 @@ CASES = {
     "the model in place of its wrapper": ("--loop unwrapped", 16, 2, 4, 2, {"GAV701"}),
     "each rank's own tokens": ("--loop own_tokens", 8, 2, 4, 1, {"GAV703"}),
     "reduced by hand": ("--loop by_hand", 16, 2, 4, 2, set()),
+    "clipped, then reduced by hand": ("--loop by_hand_clipped --clip 0.05", 16, 2, 4, 2, {"GAV706"}),
+    "reduced by hand, then clipped": ("--loop by_hand --clip 0.05", 16, 2, 4, 2, set()),
     "reduced by hand to the sum": ("--loop by_hand_sum", 8, 2, 4, 1, {"GAV704"}),
     "clipped on rank 0 alone": ("--loop clipped_on_zero", 16, 2, 4, 2, {"GAV701"}),
     "gathered without gradient": ("--loop gathers", 8, 2, 4, 1, {"GAV705"}),

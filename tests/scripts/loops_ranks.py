@@ -119,6 +119,8 @@ for start in range(0, len(inputs) - window + 1, window):
         with synchronised(k == K - 1):
             outputs = forward(input=fed) if args.named and ranks > 1 else forward(fed)
             loss_of(outputs, classes[rows]).backward()
+    if by_hand and args.loop == "by_hand_clipped":  # each rank by the norm of its own gradient
+        nn.utils.clip_grad_norm_(model.parameters(), args.clip)
     if by_hand:  # one buffer for all gradients; the mean is made here
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
@@ -133,7 +135,7 @@ for start in range(0, len(inputs) - window + 1, window):
         length = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(shard) for shard in shards]))
         for shard in shards:
             shard.mul_((0.05 / length).clamp(max=1))
-    elif args.clip:
+    elif args.clip and args.loop != "by_hand_clipped":
         nn.utils.clip_grad_norm_(model.parameters(), args.clip)
     optimizer.step()
     optimizer.zero_grad()

@@ -283,6 +283,22 @@ class TestWeights:
         assert faults(found) == codes
         assert not codes or ("`logit_scale`" in found[0].summary and "1 other parameter agrees" in found[0].summary)
 
+    @pytest.mark.parametrize(
+        ("used", "right", "codes"),
+        [
+            ((1.0, 0.0, 1.0, 0.0), (0.5, 0.5, 0.5, 0.5), ["GAV000"]),
+            ((1.0, 0.0, 1.0, 0.0), (0.2, 0.2, 0.3, 0.3), ["GAV000"]),
+            ((1.0, 1.0, 1.0, 1.0), (0.5, 0.5, 0.5, 0.5), ["GAV201"]),
+        ],
+        ids=["of rank 0 alone", "of rank 0 alone, unequal", "of both ranks"],
+    )
+    def test_a_rank_that_lacks_the_others_has_no_loss_scale(
+        self, used: tuple[float, ...], right: tuple[float, ...], codes: list[str]
+    ) -> None:
+        """What is taken before a script reduces by hand: weights fit, and another loss scale changes nothing."""
+        differs = update(ratio=1.5, fit=fit(1.5, 0.7, right=right, used=used), backwards=2)
+        assert [found.code for found in findings_for(record(RIGHT, "BSZ BSZ", updates=(differs,), ranks=2))] == codes
+
     def test_a_short_window_over_k_is_its_own_fault(self) -> None:
         updates = (update(), update(2, 0.5, backwards=2, fit=fit(0.5, right=(2.0, 2.0), used=(1.0, 1.0))))
         events = loop("BBBBSZ BBSZ")

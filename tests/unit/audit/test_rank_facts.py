@@ -51,6 +51,14 @@ def test_ranks_that_a_script_reduces_by_hand_step_with_the_same_gradients(tmp_pa
     assert found.weights is not None and found.weights.used == pytest.approx((0.5, 0.5))
 
 
+@pytest.mark.parametrize("factors", [(0.5, 0.25), (0.5, 0.5)])
+def test_what_each_rank_scales_before_a_reduction_by_hand(tmp_path: Path, factors: tuple[float, ...]) -> None:
+    reduced = sum((factor * own for factor, own in zip(factors, OWN, strict=True)), torch.zeros_like(FULL)) / 2
+    found = facts(tmp_path, (reduced, reduced), {"summed": OWN[0]}, {"summed": OWN[1]})
+    assert [part.factor for part in found.shards] == pytest.approx(factors)
+    assert all(part.residual < 1e-6 for part in found.shards)
+
+
 def test_ranks_that_are_not_reduced_are_apart_at_both_moments(tmp_path: Path) -> None:
     found = facts(tmp_path, OWN)
     assert min(found.apart, found.summed_apart) > 0.1

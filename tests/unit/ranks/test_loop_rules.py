@@ -46,6 +46,17 @@ def judged(facts: RankFacts) -> dict[str, Any]:
     return {finding.code: finding for rule in RULES for finding in rule.judge(whole)}
 
 
+def test_what_clips_before_the_reduction_is_named_by_its_line() -> None:
+    clip = Event("clip", 1, "train.py", 8, {"call": "clip_grad_norm_"})
+    step = Event("step", 1, "train.py", 10, {"optimizer": 0, "inside": False})
+    measured = ranks(fit(), shards=SHARES, summed_apart=1.4)
+    whole = replace(record(), ranks=measured, loop=Record(windows_of((clip, step)), Ledger((), ())))
+    (finding,) = shard_local_norm.judge(whole)
+    assert finding.location is not None and (finding.location.file, finding.location.line) == ("train.py", 8)
+    assert "before they are reduced" in finding.summary and "reduce the gradients first" in finding.remedy
+    assert measured.shares_to_try == ()  # a loss that counts otherwise is clipped to the same
+
+
 def test_a_gather_is_named_by_its_line_in_a_loop() -> None:
     event = Event("backward", 1, "train.py", 9, {"touched": [0], "targets": [], "gathers": [["train.py", 7]]})
     step = Event("step", 1, "train.py", 10, {"optimizer": 0, "inside": False})
@@ -76,6 +87,7 @@ CASES = {
         {"GAV704"},
     ),
     "norms of shards": (sharded(shards=SHARES), {"GAV706"}),
+    "norms of what is then reduced by hand": (ranks(fit(), shards=SHARES, summed_apart=1.4), {"GAV706"}),
     "statistics": (ranks(None, buffers_apart=("0:1.running_mean",), frozen_control=2e-7), {"GAV707"}),
     "every time": (ranks(None, divergent=False, reduced=(652, 652), update_bytes=163), {"GAV708"}),
 }
