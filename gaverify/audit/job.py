@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from gaverify.records.ranks import Shares
+
 Files = Literal["view", "guard", "in-place"]
 """How a run is kept from the user's files; see `gaverify.audit.outputs`."""
 
@@ -42,7 +44,7 @@ class Job:
         folder: Where the run writes.
         updates: Optimizer updates after which the script is stopped; 0 lets it run to its end.
         source: Folder of the full-batch run, or of the same rank of it: gradients to step with, samples.
-        shares: What each rank's backward passes multiply their losses' gradients by; empty leaves them alone.
+        shares: What each rank's backward passes multiply their losses' gradients by, in turn; empty leaves them alone.
         synchronise: Let every backward pass reduce over the ranks, whatever the script asks for.
         gathers: Let gathers of trained tensors hand the gradient back.
         frozen: Buffers, `model:name`, whose modules run in evaluation mode, with the statistics that they hold.
@@ -106,7 +108,7 @@ class Job:
     world: tuple[int, int, int] | None = None
     launcher: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
-    shares: tuple[float, ...] = ()
+    shares: Shares = ()
     synchronise: bool = False
     gathers: bool = False
     frozen: tuple[str, ...] = ()

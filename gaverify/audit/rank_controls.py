@@ -40,8 +40,11 @@ def controlled_ranks(runner: Runner, full: Run, record: Record, options: dict[st
         ranks = replace(ranks, frozen_control=left(None, {"frozen": ranks.buffers_apart}))
     elif ranks.at_fault and ranks.gathers and not ranks.shares_to_try:
         ranks = replace(ranks, gather_control=left(full, {"gathers": True}))
-    elif ranks.at_fault and (shares := ranks.shares_to_try):
-        ranks = replace(ranks, weights_control=left(full, {"shares": shares}))
+    elif ranks.at_fault:
+        for shares in ranks.shares_to_try:
+            ranks = replace(ranks, weights_control=left(full, {"shares": shares}), shares_tried=shares)
+            if ranks.is_rounding(ranks.weights_control):
+                break
     return replace(record, together=ranks)
 
 

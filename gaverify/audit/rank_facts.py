@@ -121,16 +121,13 @@ def _traffic(backwards: Sequence[Event]) -> Traffic:
     return Traffic(dict(counts), sum(event.values.get("sent", 0) for event in backwards))
 
 
-def _targets(accumulated: RankedRun) -> tuple[int, ...]:
-    """The valid targets of each rank in the first window; empty where they are unknown, or differ within a rank."""
+def _targets(accumulated: RankedRun) -> tuple[tuple[int, ...], ...]:
+    """The valid targets of each rank in each of the first window's passes; empty where one is unknown or has none."""
     found = []
     for run in accumulated.ranks:
         window = [event for event in run.events if event.update == 1 and event.kind == "backward"]
-        counts = {max((count for count, _ in event.values.get("targets", ())), default=0) for event in window}
-        if len(counts) != 1:
-            return ()
-        found.append(counts.pop() * len(window))
-    return tuple(found) if all(found) else ()
+        found.append(tuple(max((count for count, _ in e.values.get("targets", ())), default=0) for e in window))
+    return tuple(found) if all(counts and all(counts) for counts in found) else ()
 
 
 def _fed_alike(rows: Sequence[list[dict[str, Any]]]) -> bool:

@@ -96,10 +96,9 @@ def confirm(
     if facts.at_fault and facts.gathers:
         repaired = window_run(task, judgement.record, judgement.full, ranks, around=gathers_with_gradient)
         facts = replace(facts, gather_control=left_between(repaired.gradients, together))
-    shares = facts.shares_to_try if facts.at_fault else ()
-    if shares:
+    for shares in facts.shares_to_try if facts.at_fault else ():
         repaired = window_run(task, judgement.record, judgement.full, ranks, shares=shares)
-        facts = replace(facts, weights_control=left_between(repaired.gradients, together))
+        facts = replace(facts, weights_control=left_between(repaired.gradients, together), shares_tried=shares)
     return Confirmation(tuple(rows), facts, method)
 
 

@@ -88,7 +88,7 @@ def _run(window: Window, bare: Task, rank: int) -> RankReport:
     alone, reach = by_itself(window, bare, own, calls)
     task = wrapped(bare, engine, reach)
     with traffic.counting():
-        share = window.shares[rank] if window.shares else 1.0
+        share = window.shares[rank][0] if window.shares else 1.0
         probe = Synchronised(task, engine, own[-1], count, share)
         together = accumulated(window, task, Kept(), own, probe)
     shards = {name: _shard(gradient) for name, gradient in together.gradients.items()}

@@ -22,7 +22,7 @@ from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.task import Task
 from gaverify.ranks.forking import run_forked
 from gaverify.ranks.fresh import run_fresh
-from gaverify.records.ranks import Engine
+from gaverify.records.ranks import Engine, Shares
 from gaverify.verdict.control import in_float64
 
 Result = TypeVar("Result")
@@ -81,7 +81,7 @@ class Window:
     math_kernels: bool = False
     lifted: bool = False
     around: Callable[[], AbstractContextManager[None]] = nullcontext
-    shares: tuple[float, ...] = ()
+    shares: Shares = ()
 
     @contextmanager
     def task(self, rank: int) -> Iterator[Task]:

@@ -9,9 +9,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import chain
 
 from gaverify.records.weights import WeightFit
 from gaverify.thresholds import FEW_UNITS, FIT_FLOAT32, FIT_UNITS, TINY, U32
+
+Shares = tuple[tuple[float, ...], ...]
+"""For each rank what its losses are multiplied by, in turn: one number for all, or one for each micro-batch."""
 
 
 class Engine(str, Enum):
@@ -104,7 +108,8 @@ class RankFacts:
         tensor_parallel: Whether ranks hold parts of the same layers and share rows on purpose, which count once then.
         altered: Which part of the gradient after the window's last backward pass is no sum of what the ranks' backward
             passes computed, relative; NaN where that is not known. A hook that compresses what is reduced does this.
-        targets: Valid targets of each rank in the window, the same in each of its micro-batches; empty where not known.
+        targets: Valid targets of each rank in each of its micro-batches of the window; empty where not known.
+        shares_tried: What `weights_control` multiplied the losses of each rank by, in turn.
         update_bytes: Bytes of one gradient of the whole model in the coarsest type that an engine reduces in.
     """
 
@@ -127,7 +132,8 @@ class RankFacts:
     reduced: tuple[int, ...] = ()
     stepped_without: bool = False
     shards: tuple[Share, ...] = ()
-    targets: tuple[int, ...] = ()
+    targets: tuple[tuple[int, ...], ...] = ()
+    shares_tried: Shares = ()
     update_bytes: int = 0
     summed_apart: float = math.nan
     started_apart: float = 0.0
@@ -160,12 +166,12 @@ class RankFacts:
         return left <= self.rounding
 
     @property
-    def shares_to_try(self) -> tuple[float, ...]:
-        """Right over used weight of each rank: what a control multiplies their losses by; empty where none fits."""
+    def shares_to_try(self) -> tuple[Shares, ...]:
+        """Right over used weight of each rank, which a control multiplies their losses by; empty where none fits."""
         fit = self.weights
         factor, left = self.one_factor
         if factor and left <= self.rounding:
-            return (1 / factor,) * self.ranks
+            return (((1 / factor,),) * self.ranks,)
         if fit is None:
             return self.shares_of_targets
         if self.shards:  # what scales each rank's gradient would do so again, whatever its loss counts
@@ -174,15 +180,21 @@ class RankFacts:
             return ()
         if fit.residual > self.rounding or min(fit.weights) <= 0.0:
             return ()
-        return tuple(right / used for right, used in zip(fit.weights, fit.used, strict=True))
+        return (tuple((right / used,) for right, used in zip(fit.weights, fit.used, strict=True)),)
 
     @property
-    def shares_of_targets(self) -> tuple[float, ...]:
-        """What would make means over each rank's valid targets one over all: R · n_r / N; empty where all are equal."""
-        total = sum(self.targets)
-        if len(set(self.targets)) < 2 or not all(self.targets):
-            return ()
-        return tuple(self.ranks * count / total for count in self.targets)
+    def shares_of_targets(self) -> tuple[Shares, ...]:
+        """What would make means over valid targets one over all, where they do not count alike.
+
+        R · n_r / N of a mean over a rank's window, K · R · n_rk / N of those over its micro-batches.
+        """
+        total = sum(map(sum, self.targets))
+        of_ranks = tuple((self.ranks * sum(counts) / total,) for counts in self.targets)
+        of_passes = tuple(
+            tuple(len(counts) * self.ranks * count / total for count in counts) for counts in self.targets
+        )
+        ways = [of_ranks] if all(len(set(counts)) == 1 for counts in self.targets) else [of_ranks, of_passes]
+        return tuple(way for way in ways if len(set(chain(*way))) > 1)
 
     @property
     def one_factor(self) -> tuple[float, float]:

@@ -10,9 +10,11 @@ from gaverify.records.findings import Finding, Location
 from gaverify.records.ranks import RankFacts
 from gaverify.records.weights import is_constant
 from gaverify.rules.rule import controlled, finding_of, judged, measured, rule_of_ranks
-from gaverify.rules.wording import beside_one_process, shares, tried
+from gaverify.rules.wording import beside_one_process, listed, shares, tried
 from gaverify.thresholds import COMPUTED_FLOAT32, FIT_FLOAT32, SMALL_PART
 from gaverify.tracebacks import shown
+
+_SHOWN = 8  # micro-batches of a rank whose targets are listed
 
 
 @rule_of_ranks("GAV703")
@@ -39,11 +41,17 @@ def mean_over_ranks(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
 
 def _of_shards(ranks: RankFacts) -> Iterator[Finding]:
     """Sharded ranks keep no gradient of their own: valid targets say what is tried, and the control decides."""
-    if not ranks.shares_of_targets or not ranks.is_rounding(ranks.weights_control):
+    if ranks.shares_tried not in ranks.shares_of_targets or not ranks.is_rounding(ranks.weights_control):
         return
-    fitting = shares([share / ranks.ranks for share in ranks.shares_of_targets])
-    counted = ", ".join(map(str, ranks.targets))
-    yield _finding(ranks, fitting, f"the ranks have {counted} valid targets", targets=list(ranks.targets))
+    of_each = any(len(own) > 1 for own in ranks.shares_tried)
+    fitting = shares([own[0] / ranks.ranks for own in ranks.shares_tried])
+    counted = listed([" + ".join(map(str, counts[:_SHOWN])) for counts in ranks.targets], ranks.ranks)
+    yield _finding(
+        ranks,
+        "each micro-batch's share of the valid targets" if of_each else fitting,
+        f"the ranks have {counted} valid targets",
+        targets=[list(counts) for counts in ranks.targets],
+    )
 
 
 def _finding(ranks: RankFacts, fitting: str, what: str, **values: object) -> Finding:

@@ -39,6 +39,8 @@ CASES = {
     "gathered without gradient": ("--loop gathers", 8, 2, 4, 1, {"GAV705"}),
     "gathered with gradient": ("--loop gathers_right", 8, 2, 4, 1, set()),
     "each rank's own tokens, sharded": ("--loop sharded_tokens", 8, 2, 4, 1, {"GAV703"}),
+    "each micro-batch's own tokens, sharded": ("--loop sharded_tokens --period 12", 16, 2, 4, 2, {"GAV703"}),
+    "each rank's own window, sharded": ("--loop sharded_window_tokens --period 16", 16, 2, 4, 2, {"GAV703"}),
     "divided by all samples, sharded": ("--loop sharded_parts", 8, 2, 4, 1, {"GAV704"}),
     "a sum by hand": ("--loop whole_sum", 8, 2, 4, 1, {"GAV704"}),
     "never reduced, sharded": ("--loop sharded_never", 16, 2, 4, 2, {"GAV702"}),

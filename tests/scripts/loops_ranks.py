@@ -23,6 +23,7 @@ parser.add_argument("--strided", action="store_true")
 parser.add_argument(
     "--named", action="store_true", help="ranks hand their rows over by name, which hides what they are"
 )
+parser.add_argument("--period", type=int, default=8, help="rows from one stretch of padding to the next")
 parser.add_argument("--skip", type=int, default=0, help="rows that ranks leave out")
 parser.add_argument("--noise", type=float, default=0.0)
 parser.add_argument("--clip", type=float, default=0.0)
@@ -32,8 +33,8 @@ dist.init_process_group("gloo")
 rank, ranks, K = dist.get_rank(), dist.get_world_size(), args.accum
 torch.manual_seed(0)
 inputs, classes = torch.randn(64, 6), torch.randint(3, (64,))
-if args.loop in ("own_tokens", "all_tokens", "sharded_tokens"):
-    classes[torch.arange(64) % 8 < 3] = -100  # the first ranks have more padding
+if "tokens" in args.loop:
+    classes[torch.arange(64) % args.period < 3] = -100  # the first ranks have more padding
 norm: nn.Module = nn.BatchNorm1d(16) if args.loop in ("statistics", "sharded_statistics") else nn.LayerNorm(16)
 net = nn.Sequential(nn.Linear(6, 16), nn.Dropout(args.dropout), nn.GELU(), nn.Linear(16, 3))
 if args.loop in ("statistics", "sharded_statistics", "no_statistics"):
@@ -80,9 +81,11 @@ def contrasted(outputs: torch.Tensor) -> torch.Tensor:
 def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     if args.loop.startswith("gathers"):
         return contrasted(logits)
-    if args.loop in ("sharded_tokens", "sharded_parts"):
-        valid = (targets != -100).sum()
-        return cross_entropy(logits, targets, reduction="sum") / (valid if args.loop == "sharded_tokens" else window)
+    if args.loop in ("sharded_tokens", "sharded_window_tokens", "sharded_parts"):
+        own = [classes[start + (at * places + place) * size :][:size] for at in range(K)]
+        valid = {"sharded_tokens": (targets != -100).sum() * K, "sharded_parts": window}
+        count = valid.get(args.loop, (torch.cat(own) != -100).sum())  # of the rank's window
+        return cross_entropy(logits, targets, reduction="sum") / count
     if args.loop == "whole_sum":  # the mean of the ranks is made a sum by hand, on top of the engine's mean
         return cross_entropy(logits, targets) * ranks / K
     if args.loop == "all_tokens":

@@ -116,7 +116,8 @@ class PassRecorder(Session):
     # -- what lies behind them ---------------------------------------------------------------------------------------
 
     def _shrunk(self, tensors: Any) -> AbstractContextManager[None]:
-        factor = self.job.shrink * (self.job.shares[place_in_group()[0]] if self.job.shares else 1.0)
+        own = self.job.shares[place_in_group()[0]] if self.job.shares else (1.0,)
+        factor = self.job.shrink * own[self._numbers["backward"] % len(own)]
         return nullcontext() if factor == 1.0 else shrunk(tensors, factor)
 
     def _alone(self, terms: Terms) -> AbstractContextManager[None]:

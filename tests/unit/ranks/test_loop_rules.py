@@ -12,7 +12,7 @@ from ranked import GATHERED, fit, ranks
 
 from gaverify.records.audit import Record
 from gaverify.records.events import Event, Ledger
-from gaverify.records.ranks import Engine, RankFacts, Share
+from gaverify.records.ranks import Engine, RankFacts, Share, Shares
 from gaverify.records.windows import windows_of
 from gaverify.rules import (
     gather_without_gradient,
@@ -39,6 +39,27 @@ SHARES = (Share(1.5, 2e-7, 1.5), Share(1.34, 2e-7, 1.34))
 
 def sharded(**changes: Any) -> RankFacts:
     return ranks(None, engine=Engine.FSDP2, apart=math.nan, **changes)
+
+
+def of_targets(*targets: tuple[int, ...], left: float = 3e-7) -> RankFacts:
+    tried = sharded(targets=targets).shares_of_targets[-1]
+    return sharded(targets=targets, weights_control=left, shares_tried=tried)
+
+
+@pytest.mark.parametrize(
+    ("targets", "ways"),
+    [
+        (((20,), (12,)), [((1.25,), (0.75,))]),
+        (((4, 4), (4, 4)), []),
+        (((3, 5), (4, 4)), [((0.75, 1.25), (1.0, 1.0))]),
+        (((3, 3), (1, 1)), [((1.5,), (0.5,))]),
+        (((6, 2), (3, 5)), [((1.5, 0.5), (0.75, 1.25))]),
+        (((9, 3), (1, 3)), [((1.5,), (0.5,)), ((2.25, 0.75), (0.25, 0.75))]),
+    ],
+)
+def test_what_makes_means_over_valid_targets_one(targets: tuple[tuple[int, ...], ...], ways: list[Shares]) -> None:
+    """A rank may average over its window, or each of its micro-batches."""
+    assert list(sharded(targets=targets).shares_of_targets) == ways
 
 
 def judged(facts: RankFacts) -> dict[str, Any]:
@@ -81,7 +102,8 @@ CASES = {
         {"GAV708"},
     ),
     "unequal shares": (ranks(fit((0.534, 0.466)), weights_control=3e-7), {"GAV703"}),
-    "means over unequal targets, sharded": (sharded(targets=(20, 12), weights_control=3e-7), {"GAV703"}),
+    "means over unequal targets, sharded": (of_targets((20,), (12,)), {"GAV703"}),
+    "means over unequal targets of each micro-batch, sharded": (of_targets((11, 9), (7, 13)), {"GAV703"}),
     "one factor, sharded": (
         sharded(shards=(Share(0.5, 1e-7, 1.5), Share(0.5, 1e-7, 1.34)), weights_control=2e-7),
         {"GAV704"},
@@ -99,8 +121,8 @@ QUIET = {
     "activations in each backward pass": sharded(divergent=False, reduced=(1600, 2252), update_bytes=163),
     "reduced too early, without a difference": sharded(divergent=False, reduced=(652, 0), update_bytes=163),
     "one factor for all shards": sharded(shards=(Share(1.7, 2e-7, 1.5), Share(1.7, 2e-7, 1.34))),
-    "unequal targets that are not the cause": sharded(targets=(20, 12), weights_control=0.2),
-    "equal targets": sharded(targets=(16, 16), weights_control=2e-7),
+    "unequal targets that are not the cause": of_targets((20,), (12,), left=0.2),
+    "equal targets": sharded(targets=((16,), (16,)), weights_control=2e-7),
     "shards that differ in more than a factor": sharded(shards=(Share(1.5, 0.3, 1.5), Share(1.34, 0.3, 1.34))),
     "buffers that holding does not repair": ranks(None, buffers_apart=("0:1.seen",), frozen_control=0.5),
     "a count that is reduced": ranks(None, divergent=False, reduced=(8, 660), update_bytes=163),
