@@ -13,7 +13,7 @@ from fractions import Fraction
 
 import torch
 
-from gaverify.causes import backward, proof, state, weights
+from gaverify.causes import backward, counts, proof, state, weights
 from gaverify.causes.bench import FORESEEN, Bench
 from gaverify.causes.earlier import kept
 from gaverify.causes.sketches import Sketches, fitted
@@ -157,6 +157,13 @@ def _weights(bench: Bench, facts: Facts, found: Facts) -> Facts:
     They have a meaning; or, where those of the part had none and held for moved parameters, too, they leave nothing.
     """
     fit, before = facts.weights.fit, found.weights.fit
+    if found.weights.counts:
+        seen = counts.found_in(bench, facts.weights.used)
+        if seen is None:
+            return facts
+        known = replace(facts.weights, counts=seen[0], remedy=_as_in(found.weights.remedy, seen[1]))
+        known = replace(known, place=found.weights.place)
+        return replace(facts, weights=known, left=seen[1].left, cleared=seen[1].rounding)
     if bench.floor and fit is not None and bench.earlier is not None:
         fit = _of_the_part(fit, bench.earlier.shares, facts.weights, found.weights, bench.floor)
     if fit is None or before is None:
@@ -165,7 +172,14 @@ def _weights(bench: Bench, facts: Facts, found: Facts) -> Facts:
     if not weights.means(bench, facts, fit) and (weights.have_meaning(found.weights, before) or not alike):
         return facts
     facts = weights.tried(bench, facts, fit)
-    return replace(facts, weights=replace(facts.weights, place=found.weights.place), forward=found.forward)
+    known = facts.weights
+    known = replace(known, place=found.weights.place, remedy=_as_in(found.weights.remedy, known.remedy))
+    return replace(facts, weights=known, forward=found.forward)
+
+
+def _as_in(part: ControlRun | None, run: ControlRun | None) -> ControlRun | None:
+    """A repair of the whole batch with what a second batch showed beside the part."""
+    return replace(run, holds=part.holds) if part is not None and run is not None else run
 
 
 def _state(bench: Bench, facts: Facts, found: Facts) -> Facts:
@@ -176,7 +190,8 @@ def _state(bench: Bench, facts: Facts, found: Facts) -> Facts:
     control = state.run_control(bench, found.state.control.kind, changes)
     if control.rounding and not state.is_to_blame(bench, found.state):
         return facts
-    known = replace(found.state, control=control, remedies=(control,) if found.state.remedies else ())
+    remedies = tuple(replace(control, holds=run.holds) for run in found.state.remedies[:1])
+    known = replace(found.state, control=control, remedies=remedies)
     return replace(facts, state=known, forward=found.forward, left=control.left, cleared=control.rounding)
 
 
@@ -202,6 +217,9 @@ def _cause(bench: Bench, facts: Facts, found: Facts) -> Facts:
     cut_off = {row.name for row in facts.compared.rows if row.reference_norm > 0} - control.reached
     if cut_off and control.kind is ControlKind.HELD and not _nothing_before(bench, facts, found):
         return facts
+    held = {run.kind: run.holds for run in before.remedies}
+    remedies = tuple(replace(run, holds=held[run.kind]) for run in cause.remedies)
+    cause = replace(cause, control=_as_in(before.control, control), remedies=remedies)
     forward = replace(found.forward, causes=(cause,))
     return replace(facts, forward=forward, left=control.left, cleared=control.rounding)
 

@@ -65,16 +65,20 @@ def try_suspect(
 
 
 def again(bench: Bench, cause: Cause) -> Cause | None:
-    """Runs a control of a cause's kind, and its repairs, on another bench; None where none leaves only rounding."""
+    """Runs a control of a cause's kind, and its repairs, on another bench; None where that is impossible."""
     known = cause.control.kind if cause.control is not None else None
+    made = None
     for kind, make in _controls(bench, cause.suspect, fit=False):
-        made = bench.possible(make) if kind is known else None  # one that does not fit leaves it to another of the kind
+        if kind is known:  # one that does not fit, or leaves something, leaves it to another of the kind
+            made = bench.possible(make) or made
         if made is not None and made[0].rounding:
-            control, neutral = made
-            remedies = tuple(_remedies(bench, cause.suspect, neutral))
-            explained = 1.0 - control.left / bench.total
-            return replace(cause, control=control, remedies=remedies, explained=explained, alone=bench.total)
-    return None
+            break
+    if made is None:
+        return None
+    control, neutral = made
+    remedies = tuple(_remedies(bench, cause.suspect, neutral)) if control.rounding else ()
+    explained = 1.0 - control.left / bench.total
+    return replace(cause, control=control, remedies=remedies, explained=explained, alone=bench.total)
 
 
 _Control = tuple[ControlKind, Callable[[], tuple[ControlRun, PassProbe | None]]]

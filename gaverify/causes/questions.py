@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 
-from gaverify.causes import backward, coupling, draws, operations, state, weights
+from gaverify.causes import again, backward, counts, coupling, draws, operations, state, weights
 from gaverify.causes.bench import Bench
 from gaverify.causes.confirming import confirmed
 from gaverify.causes.earlier import kept
@@ -20,6 +20,7 @@ QUESTIONS: tuple[Callable[[Bench, Facts], Facts], ...] = (
     draws.ask,
     weights.ask,
     state.ask,
+    counts.ask,
     coupling.ask,
     weights.ask_at_moved_parameters,
     operations.ask,
@@ -56,6 +57,7 @@ def asked(task: Task, judgement: Judgement, facts: Facts, heard: Heard, found: F
             if _settled(facts):
                 break
             facts = ask(draws.given(bench, facts), facts)
+        facts = again.ask(bench, facts)
         facts = weights.ask_place(draws.given(bench, facts), state.ask_lines(bench, facts))
     return replace(facts, cleared=facts.left <= bench.rounding, failures=bench.failures)
 

@@ -10,7 +10,7 @@ agrees with the rest of the batch wins; `batch_size` settles what stays open.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
@@ -128,7 +128,14 @@ def take(batch: Any, start: int, stop: int, batch_size: int, split: Split | None
     """Returns the samples `start` to `stop - 1` of `batch_size`; what has no samples passes through."""
     if split is not None:
         return split(batch, start, stop)
-    return _take(batch, start, stop, batch_size)
+    return _take(batch, range(start, stop), batch_size)
+
+
+def drawn(batch: Any, batch_size: int, seed: int) -> Any:
+    """Returns a second batch of as many samples, drawn from this one with replacement; what has none passes through."""
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    rows = torch.randint(batch_size, (batch_size,), generator=generator, device="cpu")
+    return _take(batch, rows.tolist(), batch_size)
 
 
 def fresh(batch: Any, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Any:
@@ -171,14 +178,14 @@ def _shape(leaf: Any) -> list[Any]:
     return [_leading(leaf), "nested"] if nested else list(leaf.shape)
 
 
-def _rows(leaf: Any, start: int, stop: int) -> Any:
+def _rows(leaf: Any, rows: Sequence[int]) -> Any:
     """The samples of one tensor or array; nested and sparse tensors cannot be sliced."""
     if isinstance(leaf, torch.Tensor) and leaf.is_nested:
-        return torch.nested.as_nested_tensor(list(leaf.unbind()[start:stop]), layout=leaf.layout)
+        return torch.nested.as_nested_tensor([leaf.unbind()[row] for row in rows], layout=leaf.layout)
     if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
-        rows = torch.arange(start, stop, device=leaf.device)
-        return leaf.to_sparse_coo().index_select(0, rows).to_sparse(layout=leaf.layout)
-    return leaf[start:stop]
+        chosen = torch.tensor(rows, dtype=torch.int64, device=leaf.device)
+        return leaf.to_sparse_coo().index_select(0, chosen).to_sparse(layout=leaf.layout)
+    return leaf[slice(rows.start, rows.stop) if isinstance(rows, range) else rows]
 
 
 def _candidates(node: Any) -> list[int] | None:
@@ -219,12 +226,12 @@ def _agreed(options: list[list[int] | None]) -> list[int] | None:
     return [size for size in constrained[0] if all(size in option for option in constrained[1:])]
 
 
-def _take(node: Any, start: int, stop: int, size: int) -> Any:
+def _take(node: Any, rows: Sequence[int], size: int) -> Any:
     entries = children(node)
     if entries is None:
-        return _rows(node, start, stop) if _leading(node) == size else node
+        return _rows(node, rows) if _leading(node) == size else node
     if isinstance(node, list | tuple) and not is_namedtuple(node) and len(node) == size:
         structure = _agreed([_candidates(child) for _, child in entries])
         if not structure or size not in structure or _readings(node, structure)[0] == len(node) != structure[0]:
-            return type(node)(node[start:stop])
-    return with_children(node, [_take(child, start, stop, size) for _, child in entries])
+            return type(node)(node[rows.start : rows.stop] if isinstance(rows, range) else [node[row] for row in rows])
+    return with_children(node, [_take(child, rows, size) for _, child in entries])

@@ -24,6 +24,7 @@ class ControlKind(Enum):
     STATE_HELD = "writes to state without effect"
     DRAWS_HELD = "every random draw held constant"
     WEIGHTS = "other micro-batch weights"
+    COUNTS = "the window's counts in the place of each micro-batch's own"
     FULL_BATCH = "what code gives and gives back, taken from the full batch"
     HOOKS = "hooks left out"
     GRADIENTS_KEPT = "gradients that a forward clears put back"
@@ -39,7 +40,8 @@ class ControlRun:
     `what` says it in words for reports, `kind` for rules.
     `left` is the difference that stays, relative to the full-batch gradient's norm; `fit` the weights that would be
     right in this run, where they were asked for. `reached` names the parameters whose gradient was not zero in it:
-    what is held as a constant cuts others off, and hides what diverges before it.
+    what is held as a constant cuts others off, and hides what diverges before it. `holds`: as a repair it gave the full
+    batch's gradient on a second batch as well, as far as one could be made.
     """
 
     what: str
@@ -48,6 +50,12 @@ class ControlRun:
     fit: WeightFit | None = None
     kind: ControlKind = ControlKind.HELD
     reached: frozenset[str] = frozenset()
+    holds: bool = True
+
+    @property
+    def repairs(self) -> bool:
+        """Whether it leaves nothing on this batch and on a second one."""
+        return self.rounding and self.holds
 
 
 @dataclass(frozen=True)

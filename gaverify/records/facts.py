@@ -17,7 +17,7 @@ from gaverify.records.comparison import Method, ParameterComparison
 from gaverify.records.experiment import Cause, ControlRun
 from gaverify.records.operations import ModuleDifference, Operation
 from gaverify.records.ranks import RankFacts
-from gaverify.records.weights import WeightFit, are_shares
+from gaverify.records.weights import Count, WeightFit, are_shares
 from gaverify.thresholds import AGREE_FLOAT64, COMPUTED_FLOAT32
 
 SCRIPT = "the script's own"
@@ -80,7 +80,8 @@ class Weights:
 
     `failure`: why that was impossible; the weights stay suspected then. `losses` are those of the micro-batches;
     `valid_targets` is empty where the loss does not tell; `ignored_targets`: whether some targets count for nothing.
-    `place` is the loss call or division whose result the fitted weights add up.
+    `place` is the loss call or division whose result the fitted weights add up; `counts` what each micro-batch divides
+    by itself, where dividing by the window's instead is the remedy that was tried.
     """
 
     used: tuple[float, ...]
@@ -93,6 +94,7 @@ class Weights:
     remedy: ControlRun | None = None
     failure: str = ""
     place: Operation | None = None
+    counts: tuple[Count, ...] = ()
 
     @property
     def blamed(self) -> bool:

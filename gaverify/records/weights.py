@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gaverify.records.operations import Operation
 from gaverify.thresholds import COMPUTED_FLOAT32, FIT_MAGNIFIES, NO_WEIGHT, SAME_NUMBER
 
 
@@ -42,6 +43,22 @@ class WeightFit:
             right / (used if abs(used) > NO_WEIGHT * usual else usual)
             for right, used in zip(self.weights, self.used, strict=True)
         )
+
+
+@dataclass(frozen=True)
+class Count:
+    """What one operation divides by, or multiplies by (`times`), in each micro-batch and in the whole window.
+
+    `counts`: the window's is the sum of theirs, so that it takes the place of the micro-batch's weight as well; else
+    their mean. `added_up`: the micro-batches' losses are added up instead, where they were weighted.
+    """
+
+    operation: Operation
+    own: tuple[float, ...]
+    window: float
+    counts: bool = True
+    added_up: bool = False
+    times: bool = False
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ def rest_of(facts: Facts, run: ControlRun) -> str:
 def held_remedy(cause: Cause) -> str:
     """The repair "hold it constant", where it was run and gave the full batch's gradient; empty where not."""
     run = next((run for run in cause.remedies if run.kind is ControlKind.HELD_IN_WINDOW), None)
-    if run is None or not run.rounding:
+    if run is None or not run.repairs:
         return ""
     return "compute it once over the window and hold it constant in every micro-batch: tested, equivalent"
 

@@ -25,7 +25,7 @@ def batch_statistics(facts: Facts) -> Iterator[Finding]:
         remedies = [
             f"{run.what} in its place: {tested(run)}"
             for run in cause.remedies
-            if run.rounding and run.kind is ControlKind.REPLACED
+            if run.repairs and run.kind is ControlKind.REPLACED
         ]
         if cause.control is not None and cause.control.kind is ControlKind.FROZEN:
             remedies.append("freeze its statistics (`.eval()` on the layer, after every `model.train()`)")
@@ -94,15 +94,15 @@ def _remedy(facts: Facts, cause: Cause) -> str:
     cached = "a two-pass cached gradient (`gaverify.remedies.CachedGradients`)"
     if cause.suspect.kind == "non-additive":
         cached = f"take what it needs of the batch (a mean, a deviation) once over the window; or {cached}"
-    if run is not None and run.kind is ControlKind.CACHED_GRADIENTS and run.rounding:
+    if run is not None and run.kind is ControlKind.CACHED_GRADIENTS and run.repairs:
         return f"{cached}: tested, gives the full-batch gradient at the memory of a micro-batch"
-    if run is not None and run.kind is ControlKind.OWN_CACHE and run.rounding:
+    if run is not None and run.kind is ControlKind.OWN_CACHE and run.repairs:
         return "hand the loss the full batch: it caches gradients itself, a part of the batch at a time: tested"
     held = held_remedy(cause)
     if held:
         return held
     once = "compute the loss once over all outputs of the window"
-    return paired_remedy(cause.suspect) or (once if facts.loop is None else f"{once}: {cached} does it, not tried here")
+    return paired_remedy(cause.suspect) or (once if facts.diagnosed else f"{once}: {cached} does it, not tried here")
 
 
 _LOOK = "look at custom `backward` functions and hooks: they see the micro-batch's gradient, not the window's"

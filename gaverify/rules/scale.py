@@ -123,6 +123,8 @@ def factor_of(facts: Facts) -> tuple[float | None, float]:
     exact = facts.compared.method in (Method.FLOAT64_CONTROL, Method.TOLERANCE)
     accurate = FIT_FLOAT64 if exact else FIT_FLOAT32
     fit = facts.weights.fit
+    if facts.weights.counts and (fit is None or fit.residual > FIT_FLOAT32):
+        return None, math.inf  # several counts, which no weights explain together
     if fit is not None and facts.weights.blamed:
         ratios = [w / c for w, c in zip(facts.weights.used, fit.weights, strict=True) if c]
         if len(ratios) == len(fit.weights) and is_constant(ratios, fit.residual):

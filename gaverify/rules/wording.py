@@ -51,6 +51,8 @@ def listed(names: Sequence[str], most: int = 3) -> str:
 
 def tested(run: ControlRun) -> str:
     """Says how a remedy that was run came out."""
+    if run.rounding and not run.holds:
+        return "tested, equivalent on this batch and not on another one: look for what makes the numbers of this one"
     return "tested, equivalent" if run.rounding else f"tested, leaves {run.left:.0e}"
 
 

@@ -33,7 +33,7 @@ from gaverify.rules.wording import (
     passes,
     tested,
 )
-from gaverify.rules.wrong_shares import explains_weights
+from gaverify.rules.wrong_shares import counts_remedy, explains_weights
 from gaverify.thresholds import COMPUTED_FLOAT32, SAME_NUMBER, THREE_DIGITS
 from gaverify.tracebacks import shown
 
@@ -82,7 +82,8 @@ def _control(facts: Facts, right: str) -> tuple[Evidence, ...]:
     run = facts.weights.remedy
     if run is None:
         return not_run(facts) if facts.weights.failure else ()
-    text = f"with weights {right} the difference is {run.left:.0e}: proven"
+    what = run.what if facts.weights.counts else f"weights {right}"
+    text = f"with {what} the difference is {run.left:.0e}: proven"
     if not run.rounding:
         text = f"with weights {right} a difference of {run.left:.0e} is left"
     return (controlled("micro-batch-weights", text, left=run.left),)
@@ -92,6 +93,8 @@ def _remedy(facts: Facts, factor: float, right: str) -> str:
     run = facts.weights.remedy
     if run is not None and not run.rounding and not facts.cleared:
         return NOT_ENOUGH
+    if run is not None and facts.weights.counts:
+        return counts_remedy(facts.weights.counts, run)
     text = f"multiply each micro-batch's loss by {exact([1 / factor])} (weights {right})"
     return text + (f": {tested(run)}" if run is not None and run.rounding else "")
 

@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterator
 
 from gaverify.records.audit import Record, UpdateComparison
+from gaverify.records.experiment import ControlRun
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
-from gaverify.records.weights import WeightFit, are_shares, is_constant
+from gaverify.records.weights import Count, WeightFit, are_shares, is_constant
 from gaverify.rules.rule import controlled, finding_of, measured, rule
 from gaverify.rules.scale import constant, counted_at, factor_in_loop, factor_of, shares, weighted_term, weights_of
 from gaverify.rules.wording import (
@@ -22,7 +23,7 @@ from gaverify.rules.wording import (
     tested,
     weights_text,
 )
-from gaverify.thresholds import FIT_EXACT, FIT_MAGNIFIES
+from gaverify.thresholds import FIT_EXACT, FIT_FLOAT32, FIT_MAGNIFIES
 
 
 @rule("GAV203")
@@ -72,6 +73,8 @@ def explains_weights(facts: Facts) -> bool:
 
 
 _EQUALLY = "micro-batches of unequal weight are averaged equally"
+_WRONGLY = "micro-batches of unequal weight are averaged wrongly"
+_SHARE = "weight each micro-batch by its share of what the full batch's mean counts"
 _SAMPLES = "; they are the shares of samples n_k/N"
 _TARGETS = "; they are the shares of valid targets"
 _COUNTED = "; they are the shares of what each micro-batch's loss is divided by"
@@ -86,15 +89,20 @@ def mean_of_means(facts: Facts) -> Iterator[Finding]:
         yield from _in_loop(facts, facts.loop)
         return
     fit, run = facts.weights.fit, facts.weights.remedy
+    if facts.weights.counts and run is not None and factor_of(facts)[0] is None:
+        yield _counted(facts, facts.weights.counts, run)
+        return
     if fit is None or not facts.weights.blamed or factor_of(facts)[0] is not None:
         return
     meaning, remedy = _meaning(facts, fit.weights)
-    if run is not None and not run.rounding and not facts.cleared:
+    if run is not None and run.rounding and meaning:
+        remedy = f"{remedy}: {tested(run)}"
+    elif run is not None and not run.rounding and not facts.cleared:
         remedy = NOT_ENOUGH
     left = f"a fit leaves {fit.residual:.0e} of the gradient over"
     if run is not None:
         left = f"the difference is {run.left:.0e}{': proven' if run.rounding else ''}"
-    summary = "micro-batches of unequal weight are averaged wrongly"
+    summary = _WRONGLY
     if facts.weights.given_wrong:
         summary = "the weights that were given are not the micro-batches' shares of the samples"
     elif facts.weights.weighting == "uniform":
@@ -116,9 +124,46 @@ def mean_of_means(facts: Facts) -> Iterator[Finding]:
         ),
         *not_run(facts) if run is None else (),
         location=facts.weights.place.location if facts.weights.place is not None else None,
-        remedy=remedy + (f": {tested(run)}" if run is not None and run.rounding else ""),
+        remedy=remedy,
         proven=run is not None and run.rounding,
     )
+
+
+def _counted(facts: Facts, counts: tuple[Count, ...], run: ControlRun) -> Finding:
+    """The finding where the window's counts in every micro-batch give the full batch's gradient."""
+    own = "; ".join(
+        f"{count.operation} {'multiplies' if count.times else 'divides'} by {weights_text(count.own, each=False)}, "
+        f"in the full batch by {count.window:.4g}"
+        for count in counts
+    )
+    line = f": `{counts[0].operation.source}`" if counts[0].operation.source else ""
+    fit, weights = facts.weights.fit, {}
+    text = f"with {run.what} the difference is {run.left:.0e}: proven"
+    if fit is not None and fit.determined and fit.residual < FIT_FLOAT32:
+        weights = {"weights": list(fit.weights), "residual": fit.residual}
+        text += f"; on this batch they are weights {weights_text(fit.weights, each=False)}"
+    return finding_of(
+        _EQUALLY if facts.weights.weighting == "uniform" else _WRONGLY,
+        measured(
+            "micro-batch-weights",
+            f"{facts.compared.largest}; {own}{line}",
+            used=list(facts.weights.used),
+            counts=[list(count.own) for count in counts],
+        ),
+        controlled("micro-batch-weights", text, left=run.left, counts=[count.window for count in counts], **weights),
+        location=counts[0].operation.location,
+        remedy=counts_remedy(counts, run),
+        proven=run.rounding,
+    )
+
+
+def counts_remedy(counts: tuple[Count, ...], run: ControlRun) -> str:
+    """The rule behind weights that differ from window to window."""
+    places = " and ".join(str(count.operation) for count in counts)
+    instead = "in place of its own" + (" and of 1/K" if any(count.counts for count in counts) else "")
+    if counts[0].added_up:
+        instead = "and add the losses up, without 1/K"
+    return f"take the number of {places} once over the window, for every micro-batch, {instead}: {tested(run)}"
 
 
 def _unsure(fit: WeightFit) -> str:
@@ -126,7 +171,7 @@ def _unsure(fit: WeightFit) -> str:
 
 
 def _meaning(facts: Facts, fitted: tuple[float, ...]) -> tuple[str, str]:
-    """What the fitted weights are, and how to ask for them."""
+    """What the fitted weights are, and how to ask for them; numbers that stand for nothing known are no repair."""
     sizes = tuple(map(float, facts.weights.sizes))
     if are_shares(fitted, sizes):
         return (
@@ -138,7 +183,7 @@ def _meaning(facts: Facts, fitted: tuple[float, ...]) -> tuple[str, str]:
             f"; they are the shares of valid targets: {share_texts(facts.weights.valid_targets)}",
             "weight each micro-batch by its share of the window's valid targets (--weighting tokens)",
         )
-    return "", f"multiply the micro-batch losses by {exact(fitted)}"
+    return "", _SHARE
 
 
 def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
@@ -201,7 +246,7 @@ def _in_update(update: UpdateComparison, weights: tuple[float, ...], tolerance: 
             "give each micro-batch the same weight, 1/K",
         )
     unseen = "" if update.valid_targets else "; no loss was seen whose targets could be counted"
-    return _EQUALLY, unseen, "weight each micro-batch by its share of what the full batch's mean counts"
+    return _EQUALLY, unseen, _SHARE
 
 
 def _seen(fit: WeightFit, update: UpdateComparison) -> tuple[float, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -115,6 +116,52 @@ def sum_over_matched() -> Problem:
     return _matched(divided=True)
 
 
+def _elements(loss: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]) -> Problem:
+    """A loss of outputs, targets and a mask over their elements, of which later samples hold more and more."""
+    torch.manual_seed(0)
+    mask = torch.rand(16, 4) < torch.linspace(0.2, 0.95, 16)[:, None]
+    return Problem(mlp(), lambda model, b: loss(model(b[0]), *b[1:]), (torch.randn(16, 6), torch.randn(16, 4), mask))
+
+
+def over_kinds() -> Problem:
+    """A mean over the kinds that a batch holds: 4, and 2 in every micro-batch of this one, by chance."""
+    torch.manual_seed(0)
+    kinds = torch.tensor([0, 1, 0, 1, 2, 3, 2, 3, 0, 2, 0, 2, 1, 3, 1, 3])
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        x, y, kinds = batch
+        return (model(x) - y).square().mean() / len(kinds.unique())  # planted kinds
+
+    return Problem(mlp(), loss, (torch.randn(16, 6), torch.randn(16, 4), kinds))
+
+
+def normalised_sum(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Min-SNR weights, normalised over the batch: a rule that no two batches have the same numbers for."""
+    weights = 1 / (1 + y[:, 0].exp())
+    return (weights / weights.sum() * (x - y).square().mean(1)).sum()  # planted normalised-sum
+
+
+def normalised_mean(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    weights = 1 / (1 + y[:, 0].exp())
+    return (weights / weights.mean() * (x - y).square().mean(1)).mean()  # planted normalised-mean
+
+
+def hard_examples(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    errors = (x - y).square().mean(1)
+    return errors[errors > 0.8].mean()  # planted hard-examples
+
+
+def positives_and_elements(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Two terms with a count each, one of which depends on the outputs, and one over all rows, of shape (1,)."""
+    errors, positive = (x - y).square(), x[:, 0] > -0.2
+    found = (errors[:, 1:].sum(1) * positive).sum() / positive.sum().clamp(min=1)
+    return (errors * mask).sum() / max(1, int(mask.sum())) + found + errors.mean(dim=0, keepdim=True).mean(1)
+
+
+def constant_weights(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return (1 / (1 + y[:, 0].exp()) * (x - y).square().mean(1)).mean()
+
+
 def sum_over_one_length() -> Problem:
     def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         logits = model(batch["tokens"]).flatten(0, 1)
@@ -163,6 +210,11 @@ FAULTS = (
         options={"weighting": "none"},
     ),
     fault("B13", ragged_tail, "GAV202", "6, 6 and 4 samples averaged equally", steps=3),
+    fault("kinds", over_kinds, "GAV201", "a factor of this window stands for a count", planted=True),
+    fault("normalised-sum", lambda: _elements(normalised_sum), "GAV202", "divided by its own weights", planted=True),
+    fault("normalised-mean", lambda: _elements(normalised_mean), "GAV202", "the same by their mean", planted=True),
+    fault("hard-examples", lambda: _elements(hard_examples), "GAV202", "a count that outputs decide", planted=True),
+    fault("positives", lambda: _elements(positives_and_elements), "GAV202", "a count per term"),
     fault("B14", sum_over_one_length, "GAV201", "a sum over the batch is already additive; / K is once too often"),
     fault("L19", mean_loss, "GAV201", "`backward()` ran on the undivided loss", options={"weighting": "none"}),
 )
@@ -176,5 +228,6 @@ TWINS = (
     quiet("B09", count_of_this_window, "the window's own count", options={"weighting": "none"}),
     quiet("B11", sum_over_matched, "one constant divisor", options={"weighting": "none"}),
     quiet("B13", ragged_tail, "weighted n_k/N", steps=3, options={"weighting": "samples"}),
+    quiet("normalised-sum", lambda: _elements(constant_weights), "weights of the samples, not normalised"),
     quiet("B14", sum_over_one_length, "not divided once more", options={"weighting": "none"}),
 )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import problems_weights
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +12,7 @@ from problems import fault_codes, story
 from torch import nn
 
 import gaverify
+from gaverify.causes import again
 from gaverify.remedies.batch_norm import only_normalises
 
 
@@ -89,6 +93,69 @@ def test_constants_of_the_batch_are() -> None:
     (finding,) = [finding for finding in verdict.findings if finding.severity == "fault"]
     assert finding.code == "GAV103", story(verdict)
     assert "tested" in finding.remedy, finding.remedy
+
+
+def weighed(case: str) -> gaverify.Finding:
+    verdict = next(fault for fault in problems_weights.FAULTS if fault.id == case).verify()
+    (finding,) = [finding for finding in verdict.findings if finding.severity == "fault"]
+    return finding
+
+
+@pytest.mark.parametrize(
+    ("case", "number", "instead"),
+    [
+        ("normalised-sum", "`div`", "and add the losses up, without 1/K: tested"),
+        ("normalised-mean", "`div`", "in place of its own: tested"),
+        ("hard-examples", "`mean`", "in place of its own and of 1/K: tested"),
+        ("kinds", "`div`", "in place of its own: tested"),
+    ],
+)
+def test_weights_that_differ_from_window_to_window_are_told_as_their_rule(case: str, number: str, instead: str) -> None:
+    finding = weighed(case)
+    assert finding.proven and finding.remedy.startswith(f"take the number of {number} at ")
+    assert f"every micro-batch, {instead}, equivalent" in finding.remedy
+    assert not any(letter.isdigit() for letter in finding.remedy.partition(" once ")[2].replace("1/K", "")), (
+        finding.remedy
+    )
+
+
+def test_every_term_has_its_count() -> None:
+    finding = weighed("positives")
+    assert finding.remedy.count("`div` at ") == 2 and "tested, equivalent" in finding.remedy
+    (own,) = [e.values["counts"] for e in finding.evidence if e.label == "measured"]
+    (window,) = [e.values["counts"] for e in finding.evidence if e.label == "control"]
+    assert sorted(map(sum, own)) == sorted(window), "the window's count is the sum of theirs"
+
+
+def test_by_hand_the_printed_repair_gives_the_gradient_of_another_window() -> None:
+    """`positives`, as printed: two divisors of the window in place of their own and of 1/K; the rest stays."""
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)).double()
+    x, y, mask = torch.randn(12, 6).double(), torch.randn(12, 4).double(), torch.rand(12, 4) < 0.4
+
+    def gradient(k: int, elements: float | None = None, positives: float | None = None) -> torch.Tensor:
+        model.zero_grad()
+        for at in range(0, 12, 12 // k):
+            a, b, m = (value[at : at + 12 // k] for value in (x, y, mask))
+            errors, positive = (model(a) - b).square(), model(a)[:, 0] > 0
+            found = (errors[:, 1:].sum(1) * positive).sum() / (positives or positive.sum().clamp(min=1))
+            ((errors * m).sum() / (elements or max(1, int(m.sum()))) + found + errors.mean() / k).backward()
+        return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+    full = gradient(1)
+    window = float(mask.sum()), float((model(x)[:, 0] > 0).sum())
+    assert float((gradient(4, *window) - full).norm() / full.norm()) < 1e-14
+
+
+def test_a_repair_that_fails_on_a_second_batch_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every kind of repair, where the second batch says otherwise: the finding stays, `tested` goes."""
+    for loss in (dice, whitened):
+        assert "tested" in " ".join(finding.remedy for finding in verified(loss).findings)
+    monkeypatch.setattr(again, "_marked", lambda run, _: replace(run, holds=False))
+    for loss in (dice, whitened):
+        verdict = verified(loss)
+        assert fault_codes(verdict) == {"GAV103"} and verdict.findings[0].proven, story(verdict)
+        assert "tested" not in " ".join(finding.remedy for finding in verdict.findings)
 
 
 def slopes(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

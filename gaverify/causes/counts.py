@@ -1,0 +1,209 @@
+"""Does every micro-batch divide by a count of its own, where the full batch divides once by that of the window?
+
+A mean over valid elements, positives, hard examples, weights that are normalised over the batch: each is a sum and a
+count, and the repair is one division by the window's count. Whatever averages is listened to in the forwards; then the
+micro-batches are run with the full batch's counts, everything else live.
+
+Shapes: K micro-batches; counts are numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from gaverify.causes.bench import Bench
+from gaverify.causes.trace.operations import FunctionCalls
+from gaverify.causes.trace.traces import source_line
+from gaverify.passes.gradients import PassProbe
+from gaverify.passes.isolation import ModelState
+from gaverify.passes.modes import FunctionMode, in_transform
+from gaverify.passes.perturbation import moved
+from gaverify.records.experiment import ControlKind, ControlRun
+from gaverify.records.facts import Facts
+from gaverify.records.operations import FunctionKey, Operation
+from gaverify.records.weights import Count
+from gaverify.thresholds import SAME_NUMBER
+from gaverify.tracebacks import hands_over, shown
+
+_DIVISIONS = ("div", "div_", "true_divide", "divide")
+_PRODUCTS = ("mul", "mul_", "multiply")
+_MEANS = ("mean", "nanmean")
+
+
+def ask(bench: Bench, facts: Facts) -> Facts:
+    """Runs the micro-batches with the counts of the full batch; nothing where none counts otherwise than it weighs."""
+    found = bench.attempt("counts of the window", lambda: found_in(bench, facts.weights.used))
+    if found is None:
+        return facts
+    counts, control = found
+    weights = replace(facts.weights, counts=counts, remedy=control, place=counts[0].operation)
+    return replace(facts, weights=weights, left=control.left, cleared=True)
+
+
+def found_in(bench: Bench, used: Sequence[float]) -> tuple[tuple[Count, ...], ControlRun] | None:
+    """Returns the counts that decide, with the control run that leaves only rounding; None where there is none.
+
+    A loss that adds its micro-batches up by itself (weights normalised over the batch, then summed) is tried with
+    weights of 1 after that.
+    """
+    seen = _listened(bench)
+    for added_up in (False, True):
+        shares = [1.0] * len(used) if added_up else list(used)
+        factors = {key: count.factors(shares) for key, count in seen.items()}
+        wrong = {key: each for key, each in factors.items() if any(abs(f - 1) > SAME_NUMBER for f in each)}
+        counts = tuple(seen[key].record(key) for key in wrong if any(seen[key].own_share_differs(used)))
+        control = _run(bench.weighted(shares) if added_up else bench, wrong) if counts else None
+        if control is not None and control.rounding:
+            return tuple(replace(count, added_up=added_up) for count in counts), control
+    return None
+
+
+@dataclass
+class _Seen:
+    """What one call divides by: in the full batch, and in each micro-batch; `trained`: its result has a gradient."""
+
+    whole: float
+    trained: bool
+    own: list[float]
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether the full batch's is the sum of the micro-batches', rather than their mean; empty ones may count 1."""
+        total = sum(self.own)
+        return abs(total - self.whole) < abs(total / len(self.own) - self.whole)
+
+    def factors(self, shares: Sequence[float]) -> list[float]:
+        """What the call's result is multiplied by in each micro-batch, so that it is divided by the window's count.
+
+        A count that adds up makes the micro-batch's weight superfluous.
+        """
+        counted = self.trained and self.adds_up
+        return [own / self.whole / (w if counted and w else 1.0) for own, w in zip(self.own, shares, strict=True)]
+
+    def own_share_differs(self, used: Sequence[float]) -> list[bool]:
+        """Whether a micro-batch's share of the count is another one than its weight."""
+        shares = used if self.adds_up else [1.0] * len(self.own)
+        pairs = zip(self.own, shares, strict=True)
+        return [not math.isclose(own / self.whole, w, rel_tol=SAME_NUMBER) for own, w in pairs]
+
+    def record(self, key: FunctionKey) -> Count:
+        """The count with its place."""
+        name, frame, _ = key
+        file, line = (shown(frame[0]), frame[1]) if frame is not None else (None, None)
+        operation, own = Operation(name, file=file, line=line, source=source_line(frame)), tuple(self.own)
+        if name in _PRODUCTS:
+            return Count(operation, tuple(1 / count for count in own), 1 / self.whole, self.adds_up, times=True)
+        return Count(operation, own, self.whole, self.adds_up)
+
+
+def _listened(bench: Bench) -> dict[FunctionKey, _Seen]:
+    """Every call that averages in all forwards, and not by the same number in all of them.
+
+    A number that moves with the parameters, as a loss that was cut out of the graph, is no count.
+    """
+    bench.task.progress("counts of the full batch and of the micro-batches")
+    bench.record.rewind()
+    whole, *parts = (_counts(bench, k) for k in (None, *range(bench.task.steps)))
+    seen = {
+        key: _Seen(count, trained, [part[key][0] for part in parts])
+        for key, (count, trained) in whole.items()
+        if all(key in part for part in parts)
+    }
+    seen = {key: count for key, count in seen.items() if any(own != count.whole for own in count.own)}
+    weights = list(bench.task.parameters.values())
+    with moved(weights, [SAME_NUMBER] * len(weights)):
+        there = _counts(replace(bench, state=ModelState(bench.task.modules, (bench.task.problem.loss,))), None)
+    return {key: count for key, count in seen.items() if there.get(key) == whole[key]}
+
+
+def _counts(bench: Bench, k: int | None) -> dict[FunctionKey, tuple[float, bool]]:
+    listener = _Listener()
+    bench.forward(listener, k)
+    return listener.counts
+
+
+def _run(bench: Bench, factors: Mapping[FunctionKey, Sequence[float]]) -> ControlRun:
+    """Runs the micro-batches with the window's counts, against the full batch as it is."""
+    what = "the window's counts in every micro-batch"
+    bench.task.progress(f"control: {what}")
+    left = bench.against_full_batch(lambda full: bench.accumulated(full, _Rescaled(factors)).gradients)
+    return ControlRun(what, left, left <= bench.rounding, kind=ControlKind.COUNTS)
+
+
+class _Called(PassProbe):
+    """Sees every outermost torch call of a forward by its key."""
+
+    def around(self, k: int | None) -> AbstractContextManager[Any]:
+        """Sees the calls of one forward; what runs in a transform is another function's."""
+        calls = FunctionCalls()
+
+        @hands_over
+        def handle(func: Any, args: Any, kwargs: Any) -> Any:
+            key = calls.key(func)
+            return func(*args, **kwargs) if in_transform() else self.called(k, key, func, args, kwargs)
+
+        return FunctionMode(handle)
+
+    def called(self, k: int | None, key: FunctionKey, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs a call and returns its result, or another in its place."""
+        raise NotImplementedError
+
+
+class _Listener(_Called):
+    """Notes what each call divides by."""
+
+    def __init__(self) -> None:
+        self.counts: dict[FunctionKey, tuple[float, bool]] = {}
+
+    def called(self, k: int | None, key: FunctionKey, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs the call."""
+        result = func(*args, **kwargs)
+        if isinstance(result, torch.Tensor) and result.is_floating_point():
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                count = _count(key[0], func, args, kwargs, result)
+            if count is not None and 0 < abs(count) < math.inf:
+                self.counts[key] = count, result.requires_grad
+        return result
+
+
+class _Rescaled(_Called):
+    """Multiplies the results of some calls, each by a number per micro-batch."""
+
+    def __init__(self, factors: Mapping[FunctionKey, Sequence[float]]) -> None:
+        self._factors = factors
+
+    def called(self, k: int | None, key: FunctionKey, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs the call; what it writes in place is multiplied in place."""
+        result = func(*args, **kwargs)
+        if k is None or key not in self._factors:
+            return result
+        factor = self._factors[key][k]
+        return result.mul_(factor) if key[0].endswith("_") else result * factor
+
+
+def _count(name: str, func: Callable[..., Any], args: Any, kwargs: Any, result: torch.Tensor) -> float | None:
+    """What a call divides by, where that is one number without a gradient; None where it does not average."""
+    if name in _DIVISIONS and len(args) > 1 and not kwargs.get("rounding_mode"):
+        return _number(args[1])
+    if name in _PRODUCTS and len(args) > 1:
+        numbers = [n for n in map(_number, args) if n]
+        return 1 / numbers[0] if len(numbers) == 1 else None
+    if kwargs.get("reduction") in ("mean", "batchmean") and result.dim() == 0 and result.requires_grad:
+        mean = float(result)
+        return float(func(*args, **{**kwargs, "reduction": "sum"})) / mean if mean else None
+    if name in _MEANS and isinstance(args[0], torch.Tensor) and result.requires_grad and result.numel():
+        counted = args[0].numel() if name == "mean" else int((~args[0].isnan()).sum())
+        return counted / result.numel()
+    return None
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, torch.Tensor):
+        return float(value) if value.numel() == 1 and not value.requires_grad and not value.is_complex() else None
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
