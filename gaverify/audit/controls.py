@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from gaverify.audit.job import Role
 from gaverify.audit.running import Runner
 from gaverify.errors import ProblemError
-from gaverify.records.audit import Record
+from gaverify.records.audit import Overwritten, Record
 from gaverify.records.comparison import Outcome
 from gaverify.records.weights import LossTerm, WeightFit
 from gaverify.records.windows import rounds_of
@@ -76,6 +77,29 @@ def unclipped(runner: Runner, record: Record, options: dict[str, Any]) -> Record
     return replace(record, updates=decided_without_clips(record.updates, control))
 
 
+def by_change(runner: Runner, runs: tuple[Run, Run], record: Record, options: dict[str, Any]) -> Record:
+    """The control for a script that moves its weights itself: the full batch again, with losses half as large.
+
+    Weights that change otherwise for half the gradient (SGD) show what the script makes of `.grad` in its step, and of
+    sums that it keeps elsewhere. Those that do not (Adam, a sign, a norm) show nothing of its size.
+
+    Args:
+        runner: Makes the run.
+        runs: The full-batch and the accumulated run.
+        record: Their comparison.
+        options: Fields of `Job` that they had.
+    """
+    from gaverify.audit.settling import decided_by_change, open_to_change
+
+    if not open_to_change(record.updates, *runs):
+        return record
+    try:
+        half = runner.full(**options, shrink=0.5)
+    except ProblemError:
+        return record
+    return replace(record, updates=decided_by_change(record.updates, *runs, half))
+
+
 def by_terms(runner: Runner, runs: tuple[Run, Run], record: Record, options: dict[str, Any]) -> tuple[LossTerm, ...]:
     """The control for a loss that is a sum: both runs up to the update that differs, with each term alone.
 
@@ -106,6 +130,28 @@ def by_terms(runner: Runner, runs: tuple[Run, Run], record: Record, options: dic
     except ProblemError:
         return ()
     return fitted_terms(runs, [(whole, part) for whole, part in alone], record.tolerance, update.number)
+
+
+def overwritten(runner: Runner, accumulated: Run, record: Record, options: dict[str, Any]) -> Overwritten | None:
+    """The control for gradients that each backward pass may set: the accumulated run, cleared before each of them.
+
+    Where the same gradient reaches the step, those before the last pass never did. What such passes add is that of the
+    next one less their own, so that weights which fall from pass to pass give the full batch's gradient.
+    """
+    from gaverify.audit.rank_facts import left_by
+    from gaverify.rules.scale import weights_of
+
+    found = weights_of(record)
+    if found is None or len(found[1].multipliers) < 2 or any(a <= b for a, b in pairwise((*found[1].multipliers, 0.0))):
+        return None
+    number = found[0].number
+    try:
+        jobs = runner.jobs("accumulated", **options, cleared=True)
+        (cleared,) = runner.runs([replace(job, updates=number) for job in jobs])
+    except ProblemError:
+        return None
+    left = left_by(accumulated, cleared, update=number)
+    return Overwritten(left, *(cleared.meta["setter"] or (None, None))) if left <= record.tolerance else None
 
 
 def _terms_of(record: Record, update: int) -> int:
@@ -140,7 +186,7 @@ def with_steps_undone(runner: Runner, full: Run, record: Record, options: dict[s
         return None  # a step inside the backward left no gradient to be seen
     target, stretches = whole.summed, whole.of("stretches")
     fit = fit_gradients(target, stretches, totals, increments)
-    if fit is None or not options.get("by_hand"):
+    if fit is None or not whole.by_change:
         return fit
     # What the script takes away from its weights is the gradient times a rate that is not known.
     return fit_gradients({at: part * fit.factor for at, part in target.items()}, stretches, totals, increments)

@@ -28,17 +28,17 @@ Pair = tuple[Forward, Forward, Sequence[int]]
 """A forward of the full-batch run, one of a micro-batch, and the places of its rows in the first."""
 
 
-def pairs_of(full: Run, accumulated: Run) -> list[Pair | None]:
-    """Returns every forward of the accumulated run's first update with the one of the full batch that holds its rows.
+def pairs_of(full: Run, accumulated: Run, update: int = 1) -> list[Pair | None]:
+    """Returns every forward of an update of the accumulated run with the one of the full batch that holds its rows.
 
     None stands for a forward that hands out nothing for each row: a loss that is a module with something to train.
     Empty where the rows of any forward are not found.
     """
     whole, part = outputs_of(full), outputs_of(accumulated)
-    matcher = Matcher(full.rows(1))
+    matcher = Matcher(full.rows(update))
     pairs: list[Pair | None] = []
     seen: Counter[frozenset[str]] = Counter()
-    for prints, forward in zip(accumulated.rows(1), part, strict=False):
+    for prints, forward in zip(accumulated.rows(update), part, strict=False):
         names = _names(forward)
         among = [at for at, other in enumerate(whole) if _names(other) == names]
         seen[names] += 1
@@ -66,7 +66,7 @@ def spots_of(pairs: Sequence[Pair | None]) -> tuple[tuple[int, tuple[int, ...]] 
 
 
 def outputs_of(run: Run) -> list[Forward]:
-    """Returns what the modules of a run's first update gave."""
+    """Returns what the modules of the update that was listened to gave."""
     path = run.folder / "outputs.pt"
     return torch.load(path, weights_only=True) if path.exists() else []  # type: ignore[no-any-return]
 

@@ -42,7 +42,7 @@ _MOST = 3  # causes that are looked for behind one another
 def coupled(runner: Runner, record: Record, options: dict[str, Any]) -> Record:
     """Returns the record with the modules, or the loss, in which samples act on each other.
 
-    Looked for where the first update differs and nothing else explains it: both runs again, with what every module
+    Looked for in the first update that differs, where nothing else explains it: both runs again, with what every module
     gives for each row. Where a module that parts keeps statistics, once more with those modules in evaluation mode.
 
     Args:
@@ -51,7 +51,7 @@ def coupled(runner: Runner, record: Record, options: dict[str, Any]) -> Record:
         options: Fields of `Job` that the compared runs had.
     """
     update = record.divergent
-    if update is None or update.number != 1 or record.ranks > 1 or record.unaligned or options.get("by_hand"):
+    if update is None or record.ranks > 1 or record.unaligned:
         return record
     if any(finding.severity == "fault" for finding in findings_for(facts_of_loop(record))):
         return record
@@ -70,11 +70,11 @@ class _Held:
 
 
 class _Bench:
-    """Runs the script again up to its first update, with what the search asks for."""
+    """Runs the script again up to the update that differs, with what the search asks for."""
 
     def __init__(self, runner: Runner, options: dict[str, Any], record: Record, update: UpdateComparison) -> None:
         self._runner, self.record, self.update = runner, record, update
-        self._options = {**options, "eager": True, "outputs": True}
+        self._options = {**options, "eager": True, "outputs": True, "at": update.number}
         self._own = {name: value for name, value in self._options.items() if name not in ("source", "parts")}
 
     def both(self, held: _Held, pairs: Sequence[Pair | None] = ()) -> tuple[Run, Run]:
@@ -96,8 +96,12 @@ class _Bench:
         if left_out:
             names = labels(full, accumulated)
             what += f" (but for its own {listed([f'`{names[place]}`' for place in sorted(left_out)], 1)})"
-        left = left_by(full, accumulated, left_out)
+        left = left_by(full, accumulated, left_out, update=self.update.number)
         return ControlRun(what, left, self._is_rounding(left), kind=kind)
+
+    def pairs(self, full: Run, accumulated: Run) -> list[Pair | None]:
+        """Returns the forwards of both runs that hold the same rows."""
+        return pairs_of(full, accumulated, self.update.number)
 
     @property
     def weights_excluded(self) -> bool:
@@ -109,7 +113,7 @@ class _Bench:
         return self._run(self._runner.jobs("full", **{**self._own, **options}))
 
     def _run(self, jobs: list[Job]) -> Run:
-        (run,) = self._runner.runs([replace(job, updates=1) for job in jobs])
+        (run,) = self._runner.runs([replace(job, updates=self.update.number) for job in jobs])
         return run
 
     def _is_rounding(self, left: float) -> bool:
@@ -122,7 +126,7 @@ def _causes(bench: _Bench) -> Iterator[Cause]:
     """Yields what parts first, then with that held what parts next, until nothing but rounding is left."""
     held, whole = _Held(), bench.update.relative_difference
     full, accumulated = bench.both(held)
-    first = pairs = pairs_of(full, accumulated)
+    first = pairs = bench.pairs(full, accumulated)
     if not pairs:
         return
     for _ in range(_MOST):
@@ -133,13 +137,13 @@ def _causes(bench: _Bench) -> Iterator[Cause]:
         held, what, kind = _holding(suspect, held, full, writers_of(pairs))
         full, accumulated = bench.both(held, first)
         control = bench.control(full, accumulated, what, kind)
-        pairs = pairs_of(full, accumulated)
+        pairs = bench.pairs(full, accumulated)
         following = first_module(pairs, bench.record.unit)
         if following is not None and following.operation == suspect.operation and kind is ControlKind.FROZEN:
             # It does the same in evaluation mode: its buffers are not what couples.
             held, what, kind = _holding(suspect, replace(held, frozen=()), full, {})
             full, accumulated = bench.both(held, first)
-            control, pairs = bench.control(full, accumulated, what, kind), pairs_of(full, accumulated)
+            control, pairs = bench.control(full, accumulated, what, kind), bench.pairs(full, accumulated)
         statistics = suspect.statistics or kind is ControlKind.FROZEN
         yield Cause(replace(suspect, statistics=statistics), control, explained=1 - control.left / whole)
         if control.rounding:
@@ -151,7 +155,7 @@ def _loss_causes(bench: _Bench, runs: tuple[Run, Run], held: _Held, first: Seque
 
     The second is only known by the control, and where no scale of a term can be behind it.
     """
-    pairs, unit = pairs_of(*runs), bench.record.unit
+    pairs, unit = bench.pairs(*runs), bench.record.unit
     for level in levels(outputs_of(runs[0])):
         apart = loss_apart(pairs, unit, level) if agree(pairs, unit, level) else 0.0
         feels = apart > 0 and bench.feels(runs[0], held, level)
@@ -161,7 +165,7 @@ def _loss_causes(bench: _Bench, runs: tuple[Run, Run], held: _Held, first: Seque
         what, kind = "the loss computed once over all outputs", ControlKind.CACHED_GRADIENTS
         control = bench.control(*bench.both(more, first), what, kind)
         if feels or control.rounding:
-            suspect = Suspect("rows", _loss(*runs, level), None, apart, 0, False, False)
+            suspect = Suspect("rows", _loss(bench.update.number, *runs, level), None, apart, 0, False, False)
             suspect = suspect if feels else replace(suspect, kind="non-additive")
             yield Cause(suspect, control, explained=1 - control.left / bench.update.relative_difference)
             return
@@ -191,11 +195,11 @@ def _named(frozen: tuple[str, ...]) -> str:
     return ", ".join(f"`{owner or '(root)'}`" for owner in owners) + " in evaluation mode"
 
 
-def _loss(full: Run, accumulated: Run, level: tuple[str, ...]) -> Operation:
+def _loss(update: int, full: Run, accumulated: Run, level: tuple[str, ...]) -> Operation:
     """The loss, at the line in which rows first meet; else where it is made, or differentiated."""
     lines: list[list[Any]] = []
     for run in (full, accumulated):
-        event = next(event for event in run.events if event.kind == "backward")
+        event = next(event for event in run.events if event.kind == "backward" and event.update == update)
         calls = [call for forward in outputs_of(run) for call in forward["calls"] if call["path"] in level]
         inside = [place for call in calls for place in call["meetings"]]
         lines.append([*inside, *event.values.get("met", ()), event.place])

@@ -10,7 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gaverify.audit.controls import by_terms, floored, near_the_floor, on_its_own, unclipped, with_steps_undone
+from gaverify.audit.controls import (
+    by_change,
+    by_terms,
+    floored,
+    near_the_floor,
+    on_its_own,
+    overwritten,
+    unclipped,
+    with_steps_undone,
+)
 from gaverify.audit.coupling_controls import coupled
 from gaverify.audit.outcome import report_of, same_arguments
 from gaverify.audit.rank_controls import controlled_ranks
@@ -208,12 +217,16 @@ class _Audit:
         if any(update.unclear for update in record.updates):
             record = unclipped(self._runner, record, options)
         options = {**options, "source": full}
-        if any(update.other_step for update in record.updates):
+        if options.get("by_hand"):
+            record = by_change(self._runner, (full, accumulated), record, options)
+        elif any(update.other_step for update in record.updates):
             record = on_its_own(self._runner, full, perturbed, record, options)
         record = controlled_ranks(self._runner, full, record, options)
         first = record.first
         if not self._request.ranked and first is not None and 0 < first.backwards < (record.expected(first) or 0):
             record = replace(record, steps_undone=with_steps_undone(self._runner, full, record, options))
+        if not self._request.ranked:
+            record = replace(record, overwritten=overwritten(self._runner, accumulated, record, options))
         if record.divergent is not None and not self._request.ranked and not _explained(record):
             record = replace(record, terms=by_terms(self._runner, (full, accumulated), record, options))
         return coupled(self._runner, record, options)

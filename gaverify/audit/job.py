@@ -48,11 +48,12 @@ class Job:
         synchronise: Let every backward pass reduce over the ranks, whatever the script asks for.
         gathers: Let gathers of trained tensors hand the gradient back.
         frozen: Buffers, `model:name`, whose modules run in evaluation mode, with the statistics that they hold.
-        outputs: Keep what every module of the first update's forwards gives for each row, and what comes back for it.
+        at: The update whose forwards are listened to, or held.
+        outputs: Keep what every module of that update's forwards gives for each row, and what comes back for it.
         moved: Paths of modules, or `SCRIPT`: what the calls that they make give them has other values in the second
             half of each forward's rows.
         held: Paths of modules, or `SCRIPT`, whose own code gives and gives back what it did in the full-batch run.
-        spots: For each forward of the first update where its rows lie in the full-batch run: the number of the forward
+        spots: For each forward of that update where its rows lie in the full-batch run: the number of the forward
             there, and their places in it; None where the forward belongs to the held code.
         sources: Folders of all ranks of the full-batch run: draws.
         unit: Unit roundoff by which weights are moved.
@@ -65,7 +66,8 @@ class Job:
         environment: Variables that this run alone is given.
         values: Names in the source, and the words to put there.
         seed: Seeds every generator before the script starts.
-        by_hand: The script moves its weights itself: what it takes away from them stands for the gradient.
+        by_hand: The script moves its weights itself: it has made a step where they have moved. Where it keeps no
+            `.grad`, what it takes away from them stands for the gradient.
         replay: Keep the loaders' samples and the loop's draws ("full"), or take those of the run in `source`.
         collated: In a replay, cut micro-batches from the batches as they were collated: their collation draws.
         order: In a replay by several ranks, how they share the samples of a batch, which their own loaders hand out.
@@ -75,6 +77,7 @@ class Job:
         coins: Which of the directions the weights are moved in by chance; another number moves them otherwise.
         shrink: What every backward pass multiplies its losses' gradients by.
         term: Number of the one term of each loss that is differentiated, from 1; 0 differentiates the whole.
+        cleared: Clear the gradients before every backward pass, and look for the line that writes them.
         world: Rank, number of ranks and port of the rendezvous, where the script is started as a launcher would.
         launcher: The words of the command that starts the script's processes; empty where gaverify runs it itself.
     """
@@ -105,6 +108,7 @@ class Job:
     shrink: float = 1.0
     term: int = 0
     coins: int = 0
+    cleared: bool = False
     world: tuple[int, int, int] | None = None
     launcher: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
@@ -112,6 +116,7 @@ class Job:
     synchronise: bool = False
     gathers: bool = False
     frozen: tuple[str, ...] = ()
+    at: int = 1
     outputs: bool = False
     moved: tuple[str, ...] = ()
     held: tuple[str, ...] = ()

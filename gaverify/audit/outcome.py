@@ -12,6 +12,7 @@ from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.audit_report import AuditReport, RunSummary, counts_of, timeline_of
 from gaverify.records.comparison import Method, Outcome
 from gaverify.records.findings import Finding
+from gaverify.records.stages import Stage
 from gaverify.version import __version__
 
 
@@ -205,10 +206,12 @@ def _differing(update: UpdateComparison) -> str:
     rows = [row for row in update.parameters if row.outcome is Outcome.DIVERGENT]
     total = len(update.parameters)
     text = f"{len(rows)} of {total} parameter{'s' if total > 1 else ''} differ{'s' if len(rows) == 1 else ''}"
-    whole = update.relative_difference
+    whole, of = update.relative_difference, "gradient"
+    if update.decided is Stage.CHANGE:
+        text, of = f"the changes of the weights: {text}", "change"
     ratio = f", norm ratio {update.norm_ratio:.3g}" if math.isfinite(update.norm_ratio) else ""
     return (
-        f"{text}; all together by {whole:.2g} of the full batch's gradient" + ratio
+        f"{text}; all together by {whole:.2g} of the full batch's {of}" + ratio
         if math.isfinite(whole)
         else f"{text}; not every gradient is finite and there on both sides"
     )
@@ -221,6 +224,9 @@ def _compared(record: Record) -> str:
         return ""
     names = f"update {judged[0].number}" if len(judged) == 1 else f"updates {judged[0].number} to {judged[-1].number}"
     rows = judged[0].parameters
+    if any(update.decided is Stage.CHANGE for update in judged):
+        agree = f"the changes of {len(rows)} of {len(rows)} weights agree to rounding"
+        return f"{names}: the script keeps no `.grad`; {agree}; "
     factors = [f"{update.fit.factor:.4g}" for update in judged if update.step_takes_factor and update.fit is not None]
     if len(factors) == len(judged):
         return (

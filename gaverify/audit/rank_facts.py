@@ -189,16 +189,19 @@ def _buffers(samples: Samples) -> dict[str, torch.Tensor]:
     return {name: value for step in samples.steps.values() for name, value in step.get("buffers", {}).items()}
 
 
-def left_by(full: Run, accumulated: Run, left_out: Collection[Place] = (), *, summed: bool = True) -> float:
-    """Returns ‖accumulated − full‖ / ‖full‖ of the first update's gradients; NaN where there are none.
+def left_by(
+    full: Run, accumulated: Run, left_out: Collection[Place] = (), *, summed: bool = True, update: int = 1
+) -> float:
+    """Returns ‖accumulated − full‖ / ‖full‖ of an update's gradients; NaN where there are none.
 
     Args:
         full: The full-batch run.
         accumulated: The accumulated run.
         left_out: Parameters that are not compared.
         summed: As the last backward pass left them; else as the optimizers saw them.
+        update: Its number.
     """
-    round_ = rounds_of(accumulated.events)[0]
+    round_ = rounds_of(accumulated.events)[update - 1]
     sides = [run.gradients(round_, summed=summed) for run in (full, accumulated)]
     keys = [{str(place): gradient for place, gradient in side.items() if place not in left_out} for side in sides]
     return left_between({name: keys[1].get(name) for name in keys[0]}, keys[0]) if keys[0] else math.nan

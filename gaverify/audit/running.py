@@ -232,7 +232,8 @@ def _summary(child: Done, members: list[Run]) -> RunSummary:
         [
             *["without compilation"] * job.eager,
             *["attention unfused"] * job.math_kernels,
-            *["by the change of the weights"] * job.by_hand,
+            *["its steps seen by its weights"] * job.by_hand,
+            *["compared by the change of the weights"] * run.meta["by_change"],
             *given,
         ]
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.comparison import Outcome
+from gaverify.records.stages import Stage
 from gaverify.records.totals import hidden_share
 
 
@@ -30,6 +31,12 @@ def undecided(record: Record, update: UpdateComparison) -> str:
         return (
             f"{earlier}update {update.number}: the runs start from different weights "
             f"(relative difference {update.started_apart:.1e}); {_advice(record, update)}"
+        )
+    if update.unclear and update.decided is Stage.CHANGE:
+        return (
+            f"{earlier}update {update.number}: the script keeps no `.grad` where its weights move, and they change "
+            "alike with losses half as large: their change shows nothing of the gradient's size; keep the sums in "
+            "`.grad`, or use SGD for the audit"
         )
     if update.unclear:
         return (

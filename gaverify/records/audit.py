@@ -119,6 +119,18 @@ class UpdateComparison:
 
 
 @dataclass(frozen=True)
+class Overwritten:
+    """A control in which gradients were cleared before every backward pass, and the step used the same ones.
+
+    `left`: how far they were apart, relative. File and line are those that write them, where they are known.
+    """
+
+    left: float
+    file: str | None = None
+    line: int | None = None
+
+
+@dataclass(frozen=True)
 class Record:
     """Everything that the rules read, from the accumulated run and its comparison.
 
@@ -139,6 +151,8 @@ class Record:
         rank_windows: The windows of ranks 1, 2, … of the accumulated run, where the audit saw all.
         full_ranks: Processes that trained together in the full-batch run, as far as the audit saw them.
         epochs: What was seen of an epoch's end, for the verdict; empty where nothing is to be said.
+        overwritten: That each backward pass of the first update that differs sets the gradients, where it does.
+        unclipped: The updates in a control whose losses are too small to be clipped, where clipping was inside windows.
         terms: Of the loss of the first update that differs, where nothing else explained it and they add up to it.
         coupling: Where samples act on each other, in modules or in the loss, with what the control runs showed.
     """
@@ -159,6 +173,8 @@ class Record:
     rank_windows: tuple[tuple[Window, ...], ...] = ()
     full_ranks: int = 1
     epochs: str = ""
+    overwritten: Overwritten | None = None
+    unclipped: tuple[UpdateComparison, ...] = ()
     terms: tuple[LossTerm, ...] = ()
     coupling: tuple[Cause, ...] = ()
 

@@ -22,7 +22,7 @@ class Stage(str, Enum):
     """The same in a control whose losses are so small that nothing is clipped."""
 
     CHANGE = "change"
-    """The change of the weights by steps that both started from the full batch's weights and gradient."""
+    """The change of the weights by steps that both started from the same weights, with the same gradient or without."""
 
 
 @dataclass(frozen=True)

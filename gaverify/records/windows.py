@@ -64,6 +64,13 @@ class Window:
         return sum(event.values.get("rows") or 0 for event in forwards)
 
     @property
+    def dropped(self) -> tuple[int, ...]:
+        """The positions of forwards that no backward pass reached, where others were reached."""
+        reached = {number for event in self.of("backward") for number in event.values.get("forwards", ())}
+        numbers = [event.values.get("number") for event in self.of("forward")]
+        return tuple(at for at, number in enumerate(numbers) if number not in reached) if reached else ()
+
+    @property
     def before_last_backward(self) -> tuple[Event, ...]:
         """The events between the first and the last backward pass: inside the window in the strict sense."""
         places = [at for at, event in enumerate(self.events) if event.kind == "backward"]

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from gaverify.records.audit import Record
+from gaverify.records.audit import Overwritten, Record
 from gaverify.records.comparison import Outcome
 from gaverify.records.events import LostPasses
 from gaverify.records.facts import Facts
-from gaverify.records.findings import Evidence, Finding
+from gaverify.records.findings import Evidence, Finding, Location
+from gaverify.records.stages import Stage
 from gaverify.records.windows import Window
 from gaverify.rules.controls import left_by
 from gaverify.rules.rule import controlled, finding_of, measured, rule, rule_of_loops
-from gaverify.rules.wording import counted, passes, place, updates
+from gaverify.rules.wording import counted, difference, passes, place, updates
 from gaverify.thresholds import LOST_SHARE
+from gaverify.tracebacks import shown
 
 
 def cleared_inside(loop: Record) -> list[LostPasses]:
@@ -96,8 +98,8 @@ def _summed_elsewhere(loop: Record, loss: LostPasses) -> bool:
         return False
     if update is None:  # calls alone: a gradient that was put in place by hand may hold anything
         return any(step.values.get("by_hand") for step in window.steps)
-    if update.judged and update.outcome is Outcome.EQUIVALENT:
-        return True
+    if update.judged and (update.outcome is Outcome.EQUIVALENT or (update.unclear and update.decided is Stage.CHANGE)):
+        return True  # equal, or a step that shows nothing of its gradient's size
     backwards, fit = window.of("backward"), update.fit
     if fit is None or fit.used_residual > loop.tolerance or len(fit.used) != len(backwards):
         return False
@@ -112,6 +114,9 @@ def gradients_cleared_inside_window(facts: Facts) -> Iterator[Finding]:
     loop = facts.loop
     if loop is None:
         yield from _by_the_forward(facts)
+        return
+    if loop.overwritten is not None:
+        yield _set(loop, loop.overwritten)
         return
     losses = cleared_inside(loop)
     if not losses:
@@ -132,6 +137,26 @@ def gradients_cleared_inside_window(facts: Facts) -> Iterator[Finding]:
         ),
         location=place(first.by),
         remedy=f"clear the gradients once per update, after the step{remedy}",
+        proven=True,
+    )
+
+
+def _set(loop: Record, found: Overwritten) -> Finding:
+    """A finding where each backward pass writes its gradients over those of the passes before it."""
+    update = loop.divergent
+    assert update is not None
+    return finding_of(
+        f"update {update.number} uses 1 of {passes(update.backwards)}: each sets the gradients, and adds nothing",
+        measured("comparison", difference(update), update=update.number),
+        controlled(
+            "control",
+            f"with the gradients cleared before every backward pass the step is given the same to {found.left:.0e}: "
+            "proven",
+            left=found.left,
+        ),
+        location=None if found.file is None else Location(file=shown(found.file), line=found.line),
+        remedy="add to the gradients that are there (`g if main.grad is None else main.grad + g`), and clear them once "
+        "per update, after the step",
         proven=True,
     )
 

@@ -50,7 +50,7 @@ def _made_otherwise(loop: Record, update: UpdateComparison, settings: list[Setti
     ]
     moved = [stage for stage in update.stages if stage.stage is Stage.CHANGE]
     shown += [
-        f"with the full batch's own gradients the weights change by {stage.norm_ratio:.4g} of what they do there"
+        f"of the same gradients the weights change by {stage.norm_ratio:.4g} of what they do there"
         for stage in moved
         if stage.outcome is Outcome.DIVERGENT and math.isfinite(stage.norm_ratio)
     ]

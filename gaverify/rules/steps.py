@@ -201,7 +201,7 @@ def gradients_not_cleared(facts: Facts, loop: Record) -> Iterator[Finding]:
 def _overfull(loop: Record) -> list[tuple[Window, int]]:
     """Windows with more backward passes than K after a whole first one."""
     first = loop.first
-    if first is None or first.backwards == 0:
+    if first is None or first.backwards == 0 or first.dropped:  # a pass that the first window left out is no K
         return []
     wanted = loop.steps if loop.steps is not None else first.backwards
     lost = {loss.window for loss in loop.ledger.lost}

@@ -200,6 +200,7 @@ def difference(update: UpdateComparison) -> str:
     if row is None:
         return "no finite difference"
     text = f"relative difference {row.relative_difference:.1e} in `{row.name}`"
+    text = f"in the change of the weights a {text}" if update.decided is Stage.CHANGE else text
     text = f"with losses too small to be clipped, {text}" if update.decided is Stage.UNCLIPPED else text
     if math.isfinite(update.relative_difference):
         text += f"; all parameters together {update.relative_difference:.1e}"

@@ -21,6 +21,7 @@ from gaverify.rules.scale import (
     told_steps,
     weights_of,
 )
+from gaverify.rules.steps import early_windows
 from gaverify.rules.wording import (
     NOT_ENOUGH,
     backward_place,
@@ -105,7 +106,10 @@ def _proven(facts: Facts) -> bool:
 
 
 def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
-    """The same for the first differing update of a training loop, or for all its micro-batches with steps undone."""
+    """The same for the first differing update of a training loop, or for all its micro-batches with steps undone.
+
+    Unless steps come too early, undoing them joins windows that were meant to be smaller than the full batch.
+    """
     update = loop.divergent
     if explains_weights(facts):
         return
@@ -116,7 +120,7 @@ def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
         elif factor is None and weights_of(loop) is None:
             found = list(_of_some(facts, loop, update))
             yield from found or _of_terms(loop, update)
-    elif loop.steps_undone is not None and loop.steps_undone.residual < loop.tolerance:
+    elif loop.steps_undone is not None and loop.steps_undone.residual < loop.tolerance and early_windows(loop):
         factor = constant_factor(loop.steps_undone, loop.tolerance)
         if factor is not None:
             yield _of_update(facts, loop, factor, loop.steps_undone, len(loop.steps_undone.weights), None)

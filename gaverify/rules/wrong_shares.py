@@ -18,6 +18,8 @@ from gaverify.rules.wording import (
     difference,
     exact,
     largest,
+    listed,
+    located,
     not_run,
     share_texts,
     tested,
@@ -30,7 +32,10 @@ from gaverify.thresholds import FIT_EXACT, FIT_FLOAT32, FIT_MAGNIFIES
 def empty_micro_batch(facts: Facts) -> Iterator[Finding]:
     """Yields a finding where a micro-batch without valid targets gives NaN or drops out of the mean."""
     empty = empty_micro_batches(facts)
-    if not empty or not facts.compared.divergent:
+    if not facts.compared.divergent:
+        return
+    if not empty:
+        yield from _without_backward(facts)
         return
     which = ", ".join(str(k + 1) for k in empty)
     window = f"of {facts.steps}" if facts.loop is None else f"of update {facts.compared.update}"
@@ -49,6 +54,27 @@ def empty_micro_batch(facts: Facts) -> Iterator[Finding]:
         location=backward_place(facts),
         remedy="divide the summed loss by the valid targets of the whole window, which is never zero",
         proven=True,
+    )
+
+
+def _without_backward(facts: Facts) -> Iterator[Finding]:
+    """The same where a training loop leaves out the backward pass of a micro-batch, and the full batch's does not."""
+    loop, number = facts.loop, facts.compared.update
+    update = loop.update_of(number) if loop is not None and number is not None else None
+    if loop is None or update is None or update.fit is None or update.fit.residual <= loop.tolerance:
+        return
+    windows = [next((w for w in each if w.number == number), None) for each in (loop.full_windows, loop.windows)]
+    whole, window = windows
+    if whole is None or window is None or whole.dropped or not 0 < len(window.dropped) < len(update.sizes):
+        return
+    forwards = window.of("forward")
+    which, least = listed([str(at + 1) for at in window.dropped], 6), len(forwards) - len(window.dropped)
+    yield finding_of(
+        f"micro-batch {which} of update {number} has no backward pass: {least} of {len(forwards)} reach the gradient",
+        measured("events", difference(update), update=number, dropped=list(window.dropped)),
+        location=located(forwards[at] for at in window.dropped),
+        remedy="differentiate every micro-batch of the window, or leave the same samples out of the full batch",
+        proven=False,
     )
 
 

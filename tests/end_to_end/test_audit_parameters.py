@@ -46,6 +46,16 @@ def test_master_weights_are_judged_by_the_gradients_that_they_are_given(loop: st
         assert result.line("GAV201") == marked("master_weights.py", "loss")
 
 
+def test_gradients_that_a_hook_sets_are_told_from_those_that_it_adds() -> None:
+    """What such passes add is the next gradient less the last, which other weights of micro-batches seem to mend."""
+    right = audit("master_weights.py", common="--loop added")
+    assert (right.code, right.outcome, right.faults) == (0, "equivalent", set()), str(right)
+    wrong = audit("master_weights.py", common="--loop set")
+    assert (wrong.code, wrong.faults) == (1, {"GAV603"}), str(wrong)
+    assert wrong.line("GAV603") == marked("master_weights.py", "set")
+    assert wrong.finding("GAV603")["proven"] and "multiply" not in wrong.text("GAV603")
+
+
 def test_the_step_of_an_optimizer_inside_another_is_a_part_of_that_one() -> None:
     right = audit("loops_wrapped.py", options=("--updates", "4"))
     assert (right.code, right.outcome, right.faults) == (0, "equivalent", set()), str(right)

@@ -19,8 +19,9 @@ def test_a_right_loop_is_equivalent(style: str) -> None:
     assert (result.code, result.outcome, result.faults) == (0, "equivalent", set()), str(result)
     assert all(update["judged"] for update in result.document["updates"])
     how = {run["how"] for run in result.document["runs"]}
-    assert ("by the change of the weights" in how) == (style in BY_HAND)
-    assert ("without compilation" in how) == (style == "compiled")
+    assert any("compared by the change of the weights" in run for run in how) == (style == "gradients")
+    assert any("its steps seen by its weights" in run for run in how) == (style in BY_HAND)
+    assert any("without compilation" in run for run in how) == (style == "compiled")
 
 
 @slow
@@ -39,6 +40,54 @@ def test_a_move_inside_the_window_is_found(style: str) -> None:
     result = audit(SCRIPT, FULL, ACCUMULATED, f"--style {style} --every")
     assert (result.code, result.faults) == (1, {"GAV601"}), str(result)
     assert result.finding("GAV601")["proven"]
+
+
+@slow
+class TestOptimizersOfTheScript:
+    """`.grad` is compared; most of these change the weights alike whatever its size."""
+
+    @pytest.mark.parametrize("rule", ["adam", "signs", "lion", "norms"])
+    def test_a_step_that_hides_the_gradients_size_hides_no_missing_division(self, rule: str) -> None:
+        right = audit(SCRIPT, FULL, ACCUMULATED, f"--style own --rule {rule}")
+        assert (right.code, right.outcome, right.faults) == (0, "equivalent", set()), str(right)
+        wrong = audit(SCRIPT, FULL, ACCUMULATED, f"--style own --rule {rule} --undivided")
+        assert (wrong.code, wrong.faults) == (1, {"GAV201"}), str(wrong)
+        assert "4 times the full batch's = K" in wrong.finding("GAV201")["summary"]
+        assert wrong.line("GAV201") == marked(SCRIPT, "own")
+
+    @pytest.mark.parametrize(
+        ("common", "said"),
+        [
+            ("--late step", "the step takes the factor out again"),
+            ("--late edit", "4 of 4 gradients agree"),
+            ("--late edit --rule adam", "4 of 4 gradients agree"),
+            ("--rule adam --clip 0.5", "4 of 4 gradients agree"),
+        ],
+    )
+    def test_dividing_later_is_right(self, common: str, said: str) -> None:
+        result = audit(SCRIPT, FULL, ACCUMULATED, f"--style own {common}")
+        assert (result.code, result.outcome, result.faults) == (0, "equivalent", set()), str(result)
+        assert said in result.document["reason"], str(result)
+
+    def test_clipping_hides_no_missing_division(self) -> None:
+        result = audit(SCRIPT, FULL, ACCUMULATED, "--style own --rule adam --clip 0.5 --undivided")
+        assert (result.code, result.faults) == (1, {"GAV201"}), str(result)
+
+    @pytest.mark.parametrize("common", ["--style own --rule adam", "--style gradients"])
+    def test_samples_that_meet_are_named(self, common: str) -> None:
+        result = audit(SCRIPT, FULL, ACCUMULATED, f"{common} --batch-norm")
+        assert (result.code, result.faults) == (1, {"GAV101"}), str(result)
+        assert result.finding("GAV101")["proven"]
+
+    @pytest.mark.parametrize("common", ["", "--undivided"])
+    def test_a_change_of_weights_that_shows_nothing_of_the_gradient_is_inconclusive(self, common: str) -> None:
+        result = audit(SCRIPT, FULL, ACCUMULATED, f"--style gradients --rule adam {common}")
+        assert (result.code, result.outcome, result.faults) == (3, "inconclusive", set()), str(result)
+        assert "the script keeps no `.grad`" in result.document["reason"]
+
+    def test_another_rate_with_the_same_gradients_is_found(self) -> None:
+        result = audit(SCRIPT, FULL, ACCUMULATED, "--style own --rate-by-k")
+        assert (result.code, result.faults) == (1, {"GAV609"}), str(result)
 
 
 @slow

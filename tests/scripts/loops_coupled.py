@@ -1,5 +1,7 @@
 """Trains where samples of a batch meet: in the loss, in the model, in what the loop computes; and where they do not."""
 
+import copy
+
 import torch
 from points import loader_for, options
 from torch import nn
@@ -58,6 +60,14 @@ def advantages(model, features, labels):
     return loss
 
 
+def against_reference(model, features, labels):
+    """As KTO's: held against a reference, which the model is in its first update, and against the batch's mean."""
+    rewards = (model(features)[0] - REFERENCE(features)[0].detach()).gather(1, labels[:, None])[:, 0]
+    kept = rewards.detach().mean()
+    wanted = 1.0 - 2.0 * (labels % 2)
+    return (1 - torch.sigmoid(4 * wanted * (rewards - kept))).mean()  # here: against_reference
+
+
 def cached(args, model, optimizer, loader):
     """Both passes of a cached gradient, written out."""
     window = []
@@ -84,7 +94,7 @@ def plain(args, model, optimizer, loader, loss_of):
             optimizer.zero_grad()
 
 
-LOSSES = {loss.__name__: loss for loss in (compared, scored, attention, advantages)}
+LOSSES = {loss.__name__: loss for loss in (compared, scored, attention, advantages, against_reference)}
 
 if __name__ == "__main__":
     parser = options(__doc__)
@@ -92,6 +102,7 @@ if __name__ == "__main__":
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     model = {"scored": Scored, "attention": Attending}.get(args.loop, Towers)()
+    REFERENCE = copy.deepcopy(model).requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
     loader = loader_for(args)
     if args.loop == "cached":

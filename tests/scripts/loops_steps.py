@@ -122,6 +122,18 @@ def backward_at_the_boundary(args, model, optimizer, loader):
                 optimizer.zero_grad()
 
 
+def skipping(args, model, optimizer, loader):
+    """A micro-batch of window `--skipped` looks bad to the script, and is left out."""
+    for i, (features, labels) in enumerate(loader):
+        loss = criterion(model(features), labels) / args.accum  # here: skipping
+        if args.accum > 1 and i == (args.skipped - 1) * args.accum + 1:
+            continue
+        loss.backward()
+        if (i + 1) % args.accum == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def head_never_steps(args, model, optimizer, loader):
     """Two optimizers; with accumulation the head's is forgotten."""
     body = torch.optim.SGD(model[0].parameters(), lr=args.lr)
@@ -150,6 +162,7 @@ LOOPS = {
         decay_by_hand,
         step_in_a_hook,
         backward_at_the_boundary,
+        skipping,
         head_never_steps,
     )
 }
@@ -158,6 +171,7 @@ LOOPS = {
 def main():
     parser = options(__doc__)
     parser.add_argument("--loop", choices=sorted(LOOPS), required=True)
+    parser.add_argument("--skipped", type=int, default=0)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     model = network()

@@ -9,18 +9,47 @@ from torch.func import functional_call
 RATE = 0.05
 
 
-class Momentum:
-    """An optimizer that is none of torch's."""
+def momentum(state, gradient, weight):
+    state["m"] = 0.9 * state.get("m", 0.0) + gradient
+    return state["m"]
 
-    def __init__(self, parameters):
-        self.parameters = list(parameters)
-        self.moments = [torch.zeros_like(parameter) for parameter in self.parameters]
+
+def adam(state, gradient, weight):
+    state["t"] = state.get("t", 0) + 1
+    state["m"] = 0.9 * state.get("m", 0.0) + 0.1 * gradient
+    state["v"] = 0.999 * state.get("v", 0.0) + 0.001 * gradient**2
+    return state["m"] / (1 - 0.9 ** state["t"]) / ((state["v"] / (1 - 0.999 ** state["t"])).sqrt() + 1e-8)
+
+
+def signs(state, gradient, weight):
+    return gradient.sign()
+
+
+def lion(state, gradient, weight):
+    moment = state.get("m", torch.zeros_like(gradient))
+    state["m"] = 0.99 * moment + 0.01 * gradient
+    return (0.9 * moment + 0.1 * gradient).sign() + 0.01 * weight
+
+
+def norms(state, gradient, weight):
+    return gradient * weight.norm() / gradient.norm()
+
+
+RULES = {rule.__name__: rule for rule in (momentum, adam, signs, lion, norms)}
+
+
+class Own:
+    """An optimizer that is none of torch's; `divisor` is what its step divides by."""
+
+    def __init__(self, parameters, rule, divisor=1, rate=RATE):
+        self.parameters, self.rule, self.divisor, self.rate = list(parameters), RULES[rule], divisor, rate
+        self.state = [{} for _ in self.parameters]
 
     @torch.no_grad()
-    def step(self):
-        for parameter, moment in zip(self.parameters, self.moments, strict=True):
-            moment.mul_(0.9).add_(parameter.grad)
-            parameter.sub_(RATE * moment)
+    def step(self, gradients=None):
+        gradients = [parameter.grad for parameter in self.parameters] if gradients is None else gradients
+        for parameter, gradient, state in zip(self.parameters, gradients, self.state, strict=True):
+            parameter.sub_(self.rate * self.rule(state, gradient / self.divisor, parameter))
 
     def zero_grad(self):
         for parameter in self.parameters:
@@ -40,23 +69,28 @@ def plain(args, model, batches):
 def gradients(args, model, batches):
     """The same without `.grad`."""
     parameters, sums = list(model.parameters()), None
+    optimizer = Own(parameters, args.rule)
     for i, (x, y) in enumerate(batches):
         loss = nn.functional.mse_loss(model(x), y) / args.share
         found = torch.autograd.grad(loss, parameters)  # here: gradients
         sums = found if sums is None else [a + b for a, b in zip(sums, found, strict=True)]
         if (i + 1) % args.accum == 0 or args.every:
-            with torch.no_grad():
-                for parameter, gradient in zip(parameters, sums, strict=True):
-                    parameter -= RATE * gradient
+            optimizer.step(sums)
             sums = None
 
 
 def own(args, model, batches):
     """An optimizer of the script's own."""
-    optimizer = Momentum(model.parameters())
+    rate = RATE * args.accum if args.rate_by_k else RATE
+    optimizer = Own(model.parameters(), args.rule, args.accum if args.late == "step" else 1, rate)
     for i, (x, y) in enumerate(batches):
         (nn.functional.mse_loss(model(x), y) / args.share).backward()  # here: own
         if (i + 1) % args.accum == 0 or args.every:
+            if args.late == "edit":
+                for parameter in model.parameters():
+                    parameter.grad /= args.accum
+            if args.clip:
+                nn.utils.clip_grad_norm_(model.parameters(), args.clip)
             optimizer.step()
             optimizer.zero_grad()
 
@@ -114,10 +148,16 @@ def main():
     parser.add_argument("--style", choices=STYLES, required=True)
     parser.add_argument("--undivided", action="store_true")
     parser.add_argument("--every", action="store_true", help="step after every micro-batch")
+    parser.add_argument("--rule", choices=RULES, default="momentum", help="of an optimizer of the script's own")
+    parser.add_argument("--late", choices=("edit", "step"), help="divide by K before the step, or inside it")
+    parser.add_argument("--clip", type=float)
+    parser.add_argument("--rate-by-k", action="store_true")
+    parser.add_argument("--batch-norm", action="store_true")
     args = parser.parse_args()
-    args.share = 1 if args.undivided else args.accum
+    args.share = 1 if args.undivided or args.late else args.accum
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    middle = nn.BatchNorm1d(8) if args.batch_norm else nn.Tanh()
+    model = nn.Sequential(nn.Linear(4, 8), middle, nn.Linear(8, 1))
     inputs = torch.randn(32, 4)
     targets = inputs.sum(1, keepdim=True)
     batches = zip(inputs.split(args.batch_size), targets.split(args.batch_size), strict=True)

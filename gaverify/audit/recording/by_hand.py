@@ -1,8 +1,9 @@
-"""Scripts that move their weights themselves: the change of the parameters stands for the gradient of an optimizer.
+"""Scripts that move their weights themselves: the moved weights are the step of an optimizer that nobody announces.
 
 A `ByHand` stands where an optimizer of torch's would. Between two looks at the weights the script has taken a step if
-they have moved, and what it has taken away from them is what is compared: a rate, a division and a clipping are in it,
-wherever the script does them.
+they have moved. What it used is its `.grad`; where it has none, what it has taken away from the weights stands for it:
+a rate, a division and a clipping are in that, wherever the script does them, and a step that is the same whatever the
+gradient's size (Adam, a sign) shows nothing of it.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Changes:
     Args:
         watch: The optimizers.
         event: Writes an event: kind, place, values.
-        hunting: Look for the line from the first time on.
+        hunting: Look for the line in every window: no call tells when the weights move.
         averages: The averages of the weights.
     """
 
@@ -36,6 +36,7 @@ class Changes:
         self._average_hunts = _AVERAGE_HUNTS
         self._callers = Callers()
         self._hunt: LineHunt | None = None
+        self._always = hunting
         self._hunting = set[What](["moved"] if hunting else [])
         self._what: What | None = None  # that was done by the line that the hunt has found
         self._where: Place | None = None  # the line that stands for it
@@ -111,7 +112,9 @@ class Changes:
         Args:
             changed: Calls `differ`.
         """
-        wanted = self._hunting - set(self._places)
+        if self._always:
+            self._hunting = {"moved"}
+        wanted = self._hunting if self._always else self._hunting - set(self._places)
         if wanted == {"averaged"}:
             self._average_hunts -= 1
             wanted = wanted if self._average_hunts >= 0 else set()

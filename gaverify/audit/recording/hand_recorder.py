@@ -46,6 +46,7 @@ class HandRecorder(Recorder):
         self._unannounced = Unannounced()
         self._waiting: list[Waiting] = []
         self._had_gradients = False  # whether any step had something to use
+        self._by_change = False  # whether the change of the weights stood for the gradient of any
 
     def optimizer_made(self, optimizer: Any) -> None:
         """Notes a new optimizer; where the script moves its weights itself there is none that counts."""
@@ -79,7 +80,14 @@ class HandRecorder(Recorder):
             yield
 
     @contextmanager
-    def differentiation(self, inputs: Sequence[Any]) -> Iterator[Callable[[Sequence[Any]], None]]:
+    def clip(self, call: str, limit: float | None) -> Iterator[Callable[[Any], None]]:
+        """Surrounds gradient clipping."""
+        with super().clip(call, limit) as ended:
+            yield ended
+        self._keep_used()
+
+    @contextmanager
+    def differentiation(self, outputs: Any, inputs: Sequence[Any]) -> Iterator[Callable[[Sequence[Any]], None]]:
         """Surrounds a call of `autograd.grad` for parameters; gives a function to be called with its result."""
         results: list[Any] = []
         with self._work():
@@ -88,7 +96,7 @@ class HandRecorder(Recorder):
             self._reach.begin()
             place, self._in_backward = user_place(), True
         try:
-            with self._draws.in_backward():
+            with self._draws.in_backward(), self._shrunk(outputs):
                 yield results.extend
         finally:
             self._in_backward = False
@@ -121,6 +129,18 @@ class HandRecorder(Recorder):
             for entry in self.watch.entries():
                 entry.optimizer.take()  # moved by their roundoff: no step of the script's
 
+    def _quiet_difference(self, place: Place) -> bool:
+        """Where the script moves its weights itself, the gradients are used as the line that moves them finds them."""
+        found = super()._quiet_difference(place)
+        if found:
+            self._keep_used()
+        return found
+
+    def _keep_used(self) -> None:
+        with self._work():
+            for entry in self.watch.entries() if self.job.by_hand else ():
+                entry.keep_used()
+
     def _holds(self, module: nn.Module) -> bool:
         """Whether an optimizer of torch's holds parameters of a module."""
         held = {id(parameter) for parameter in self.watch.all_parameters()}
@@ -135,9 +155,7 @@ class HandRecorder(Recorder):
     def _before_step(self, optimizer: Any, place: Place | None, lead: bool) -> None:
         with self._work():
             entry = self.watch.of(self.watch.add(optimizer))
-            if all(part.cleared for part in entry.increments):
-                self._count_waiting(entry)
-            self._waiting = [part for part in self._waiting if entry.index not in part.changes]
+            self._count_waiting(entry)
         super()._before_step(optimizer, place, lead)
         self._had_gradients = self._had_gradients or not entry.cleared
 
@@ -162,7 +180,11 @@ class HandRecorder(Recorder):
         self.steps += 1
         entry.steps += 1
         self._event("step", self._changes.found or (None, None), optimizer=entry.index, inside=False, by_hand=True)
-        self._open_window(entry, lambda forwards: self._update.take(entry, forwards, before, change))
+        if entry.summed is None or any(part.cleared for part in entry.increments):  # its sums lie elsewhere
+            self._by_change = True
+            self._open_window(entry, lambda forwards: self._update.take(entry, forwards, before, change))
+        else:
+            self._open_window(entry, lambda forwards: self._update.capture(entry, forwards, before))
         self._update.stepped(entry, self.names.buffers(), led=False)
         if entry.cleared:  # the script keeps its sums elsewhere: nothing is left that a later step could use again
             self._event("cleared", (None, None), cleared=[entry.index])
@@ -172,8 +194,9 @@ class HandRecorder(Recorder):
         self._end_if_complete()
 
     def _count_waiting(self, entry: Watched) -> None:
-        """The passes that wait are what the step is made of: they count as backward passes."""
-        counted = [part for part in self._waiting if entry.index in part.changes]
+        """The passes that wait count as backward passes where no backward pass gave what the step is made of."""
+        alone = all(part.cleared for part in entry.increments)
+        counted = [part for part in self._waiting if entry.index in part.changes and alone]
         self._waiting = [part for part in self._waiting if entry.index not in part.changes]
         for part in counted:
             self._numbers["backward"] += 1
@@ -207,7 +230,7 @@ class HandRecorder(Recorder):
     def _meta(self, reason: Ending) -> dict[str, Any]:
         moves = not self.steps and self._unannounced.moves > 0
         meta = {**super()._meta(reason), "by_hand": moves, "had_gradients": self._had_gradients}
-        meta["compiled"] = _compiled()
+        meta |= {"compiled": _compiled(), "by_change": self._by_change}
         return {**meta, "optimizers": [_BY_THE_SCRIPT]} if self.job.by_hand else meta
 
 

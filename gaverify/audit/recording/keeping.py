@@ -25,18 +25,17 @@ class Kept:
         self.sampled = sampled
         self.gradients = [None if parameter.grad is None else copied(parameter.grad) for parameter in parameters]
 
-    def differs(self, parameters: Sequence[torch.Tensor], sampled: torch.Tensor) -> bool:
+    def differs(self, gradients: Sequence[torch.Tensor | None], sampled: torch.Tensor) -> bool:
         """Whether any element of the gradients has changed since; NaN that stays NaN has not.
 
         Args:
-            parameters: The same parameters.
-            sampled: The same elements as they are now.
+            gradients: Those of the same parameters as they are later.
+            sampled: The same elements of them.
         """
         if not torch.equal(sampled, self.sampled):
             return True
         unequal: dict[torch.device, list[torch.Tensor]] = {}
-        for parameter, kept in zip(parameters, self.gradients, strict=True):
-            now = None if parameter.grad is None else plain(parameter.grad)
+        for now, kept in zip(gradients, self.gradients, strict=True):
             if now is None or kept is None:
                 if (now is None) != (kept is None):
                     return True

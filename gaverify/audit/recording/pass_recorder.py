@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -22,7 +23,7 @@ from gaverify.audit.recording.values import plain
 from gaverify.audit.recording.watching import Increment, Seen
 from gaverify.ranks.traffic import TrafficMeter
 from gaverify.records.ranks import Collective
-from gaverify.tracebacks import Place
+from gaverify.tracebacks import LineHunt, Owner, Place
 
 
 class PassRecorder(Session):
@@ -78,6 +79,8 @@ class PassRecorder(Session):
             self._goes_on()
             self._draws.enter_backward()
             self.watch.let_go()
+            if self.job.cleared:
+                self.watch.clear()
             self._reach.begin()
             if self.job.role in ("events", "accumulated"):
                 self._weight.begin(tensors)
@@ -96,6 +99,7 @@ class PassRecorder(Session):
                 self._alone(terms),
                 self._synchronised(),
                 self._counted(),
+                self._setters(),
             ):
                 yield
         finally:
@@ -123,6 +127,22 @@ class PassRecorder(Session):
     def _alone(self, terms: Terms) -> AbstractContextManager[None]:
         """What a backward pass runs in where the run is a control that differentiates one term of each loss."""
         return terms.only(self.job.term) if self.job.term else nullcontext()
+
+    @contextmanager
+    def _setters(self) -> Iterator[None]:
+        """Looks for the user's line that writes gradients while a backward pass runs, where a run asks for it."""
+        hunt = LineHunt(lambda _: self._busy_with(self.watch.edited), Owner.USER)
+        if self.job.cleared and self._setter is None and sys.gettrace() is None:
+            hunt.start()
+        try:
+            yield
+        finally:
+            hunt.stop()
+            self._setter = self._setter or hunt.found
+
+    def _busy_with(self, question: Callable[[], bool]) -> bool:
+        with self._work():
+            return question()
 
     @contextmanager
     def _listening(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:

@@ -137,7 +137,7 @@ def _differentiation(recorder: HandRecorder, running: list[bool]) -> None:
             return original(outputs, several, *args, **kwargs)
         running[0] = True
         try:
-            with recorder.differentiation(several) as ended:
+            with recorder.differentiation(outputs, several) as ended:
                 result = original(outputs, several, *args, **kwargs)
                 ended(result)
                 return result

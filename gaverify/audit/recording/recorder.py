@@ -222,4 +222,5 @@ class Recorder(PassRecorder):
             self.storage.reserve((value for members in tensors.values() for value in members.values()), left * shared)
         for kind, members in tensors.items() if stored else ():
             self.storage.tensors(f"{kind}-{entry.index}-{entry.steps}", members)
-        entry.pending, entry.increments, entry.forwards, entry.summed = 0, [], set(), None
+        entry.pending, entry.increments, entry.forwards = 0, [], set()
+        entry.summed = entry.used = None

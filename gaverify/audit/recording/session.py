@@ -79,6 +79,7 @@ class Session:
         self.left_out: dict[str, int] = {}
         self.elsewhere = 0  # backward passes that reached no parameter
         self.rank, self.ranks = 0, 1
+        self._setter: Place | None = None  # the user's line that writes gradients in a backward pass
         self._closed = False
         self._buffers = Buffers(Path(job.source) if job.source else None)
         self._meter = TrafficMeter()
@@ -89,9 +90,9 @@ class Session:
         self._draws = draws_of(job, self.roundoff.arithmetic, storage.folder)
         if job.term or job.outputs:
             keep_lines()
-        self._outputs = Outputs(self._work, job.moved, small=job.role != "full") if job.outputs else None
-        source = Path(job.source) if job.source else None
-        self._holding = Holding(self._work, job.held, source, job.spots) if job.held else None
+        self._outputs: Outputs | None = None
+        self._holding: Holding | None = None
+        self._listen_to(1)
         if job.math_kernels:
             use_math_kernels()
 
@@ -163,18 +164,24 @@ class Session:
         number = self._update.number
         if self.job.role != "events":
             self._update.write(self.storage, {at: self.watch.of(at).steps for at in self._update.steps})
-        if self._outputs is not None and number == 1:
+        if self._outputs is not None:
             self.storage.tensors("outputs", self._outputs.forwards)
-            self._outputs = None
-        if self._holding is not None and number == 1:
+        if self._holding is not None:
             own = {at: self._holding.own(self.watch.parameters(at)) for at in range(len(self.watch))}
             self.storage.tensors("held", self._holding.kept() if self.job.source is None else own)
-            self._holding = None
+        self._listen_to(number + 1)
         self._draws.close(number)
         open_forwards = [forward for entry in self.watch.entries() for forward in entry.forwards]
         oldest = min(open_forwards, default=self._numbers["forward"])
         self._forwards = [forward for forward in self._forwards if forward.number >= oldest]
         self._update = Update(number + 1)
+
+    def _listen_to(self, update: int) -> None:
+        """Begins to listen to modules, or to hold code, where it is this update's that are asked for; else ends it."""
+        job, this = self.job, update == self.job.at
+        source = Path(job.source) if job.source else None
+        self._outputs = Outputs(self._work, job.moved, small=job.role != "full") if job.outputs and this else None
+        self._holding = Holding(self._work, job.held, source, job.spots) if job.held and this else None
 
     def _event(self, kind: Kind, place: tuple[Any, Any] | None = None, **values: Any) -> None:
         file, line = place or user_place() or (None, None)
@@ -199,6 +206,7 @@ class Session:
             "fully_sharded": fully_sharded(self.names.models),
             "tensor_parallel": tensor_parallel(self.names.models, self.watch.all_parameters()),
             "updates": self._update.number - 1,
+            "setter": self._setter,
             "unit": self.roundoff.unit,
             "working": self.roundoff.describe(),
             "modules": [type(model).__name__ for model in self.names.models],

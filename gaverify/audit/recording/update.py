@@ -46,28 +46,36 @@ class Update:
         """Whether a step of this optimizer still belongs to this update; a forward or backward has ended it before."""
         return optimizer not in self._steps
 
-    def capture(self, entry: Watched, forwards: Sequence[Forward]) -> dict[str, dict[int, torch.Tensor]]:
+    def capture(
+        self, entry: Watched, forwards: Sequence[Forward], moved: torch.Tensor | None = None
+    ) -> dict[str, dict[int, torch.Tensor]]:
         """Takes what the optimizer is about to use.
 
         Args:
             entry: The optimizer.
             forwards: Those that its window's passes reached.
+            moved: The sampled weights before a step that the script has made itself, which may have cleared what it
+                used: then that is taken as it was when it was seen last.
 
         Returns:
             The gradients to store; where they are no longer what the window's last backward pass left, those as well.
         """
         scale = getattr(entry.optimizer, "grad_scale", None)  # a fused optimizer divides by it itself
         divisor = 1.0 if scale is None else float(scale)
-        parameters, summed = entry.sample.parameters, entry.summed
-        if summed is not None and not summed.differs(parameters, entry.gradients):
+        summed, seen = entry.summed, entry.used or entry.summed
+        if moved is not None and seen is not None and entry.cleared:
+            gradients, sampled = seen.gradients, seen.sampled
+        else:
+            grads = [parameter.grad for parameter in entry.sample.parameters]
+            gradients, sampled = [None if grad is None else plain(grad) for grad in grads], entry.gradients
+        if summed is not None and not summed.differs(gradients, sampled):
             summed = None
         self._steps[entry.index] = {
             **self._common(entry, forwards),
-            "final": entry.gradients / divisor,
+            "final": sampled / divisor,
             "summed": summed.sampled / divisor if summed is not None else None,
-            "before": entry.weights,
+            "before": entry.weights if moved is None else moved,
         }
-        gradients = [None if parameter.grad is None else plain(parameter.grad) for parameter in parameters]
         found = {"gradients": _present(gradients, divisor)}
         if summed is not None:
             found["summed"] = _present(summed.gradients, divisor)
@@ -76,7 +84,7 @@ class Update:
     def take(
         self, entry: Watched, forwards: Sequence[Forward], before: torch.Tensor, change: Sequence[torch.Tensor | None]
     ) -> dict[str, dict[int, torch.Tensor]]:
-        """Takes a step that the script made itself: what it took away from the weights stands for the gradient.
+        """Takes a step that the script made itself without `.grad`: what it took away from the weights stands for it.
 
         Args:
             entry: The parameters, as they are after it.
@@ -87,7 +95,7 @@ class Update:
         Returns:
             What to store.
         """
-        own = {"final": before - entry.weights, "summed": None, "before": before}
+        own = {"final": before - entry.weights, "summed": None, "before": before, "by_change": True}
         self._steps[entry.index] = {**self._common(entry, forwards), **own}
         return {"gradients": _present(change, 1.0)}
 

@@ -35,6 +35,7 @@ class Watched:
         steps: How many steps it has made.
         summed: Its gradients as its last backward pass left them; replaced before the first clipping, and after
             a `GradScaler` took its scale out, by what they were then.
+        used: The same when they were seen last before the script moved its weights itself.
         clipped: Whether clipping has changed them since.
     """
 
@@ -48,6 +49,7 @@ class Watched:
     forwards: set[int] = field(default_factory=set)
     steps: int = 0
     summed: Kept | None = None
+    used: Kept | None = None
     clipped: bool = False
 
     @property
@@ -57,7 +59,13 @@ class Watched:
 
     def keep(self) -> None:
         """Keeps the gradients as they are now."""
-        self.summed = Kept(self.sample.parameters, self.gradients)
+        self.summed, self.used = Kept(self.sample.parameters, self.gradients), None
+
+    def keep_used(self) -> None:
+        """Keeps those that a step which nobody announces is about to use, where there are some."""
+        sampled = self.sample.gradients()
+        if self.summed is not None and bool(sampled.any()):
+            self.used = Kept(self.sample.parameters, sampled)
 
 
 @dataclass
@@ -120,7 +128,14 @@ class Watch:
     def let_go(self) -> None:
         """Stops keeping gradients: what is added to them next must not copy them first."""
         for entry in self._watched.values():
-            entry.summed = None
+            entry.summed = entry.used = None
+
+    def clear(self) -> None:
+        """Makes all gradients zero."""
+        for parameter in self.all_parameters():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+        self.look()
 
     def entries(self) -> list[Watched]:
         """Returns the sampled state of all optimizers that were looked at."""
@@ -154,7 +169,7 @@ class Watch:
         """Notes that the gradients of these optimizers are gone."""
         for index in indices:
             entry = self.of(index)
-            entry.pending, entry.summed = 0, None
+            entry.pending, entry.summed, entry.used = 0, None, None
             for part in entry.increments:
                 part.cleared = True
 

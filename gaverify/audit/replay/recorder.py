@@ -79,10 +79,10 @@ class ReplayingRecorder(HandRecorder):
             self._passed()
 
     @contextmanager
-    def differentiation(self, inputs: Sequence[Any]) -> Iterator[Callable[[Sequence[Any]], None]]:
+    def differentiation(self, outputs: Any, inputs: Sequence[Any]) -> Iterator[Callable[[Sequence[Any]], None]]:
         """Surrounds a call of `autograd.grad` for parameters."""
         with self._loop.paused():
-            with super().differentiation(inputs) as ended:
+            with super().differentiation(outputs, inputs) as ended:
                 yield ended
             self._passed()
 

@@ -18,12 +18,12 @@ from ranked import ranks
 from gaverify.audit.outcome import report_of, same_arguments
 from gaverify.audit.request import Request, words
 from gaverify.errors import SpecError
-from gaverify.records.audit import Record, RowCheck, UpdateComparison
+from gaverify.records.audit import Overwritten, Record, RowCheck, UpdateComparison
 from gaverify.records.audit_report import counts_of
 from gaverify.records.comparison import NotCompared, Outcome, ParameterComparison
 from gaverify.records.events import Event, Ledger, ledger_of
 from gaverify.records.facts import facts_of_loop
-from gaverify.records.findings import Finding
+from gaverify.records.findings import Finding, Location
 from gaverify.records.ranks import RankFacts
 from gaverify.records.stages import SettingDifference
 from gaverify.records.weights import LossTerm, WeightFit
@@ -442,6 +442,22 @@ class TestWeights:
         early = record("BSZ BBBBSZ", "BSZ BSZ", steps_undone=fit(4.0, right=(0.25,) * 4))
         found = findings_for(early)
         assert set(faults(found)) == {"GAV601", "GAV201"} and all(finding.proven for finding in found)
+
+    @pytest.mark.parametrize(("numbers", "codes"), [((2, 3), []), ((2, 4), ["GAV601", "GAV201"])])
+    def test_steps_undone_join_only_windows_that_were_meant_to_be_one(
+        self, numbers: tuple[int, ...], codes: list[str]
+    ) -> None:
+        """Three micro-batches of two are no four of which one is missing, whatever four together make."""
+        undone = fit(4 / 3, right=(0.75,) * 4)
+        found = findings_for(record("BBBSZ BBBSZ", "BSZ BSZ", steps_undone=undone, numbers=numbers))
+        assert faults(found) == codes
+
+    def test_gradients_that_each_pass_sets_have_no_weights(self) -> None:
+        telescoped = fit(0.5, 0.8, right=(4.0, 3.0, 2.0, 1.0))
+        differs = record(RIGHT, "BSZ BSZ", updates=(update(ratio=0.5, fit=telescoped),))
+        assert faults(findings_for(differs)) == ["GAV202"]
+        (found,) = findings_for(replace(differs, overwritten=Overwritten(0.0, "train.py", 7)))
+        assert (found.code, found.proven, found.location) == ("GAV603", True, Location(file="train.py", line=7))
 
     @pytest.mark.parametrize(
         ("changes", "words"),

@@ -1,24 +1,28 @@
 """Which steps of two runs belong together, the windows of several optimizers, and the stages of an update.
 
 A loop is a letter per call: `F` and `G` backward passes of a first and a second model, `B` one that reaches both, `1`
-and `2` the steps of their optimizers, `y` and `z` clear their gradients.
+and `2` the steps of their optimizers, `y` and `z` clear their gradients; `f` is a forward alone.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from recorded import numbers, run_of
 
+from gaverify.audit.settling import decided_by_change
 from gaverify.records.audit import Record, RowCheck, UpdateComparison
 from gaverify.records.comparison import Method, Outcome, ParameterComparison
 from gaverify.records.events import Event, ledger_of
 from gaverify.records.facts import facts_of_loop
 from gaverify.records.stages import SettingDifference, Stage, StageComparison
+from gaverify.records.weights import WeightFit
 from gaverify.records.windows import Window, common_rounds, numbered, rounds_of, windows_of
 from gaverify.rules import findings_for
 
-TOUCHED = {"F": [0], "G": [1], "B": [0, 1]}
+TOUCHED = {"F": [0], "G": [1], "B": [0, 1], "f": []}
 
 
 def loop(text: str) -> list[Event]:
@@ -29,7 +33,8 @@ def loop(text: str) -> list[Event]:
         if letter in TOUCHED:
             update, stepped, number = update + stepped, False, number + 1
             events.append(Event("forward", update, values={"rows": 2, "model": 0, "number": number}))
-            events.append(Event("backward", update, values={"touched": TOUCHED[letter], "forwards": [number]}))
+            if letter != "f":
+                events.append(Event("backward", update, values={"touched": TOUCHED[letter], "forwards": [number]}))
         elif letter in "12":
             events.append(Event("step", update, values={"optimizer": int(letter) - 1, "inside": False}))
             stepped = True
@@ -79,8 +84,8 @@ class TestWindowsOfSeveralOptimizers:
 
 def update(number: int = 1, **fields: Any) -> UpdateComparison:
     row = ParameterComparison("weight", (4,), Outcome.EQUIVALENT, Method.NOISE_FLOOR, 1.0, 1.0, 0.0, 1e-5, 0.0, None)
-    values: dict[str, Any] = {"judged": True, "data": RowCheck(8, 8), "backwards": 4, "sizes": (2,) * 4, **fields}
-    return UpdateComparison(number, Outcome.EQUIVALENT, parameters=(row,), **values)
+    values: dict[str, Any] = {"judged": True, "data": RowCheck(8, 8), "backwards": 4, "sizes": (2,) * 4}
+    return UpdateComparison(number, **{"outcome": Outcome.EQUIVALENT, "parameters": (row,), **values, **fields})
 
 
 def found(compared: UpdateComparison, text: str = "FFFF1 FFFF1") -> list[str]:
@@ -122,3 +127,63 @@ class TestSettings:
     @pytest.mark.parametrize(("outcome", "codes"), [(Outcome.DIVERGENT, ["GAV609"]), (Outcome.EQUIVALENT, [])])
     def test_a_step_that_makes_something_else_of_the_same_gradient(self, outcome: Outcome, codes: list[str]) -> None:
         assert found(update(stages=(StageComparison(Stage.CHANGE, outcome, 0.75, 0.25),))) == codes
+
+
+class TestMicroBatchesThatDropOut:
+    """`if loss is bad: continue` leaves a forward without its backward pass."""
+
+    @pytest.mark.parametrize(("text", "codes"), [("FfFF1y FFFF1y", []), ("FFF1y FFFF1y", ["GAV602"])])
+    def test_a_pass_that_the_first_window_left_out_is_none_that_the_second_has_too_many(
+        self, text: str, codes: list[str]
+    ) -> None:
+        events = loop(text)
+        record = Record(windows_of(events), ledger_of(events))
+        assert [finding.code for finding in findings_for(facts_of_loop(record))] == codes
+
+    @pytest.mark.parametrize(
+        ("text", "residual", "codes"),
+        [("FFfF1y", 0.4, ["GAV203"]), ("FFfF1y", 1e-7, ["GAV202"]), ("FFF1y", 0.4, ["GAV000"])],
+        ids=["drops out", "weights explain it", "none drops out"],
+    )
+    def test_it_is_named_where_no_weights_explain_the_difference(
+        self, text: str, residual: float, codes: list[str]
+    ) -> None:
+        row = update().parameters[0]._replace(outcome=Outcome.DIVERGENT, difference_norm=0.4)
+        fit = WeightFit((1.0, 1.2, 0.8), residual, used=(1.0,) * 3, factor=0.9, factor_residual=0.4)
+        differs = update(fit=fit, outcome=Outcome.DIVERGENT, parameters=(row,))
+        events, whole = loop(text), loop("F1y")
+        record = Record(windows_of(events), ledger_of(events), windows_of(whole), (differs,))
+        assert [finding.code for finding in findings_for(facts_of_loop(record))] == codes
+
+
+class TestWeightsThatAScriptMovesItself:
+    """A step that answers to the gradient's size shows what it makes of it; one that does not shows nothing."""
+
+    START = numbers(1.0, 1.0, 1.0, 1.0, 1.0)
+
+    def decided(self, folder: Path, moved: float, half: float, **fields: Any) -> UpdateComparison:
+        given = numbers(1.0, 2.0, 3.0, 4.0, 5.0)
+        told = {"unit": 2.0**-24}
+        runs = [
+            run_of(folder / name, given, given, told=told, weights=self.START - change)
+            for name, change in (("full", 0.1), ("accumulated", moved), ("half", half))
+        ]
+        return decided_by_change((update(**fields),), *runs)[0]
+
+    @pytest.mark.parametrize(
+        ("half", "outcome"), [(0.05, Outcome.EQUIVALENT), (0.1, Outcome.INCONCLUSIVE), (0.095, Outcome.INCONCLUSIVE)]
+    )
+    def test_without_gradients_the_change_alone(self, tmp_path: Path, half: float, outcome: Outcome) -> None:
+        assert self.decided(tmp_path, 0.1, half, decided=Stage.CHANGE).outcome is outcome
+
+    @pytest.mark.parametrize(("moved", "half", "said"), [(0.4, 0.05, True), (0.1, 0.05, False), (0.4, 0.1, False)])
+    def test_another_change_of_the_same_gradient(self, tmp_path: Path, moved: float, half: float, said: bool) -> None:
+        stages = self.decided(tmp_path, moved, half).stages
+        assert [stage.outcome for stage in stages] == [Outcome.DIVERGENT] * said
+
+    @pytest.mark.parametrize(("half", "takes"), [(0.05, True), (0.1, False)])
+    def test_a_factor_that_the_step_takes_out(self, tmp_path: Path, half: float, takes: bool) -> None:
+        fit = WeightFit((0.25,) * 4, 1e-7, used=(1.0,) * 4, factor=4.0, factor_residual=1e-7)
+        row = update().parameters[0]._replace(outcome=Outcome.DIVERGENT)
+        found = self.decided(tmp_path, 0.1, half, fit=fit, parameters=(row,), outcome=Outcome.DIVERGENT)
+        assert found.step_takes_factor is takes and (found.outcome is Outcome.EQUIVALENT) is takes
