@@ -57,11 +57,16 @@ def owner_of(filename: str) -> Owner:
         return Owner.LIBRARY if path.startswith(_ZOO) else Owner.MACHINERY
     if _is_torch(path):
         return Owner.MACHINERY
-    if any(part in path for part in _LIBRARIES):
-        return Owner.LIBRARY
+    if _installed(path) and not (path.startswith(tuple(_home)) and all(map(_installed, _home))):
+        return Owner.LIBRARY  # unless the script itself is installed, as recipes are
     if path.startswith(_STANDARD) and not path.startswith(tuple(_home)):
         return Owner.MACHINERY
     return Owner.USER
+
+
+def _installed(path: str) -> bool:
+    """Whether a file lies in a package, or a folder is one."""
+    return any(path.partition(part)[2] for part in _LIBRARIES)
 
 
 def _is_torch(path: str) -> bool:

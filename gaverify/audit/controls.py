@@ -11,6 +11,7 @@ from gaverify.audit.running import Runner
 from gaverify.errors import ProblemError
 from gaverify.records.audit import Overwritten, Record
 from gaverify.records.comparison import Outcome
+from gaverify.records.stages import Stage
 from gaverify.records.weights import LossTerm, WeightFit
 from gaverify.records.windows import rounds_of
 from gaverify.thresholds import SMALLEST_FAULT, U32
@@ -59,7 +60,9 @@ def near_the_floor(record: Record) -> bool:
 
 
 def unclipped(runner: Runner, record: Record, options: dict[str, Any]) -> Record:
-    """The control for gradients that a script changes by hand: all runs again, with losses too small to be clipped.
+    """The control for clipping inside windows, and for gradients that a script changes by hand.
+
+    All runs again, with losses too small to be clipped.
 
     Dividing, centralising or summing elsewhere treats a gradient alike whatever its size; clipping lets a small one
     pass. So what the optimizers see of small gradients is what the script makes of them before it clips.
@@ -74,7 +77,8 @@ def unclipped(runner: Runner, record: Record, options: dict[str, Any]) -> Record
         control = compare_updates(full, perturbed, accumulated, runner.updates, unclipped=True)
     except ProblemError:
         return record
-    return replace(record, updates=decided_without_clips(record.updates, control))
+    small = tuple(replace(update, decided=Stage.UNCLIPPED) for update in control)
+    return replace(record, updates=decided_without_clips(record.updates, control), unclipped=small)
 
 
 def by_change(runner: Runner, runs: tuple[Run, Run], record: Record, options: dict[str, Any]) -> Record:

@@ -34,6 +34,7 @@ from gaverify.records.events import ledger_of
 from gaverify.records.facts import facts_of_loop
 from gaverify.records.windows import common_rounds, numbered, windows_of
 from gaverify.rules import findings_for
+from gaverify.rules.calls import clipped_inside
 from gaverify.sources import with_excerpts
 
 if TYPE_CHECKING:
@@ -214,7 +215,7 @@ class _Audit:
             windows = tuple(windows_of(run.events, numbers) for run in accumulated.ranks[1:])
             record = replace(record, together=facts, rank_windows=windows)
         self._runner.timings["comparison"] = time.monotonic() - begun
-        if any(update.unclear for update in record.updates):
+        if any(update.unclear for update in record.updates) or clipped_inside(facts_of_loop(record)):
             record = unclipped(self._runner, record, options)
         options = {**options, "source": full}
         if options.get("by_hand"):

@@ -96,7 +96,9 @@ def _compared(
     clips, clips_full = clips_of(window), clips_of(whole)
     each = runs.accumulated.each(round_)
     change = farthest_change(full, each, unit)
-    decided, unclear = (Stage.USED, False) if unclipped else _deciding(full, used, summed, clips + clips_full)
+    decided, unclear = Stage.USED, False
+    if not unclipped:
+        decided, unclear = _deciding(full, used, summed, clips + clips_full, _late(window))
     rows = summed if decided is Stage.SUMMED else used
     unrepeatable = _unrepeatable(runs, round_, number, unit, rows.noise)
     apart = _distance(full, accumulated, "before")
@@ -161,18 +163,24 @@ def _foreign(runs: Runs, full: Samples, accumulated: Samples, window: Window | N
     return None
 
 
-def _deciding(full: Samples, used: Rows, summed: Rows, clips: tuple[Clip, ...]) -> tuple[Stage, bool]:
+def _late(window: Window | None) -> bool:
+    """Whether a script changed gradients by hand between the last clipping and the step."""
+    return window is not None and any(step.values.get("by_hand") for step in window.steps)
+
+
+def _deciding(full: Samples, used: Rows, summed: Rows, clips: tuple[Clip, ...], late: bool) -> tuple[Stage, bool]:
     """At which stage an update is decided, and whether neither can decide it.
 
     Clipping hides a wrong scale, so where one was active the sum before it counts; it was kept just before the clip,
-    after what the script did to it by hand. Without one, a gradient that only the accumulated run changed and that ends
-    like the full batch's was divided, or put together elsewhere. Any other that was changed without a known call may
-    have been divided or clipped by hand: a control tells.
+    after what the script did to it by hand. What it does after it may be the division. Without a clip, a gradient that
+    only the accumulated run changed and that ends like the full batch's was divided, or put together elsewhere. Any
+    other that was changed without a known call may have been divided or clipped by hand: a control tells.
     """
     if summed is used:
         return Stage.USED, False
     if any(clip.active for clip in clips):
-        return (Stage.USED if summed.outcome is Outcome.EQUIVALENT else Stage.SUMMED), False
+        late = late and used.outcome is not Outcome.EQUIVALENT and summed.outcome is not Outcome.EQUIVALENT
+        return (Stage.USED if late or summed.outcome is Outcome.EQUIVALENT else Stage.SUMMED), late
     if summed.outcome is Outcome.EQUIVALENT or (used.outcome is Outcome.EQUIVALENT and not full.of("summed")):
         return Stage.USED, False
     return (Stage.SUMMED if used.outcome is Outcome.EQUIVALENT else Stage.USED), True

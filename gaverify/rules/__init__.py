@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from gaverify.records.facts import Facts
+from gaverify.records.facts import Facts, facts_of_loop
 from gaverify.records.findings import Finding
 from gaverify.rules.calls import clip_per_micro_batch, scaler_per_micro_batch, scheduler_per_micro_batch
 from gaverify.rules.coupling import (
@@ -89,15 +89,17 @@ def findings_for(facts: Facts) -> tuple[Finding, ...]:
     """Returns the findings of all rules, faults first."""
     found: list[Finding] = []
     for rule in RULES:
-        if rule not in WEIGHTS or not _gradients_changed(facts, found):
+        if rule not in WEIGHTS or not (changed := _gradients_changed(facts, found)):
             found += rule.judge(facts)
+        elif facts.loop is not None and facts.loop.unclipped and changed == {clip_per_micro_batch.code}:
+            found += rule.judge(facts_of_loop(replace(facts.loop, updates=facts.loop.unclipped, unclipped=())))
     found += unexplained.judge(facts, tuple(found))
     ordered = sorted(found, key=lambda finding: finding.severity != "fault")
     return tuple(_with_harm(facts, ordered))
 
 
-def _gradients_changed(facts: Facts, found: list[Finding]) -> bool:
-    """Whether the gradients of the first differing update are no weighted sum of its micro-batches' any more."""
+def _gradients_changed(facts: Facts, found: list[Finding]) -> set[str]:
+    """What has made of the first differing update's gradients no weighted sum of its micro-batches' any more."""
     faults = {finding.code for finding in found if finding.severity == "fault"}
     changed = {clip_per_micro_batch.code, foreign_gradients.code, scaler_per_micro_batch.code}
     if facts.loop is not None and facts.loop.overwritten is not None:  # weights fit to passes that add nothing
@@ -106,7 +108,7 @@ def _gradients_changed(facts: Facts, found: list[Finding]) -> bool:
         changed |= {rule.code for rule in RANKS}
     if (facts.compared.update or 1) > 1:  # the first window has nothing of an earlier one
         changed.add(gradients_not_cleared.code)
-    return bool(faults & changed)
+    return faults & changed
 
 
 def _with_harm(facts: Facts, found: list[Finding]) -> Iterator[Finding]:

@@ -4,65 +4,127 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from gaverify.records.audit import Record
+from gaverify.records.audit import Record, UpdateComparison
+from gaverify.records.comparison import Outcome
+from gaverify.records.events import Event
 from gaverify.records.facts import Facts
-from gaverify.records.findings import Finding
-from gaverify.rules.rule import finding_of, measured, rule_of_loops
-from gaverify.rules.wording import located, times, told_apart, weights_text
+from gaverify.records.findings import Evidence, Finding
+from gaverify.records.stages import Stage, StageComparison
+from gaverify.rules.rule import controlled, finding_of, measured, rule_of_loops
+from gaverify.rules.wording import difference, located, times, told_apart, weights_text
 from gaverify.thresholds import FIT_FLOAT32, SAME_IN_FLOAT32
 
 
 @rule_of_loops("GAV606")
 def clip_per_micro_batch(facts: Facts, loop: Record) -> Iterator[Finding]:
-    """Yields a fault where clipping inside a window changed gradients, a note where it did not."""
+    """Yields a fault where clipping inside a window changed gradients, a note where it did not.
+
+    A control whose losses are too small to be clipped shows whether that is all.
+    """
+    update = loop.divergent
     inside = loop.inside("clip")
-    if not inside:
-        yield from _by_hand(loop)
-        return
-    active = [event for event in inside if event.values.get("active")]
-    window = loop.window_of(inside[0].update)
-    total = len(window.of("clip")) if window is not None else len(inside)
-    did = f"{len(active)} of them changed it" if active else "none of them was active"
-    yield finding_of(
-        f"gradients are clipped {times(total)} in the window of update {inside[0].update}",
-        measured(
-            "events",
-            f"{len(inside)} clippings of a half-summed gradient before the last backward pass; {did}",
-            inside=len(inside),
-            active=len(active),
-        ),
-        severity="fault" if active else "note",
-        location=located([*active, *inside]),
-        remedy="clip once per update, between the last backward pass and the step",
-        proven=True,
+    if update is not None and any(map(_agrees_unclipped, update.stages)):
+        yield _clipped_too_early(loop, update)
+    elif inside:
+        yield _clipped(loop, inside)
+    elif update is not None and (edits := _edits(loop, update)):
+        yield _clipped_by_hand(loop, update, edits)
+
+
+def clipped_inside(facts: Facts) -> bool:
+    """Whether a difference may come of clipping inside a window."""
+    return (
+        facts.loop is not None
+        and facts.loop.divergent is not None
+        and any(finding.severity == "fault" for finding in clip_per_micro_batch.judge(facts))
     )
 
 
-def _by_hand(loop: Record) -> Iterator[Finding]:
-    """The same where the script does it itself: gradients shrink by a number of their own after each backward pass.
+def _clipped(loop: Record, inside: Sequence[Event]) -> Finding:
+    number = inside[0].update
+    here = [event for event in inside if event.update == number]
+    active = [event for event in inside if event.values.get("active")]
+    window = loop.window_of(number)
+    total = len(window.of("clip")) if window is not None else len(here)
+    did = f"{len(active)} of {len(inside)} in all windows changed it" if active else "none of them was active"
+    control, proven = _without_clips(loop)
+    return finding_of(
+        f"gradients are clipped {times(total)} in the window of update {number}",
+        measured(
+            "events",
+            f"{len(here)} clippings of a half-summed gradient before its last backward pass; {did}",
+            inside=len(inside),
+            active=len(active),
+        ),
+        *control,
+        severity="fault" if active else "note",
+        location=located([*active, *inside]),
+        remedy="clip once per update, between the last backward pass and the step",
+        proven=proven or not active,
+    )
+
+
+def _agrees_unclipped(stage: StageComparison) -> bool:
+    return stage.stage is Stage.UNCLIPPED and stage.outcome is Outcome.EQUIVALENT
+
+
+def _clipped_too_early(loop: Record, update: UpdateComparison) -> Finding:
+    """The same where a script clips, and makes of the clipped gradients only then what its step uses."""
+    window = loop.window_of(update.number)
+    control, proven = _without_clips(loop)
+    return finding_of(
+        f"gradients are clipped in update {update.number} before the script has divided them, or added them up",
+        measured("comparison", difference(update), update=update.number),
+        *control,
+        location=located([] if window is None else [*window.of("clip"), *reversed(window.of("backward"))]),
+        remedy="finish the gradient first (divide the losses by K), then clip it: the limit is for what the step uses",
+        proven=proven,
+    )
+
+
+def _without_clips(loop: Record) -> tuple[tuple[Evidence, ...], bool]:
+    """What the control without clipping left, and whether clipping is proven by it; calls alone show what they do."""
+    update = loop.divergent
+    small = next((each for each in loop.unclipped if update is not None and each.number == update.number), None)
+    if small is None:
+        return (), update is None
+    proven = small.outcome is Outcome.EQUIVALENT
+    fitted = small.fit is not None and small.fit.residual <= loop.tolerance
+    text = f"with losses too small to be clipped the difference is {small.relative_difference:.0e}"
+    told = "proven" if proven else "weights explain the rest" if fitted else "another cause is left"
+    return (controlled("control", f"{text}: {told}", left=small.relative_difference),), proven or fitted
+
+
+def _edits(loop: Record, update: UpdateComparison) -> list[Event]:
+    """Where gradients shrink by hand, by a number of their own after each backward pass.
 
     One number that is the same every time is a division, which the weights of the micro-batches tell.
     """
-    update = loop.divergent
-    edits = [event for event in loop.inside("edited") if update is not None and event.update == update.number]
+    edits = [event for event in loop.inside("edited") if event.update == update.number]
     factors = [factor for event in edits for factor in event.values["factors"]]
-    if update is None or not edits or any(factor is not None and abs(factor) >= 1.0 for factor in factors):
-        return
+    if not edits or any(factor is not None and abs(factor) >= 1.0 for factor in factors):
+        return []
     if loop.together is not None and None in factors:
-        return  # the gradient of several ranks, which the script reduces by hand, is no multiple of one rank's own
+        return []  # the gradient of several ranks, which the script reduces by hand, is no multiple of one rank's own
     usual = factors[0] if len(factors) > 1 else 1 / max(update.backwards, 1)
-    if all(factor is not None and math.isclose(factor, usual, rel_tol=FIT_FLOAT32) for factor in factors):
-        return
+    same = all(factor is not None and math.isclose(factor, usual, rel_tol=FIT_FLOAT32) for factor in factors)
+    return [] if same else edits
+
+
+def _clipped_by_hand(loop: Record, update: UpdateComparison, edits: Sequence[Event]) -> Finding:
+    factors = [factor for event in edits for factor in event.values["factors"]]
     known = [factor for factor in factors if factor is not None]
     by = f"multiplied by {weights_text(known, each=False)}" if len(known) == len(factors) else "cut element by element"
-    yield finding_of(
+    control, proven = _without_clips(loop)
+    return finding_of(
         f"gradients are clipped by hand {times(len(edits))} inside the window of update {update.number}",
         measured("events", f"a half-summed gradient is {by} before the last backward pass", factors=known),
+        *control,
         location=located(edits),
         remedy="clip once per update, between the last backward pass and the step",
-        proven=True,
+        proven=proven,
     )
 
 

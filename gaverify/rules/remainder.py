@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from gaverify.records.audit import Record, UpdateComparison
+from gaverify.records.audit import Record
 from gaverify.records.comparison import Outcome, ParameterComparison
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
@@ -91,10 +91,6 @@ def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
         ruled_out.append(f"the {terms} terms of the loss were not tried one by one: of several ranks they cannot be")
     remedy = "samples that act on each other in the model or the loss look like this: "
     remedy += "`gaverify run --model FILE:FACTORY` on the same model names the operation"
-    alone = _without_backward(loop, update)
-    if alone:
-        ruled_out.append(f"{alone} of {len(update.sizes)} forwards have no backward pass of their own")
-        remedy = "call `backward()` for every micro-batch, or sum their losses before the one call"
     yield finding_of(
         f"the difference in update {update.number} is real; no rule of the audit explains it",
         measured("comparison", difference(update), update=update.number),
@@ -103,14 +99,6 @@ def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
         remedy=remedy,
         proven=False,
     )
-
-
-def _without_backward(loop: Record, update: UpdateComparison) -> int:
-    """How many forwards of the window have no backward pass, where the full batch's run has one for each."""
-    whole = next((window for window in loop.full_windows if window.number == update.number), None)
-    if whole is None or len(whole.of("forward")) != len(whole.of("backward")):
-        return 0
-    return max(len(update.sizes) - update.backwards, 0)
 
 
 @rule("GAV901")

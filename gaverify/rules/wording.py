@@ -25,6 +25,7 @@ NOT_ENOUGH = (
 """The remedy of weights that fit and whose control run came out otherwise."""
 _SHOWN = 6  # windows whose counts are listed
 _DENOMINATOR = 10_000  # of fractions that people recognise: shares of samples and of tokens
+_CHANCE = 0.01  # that some fraction is as near to any number: its denominator squared, times the tolerance
 
 
 def module_name(path: str | None, kind: str = "") -> str:
@@ -165,21 +166,20 @@ def weights_text(weights: Sequence[float], *, each: bool = True) -> str:
 
 
 def exact(weights: Sequence[float], tolerance: float = FIT_EXACT) -> str:
-    """Returns weights so that who copies them leaves no difference: `0.25`, `5/47`, else all their digits.
+    """Returns weights so that who copies them leaves no difference, all in one way: `0.25`, `5/47`, else more digits.
 
     Args:
         weights: At least one.
         tolerance: How far they were measured apart from what they stand for, relative; digits below it mean nothing.
     """
-    return ", ".join(_exact(weight, tolerance) for weight in weights)
-
-
-def _exact(weight: float, tolerance: float) -> str:
-    fraction = Fraction(weight).limit_denominator(_DENOMINATOR)
-    for text in (*(f"{weight:.{digits}g}" for digits in range(1, 7)), str(fraction)):
-        if abs(float(Fraction(text)) - weight) <= tolerance * abs(weight):
-            return text
-    return repr(weight)
+    most = int(min(_DENOMINATOR, math.sqrt(_CHANCE / tolerance)))
+    fractions = [str(Fraction(weight).limit_denominator(most)) for weight in weights]
+    ways = [[f"{weight:.{digits}g}" for weight in weights] for digits in range(1, 18)]
+    for texts in (*ways[:6], fractions, *ways[6:]):
+        pairs = zip(texts, weights, strict=True)
+        if all(abs(float(Fraction(text)) - weight) <= tolerance * abs(weight) for text, weight in pairs):
+            return ", ".join(texts)
+    return ", ".join(map(repr, weights))
 
 
 def share_texts(amounts: Sequence[float]) -> str:

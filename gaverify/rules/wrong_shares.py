@@ -68,9 +68,10 @@ def _without_backward(facts: Facts) -> Iterator[Finding]:
     if whole is None or window is None or whole.dropped or not 0 < len(window.dropped) < len(update.sizes):
         return
     forwards = window.of("forward")
-    which, least = listed([str(at + 1) for at in window.dropped], 6), len(forwards) - len(window.dropped)
+    which = f"{listed([str(at + 1) for at in window.dropped], 6)} of update {number}"
+    which = f"micro-batches {which} have" if len(window.dropped) > 1 else f"micro-batch {which} has"
     yield finding_of(
-        f"micro-batch {which} of update {number} has no backward pass: {least} of {len(forwards)} reach the gradient",
+        f"{which} no backward pass: {len(window.dropped)} of {len(forwards)} do not reach the gradient",
         measured("events", difference(update), update=number, dropped=list(window.dropped)),
         location=located(forwards[at] for at in window.dropped),
         remedy="differentiate every micro-batch of the window, or leave the same samples out of the full batch",

@@ -42,6 +42,20 @@ class TestClipping:
         assert result.update(1)["clips"] == []
 
     @slow
+    def test_gradients_divided_after_the_clip_are_cut_too_much(self) -> None:
+        result = audit(SCRIPT, common="--change by_norm_then_divided --undivided --clip 0.1")
+        assert (result.code, result.faults) == (1, {"GAV606"}), str(result)
+        assert result.finding("GAV606")["proven"] and result.line("GAV606") == marked(SCRIPT, "by_norm_then_divided")
+
+    @slow
+    @pytest.mark.parametrize(("ignored", "codes"), [(0, {"GAV606"}), (3, {"GAV606", "GAV202"})])
+    def test_clipping_inside_hides_no_mean_of_means(self, ignored: int, codes: set[str]) -> None:
+        common = f"--loop clip_per_micro_batch --clip 0.05 --ignored {ignored}"
+        result = audit("loops_extras.py", common=common)
+        assert (result.code, result.faults) == (1, codes) and result.finding("GAV606")["proven"], str(result)
+        assert "with losses too small to be clipped" in result.text("GAV606")
+
+    @slow
     def test_gradients_divided_before_the_clip_are_right(self) -> None:
         result = audit(SCRIPT, common="--change divided_then_by_norm --undivided --clip 0.1")
         assert (result.code, result.outcome, result.faults) == (0, "equivalent", set()), str(result)

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.slow
         ("scored", "GAV103", "contrastive"),
         ("advantages", "GAV103", "advantages"),
         ("attention", "GAV102", "attention"),
+        ("against_reference", "GAV103", "against_reference"),
     ],
 )
 def test_where_samples_meet_is_named_and_proven(loop: str, code: str, line: str) -> None:

@@ -75,10 +75,14 @@ class TestOtherScripts:
 
 
 @slow
-def test_micro_batches_without_a_backward_pass_are_counted() -> None:
+def test_micro_batches_without_a_backward_pass_are_named() -> None:
     result = audit(STEPS, common="--loop backward_at_the_boundary")
     assert (result.code, result.outcome) == (1, "divergent"), str(result)
-    assert "3 of 4 forwards have no backward pass" in result.text("GAV000"), str(result)
+    assert result.faults == {"GAV203"} and "3 of 4 do not reach" in result.finding("GAV203")["summary"], str(result)
+    for window in (1, 2):
+        result = audit(STEPS, common=f"--loop skipping --skipped {window}")
+        assert (result.code, result.faults) == (1, {"GAV203"}), str(result)
+        assert result.line("GAV203") == marked("loops_steps.py", "skipping")
 
 
 @slow

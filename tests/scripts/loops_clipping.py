@@ -40,6 +40,13 @@ def divided_then_by_norm(args, model, optimizer):
     by_norm(args, model, optimizer)
 
 
+def by_norm_then_divided(args, model, optimizer):
+    """The losses are summed undivided; the gradients are clipped before they are divided."""
+    by_norm(args, model, optimizer)  # here: by_norm_then_divided
+    for parameter in model.parameters():
+        parameter.grad /= args.accum
+
+
 def centralised(args, model, optimizer):
     """Gradient centralisation: the mean of each row is taken out."""
     for parameter in model.parameters():
@@ -53,7 +60,8 @@ def nothing(args, model, optimizer):
 
 CHANGES = {
     change.__name__: change
-    for change in (by_norm, by_value, by_hand, divided_then_by_norm, divided_then_by_hand, centralised, nothing)
+    for change in (by_norm, by_value, by_hand, divided_then_by_norm, divided_then_by_hand,
+                   by_norm_then_divided, centralised, nothing)
 }  # fmt: skip
 
 

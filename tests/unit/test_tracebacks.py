@@ -47,6 +47,15 @@ def test_a_script_inside_the_standard_library_is_the_users_once_declared() -> No
     assert owner_of(os.path.join(STANDARD, "json", "decoder.py")) is Owner.MACHINERY
 
 
+@pytest.mark.parametrize(
+    ("home", "user"), [("/v/site-packages/recipes", True), ("/v", False), ("/v/site-packages", False)]
+)
+def test_a_script_that_is_installed_is_the_users_with_what_lies_beside_it(home: str, user: bool) -> None:
+    set_home(home)
+    assert (owner_of("/v/site-packages/recipes/full.py") is Owner.USER) is user
+    assert owner_of("/v/site-packages/library/net.py") is Owner.LIBRARY
+
+
 def _run_as(filename: str, source: str) -> dict:
     scope: dict = {"calling_frame": calling_frame, "Owner": Owner}
     exec(compile(source, filename, "exec"), scope)

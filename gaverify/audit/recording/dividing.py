@@ -30,7 +30,7 @@ class Weight:
     def begin(self, roots: Any) -> None:
         """A backward pass from `roots` begins; several roots have no one weight."""
         self._seen, self._share = {}, 0.0
-        node = roots.grad_fn if isinstance(roots, torch.Tensor) and roots.dim() == 0 else None
+        node = roots.grad_fn if isinstance(roots, torch.Tensor) and roots.numel() == 1 else None
         alone = True
         for depth in range(_DEEPEST):
             if node is None:
@@ -62,7 +62,7 @@ class Weight:
         def note(gradients: tuple[torch.Tensor, ...]) -> None:
             if len(gradients) != 1:
                 return
-            if not gradients[0].dim():
+            if gradients[0].numel() == 1:
                 self._seen |= {depth: float(gradients[0])} if alone else {}
             elif not self._share:
                 self._share = float(gradients[0].abs().max()) if gradients[0].numel() else math.inf

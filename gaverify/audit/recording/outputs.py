@@ -93,7 +93,7 @@ class Outputs:
                     "meetings": meetings(graph.roots | made, graph.ends, counts, may_meet=self._small),
                     "inputs": call.kept["inputs"],
                     "outputs": _rows(tensors),
-                    "numbers": any(tensor.dim() == 0 and tensor.requires_grad for _, tensor in tensors),
+                    "numbers": any(tensor.numel() == 1 and tensor.requires_grad for _, tensor in tensors),
                     "gradients": gradients,
                     "changed": [n for n, value in _state(call.module).items() if not _same(value, before.get(n))],
                     "scales": first is not None and result is not None and per_channel_affine(first, result),

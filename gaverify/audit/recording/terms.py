@@ -30,7 +30,7 @@ class Terms:
     """
 
     def __init__(self, roots: Any) -> None:
-        alone = isinstance(roots, torch.Tensor) and roots.dim() == 0
+        alone = isinstance(roots, torch.Tensor) and roots.numel() == 1
         self._made = _unscaled(roots.grad_fn if alone else None)
         edges = _addends(self._made if self._made is not None and self._made.name() in _SUMS else None)
         self._groups = [[edge] for edge in edges[: MOST - 1]] + [edges[MOST - 1 :]] * (len(edges) >= MOST)
@@ -96,7 +96,7 @@ def _addends(node: Any) -> list[_Edge]:
 
 def _is_number(node: Any) -> bool:
     shapes = [tuple(each.shape) for each in getattr(node, "_input_metadata", ())]
-    return shapes == [()]
+    return len(shapes) == 1 and all(size == 1 for size in shapes[0])  # a loss of shape (1,) is one as well
 
 
 def _stopping(slot: int) -> Callable[[Sequence[Any], Any], tuple[Any, ...]]:

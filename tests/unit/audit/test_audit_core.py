@@ -25,7 +25,7 @@ from gaverify.records.events import Event, Ledger, ledger_of
 from gaverify.records.facts import facts_of_loop
 from gaverify.records.findings import Finding, Location
 from gaverify.records.ranks import RankFacts
-from gaverify.records.stages import SettingDifference
+from gaverify.records.stages import SettingDifference, Stage, StageComparison
 from gaverify.records.weights import LossTerm, WeightFit
 from gaverify.records.windows import windows_of
 from gaverify.rulebook import rule_pages
@@ -405,10 +405,31 @@ class TestWeights:
         found = findings_for(record("ZBZBZBZBS", "ZBS", updates=(update(ratio=0.9, fit=lost),)))
         assert set(faults(found)) == {"GAV603", "GAV201"}
 
-    def test_clipping_inside_explains_what_it_does_to_the_weights(self) -> None:
-        clipped = fit(0.9, 0.4, right=(1.0, 1.2, 1.4, 1.8))
-        found = findings_for(record("BCBCBCBCSZ", "BCSZ", updates=(update(ratio=0.9, fit=clipped),)))
-        assert faults(found) == ["GAV606"]
+    @pytest.mark.parametrize(
+        ("ratio", "left", "codes", "proven"),
+        [
+            (None, 0.0, ["GAV606"], False),
+            (1.0, 1e-7, ["GAV606"], True),
+            (1.2, 1e-7, ["GAV606", "GAV202"], True),
+            (1.2, 0.3, ["GAV606"], False),
+        ],
+        ids=["no control", "nothing left", "a mean of means as well", "something else as well"],
+    )
+    def test_clipping_inside_explains_what_goes_without_it(
+        self, ratio: float | None, left: float, codes: list[str], proven: bool
+    ) -> None:
+        """Clipping changes the weights that fit: those of a control without it are looked at."""
+        clipped = update(ratio=0.9, fit=fit(0.9, 0.4, right=(1.0, 1.2, 1.4, 1.8)))
+        without = fit(1.1, 0.2, right=(1.0, 1.2, 0.8, 1.1), residual=left)
+        small = () if ratio is None else (update(ratio=ratio, fit=without),)
+        found = findings_for(record("BCBCBCBCSZ", "BCSZ", updates=(clipped,), unclipped=small))
+        assert faults(found) == codes and found[0].proven is proven
+
+    def test_clipping_before_the_division_is_no_wrong_scale(self) -> None:
+        stages = (StageComparison(Stage.UNCLIPPED, Outcome.EQUIVALENT, 1e-8, 1.0),)
+        early = update(ratio=0.25, fit=fit(0.25, right=(4.0,) * 4), stages=stages)
+        (found,) = findings_for(record("BBBBCSZ", "BCSZ", updates=(early,), unclipped=(update(fit=fit()),)))
+        assert (found.code, found.proven) == ("GAV606", True) and "before" in found.summary
 
     @pytest.mark.parametrize(
         ("text", "codes"),
@@ -616,11 +637,6 @@ class TestNotes:
         differs = update(ratio=4.0, fit=fit(4.0, right=(0.25,) * 4))
         found = record(RIGHT, "BSZ BSZ", updates=(differs,), unaligned={"randperm": "of the batch"})
         assert faults(findings_for(found)) == ["GAV201"]
-
-    def test_forwards_without_a_backward_are_counted(self) -> None:
-        differs = update(ratio=1.5, fit=fit(0.9, 0.4, right=(1.0,), residual=0.3, used=(1.0,)), backwards=1)
-        (found,) = findings_for(record("BSZ BSZ", "BSZ BSZ", updates=(differs,)))
-        assert found.code == "GAV000" and "3 of 4 forwards" in found.evidence[1].statement
 
     @pytest.mark.parametrize(("full_ranks", "said"), [(2, True), (1, False)])
     def test_a_divergent_answer_tells_what_ranks_in_both_runs_hide(self, full_ranks: int, said: bool) -> None:

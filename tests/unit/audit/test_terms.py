@@ -42,6 +42,11 @@ class TestTerms:
         first = w.sum()
         assert alone(first + first * 2, w) == [[1.0, 1.0, 1.0], [2.0, 2.0, 2.0]]
 
+    def test_a_loss_of_one_element_has_terms_as_a_number_has(self) -> None:
+        w = weight()
+        loss = (2 * w.sum(0, keepdim=True) + w.square().sum(0, keepdim=True)) / 2
+        assert loss.shape == (1,) and alone(loss, w) == [[1.0, 1.0, 1.0], [1.0, 2.0, 3.0]]
+
     def test_sums_over_many_parameters_are_one_term(self) -> None:
         w = weight()
         loss = w.sum() + 0.5 * sum(part.square() for part in w.unbind())

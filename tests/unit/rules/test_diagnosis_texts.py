@@ -36,6 +36,7 @@ from gaverify.records.operations import Operation
 from gaverify.records.weights import WeightFit
 from gaverify.rules import findings_for
 from gaverify.rules.wording import exact
+from gaverify.thresholds import FIT_EXACT
 
 
 def test_batch_statistics_prints_the_remedies_that_were_run() -> None:
@@ -231,7 +232,8 @@ def test_weights_whose_control_failed_are_no_repair() -> None:
         ((5 / 47, 12 / 47), "5/47, 12/47"),
         ((0.25, 0.1), "0.25, 0.1"),
         ((1 / 3 * (1 + 4e-16),), "1/3"),
-        ((0.12345678901234567,), "0.12345678901234566"),
+        ((0.12345678901234567,), "0.123456789"),
+        ((0.25, 5 / 47), "1/4, 5/47"),
         ((2.0, 4.0), "2, 4"),
     ],
 )
@@ -239,11 +241,13 @@ def test_weights_to_copy_leave_nothing_over(weights: tuple[float, ...], text: st
     """Six digits of 5/47 leave 1e-6, which gaverify itself calls divergent."""
     assert exact(weights) == text
     for word, weight in zip(text.split(", "), weights, strict=True):
-        assert float(Fraction(word)) == pytest.approx(weight, rel=1e-12)
+        assert float(Fraction(word)) == pytest.approx(weight, rel=FIT_EXACT)
 
 
 def test_measured_digits_below_their_own_noise_are_not_printed() -> None:
     assert exact([0.2500001], 1e-4) == "0.25" and exact([0.33333], 1e-4) == "0.3333"
+    assert exact([32 / 29, 1.1034547], 1e-6) == "1.103448, 1.103455", "some fraction is near any number"
+    assert exact([32 / 29, 5 / 29], 1e-7) == "32/29, 5/29"
 
 
 def test_empty_micro_batches_are_counted_from_one() -> None:
