@@ -92,6 +92,11 @@ def _instead(job: Job, run: Run) -> str:
             "backward passes of tensors that are no `nn.Parameter`, whose updates cannot be judged; make the weights "
             "an `nn.Parameter` that an optimizer of `torch.optim` holds"
         )
+    if any("capture" in why for why in run.meta["left_out"]):
+        return (
+            "calls inside the capture of a CUDA graph, whose replays are not seen; run it without the graph for the "
+            "audit, or step the optimizer outside it"
+        )
     if run.meta["left_out"].get("torch.func"):
         return (
             "gradients with `torch.func` for weights that no module or optimizer holds, which cannot be judged; assign "

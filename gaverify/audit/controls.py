@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ from gaverify.records.windows import rounds_of
 from gaverify.thresholds import SMALLEST_FAULT, U32
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from gaverify.audit.reading import Run
 
 _SMALL = U32  # no gradient of a loss this much smaller meets a limit; a power of two rounds nothing
@@ -182,7 +185,9 @@ def with_steps_undone(runner: Runner, full: Run, record: Record, options: dict[s
     except ProblemError:
         return None
     samples = [held.samples(round_) for round_ in rounds_of(held.events)[:steps]]
-    increments = [increment for sample in samples for increment in sample.increments][:steps]
+    # of a step inside the backward pass, which may clear what it has used, only what it was given was seen
+    given = [sample.increments if _any(sample.increments) else [sample.of("final")] for sample in samples]
+    increments = [increment for members in given for increment in members][:steps]
     whole = full.samples(rounds_of(full.events)[0])
     used = {at: sum(step[at] for step in increments if at in step) for at in whole.summed}
     totals = {at: total for at, total in used.items() if isinstance(total, Tensor)}
@@ -194,3 +199,8 @@ def with_steps_undone(runner: Runner, full: Run, record: Record, options: dict[s
         return fit
     # What the script takes away from its weights is the gradient times a rate that is not known.
     return fit_gradients({at: part * fit.factor for at, part in target.items()}, stretches, totals, increments)
+
+
+def _any(increments: Sequence[Mapping[int, Tensor]]) -> bool:
+    """Whether backward passes added anything."""
+    return any(bool(change.any()) for increment in increments for change in increment.values())

@@ -86,6 +86,13 @@ def test_micro_batches_without_a_backward_pass_are_named() -> None:
 
 
 @slow
+def test_steps_in_hooks_are_undone_as_others_are() -> None:
+    result = audit(STEPS, common="--loop step_in_a_hook")
+    assert (result.code, result.faults) == (1, {"GAV601"}), str(result)
+    assert result.finding("GAV601")["proven"] and result.line("GAV601") == marked(STEPS, "step_in_a_hook")
+
+
+@slow
 def test_an_optimizer_that_steps_in_one_run_only_is_named() -> None:
     result = audit(STEPS, common="--loop head_never_steps")
     assert (result.code, result.faults) == (1, {"GAV502"}), str(result)

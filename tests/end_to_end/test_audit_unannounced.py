@@ -8,7 +8,7 @@ from audits import TRAIN, audit, audited, events_of, marked
 FULL, ACCUMULATED = "--batch-size 8 --accum 1", "--batch-size 2 --accum 4"
 SCRIPT = "loops_unannounced.py"
 BY_HAND = ["plain", "gradients", "own"]
-STYLES = [*BY_HAND, "assigned", "functional", "compiled"]
+STYLES = [*BY_HAND, "assigned", "functional", "compiled", "captured"]
 LOOKED_AT = "    norm = torch.autograd.grad(mse_loss(model(x), y), [model.weight])[0].norm().item()\n"
 slow = pytest.mark.slow
 
@@ -30,7 +30,7 @@ def test_a_loss_that_is_not_divided_is_found(style: str) -> None:
     result = audit(SCRIPT, FULL, ACCUMULATED, f"--style {style} --undivided")
     assert (result.code, result.faults) == (1, {"GAV201"}), str(result)
     assert "4 times the full batch's = K" in result.finding("GAV201")["summary"]
-    if style != "functional":  # of `torch.func` nothing is seen but what the step uses
+    if style not in ("functional", "captured"):  # of these nothing is seen but what the step uses
         assert result.line("GAV201") == marked(SCRIPT, style)
 
 
@@ -88,6 +88,14 @@ class TestOptimizersOfTheScript:
     def test_another_rate_with_the_same_gradients_is_found(self) -> None:
         result = audit(SCRIPT, FULL, ACCUMULATED, "--style own --rate-by-k")
         assert (result.code, result.faults) == (1, {"GAV609"}), str(result)
+
+
+@slow
+def test_what_a_captured_graph_hides_is_said() -> None:
+    seen = audit(SCRIPT, FULL, ACCUMULATED, "--style captured")
+    assert [why.partition(",")[0] for why in seen.document["left_out"]] == ["CUDA graph capture"], str(seen)
+    hidden = audit(SCRIPT, FULL, ACCUMULATED, "--style captured --whole")
+    assert hidden.code == 2 and "calls inside the capture of a CUDA graph" in hidden.err, str(hidden)
 
 
 @slow

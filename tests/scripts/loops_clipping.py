@@ -42,7 +42,7 @@ def divided_then_by_norm(args, model, optimizer):
 
 def by_norm_then_divided(args, model, optimizer):
     """The losses are summed undivided; the gradients are clipped before they are divided."""
-    by_norm(args, model, optimizer)  # here: by_norm_then_divided
+    nn.utils.clip_grad_norm_(model.parameters(), args.clip)  # here: by_norm_then_divided
     for parameter in model.parameters():
         parameter.grad /= args.accum
 

@@ -138,7 +138,30 @@ def compiled(args, model, batches):
         train(x, y, (i + 1) % args.accum == 0 or args.every)
 
 
-STYLES = {style.__name__: style for style in (plain, gradients, own, assigned, functional, compiled)}
+def captured(args, model, batches):
+    """Both passes in a CUDA graph, as far as there is one without a device: its host copies are refused."""
+    optimizer, capturing = torch.optim.SGD(model.parameters(), lr=RATE), []
+    torch.cuda.is_initialized = lambda: bool(capturing)
+    torch.cuda.is_current_stream_capturing = lambda: bool(capturing)
+    to_host = torch.Tensor.cpu
+
+    def refused(tensor, *options):
+        assert not capturing, "operation not permitted when stream is capturing"
+        return to_host(tensor, *options)
+
+    torch.Tensor.cpu = refused
+    for i, (x, y) in enumerate(batches):
+        capturing.append(True)
+        (nn.functional.mse_loss(model(x), y) / args.share).backward()
+        if args.whole:
+            optimizer.step()
+        capturing.clear()
+        if (i + 1) % args.accum == 0 and not args.whole:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+
+
+STYLES = {style.__name__: style for style in (plain, gradients, own, assigned, functional, compiled, captured)}
 
 
 def main():
@@ -151,6 +174,7 @@ def main():
     parser.add_argument("--rule", choices=RULES, default="momentum", help="of an optimizer of the script's own")
     parser.add_argument("--late", choices=("edit", "step"), help="divide by K before the step, or inside it")
     parser.add_argument("--clip", type=float)
+    parser.add_argument("--whole", action="store_true", help="step inside the captured graph")
     parser.add_argument("--rate-by-k", action="store_true")
     parser.add_argument("--batch-norm", action="store_true")
     args = parser.parse_args()

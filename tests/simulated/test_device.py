@@ -37,6 +37,16 @@ def test_only_what_the_host_waits_for_is_counted() -> None:
     assert DEVICE.synchronised_by() == "_local_scalar_dense=1; copy to host=1; index with a mask=1"
 
 
+def test_a_capture_refuses_what_the_host_waits_for() -> None:
+    x = torch.ones(3, device="cuda")
+    with torch.cuda.graph(None):
+        x.add_(1)
+        assert torch.cuda.is_current_stream_capturing()
+    with pytest.raises(RuntimeError, match="capturing"), torch.cuda.graph(None):
+        x.cpu()
+    assert not torch.cuda.is_current_stream_capturing()
+
+
 def test_memory_is_counted() -> None:
     before = DEVICE.live_bytes()
     x = torch.empty(1000, device="cuda")

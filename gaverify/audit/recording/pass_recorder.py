@@ -19,7 +19,7 @@ from gaverify.audit.recording.rows import input_rows, input_shapes
 from gaverify.audit.recording.session import Session
 from gaverify.audit.recording.terms import Terms
 from gaverify.audit.recording.update import Forward
-from gaverify.audit.recording.values import plain
+from gaverify.audit.recording.values import out_of_sight, plain
 from gaverify.audit.recording.watching import Increment, Seen
 from gaverify.ranks.traffic import TrafficMeter
 from gaverify.records.ranks import Collective
@@ -246,5 +246,7 @@ class PassRecorder(Session):
         return {"reduced": reduced, "sent": traffic.bytes_moved, "collectives": counts, **told}
 
     def _quiet_difference(self, place: Place) -> bool:
+        if out_of_sight():
+            return False
         with self._work():
             return self._changes.differ(place)

@@ -13,6 +13,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gaverify.passes.modes import in_transform
 
+CAPTURED = "CUDA graph capture, whose replays are seen at the optimizer's steps alone"
+"""Stands among what hides calls."""
+
 
 def plain(tensor: torch.Tensor) -> torch.Tensor | None:
     """Returns a tensor's own values as an ordinary tensor that shares its memory; None where it has none to read.
@@ -39,6 +42,8 @@ def out_of_sight() -> str:
         return "torch.func"
     if torch._C._get_tracing_state() is not None:
         return "torch.jit.trace"
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return CAPTURED  # nothing may be copied to the host, and nothing is computed yet
     if torch._C._len_torch_dispatch_stack() and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE):
         return "fake tensors"
     return ""

@@ -97,6 +97,7 @@ def _replace(torch: Any) -> None:
     def seed_all(seed: int) -> None:
         context.later(lambda: generator.manual_seed(int(seed)))
 
+    capture = _Capture(ours)
     replaced = {
         "is_available": lambda: True,
         "device_count": lambda: 1,
@@ -133,11 +134,29 @@ def _replace(torch: Any) -> None:
         "current_stream": lambda device=None: _Stream(),
         "stream": lambda stream: contextlib.nullcontext(),
         "device": _CurrentDevice,
+        "is_current_stream_capturing": lambda: capture.running,
+        "graph": lambda *args, **kwargs: capture,
     }
     for name, value in replaced.items():
         setattr(cuda, name, value)
     _replace_storages(torch)
     _replace_collectives(torch)
+
+
+class _Capture:
+    """The capture of a CUDA graph, as far as it refuses what the host would have to wait for; nothing is replayed."""
+
+    def __init__(self, ours: Any) -> None:
+        self._ours, self._before = ours, 0
+        self.running = False
+
+    def __enter__(self) -> None:
+        self.running, self._before = True, self._ours.synchronisations()
+
+    def __exit__(self, *error: Any) -> None:
+        self.running = False
+        if self._ours.synchronisations() > self._before:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
 
 class _Properties:
