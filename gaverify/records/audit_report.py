@@ -19,7 +19,7 @@ TITLES = {
     "perturbed": "full-batch run with moved weights",
     "accumulated": "accumulated run",
     "frozen": "accumulated run with its steps undone",
-    "unclipped": "all runs with losses too small to be clipped",
+    "unclipped": "runs with smaller losses",
     "terms": "runs with one term of each loss alone",
     "ranks": "controls of the ranks",
     "coupling": "both runs with what every module gives for each row",
