@@ -31,21 +31,6 @@ def language_model(padding: str = "counted"):  # type: ignore[no-untyped-def]
     return causal_lm.build(batch_size=8, vocab=8000, width=512, depth=8, heads=8, context=128, padding=padding)
 
 
-def bare_passes(problem, steps: int = STEPS) -> None:  # type: ignore[no-untyped-def]
-    """Runs the full batch and the micro-batches as a user would by hand, with one clone of the gradients."""
-    from gaverify.passes.batching import take
-
-    model, size = problem.model, len(problem.batch["input_ids"])
-    model.zero_grad()
-    problem.loss(model, problem.batch).backward()
-    kept = [parameter.grad.clone() for parameter in model.parameters()]
-    model.zero_grad()
-    for start in range(0, size, size // steps):
-        (problem.loss(model, take(problem.batch, start, start + size // steps, size)) / steps).backward()
-    del kept
-    model.zero_grad()
-
-
 def seconds(run: Callable[[], object]) -> float:
     """Returns the wall-clock seconds of one call."""
     started = time.perf_counter()

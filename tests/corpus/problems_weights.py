@@ -26,11 +26,6 @@ def even_tokens() -> Problem:
     return Problem(language_model(), token_loss, token_batch((6, 1, 2, 5, 4, 3, 3, 4)))
 
 
-def full_rows() -> Problem:
-    torch.manual_seed(0)
-    return Problem(language_model(), token_loss, token_batch((6,) * 8))
-
-
 def mean_loss() -> Problem:
     torch.manual_seed(0)
     return classified(mlp(), 6)

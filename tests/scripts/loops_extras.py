@@ -73,17 +73,6 @@ def average_per_micro_batch(args, model, optimizer, loader):
         average.update_parameters(model)  # here: average_per_micro_batch
 
 
-def average_per_update(args, model, optimizer, loader):
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    for i, (features, labels) in enumerate(loader):
-        loss = criterion(model(features), labels) / args.accum
-        loss.backward()
-        if (i + 1) % args.accum == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-            average.update_parameters(model)
-
-
 def decay_at(count):
     return (1 + count) / (10 + count)
 
@@ -146,7 +135,6 @@ LOOPS = {
         schedule_per_micro_batch,
         schedule_per_update,
         average_per_micro_batch,
-        average_per_update,
         average_decay_by_micro_batch,
         average_decay_by_update,
         scaler_per_micro_batch,

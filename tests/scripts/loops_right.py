@@ -115,20 +115,6 @@ def weighted_by_samples(args, model, optimizer, loader):
         optimizer.zero_grad()
 
 
-def validates(args, model, optimizer, loader):
-    """Validates after each update; a forward without gradients is no micro-batch."""
-    features, labels = next(iter(loader))
-    for i, batch in enumerate(loader):
-        (criterion(model(batch[0]), batch[1]) / args.accum).backward()
-        if (i + 1) % args.accum == 0:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-            model.eval()
-            with torch.no_grad():
-                print("accuracy", (model(features).argmax(1) == labels).float().mean().item())
-            model.train()
-
-
 LOOPS = {
     loop.__name__: loop
     for loop in (
@@ -142,7 +128,6 @@ LOOPS = {
         other_order,
         short_window_divided,
         weighted_by_samples,
-        validates,
     )
 }
 

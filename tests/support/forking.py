@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,7 @@ _READ_AT_START = (
 
 @contextlib.contextmanager
 def forked_runs() -> Iterator[None]:
-    """Lets the runs of audits be forked for a while, where that is possible."""
-    if sys.platform != "linux" or "GAVERIFY_SIMULATED_DEVICE" in os.environ:
-        yield
-        return
+    """Lets the runs of audits be forked for a while."""
     servers = Servers()
     processes.started = servers.started
     try:
@@ -56,7 +54,7 @@ class Servers:
     def started(self, command: Sequence[str], *, env: Mapping[str, str], **streams: Any) -> Kept:
         """Forks `python -c CODE`, or starts it; see `gaverify.children.started`."""
         read = _read_at_start(env)
-        if read not in self._of and read != self._usual:
+        if not _can_fork() or (read not in self._of and read != self._usual):
             self._of[read] = None
             return started(command, env=env, **streams)
         server = self._of[read] = self._of.get(read) or Server(env)
@@ -105,6 +103,14 @@ class Server:
         self._channel.close()
         self.process.kill()
         self.process.wait()
+
+
+@cache
+def _can_fork() -> bool:
+    """No accelerator can be used after a fork."""
+    from gaverify.passes.devices import available_devices
+
+    return sys.platform == "linux" and len(available_devices()) == 1
 
 
 def _read_at_start(environment: Mapping[str, str]) -> tuple[str, ...]:
