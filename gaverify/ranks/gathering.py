@@ -10,29 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gaverify.remedies import all_gather
+
 Gather = Callable[..., Any]
 _INTO_ONE = ("all_gather_into_tensor", "all_gather_single")  # the same under its old and its new name
 _NAMES = ("all_gather", *_INTO_ONE)
-
-
-class _Gather(torch.autograd.Function):
-    """Gathers a tensor of every rank; its gradient is the sum of what all ranks' losses say about this rank's tensor.
-
-    Torch's own such function has moved and been renamed between the versions that gaverify runs on.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, gather: Any, group: Any, tensor: torch.Tensor) -> torch.Tensor:
-        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-        gather(parts, tensor.contiguous(), group=group)
-        ctx.group = group
-        return torch.stack(parts)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        total = gradients[0].contiguous()
-        dist.all_reduce(total, group=ctx.group)
-        return None, None, total[dist.get_rank(ctx.group)]
 
 
 @contextmanager
@@ -92,18 +74,15 @@ def _put(functions: Mapping[str, Gather]) -> None:
 
 
 def _with_gradient(plain: Mapping[str, Gather]) -> dict[str, Gather]:
-    """The gathers that hand gradients back, with torch's own names for what they are given."""
-
-    def gathered(tensor: torch.Tensor, group: Any) -> torch.Tensor:
-        with torch.enable_grad():  # the user's code may gather under `no_grad`, which is the same fault
-            return _Gather.apply(plain["all_gather"], group, tensor)  # type: ignore[no-any-return,no-untyped-call]
+    """The remedy in place of each gather, with torch's own names for what they are given."""
 
     def into_list(
         tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
     ) -> Any:
         if async_op or not tensor.requires_grad:
             return plain["all_gather"](tensor_list, tensor, group, async_op)
-        tensor_list[:] = gathered(tensor, group).unbind()
+        with torch.enable_grad():  # the user's code may gather under `no_grad`, which is the same fault
+            tensor_list[:] = all_gather(tensor, group)
         return None
 
     def into_one(name: str) -> Gather:
@@ -113,7 +92,7 @@ def _with_gradient(plain: Mapping[str, Gather]) -> dict[str, Gather]:
             if async_op or not input_tensor.requires_grad:
                 return plain[name](output_tensor, input_tensor, group, async_op)
             with torch.enable_grad():
-                output_tensor.copy_(gathered(input_tensor, group).reshape(output_tensor.shape))
+                output_tensor.copy_(torch.stack(all_gather(input_tensor, group)).reshape(output_tensor.shape))
             return None
 
         return gather

@@ -1,4 +1,4 @@
-"""Repairs that can be used as they are: weights for micro-batches, a BatchNorm converter, a cached-gradient step.
+"""Repairs that can be used as they are: weights, a BatchNorm converter, a cached-gradient step, a gather over ranks.
 
 Each is what a finding's remedy names, and each needs nothing but torch and the model.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from gaverify.remedies.batch_norm import FrozenBatchNorm, convert_batch_norm
 from gaverify.remedies.cached import CachedGradients
+from gaverify.remedies.gathering import all_gather
 from gaverify.remedies.shares import token_weights, valid_targets
 
-__all__ = ["CachedGradients", "FrozenBatchNorm", "convert_batch_norm", "token_weights", "valid_targets"]
+__all__ = ["CachedGradients", "FrozenBatchNorm", "all_gather", "convert_batch_norm", "token_weights", "valid_targets"]

@@ -118,10 +118,10 @@ def gather_without_gradient(facts: Facts, ranks: RankFacts) -> Iterator[Finding]
             f"{beside_one_process(ranks)}; the best weights of the ranks' gradients leave {residual:.1e} over",
             residual=residual,
         ),
-        judged("gather", "with a differentiable gather in its place the difference", left, proven),
+        judged("gather", "with `gaverify.remedies.all_gather` in its place the difference", left, proven),
         location=_place(facts),
-        remedy="a gather that hands gradients back (torch.distributed.nn.functional.all_gather) in place of "
-        "torch.distributed.all_gather" + (": tested, equivalent" if proven else ""),
+        remedy="`gaverify.remedies.all_gather`, which hands gradients back, in place of the gather"
+        + (": tested, equivalent" if proven else ""),
         proven=proven,
     )
 

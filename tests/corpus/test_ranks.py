@@ -100,6 +100,13 @@ def test_under_fsdp2(case: Case) -> None:
     assert verdict.ranks is not None and verdict.ranks.window.count(Collective.SCATTER) >= 1
 
 
+def test_a_gather_has_ended_when_it_is_looked_at() -> None:
+    """It writes beside what runs: read too early it seemed to mix samples itself, from run to run."""
+    case = Case(ranks.gathered_with_gradient, 2, frozenset({"GAV103"}))
+    (found,) = {verified(case, "ddp").findings[0].summary for _ in range(3)}
+    assert found == "the loss compares the samples of a batch with each other"
+
+
 def test_a_factor_is_told_by_what_was_forgotten() -> None:
     """K and K · R are told apart: what plain losses of the ranks lack is a division by K alone."""
     lines = {

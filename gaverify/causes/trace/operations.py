@@ -107,6 +107,9 @@ class OperationTracer(PassProbe):
         name, view, may_draw = _traits(func)
         before = generator_key(args, kwargs) if may_draw else None
         result = func(*args, **kwargs)
+        for work in result if isinstance(result, tuple) else ():
+            if hasattr(work, "_has_method") and work._has_method("wait"):
+                work.wait()  # a collective, which writes beside what runs: its results are read here
         if not view:
             # attention without dropout could draw and does not: then its generator stays where it was
             drew = may_draw and (generator_key(args, kwargs) != before or draws_unseen(func, args, kwargs))

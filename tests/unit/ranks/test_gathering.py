@@ -13,6 +13,7 @@ from gaverify.passes.devices import available_devices
 from gaverify.ranks.forking import run_forked
 from gaverify.ranks.gathering import watch_gathers
 from gaverify.ranks.groups import joined
+from gaverify.remedies import all_gather
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed"),
@@ -45,6 +46,22 @@ def _gathered(folder: Path, rank: int, gather: Callable[[torch.Tensor], torch.Te
             (whole.sum() * (rank + 1)).backward()
         gradient = 0.0 if value.grad is None else float(value.grad)
     return [*whole.tolist(), gradient, len(noted)]
+
+
+def _transposed(folder: Path, rank: int) -> list[list[float]]:
+    """The gradient of rank r's value in the loss Σ (weights × gathered), whose gradient comes transposed."""
+    with joined(rank, 2, folder / "store"):
+        value = torch.ones(2, 3, dtype=torch.float64, device="cpu", requires_grad=True)
+        weights = torch.arange(12.0, dtype=torch.float64, device="cpu").reshape(3, 4) * (rank + 1)
+        (torch.cat(all_gather(value)).T * weights).sum().backward()
+        assert value.grad is not None
+        return value.grad.tolist()  # type: ignore[no-any-return]
+
+
+def test_the_remedy_brings_back_gradients_that_come_transposed(tmp_path: Path) -> None:
+    found = run_forked([(f"rank {rank}", lambda rank=rank: _transposed(tmp_path, rank)) for rank in range(2)], 60.0)
+    whole = (torch.arange(12.0, device="cpu").reshape(3, 4) * 3).T  # of both losses
+    assert found == [whole[:2].tolist(), whole[2:].tolist()]
 
 
 @pytest.mark.parametrize(("repaired", "gradient"), [(True, 3.0), (False, 0.0)], ids=["control", "as it is"])
