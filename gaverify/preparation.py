@@ -135,6 +135,11 @@ def task_of(
     """Puts model and batch where they shall run, for as long as `stack` is open."""
     target = resolve_device(device)
     lay_on = _devices(modules)
+    if any(device.type == "meta" for device in lay_on):
+        raise ProblemError(
+            "the model lies on the `meta` device, where tensors have no numbers: build it on a real one "
+            '(was `torch.set_default_device("meta")` left on, or `to_empty` forgotten?)'
+        )
     size = batching.batch_size_of(problem.batch, steps, problem.batch_size, problem.split)
     sizes = batching.micro_batch_sizes(size, steps)
     if target is not None or dtype is not None:

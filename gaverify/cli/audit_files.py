@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from gaverify.errors import SpecError
+from gaverify.text_files import text_of_file
 
 if TYPE_CHECKING:
     from gaverify.spec.accepting import Accept
@@ -99,9 +100,7 @@ def read_options(file: Path, params: Sequence[click.Parameter]) -> AuditFile:
 
 def _table(file: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise SpecError(f"cannot be read: {error.strerror or error}", str(file)) from error
+        return tomllib.loads(text_of_file(file, "file of an audit"))
     except (ValueError, RecursionError) as error:
         raise SpecError(f"not TOML: {error}", str(file)) from error
 

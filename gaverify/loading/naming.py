@@ -119,13 +119,12 @@ def _folder_that_is_no_model(name: str, folder: Path) -> str:
 def _nothing(name: str) -> str:
     """The sentence for a word without a colon: a built-in that is misspelt, or a factory with a dot for the colon."""
     place, dot, attribute = name.rpartition(".")
-    if dot and place and attribute:
-        file = Path(*place.split("."))
-        if file.with_suffix(".py").is_file() or file.is_dir() or _is_module(place.partition(".")[0]):
+    if dot and attribute and all(part.isidentifier() for part in place.split(".")):
+        file = os.path.join(*place.split("."))
+        if os.path.isfile(f"{file}.py") or os.path.isdir(file) or _is_module(place.partition(".")[0]):
             return f"there is no built-in `{name}`; a factory follows a colon: `{place}:{attribute}`"
-    file = Path(name + ".py")
-    if file.is_file():
-        return f"`{name}` names a module without a factory; write `{file}:{first_function(str(file))}`"
+    if os.path.isfile(file := f"{name}.py"):
+        return f"`{name}` names a module without a factory; write `{file}:{first_function(file)}`"
     if "/" in name or os.sep in name:
         if os.path.exists(name):
             return f"`{name}` is a file that holds no factory; write `file.py:factory`"

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ConfigDict
 
 from gaverify.errors import SpecError
+from gaverify.text_files import text_of_file
 
 EXAMPLE = '{ code = "GAV101", location = "backbone.*", reason = "ghost batch norm on purpose" }'
 _KEYS = {"code": str, "location": str, "reason": str, "suspected": bool}
@@ -92,8 +93,8 @@ def project_settings(start: Path | None = None) -> Project:
 
 def _table(file: Path) -> dict[str, Any] | None:
     try:
-        document = tomllib.loads(file.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError) as error:
+        document = tomllib.loads(text_of_file(file, "pyproject.toml"))
+    except ValueError as error:
         raise SpecError(f"cannot be read: {error}", str(file)) from error
     table = document.get("tool", {}).get("gaverify") if isinstance(document.get("tool"), dict) else None
     return table if isinstance(table, dict) else None

@@ -16,9 +16,7 @@ from gaverify.errors import SpecError
 from gaverify.spec.accepting import entry_problems
 from gaverify.spec.fields import Spec, conflicts
 from gaverify.spec.sentences import joined, option_name, sentence
-
-_LARGEST = 1 << 20
-"""Bytes of a spec file; what is larger, or has no end, is none."""
+from gaverify.text_files import text_of_file
 
 _OTHER_COMMANDS = {
     ".py": "is Python, not a spec; verify a model with `--model {file}:factory`, a script with `gaverify audit {file}`",
@@ -109,19 +107,13 @@ def _read(file: Path) -> tuple[dict[str, Any], str]:
     if file.suffix in _OTHER_COMMANDS:
         return {}, _OTHER_COMMANDS[file.suffix].format(file=file)
     try:
-        with file.open("rb") as stream:
-            raw = stream.read(_LARGEST + 1)
-        if len(raw) > _LARGEST:
-            return {}, f"holds more than {_LARGEST >> 20} MiB, which is no spec; `gaverify init` writes one"
-        table = tomllib.loads(raw.decode("utf-8-sig"))  # Windows' editors put a byte-order mark first
+        table = tomllib.loads(text_of_file(file, "spec; `gaverify init` writes one"))
     except tomllib.TOMLDecodeError as error:
         place = re.search(r" \(at (.*)\)$", str(error))
         where = place[1] if place else "somewhere"
         return {}, f"{where}: not TOML: {str(error).removesuffix(place[0]) if place else error}"
-    except UnicodeDecodeError as error:
-        return {}, f"not UTF-8 text: byte {error.start} cannot be read; save the file as UTF-8"
-    except OSError as error:
-        return {}, f"cannot be read: {error.strerror or error}"
+    except SpecError as error:
+        return {}, error.problems[0]
     except RecursionError:
         return {}, "lists or tables stand too deep in each other; a spec needs one level"
     if "model" not in table and not table.keys().isdisjoint(("script", "module")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -95,6 +96,20 @@ def test_the_action_passes_what_is_right(project: Path) -> None:
     code, told = runner.run()
     assert code == 0, told
     assert "::error" not in told and (project / "output.txt").read_text() == "exit-code=0\n"
+
+
+def test_the_action_splits_lines_expands_globs_and_is_not_in_the_way_of_modules(project: Path) -> None:
+    (project / "types.py").write_text("raise SystemExit('this is not the types that Python means')")
+    inputs = {"specs": "configs/right.toml\nconfigs/k*.toml\n", "output": "a.json\n\tb.md\n", "arguments": "--strict\n"}
+    code, told = Runner(project, install="", **inputs).run()
+    assert code == 0, told
+    assert len(json.loads((project / "a.json").read_text())["verdicts"]) == 2
+    assert (project / "b.md").exists()
+
+
+def test_a_glob_without_a_match_gets_a_sentence(project: Path) -> None:
+    code, told = Runner(project, install="", specs="configs/*.tom", output="").run()
+    assert code == 2 and "configs/*.tom: there is no such file or folder" in told
 
 
 def test_an_input_is_no_command(project: Path) -> None:

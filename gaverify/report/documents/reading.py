@@ -22,6 +22,7 @@ from gaverify.records.profile import Profile
 from gaverify.records.verdict import Verdict
 from gaverify.report.documents.encoding import VERSION, fields_of
 from gaverify.report.stories import Answer, Report
+from gaverify.text_files import text_of_file
 
 _LARGEST = 512 * 2**20
 """Bytes of a file that is read at all; a verdict over a million parameters has less."""
@@ -38,6 +39,13 @@ def read_report(path: Path) -> Report:
     """
     document = _parsed(path)
     _check(document, path)
+    try:
+        return _report(document)
+    except ValueError as error:  # a word that is none of an enum's
+        raise SpecError(f"{error}; it is not as gaverify wrote it", str(path)) from error
+
+
+def _report(document: Mapping[str, Any]) -> Report:
     if "verdicts" in document:
         items = [*document["verdicts"], *document.get("audits", ()), *document.get("profiles", ())]
         return Report(tuple(map(answer_of, items)), tuple((e["source"], e["message"]) for e in document["errors"]))
@@ -56,11 +64,7 @@ def answer_of(document: Mapping[str, Any]) -> Answer:
 
 def _parsed(path: Path) -> dict[str, Any]:
     try:
-        if path.stat().st_size > _LARGEST:
-            raise SpecError("is larger than any document of gaverify's", str(path))
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SpecError(f"cannot be read: {error.strerror or error}", str(path)) from error
+        document = json.loads(text_of_file(path, "document of gaverify's", _LARGEST))
     except (ValueError, RecursionError) as error:
         raise SpecError(f"is no JSON: {error}; write one with `--output FILE.json`", str(path)) from error
     if not isinstance(document, dict):

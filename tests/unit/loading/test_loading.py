@@ -263,6 +263,8 @@ def test_the_generators_are_restored_when_the_factory_raises(folder: Path) -> No
         (".mine:problem", "relative to a package, and there is none here; write `mine:problem`"),
         ("./nowhere", "there is no file or folder `./nowhere`; paths start from the current folder"),
         ("/etc/passwd", "`/etc/passwd` is a file that holds no factory; write `file.py:factory`"),
+        ("../nowhere", "there is no file or folder `../nowhere`"),
+        ("n" * 300, "there is no built-in `nnn"),
         ("mine.problem", "there is no built-in `mine.problem`"),
         ("mine:SIZE", "`mine:SIZE` is an int, not a factory"),
     ],

@@ -4,6 +4,7 @@ import ast
 from pathlib import Path
 
 import pytest
+import torch
 
 import gaverify
 
@@ -58,3 +59,10 @@ def test_devices_are_not_asked_for_by_name() -> None:
     }
     assert {path: names for path, names in found.items() if path not in NAMED} == {}
     assert NAMED.keys() <= found.keys(), "an exception that is no longer needed"
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_a_model_without_numbers_gets_a_sentence(device: str | None) -> None:
+    model = torch.nn.Linear(4, 2, device="meta")
+    with pytest.raises(gaverify.ProblemError, match="`meta` device, where tensors have no numbers"):
+        gaverify.verify(model, lambda m, x: m(x).sum(), torch.randn(4, 4), steps=2, device=device)

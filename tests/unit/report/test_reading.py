@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,6 +60,7 @@ def test_several_answers_and_errors(tmp_path: Path) -> None:
 
 
 GOOD = json.loads(answer_text(samples.divergent()))
+ROW = GOOD["parameters"][0]
 
 
 @pytest.mark.parametrize(
@@ -70,6 +72,10 @@ GOOD = json.loads(answer_text(samples.divergent()))
         (json.dumps({**GOOD, "version": 2}), "has version 2; this gaverify reads version 1"),
         (json.dumps({**GOOD, "outcome": "fine"}), r"\$.outcome: input should be"),
         (json.dumps({**GOOD, "more": 1}), r"\$.more: extra inputs are not permitted"),
+        (
+            json.dumps({**GOOD, "parameters": [{**GOOD["parameters"][0], "method": "zzz"}]}),
+            "'zzz' is not a valid Method; it",
+        ),
         (json.dumps({**GOOD, "parameters": [{}]}), r"more problems\); it is not as gaverify wrote it"),
         ("[" * 100_000, "is no JSON"),
         ('{"version": 1, "rules": []}', "is no document"),
@@ -84,7 +90,14 @@ def test_what_is_not_ours_gets_a_sentence(tmp_path: Path, text: str, words: str)
 
 def test_what_cannot_be_read_gets_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "latin").write_bytes(b"\xff")
-    for name, words in {"latin": "is no JSON", "gone": "cannot be read: No such file", ".": "cannot be read"}.items():
+    os.mkfifo(tmp_path / "pipe")
+    told = {
+        "latin": "not UTF-8",
+        "pipe": "no regular file",
+        "gone": "cannot be read: No such file",
+        ".": "cannot be read",
+    }
+    for name, words in told.items():
         with pytest.raises(SpecError, match=words):
             read_report(tmp_path / name)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -178,10 +179,12 @@ def test_what_is_read_and_what_is_not(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_bytes(b'\xef\xbb\xbfmodel = "a"')
     write(tmp_path, "b.toml", "model = " + "[" * 5000 + "]" * 5000)
     write(tmp_path, "c.toml", 'model = "c"\n' + "#" * (1 << 20))
+    os.mkfifo(tmp_path / "d.toml")
     entries = read_specs([tmp_path, "/dev/zero"])
-    assert [type(entry) for _, entry in entries] == [Spec, SpecError, SpecError, SpecError]
+    assert [type(entry) for _, entry in entries] == [Spec, *[SpecError] * 4]
     texts = [str(entry) for _, entry in entries[1:]]
-    assert "too deep in each other" in texts[0] and "1 MiB" in texts[1] and "1 MiB" in texts[2]
+    assert "too deep in each other" in texts[0] and "1 MiB" in texts[1]
+    assert all("it is no regular file" in text for text in texts[2:])
 
 
 def test_what_only_a_trace_reads() -> None:
