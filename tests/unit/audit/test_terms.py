@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from gaverify.audit.fitting import add_up
+from gaverify.audit.fitting import add_up, fit_gradients
 from gaverify.audit.reading import Samples
 from gaverify.audit.recording.terms import MOST, Terms
 
@@ -82,3 +82,10 @@ class TestAddUp:
 
     def test_a_run_that_did_not_step(self) -> None:
         assert not add_up(self.samples(3.0), [self.samples(3.0), Samples({})], 1e-9)
+
+
+def test_what_a_backward_pass_gave_before_the_optimizer_took_more_parameters_counts_nothing() -> None:
+    gradient = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64, device="cpu")
+    whole = {0: gradient}
+    fit = fit_gradients(whole, {0: torch.ones_like(gradient)}, whole, [{0: gradient[:2]}, {0: gradient}, {}])
+    assert fit is not None and (len(fit.weights), fit.residual) == (3, pytest.approx(0, abs=1e-12))
