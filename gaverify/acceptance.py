@@ -7,10 +7,9 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
-from gaverify.records.acceptance import Acceptance
 from gaverify.records.audit_report import AuditReport
 from gaverify.records.comparison import Outcome
-from gaverify.records.findings import Finding
+from gaverify.records.findings import Acceptance, Finding
 from gaverify.records.verdict import Verdict
 from gaverify.spec.accepting import Accept, Project
 from gaverify.tracebacks import portable

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from gaverify.records.acceptance import Acceptance, Settled
 from gaverify.records.audit import UpdateComparison
 from gaverify.records.comparison import Outcome
-from gaverify.records.findings import Finding
+from gaverify.records.findings import Acceptance, Finding, Settled
 from gaverify.records.ranks import RankFacts
 from gaverify.records.windows import Window
 

@@ -48,15 +48,24 @@ def install(recorder: HandRecorder) -> None:
     _loads(recorder)
 
 
+def _replace(owner: Any, name: str, call: Callable[..., Any]) -> None:
+    """Replaces a function by `call`, which is given that function and the arguments."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return call(original, *args, **kwargs)
+
+    setattr(owner, name, replaced)
+
+
 def _surround(owner: Any, name: str, around: Around, recorder: Recorder, running: list[bool]) -> None:
     """Replaces a function by one that runs it inside `around`, which is given the same arguments.
 
     A call while one is `running` runs as it is.
     """
-    original = getattr(owner, name)
 
-    @functools.wraps(original)
-    def surrounded(*args: Any, **kwargs: Any) -> Any:
+    def surrounded(original: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or running[0] or recorder.off:
             return original(*args, **kwargs)
         running[0] = True
@@ -66,7 +75,7 @@ def _surround(owner: Any, name: str, around: Around, recorder: Recorder, running
         finally:
             running[0] = False
 
-    setattr(owner, name, surrounded)
+    _replace(owner, name, surrounded)
 
 
 def _passes(recorder: Recorder) -> Around:
@@ -86,15 +95,12 @@ def _gathers(recorder: Recorder) -> None:
 
 
 def _optimizers(recorder: Recorder) -> None:
-    original = Optimizer.__init__
-
-    @functools.wraps(original)
-    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+    def made(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         if not recorder.off:
             recorder.optimizer_made(self)
 
-    Optimizer.__init__ = made  # type: ignore[method-assign]
+    _replace(Optimizer, "__init__", made)
     register_optimizer_step_pre_hook(functools.partial(_before_step, recorder))
     register_optimizer_step_post_hook(lambda optimizer, args, kwargs: recorder.step_ended(optimizer))
 
@@ -127,10 +133,8 @@ def _forwards(recorder: Recorder) -> None:
 
 def _differentiation(recorder: HandRecorder, running: list[bool]) -> None:
     """Wraps `autograd.grad` where it is asked for the gradients of parameters."""
-    original = torch.autograd.grad
 
-    @functools.wraps(original)
-    def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def grad(original: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         several = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
         parameters = any(isinstance(tensor, nn.Parameter) for tensor in several)
         if torch.compiler.is_compiling() or running[0] or recorder.off or not parameters:
@@ -144,7 +148,7 @@ def _differentiation(recorder: HandRecorder, running: list[bool]) -> None:
         finally:
             running[0] = False
 
-    torch.autograd.grad = grad  # type: ignore[assignment]
+    _replace(torch.autograd, "grad", grad)
 
 
 def _clipping(recorder: Recorder) -> None:
@@ -152,30 +156,24 @@ def _clipping(recorder: Recorder) -> None:
 
     running = [False]  # `clip_grad_norm_` calls `clip_grads_with_norm_`
 
-    def wrap(name: str) -> Any:
-        original = getattr(clip_grad, name)
-        signature = inspect.signature(original)
-
-        @functools.wraps(original)
-        def clip(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or running[0] or recorder.off:
-                return original(*args, **kwargs)
-            given = signature.bind_partial(*args, **kwargs).arguments
-            limit = given.get("max_norm", given.get("clip_value"))
-            running[0] = True
-            try:
-                with recorder.clip(name, float(limit) if isinstance(limit, (int, float)) else None) as ended:
-                    result = original(*args, **kwargs)
-                    ended(given.get("total_norm") if result is None else result)
-                    return result
-            finally:
-                running[0] = False
-
-        return clip
+    def clip(original: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or running[0] or recorder.off:
+            return original(*args, **kwargs)
+        given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
+        limit = given.get("max_norm", given.get("clip_value"))
+        running[0] = True
+        try:
+            known = float(limit) if isinstance(limit, (int, float)) else None
+            with recorder.clip(original.__name__, known) as ended:
+                result = original(*args, **kwargs)
+                ended(given.get("total_norm") if result is None else result)
+                return result
+        finally:
+            running[0] = False
 
     for name in ("clip_grads_with_norm_", "clip_grad_norm_", "clip_grad_value_", "clip_grad_norm"):
         if hasattr(clip_grad, name):
-            setattr(clip_grad, name, wrap(name))
+            _replace(clip_grad, name, clip)
             setattr(torch.nn.utils, name, getattr(clip_grad, name))
 
 
@@ -185,7 +183,7 @@ def _schedulers(recorder: Recorder) -> None:
 
     def wrap(kind: Any) -> None:
         if "step" in vars(kind):
-            kind.step = _scheduler_step(recorder, kind.step, nested)
+            _replace(kind, "step", _scheduler_step(recorder, nested))
 
     def wrap_all(kind: Any) -> None:
         wrap(kind)
@@ -194,10 +192,8 @@ def _schedulers(recorder: Recorder) -> None:
 
     base: Any = lr_scheduler.LRScheduler
     wrap_all(base)
-    initial = base._initial_step
 
-    @functools.wraps(initial)
-    def first(self: Any) -> None:
+    def first(initial: Any, self: Any) -> None:
         nested[0] += 1  # a scheduler steps once while it is made
         try:
             initial(self)
@@ -208,13 +204,12 @@ def _schedulers(recorder: Recorder) -> None:
         super(base, kind).__init_subclass__(**kwargs)
         wrap(kind)
 
-    base._initial_step = first
+    _replace(base, "_initial_step", first)
     base.__init_subclass__ = classmethod(subclassed)  # type: ignore[arg-type]
 
 
-def _scheduler_step(recorder: Recorder, original: Any, nested: list[int]) -> Any:
-    @functools.wraps(original)
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _scheduler_step(recorder: Recorder, nested: list[int]) -> Any:
+    def step(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         nested[0] += 1
         try:
             result = original(self, *args, **kwargs)
@@ -232,69 +227,57 @@ def _scalers(recorder: Recorder) -> None:
 
     running = [False]
 
-    def wrap(name: str) -> None:
-        original = getattr(GradScaler, name)
-
-        @functools.wraps(original)
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if recorder.off or not self.is_enabled():
-                return original(self, *args, **kwargs)
-            outermost, running[0] = not running[0], True  # `step` calls `unscale_` itself
-            try:
-                with recorder.scaler(name) if outermost else nullcontext():
-                    result = original(self, *args, **kwargs)
-                    if name == "unscale_":
-                        recorder.unscaled()
-                    return result
-            finally:
-                running[0] = not outermost
-
-        setattr(GradScaler, name, call)
+    def call(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        if recorder.off or not self.is_enabled():
+            return original(self, *args, **kwargs)
+        outermost, running[0] = not running[0], True  # `step` calls `unscale_` itself
+        name = original.__name__
+        try:
+            with recorder.scaler(name) if outermost else nullcontext():
+                result = original(self, *args, **kwargs)
+                if name == "unscale_":
+                    recorder.unscaled()
+                return result
+        finally:
+            running[0] = not outermost
 
     for name in ("unscale_", "step", "update"):
-        wrap(name)
+        _replace(GradScaler, name, call)
 
 
 def _losses(recorder: Recorder) -> None:
     """Counts the valid targets of cross entropies: the weights that an average over tokens should have."""
+
+    def loss(original: Any, input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and not recorder.off and isinstance(target, torch.Tensor):
+            ignored = kwargs.get("ignore_index", args[2] if len(args) > 2 else -100)
+            if not target.is_floating_point():
+                recorder.targets((target.detach() != ignored).sum(), target.numel())
+        return original(input, target, *args, **kwargs)
+
     for name in ("cross_entropy", "nll_loss"):
-        original = getattr(functional, name)
-
-        @functools.wraps(original)
-        def loss(input: Any, target: Any, *args: Any, __original: Any = original, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling() and not recorder.off and isinstance(target, torch.Tensor):
-                ignored = kwargs.get("ignore_index", args[2] if len(args) > 2 else -100)
-                if not target.is_floating_point():
-                    recorder.targets((target.detach() != ignored).sum(), target.numel())
-            return __original(input, target, *args, **kwargs)
-
-        setattr(functional, name, loss)
+        _replace(functional, name, loss)
 
 
 def _averages(recorder: Recorder) -> None:
     from torch.optim.swa_utils import AveragedModel
 
-    original = AveragedModel.update_parameters
-
-    @functools.wraps(original)
-    def update(self: Any, model: Any) -> None:
+    def update(original: Any, self: Any, model: Any) -> None:
         with nullcontext() if recorder.off else recorder.average(self.module, model):
             original(self, model)
 
-    AveragedModel.update_parameters = update  # type: ignore[method-assign]
+    _replace(AveragedModel, "update_parameters", update)
 
 
 def _loads(recorder: Recorder) -> None:
     """Notes the files that `torch.load` reads: who starts from other weights may have resumed."""
-    original = torch.load
     audits = os.path.join(os.path.dirname(os.path.abspath(recorder.job.folder)), "")
 
-    @functools.wraps(original)
-    def load(f: Any, *args: Any, **kwargs: Any) -> Any:
+    def load(original: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
         if not recorder.off and isinstance(f, str | os.PathLike):
             path = os.path.abspath(os.fspath(f))
             if not path.startswith(audits):  # what the audit's other runs left is no checkpoint of the script
                 recorder.simple("loaded", path=path)
         return original(f, *args, **kwargs)
 
-    torch.load = load
+    _replace(torch, "load", load)
