@@ -69,7 +69,8 @@ def versions() -> Iterator[Line]:
     """Yields what is installed."""
     yield "gaverify", __version__, None
     yield "Python", f"{platform.python_version()} on {platform.platform()}", None
-    yield "torch", f"{torch.__version__}, {count_text(torch.get_num_threads(), 'thread')}, {_instructions()}", None
+    kernels = torch.backends.cpu.get_cpu_capability()  # what torch's CPU kernels are compiled for, such as AVX2
+    yield "torch", f"{torch.__version__}, {count_text(torch.get_num_threads(), 'thread')}, {kernels}", None
     for package, use in (
         ("transformers", "the built-in gpt2, models by folder or name"),
         ("numpy", "arrays in batches"),
@@ -148,11 +149,6 @@ def _name(device: torch.device) -> str:
         properties = torch.get_device_module(device).get_device_properties(device)
         return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
     return platform.processor() or platform.machine()
-
-
-def _instructions() -> str:
-    """What torch's CPU kernels are compiled for here, such as AVX2."""
-    return str(torch.backends.cpu.get_cpu_capability())
 
 
 def _version(package: str) -> str:

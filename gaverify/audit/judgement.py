@@ -295,7 +295,7 @@ def _distance(full: Samples, accumulated: Samples, when: str) -> float:
 
 def _drifted(full: Samples, accumulated: Samples, unit: float) -> tuple[str, ...]:
     names = []
-    buffers, others = (_buffers(samples) for samples in (full, accumulated))
+    buffers, others = full.buffers, accumulated.buffers
     for name, value in buffers.items():
         other = others.get(name)
         if other is None:  # one run calls a wrapper, the other what is inside it: another name is no drift
@@ -309,7 +309,3 @@ def _drifted(full: Samples, accumulated: Samples, unit: float) -> tuple[str, ...
 def _ends_alike(one: str, other: str) -> bool:
     short, long = sorted((f".{name.partition(':')[2]}" for name in (one, other)), key=len)
     return long.endswith(short)
-
-
-def _buffers(samples: Samples) -> dict[str, torch.Tensor]:
-    return {name: value for step in samples.steps.values() for name, value in step.get("buffers", {}).items()}

@@ -62,7 +62,7 @@ def rank_facts(full: Run, accumulated: RankedRun, update: UpdateComparison, unit
         unit=unit,
         divergent=update.outcome is Outcome.DIVERGENT,
         from_one_process=difference,
-        buffers_apart=buffers_apart([_buffers(samples) for samples in ranks], unit),
+        buffers_apart=buffers_apart([samples.buffers for samples in ranks], unit),
         mean_left=math.nan if sharded else _mean_left(whole, own),
         # What tensor parallelism reduces alone is activations.
         reduced=() if sharded and engine is None else tuple(event.values.get("reduced", 0) for event in window),
@@ -182,11 +182,6 @@ def _cut(run: Run, place: Place, whole: torch.Tensor) -> torch.Tensor:
         return whole
     sizes = run.meta["local"][place[0]][str(place[1])]
     return whole[tuple(slice(at, at + size) for at, size in zip(offset, sizes, strict=True))]
-
-
-def _buffers(samples: Samples) -> dict[str, torch.Tensor]:
-    """The buffers of a rank, `model:name`, after the update."""
-    return {name: value for step in samples.steps.values() for name, value in step.get("buffers", {}).items()}
 
 
 def left_by(

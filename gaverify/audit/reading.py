@@ -139,6 +139,11 @@ class Samples:
         return self.of("final") | self.of("summed")
 
     @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers, `model:name`, after the update."""
+        return {name: value for step in self.steps.values() for name, value in step.get("buffers", {}).items()}
+
+    @property
     def increments(self) -> list[dict[int, torch.Tensor]]:
         """What each backward pass added, in order."""
         found: dict[int, dict[int, torch.Tensor]] = {}

@@ -73,15 +73,11 @@ def no_module(name: str, missing: str) -> str:
     path = Path(*name.split("."))
     file = path.with_suffix(".py") if name.count(".") else path
     advice = (
-        f"did you mean `{_join(parent, near)}`?"
+        f"did you mean `{parent and parent + '.'}{near}`?"
         if (near := nearest(last, siblings))
         else (f"start gaverify in the folder that holds `{file.parts[0]}`, or write `path/to/{file.stem}.py:factory`")
     )
     return f"there is no module `{missing}` in the {where}; {advice}"
-
-
-def _join(parent: str, name: str) -> str:
-    return f"{parent}.{name}" if parent else name
 
 
 def _import_file(file: Path) -> ModuleType:

@@ -39,7 +39,10 @@ class ActivationMeter:
     @contextmanager
     def counting(self) -> Iterator[ActivationMeter]:
         """Counts every graph that is recorded inside; one that outlives the block is still released correctly."""
-        with _recomputation_watched(self), saved_tensors_hooks(lambda tensor: _Holder(self, tensor), _unpacked):
+        with (
+            _recomputation_watched(self),
+            saved_tensors_hooks(lambda tensor: _Holder(self, tensor), lambda holder: holder.tensor),
+        ):
             yield self
 
     def watch(self, tensor: torch.Tensor) -> None:
@@ -50,7 +53,7 @@ class ActivationMeter:
         self._forget_expired()
         for key, size, storage in _storages(tensor):
             if key not in self._excluded and key not in self._watched:
-                self._watched[key] = (_weak(storage), size)
+                self._watched[key] = (StorageWeakRef(storage), size)  # type: ignore[no-untyped-call]
         self._note()
 
     def hold(self, key: Key, size: int) -> None:
@@ -99,10 +102,6 @@ class _Holder:
             self._meter.release(key, size)
 
 
-def _unpacked(holder: _Holder) -> torch.Tensor:
-    return holder.tensor
-
-
 def _storages(tensor: torch.Tensor) -> list[tuple[Key, int, torch.UntypedStorage]]:
     """The storages behind a tensor, each with what identifies it while it lives; sparse tensors have several."""
     if hasattr(tensor, "__tensor_flatten__"):
@@ -116,10 +115,6 @@ def _storages(tensor: torch.Tensor) -> list[tuple[Key, int, torch.UntypedStorage
     storage = tensor.untyped_storage()
     # `set_` and `.data` give one piece of memory several storage objects; an empty storage has no address
     return [((str(storage.device), storage.data_ptr() or storage._cdata), storage.nbytes(), storage)]
-
-
-def _weak(storage: torch.UntypedStorage) -> StorageWeakRef:
-    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
 @contextmanager

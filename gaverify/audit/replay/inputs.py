@@ -111,7 +111,10 @@ def cuts_of(own: list[tuple[int, ...]], full: list[tuple[int, ...]]) -> tuple[li
     """
     if len(own) != len(full) or any(len(a) != len(b) for a, b in zip(own, full, strict=True)):
         return None
-    dims = [_cut_dim(a, b) for a, b in zip(own, full, strict=True)]
+    dims = [
+        next((at for at, (rows, total) in enumerate(zip(a, b, strict=True)) if rows != total), None)
+        for a, b in zip(own, full, strict=True)
+    ]
     sizes = {(a[dim], b[dim]) for a, b, dim in zip(own, full, dims, strict=True) if dim is not None}
     if not sizes:
         return dims, 1, 1
@@ -119,10 +122,6 @@ def cuts_of(own: list[tuple[int, ...]], full: list[tuple[int, ...]]) -> tuple[li
         return None
     ((rows, total),) = sizes
     return dims, rows, total
-
-
-def _cut_dim(own: tuple[int, ...], full: tuple[int, ...]) -> int | None:
-    return next((at for at, (rows, total) in enumerate(zip(own, full, strict=True)) if rows != total), None)
 
 
 def has_loss(output: Any) -> bool:

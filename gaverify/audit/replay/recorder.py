@@ -61,7 +61,9 @@ class ReplayingRecorder(HandRecorder):
                 self._loop.start()
             if torch.is_grad_enabled():
                 self._loop.forward(_rows(args, kwargs))
-                self._take_inputs(module, args, kwargs)
+                if self._inputs is not None:
+                    with self._work():
+                        self._inputs.forward(module, args, kwargs)
             with super().forward(module, args, kwargs) as listen:
 
                 def listened(output: Any) -> None:
@@ -108,11 +110,6 @@ class ReplayingRecorder(HandRecorder):
         self._loop.after_backward()
         if self._inputs is not None:
             self._inputs.after_backward()
-
-    def _take_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if self._inputs is not None:
-            with self._work():
-                self._inputs.forward(module, args, kwargs)
 
     def _meta(self, reason: Ending) -> dict[str, Any]:
         meta = super()._meta(reason)
