@@ -59,7 +59,8 @@ def try_suspect(
         if control.rounding or (explained > 1.0 - HELPS and not all_of_it):
             remedies = tuple(_remedies(bench, suspect, neutral)) if control.rounding else ()
             return Tried(Cause(suspect, control, remedies, explained), neutral, tuple(failures))
-        if neutral is not None and (best is None or explained > best.cause.explained):
+        frozen = best is not None and isinstance(best.neutral, Evaluated)  # a repair, which others can be tried behind
+        if neutral is not None and (best is None or (explained > best.cause.explained and not frozen)):
             best = Tried(Cause(suspect, control, (), explained), neutral, tuple(failures), helps=False)
     return best or Tried(Cause(suspect, None), None, tuple(failures), helps=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -53,6 +54,10 @@ def ask(bench: Bench, facts: Facts) -> Facts:
         found = set_first or found
     remedies = () if found.kind is ControlKind.STATE_HELD else (found,)
     state = replace(state, control=found, blamed=first, remedies=remedies)
+    if found.kind is ControlKind.STATE_HELD:
+        held = StateHeld(bench.task, [change.name for change in changes])
+        apart = bench.possible(lambda: bench.against_full_batch(lambda full: bench.accumulated(full, held).gradients))
+        state = replace(state, elsewhere=math.nan if apart is None else apart)
     return replace(facts, state=state, left=found.left, cleared=True)
 
 

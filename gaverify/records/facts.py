@@ -39,6 +39,7 @@ class State:
 
     `alone`: the difference that the blamed changes make by themselves, with every other cause neutralised; `beside`:
     how far restoring them moves the accumulated gradient where the others cannot be neutralised without them.
+    `elsewhere`: how far the gradient with the state held is from the full batch's, whose own forward moves it.
     """
 
     changes: tuple[StateChange, ...]
@@ -47,6 +48,7 @@ class State:
     remedies: tuple[ControlRun, ...] = ()
     alone: float = math.nan
     beside: float = math.nan
+    elsewhere: float = math.nan
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,13 @@ def batch_statistics(facts: Facts) -> Iterator[Finding]:
 
 
 def _meeting(facts: Facts, cause: Cause, what: str, remedy: str, *more: Evidence) -> Finding:
-    """The finding of a cause in the forward: the trace, more that was measured, and the control run."""
+    """The finding of a cause in the forward: the trace, more that was measured, and the control run.
+
+    Of several causes each has a repair, and they are tried in the order in which the causes run: so they are told.
+    """
+    causes = facts.forward.causes
+    if len(causes) > 1:
+        remedy = f"repair {causes.index(cause) + 1} of {len(causes)}, in this order: {remedy}"
     return finding_of(
         what,
         first_operation(facts, cause),
@@ -95,7 +101,7 @@ def _remedy(facts: Facts, cause: Cause) -> str:
     if cause.suspect.kind == "non-additive":
         cached = f"take what it needs of the batch (a mean, a deviation) once over the window; or {cached}"
     if run is not None and run.kind is ControlKind.CACHED_GRADIENTS and run.repairs:
-        return f"{cached}: tested, gives the full-batch gradient at the memory of a micro-batch"
+        return f"{cached}: tested{_behind(facts, cause)}, gives the full-batch gradient at the memory of a micro-batch"
     if run is not None and run.kind is ControlKind.OWN_CACHE and run.repairs:
         return "hand the loss the full batch: it caches gradients itself, a part of the batch at a time: tested"
     held = held_remedy(cause)
@@ -103,6 +109,15 @@ def _remedy(facts: Facts, cause: Cause) -> str:
         return held
     once = "compute the loss once over all outputs of the window"
     return paired_remedy(cause.suspect) or (once if facts.diagnosed else f"{once}: {cached} does it, not tried here")
+
+
+def _behind(facts: Facts, cause: Cause) -> str:
+    """What a repair was tested with: those before it, or values held constant, which is none; empty of one alone."""
+    before = facts.forward.causes[: facts.forward.causes.index(cause)]
+    if not before:
+        return ""
+    applied = all(other.control is not None and other.control.kind is ControlKind.FROZEN for other in before)
+    return " behind the repairs before it" if applied else " with the causes before it held constant"
 
 
 _LOOK = "look at custom `backward` functions and hooks: they see the micro-batch's gradient, not the window's"

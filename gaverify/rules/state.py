@@ -12,7 +12,8 @@ from gaverify.records.facts import Facts, State, StateChange
 from gaverify.records.findings import Evidence, Finding, Location
 from gaverify.rules.rule import controlled, finding_of, measured, rule
 from gaverify.rules.scale import factor_in_loop, weights_of
-from gaverify.rules.wording import count, listed, located, times
+from gaverify.rules.wording import count, listed, located, tested, times
+from gaverify.thresholds import SAME_IN_FLOAT32
 
 _PLACES = {"closure": "variable"}  # what a place is called in a sentence, where it is not its own name
 _PRIMED = (ControlKind.STATE_PRIMED, ControlKind.STATE_PRIMED_AND_HELD)
@@ -110,8 +111,14 @@ def remedy_for(state: State) -> str:
     if state.alone > 0 or state.beside > 0:
         return "update the state once per window, after the optimizer step: tested together with the other repairs"
     if state.remedies:
-        return "restore the state before each micro-batch: tested, equivalent; or update it once per window"
-    return "update the state once per window, after the optimizer step: tested with the state held, equivalent"
+        return f"restore the state before each micro-batch: {tested(state.remedies[0])}"
+    held = "update the state once per window, after the optimizer step: tested with the state held, equivalent"
+    if not state.elsewhere > SAME_IN_FLOAT32:
+        return held
+    return (
+        f"{held} to the gradient of a full batch that reads the state of before the window, {state.elsewhere:.1e} from "
+        "that of one that reads what it has just written"
+    )
 
 
 @rule("GAV403")

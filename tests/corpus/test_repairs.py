@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import problems_weights
@@ -13,6 +14,7 @@ from torch import nn
 
 import gaverify
 from gaverify.causes import again
+from gaverify.remedies import CachedGradients
 from gaverify.remedies.batch_norm import only_normalises
 
 
@@ -156,6 +158,76 @@ def test_a_repair_that_fails_on_a_second_batch_is_none(monkeypatch: pytest.Monke
         verdict = verified(loss)
         assert fault_codes(verdict) == {"GAV103"} and verdict.findings[0].proven, story(verdict)
         assert "tested" not in " ".join(finding.remedy for finding in verdict.findings)
+
+
+class Towers(nn.Module):
+    """Two encoders with BatchNorm whose embeddings are compared with each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)) for _ in range(2))
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return F.normalize(self.a(a), dim=1), F.normalize(self.b(b), dim=1)
+
+
+def compared(rows: tuple[torch.Tensor, torch.Tensor], _: object = None) -> torch.Tensor:
+    logits = 5 * rows[0] @ rows[1].T
+    return F.cross_entropy(logits, torch.arange(len(logits)))
+
+
+def test_repairs_of_several_causes_are_told_in_their_order_and_the_last_with_those_before_it() -> None:
+    torch.manual_seed(0)
+    batch = torch.randn(16, 6), torch.randn(16, 6)
+    verdict = gaverify.verify(Towers(), lambda model, batch: compared(model(*batch)), batch)
+    first, last = [finding for finding in verdict.findings if finding.severity == "fault"]
+    assert (first.code, last.code) == ("GAV101", "GAV103") and first.proven and last.proven, story(verdict)
+    assert first.remedy.startswith("repair 1 of 2, in this order: freeze its statistics")
+    assert last.remedy.startswith("repair 2 of 2, in this order: ") and "tested behind the repairs" in last.remedy
+
+
+@pytest.mark.parametrize(("frozen", "left"), [(False, 0.5), (True, 0.0)])
+def test_by_hand_the_last_repair_alone_leaves_the_causes_before_it(frozen: bool, left: float) -> None:
+    torch.manual_seed(0)
+    model, batch = Towers().double(), (torch.randn(16, 6).double(), torch.randn(16, 6).double())
+    for layer in (model.a[1], model.b[1]) if frozen else ():
+        layer.eval()
+
+    def gradient(step: Callable[[], object]) -> torch.Tensor:
+        model.zero_grad()
+        step()
+        return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+    full = gradient(lambda: compared(model(*batch)).backward())
+    cached = gradient(lambda: CachedGradients(model, lambda m, b: m(*b), compared, steps=4).step(batch))
+    assert float((cached - full).norm() / full.norm()) >= left and (not frozen or torch.allclose(cached, full))
+
+
+class Observed(nn.Module):
+    """Subtracts the running mean of what it has seen, this batch included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.lerp_(x.mean(0), 0.5)
+        return x - self.mean
+
+
+def test_state_that_is_held_says_which_gradient_that_reaches() -> None:
+    torch.manual_seed(0)
+    model, x, classes = nn.Sequential(Observed(), nn.Linear(6, 3)), torch.randn(16, 6) + 1, torch.randint(3, (16,))
+    verdict = gaverify.verify(model, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), (x, classes))
+    (finding,) = [finding for finding in verdict.findings if finding.severity == "fault"]
+    layer = model[1].double()
+    reads = [layer(rows) for rows in (x.double() - 0.5 * x.double().mean(0), x.double())]
+    written, before = (torch.autograd.grad(F.cross_entropy(out, classes), list(layer.parameters())) for out in reads)
+    apart = sum(float((a - b).square().sum()) for a, b in zip(written, before, strict=True)) ** 0.5
+    apart /= sum(float(a.square().sum()) for a in written) ** 0.5
+    assert f"reads the state of before the window, {apart:.1e} from that of one that reads what it has just" in (
+        finding.remedy
+    )
 
 
 def slopes(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
