@@ -21,6 +21,7 @@ from gaverify.audit.coupling import (
     spots_of,
     writers_of,
 )
+from gaverify.audit.fitting import fit_of
 from gaverify.audit.job import Job
 from gaverify.audit.rank_facts import left_by
 from gaverify.audit.reading import Run, labels
@@ -30,10 +31,11 @@ from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.experiment import Cause, ControlKind, ControlRun
 from gaverify.records.facts import facts_of_loop
 from gaverify.records.operations import Operation, Suspect
+from gaverify.records.weights import WeightFit
 from gaverify.records.windows import rounds_of
 from gaverify.rules import findings_for
 from gaverify.rules.wording import listed
-from gaverify.thresholds import MANY_UNITS
+from gaverify.thresholds import MANY_UNITS, SMALL_PART
 from gaverify.verdict.criteria import floors_allowed
 
 _MOST = 3  # causes that are looked for behind one another
@@ -97,7 +99,14 @@ class _Bench:
             names = labels(full, accumulated)
             what += f" (but for its own {listed([f'`{names[place]}`' for place in sorted(left_out)], 1)})"
         left = left_by(full, accumulated, left_out, update=self.update.number)
-        return ControlRun(what, left, self._is_rounding(left), kind=kind)
+        rounding = self._is_rounding(left)
+        return ControlRun(what, left, rounding, None if rounding else self._weights(full, accumulated), kind)
+
+    def _weights(self, full: Run, accumulated: Run) -> WeightFit | None:
+        """Returns the weights that explain all that a control left; None where none do."""
+        round_ = rounds_of(accumulated.events)[self.update.number - 1]
+        fit = fit_of(full.samples(round_), accumulated.samples(round_))
+        return fit if fit is not None and not fit.vacuous and fit.residual <= self.record.tolerance else None
 
     def pairs(self, full: Run, accumulated: Run) -> list[Pair | None]:
         """Returns the forwards of both runs that hold the same rows."""
@@ -145,9 +154,15 @@ def _causes(bench: _Bench) -> Iterator[Cause]:
             full, accumulated = bench.both(held, first)
             control, pairs = bench.control(full, accumulated, what, kind), bench.pairs(full, accumulated)
         statistics = suspect.statistics or kind is ControlKind.FROZEN
-        yield Cause(replace(suspect, statistics=statistics), control, explained=1 - control.left / whole)
-        if control.rounding:
+        yield Cause(replace(suspect, statistics=statistics), control, explained=_explained(control, whole))
+        if control.rounding or control.fit is not None:
             return
+
+
+def _explained(control: ControlRun, whole: float) -> float:
+    """The share of a difference that went with what is held; what weights explain beside it may be larger than that."""
+    share = 1 - control.left / whole
+    return 1 - control.fit.residual / whole if control.fit is not None and share <= SMALL_PART else share
 
 
 def _loss_causes(bench: _Bench, runs: tuple[Run, Run], held: _Held, first: Sequence[Pair | None]) -> Iterator[Cause]:
@@ -167,7 +182,7 @@ def _loss_causes(bench: _Bench, runs: tuple[Run, Run], held: _Held, first: Seque
         if feels or control.rounding:
             suspect = Suspect("rows", _loss(bench.update.number, *runs, level), None, apart, 0, False, False)
             suspect = suspect if feels else replace(suspect, kind="non-additive")
-            yield Cause(suspect, control, explained=1 - control.left / bench.update.relative_difference)
+            yield Cause(suspect, control, explained=_explained(control, bench.update.relative_difference))
             return
 
 

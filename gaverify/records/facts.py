@@ -261,7 +261,7 @@ def facts_of_loop(loop: Record) -> Facts:
         draws=Draws(loop.dealt, loop.dealt, loop.unaligned),
         buffers=buffers,
         forward=Forward(loop.coupling),
-        cleared=bool(controls) and controls[-1].rounding,
+        cleared=bool(controls) and (controls[-1].rounding or controls[-1].fit is not None),
         ranks=loop.together,
         loop=loop,
     )

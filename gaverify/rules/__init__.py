@@ -26,6 +26,7 @@ from gaverify.rules.rank_gradients import (
 )
 from gaverify.rules.rank_weights import gather_without_gradient, mean_over_ranks, shard_local_norm, wrong_rank_scale
 from gaverify.rules.remainder import unexplained, uninformative_batch
+from gaverify.rules.rule import Rule
 from gaverify.rules.state import buffer_drift, hidden_state, state_changed_by_forward
 from gaverify.rules.steps import gradients_not_cleared, step_inside_window
 from gaverify.rules.wording import coupling_seen, harm
@@ -91,11 +92,24 @@ def findings_for(facts: Facts) -> tuple[Finding, ...]:
     for rule in RULES:
         if rule not in WEIGHTS or not (changed := _gradients_changed(facts, found)):
             found += rule.judge(facts)
+            found += _beside_coupling(rule, facts) if rule in WEIGHTS and facts.loop is not None else ()
         elif facts.loop is not None and facts.loop.unclipped and changed == {clip_per_micro_batch.code}:
             found += rule.judge(facts_of_loop(replace(facts.loop, updates=facts.loop.unclipped, unclipped=())))
     found += unexplained.judge(facts, tuple(found))
     ordered = sorted(found, key=lambda finding: finding.severity != "fault")
     return tuple(_with_harm(facts, ordered))
+
+
+def _beside_coupling(rule: Rule[[Facts]], facts: Facts) -> Iterator[Finding]:
+    """Yields what the rule finds in the weights that are left once what couples samples is held in a training loop."""
+    loop = facts.loop
+    run = loop.coupling[-1].control if loop is not None and loop.coupling else None
+    update = loop.divergent if loop is not None else None
+    if loop is None or run is None or run.fit is None or update is None:
+        return
+    held = replace(loop, updates=(replace(update, fit=run.fit),), coupling=())
+    for finding in rule.judge(facts_of_loop(held)):
+        yield replace(finding, summary=f"with {run.what}, {finding.summary}")
 
 
 def _gradients_changed(facts: Facts, found: list[Finding]) -> set[str]:

@@ -23,14 +23,15 @@ def clip_per_micro_batch(facts: Facts, loop: Record) -> Iterator[Finding]:
 
     A control whose losses are too small to be clipped shows whether that is all.
     """
-    update = loop.divergent
-    inside = loop.inside("clip")
-    if update is not None and any(map(_agrees_unclipped, update.stages)):
-        yield _clipped_too_early(loop, update)
-    elif inside:
+    update, inside = loop.divergent, loop.inside("clip")
+    if any(event.values.get("active") for event in inside):
         yield _clipped(loop, inside)
     elif update is not None and (edits := _edits(loop, update)):
         yield _clipped_by_hand(loop, update, edits)
+    elif update is not None and any(map(_agrees_unclipped, update.stages)):
+        yield _clipped_too_early(loop, update)
+    elif inside:
+        yield _clipped(loop, inside)
 
 
 def clipped_inside(facts: Facts) -> bool:

@@ -79,6 +79,11 @@ class TestOptimizersOfTheScript:
         assert (result.code, result.faults) == (1, {"GAV101"}), str(result)
         assert result.finding("GAV101")["proven"]
 
+    def test_a_missing_division_is_named_beside_samples_that_meet(self) -> None:
+        result = audit(SCRIPT, FULL, ACCUMULATED, "--style own --batch-norm --undivided")
+        assert (result.code, result.faults) == (1, {"GAV101", "GAV201"}), str(result)
+        assert result.finding("GAV101")["proven"] and "4 times the full batch's = K" in result.text("GAV201")
+
     @pytest.mark.parametrize("common", ["", "--undivided"])
     def test_a_change_of_weights_that_shows_nothing_of_the_gradient_is_inconclusive(self, common: str) -> None:
         result = audit(SCRIPT, FULL, ACCUMULATED, f"--style gradients --rule adam {common}")

@@ -22,8 +22,10 @@ from gaverify.records.audit import Overwritten, Record, RowCheck, UpdateComparis
 from gaverify.records.audit_report import counts_of
 from gaverify.records.comparison import NotCompared, Outcome, ParameterComparison
 from gaverify.records.events import Event, Ledger, ledger_of
+from gaverify.records.experiment import Cause, ControlRun
 from gaverify.records.facts import facts_of_loop
 from gaverify.records.findings import Finding, Location
+from gaverify.records.operations import Operation, Suspect
 from gaverify.records.ranks import RankFacts
 from gaverify.records.stages import SettingDifference, Stage, StageComparison
 from gaverify.records.weights import LossTerm, WeightFit
@@ -424,6 +426,16 @@ class TestWeights:
         small = () if ratio is None else (update(ratio=ratio, fit=without),)
         found = findings_for(record("BCBCBCBCSZ", "BCSZ", updates=(clipped,), unclipped=small))
         assert faults(found) == codes and found[0].proven is proven
+
+    @pytest.mark.parametrize(("left", "codes"), [(4.0, ["GAV101", "GAV201"]), (None, ["GAV101"])])
+    def test_a_missing_division_beside_samples_that_meet(self, left: float | None, codes: list[str]) -> None:
+        """Once the statistics are held, one factor is left."""
+        run = ControlRun("`1` in evaluation mode", 3.0, False, None if left is None else fit(left, right=(0.25,) * 4))
+        suspect = Suspect("rows", Operation("BatchNorm1d", "1", "BatchNorm1d"), None, 0.5, 4, True, True)
+        differs = update(ratio=4.5, fit=fit(4.4, 0.5, right=(0.2, 0.3, 0.1, 0.2), residual=0.4))
+        cause = Cause(replace(suspect, statistics=True), run, explained=0.3)
+        found = findings_for(record(RIGHT, "BSZ BSZ", updates=(differs,), coupling=(cause,)))
+        assert faults(found) == codes and found[0].proven is (left is not None)
 
     def test_clipping_before_the_division_is_no_wrong_scale(self) -> None:
         stages = (StageComparison(Stage.UNCLIPPED, Outcome.EQUIVALENT, 1e-8, 1.0),)
