@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -25,8 +25,10 @@ from gaverify.records.comparison import Outcome
 from gaverify.records.events import Event
 from gaverify.records.ranks import Collective, Engine, RankFacts, Share, Traffic
 from gaverify.records.stages import Stage
+from gaverify.records.totals import relative_total
 from gaverify.records.weights import WeightFit, is_constant
 from gaverify.records.windows import Round, rounds_of, windows_of
+from gaverify.thresholds import FIT_UNITS
 from gaverify.verdict.comparison import left_between
 
 _SMALLEST = 1  # bytes of an element in the coarsest type that gradients are reduced in
@@ -46,7 +48,7 @@ def rank_facts(full: Run, accumulated: RankedRun, update: UpdateComparison, unit
     whole = full.samples(first)
     ranks = [run.samples(first) for run in accumulated.ranks]
     sharded = any(accumulated.meta["shards"])
-    engine = Engine.FSDP2 if accumulated.meta["fully_sharded"] else None
+    engine = Engine(accumulated.meta["engine"]) if accumulated.meta["engine"] else None
     own = [{at: _total(samples, at) for at in samples.steps} for samples in ranks]
     window = [event for event in accumulated.ranks[0].events if event.update == 1 and event.kind == "backward"]
     facts = RankFacts(
@@ -65,13 +67,16 @@ def rank_facts(full: Run, accumulated: RankedRun, update: UpdateComparison, unit
         buffers_apart=buffers_apart([samples.buffers for samples in ranks], unit),
         mean_left=math.nan if sharded else _mean_left(whole, own),
         # What tensor parallelism reduces alone is activations.
-        reduced=() if sharded and engine is None else tuple(event.values.get("reduced", 0) for event in window),
+        reduced=()
+        if sharded and engine is not Engine.FSDP2
+        else tuple(event.values.get("reduced", 0) for event in window),
         stepped_without=sharded and not any(run.gradients(first) for run in accumulated.ranks),
         shards=_shares(full, accumulated, first) if sharded else (),
         fed_alike=_fed_alike([run.rows_of(run.samples(first), reached=False) for run in accumulated.ranks]),
         tensor_parallel=accumulated.meta["tensor_parallel"],
         targets=_targets(accumulated),
         altered=_altered(accumulated.samples(first)),
+        names_apart=_names_apart(accumulated, first, FIT_UNITS * unit),
         update_bytes=_SMALLEST * sum(math.prod(shape) for _, shape in accumulated.parameters.values()),
     )
     if sharded:
@@ -214,12 +219,25 @@ def apart(accumulated: RankedRun, round_: Round, what: str) -> float:
     Relative to those of the first such rank, at the sampled elements; NaN where no two ranks hold the same. Ranks whose
     pieces have other shapes sample other elements, and addends of a sum that is still to be made are no copies.
     """
+    found: dict[int, list[tuple[float, float]]] = {}
+    for rank, _, difference, norm in _copies(accumulated, round_, what):
+        found.setdefault(rank, []).append((difference, norm))
+    return max(map(relative_total, found.values()), default=math.nan)
+
+
+def _names_apart(accumulated: RankedRun, round_: Round, allowed: float) -> tuple[str, ...]:
+    """The parameters whose gradients are apart at the step, where those of others agree."""
+    copies = list(_copies(accumulated, round_, "final"))
+    apart = {place for _, place, difference, norm in copies if difference > allowed * norm}
+    names = {place: accumulated.parameters[place][0].partition(":")[2] for place in sorted(apart)}
+    return tuple(names.values()) if len(apart) < len({place for _, place, *_ in copies}) else ()
+
+
+def _copies(accumulated: RankedRun, round_: Round, what: str) -> Iterator[tuple[int, Place, float, float]]:
+    """Yields each rank's pieces that an earlier rank holds too: ‖difference‖ from those, and the norm of those."""
     first: dict[Any, torch.Tensor] = {}
-    found = []
-    for run in accumulated.ranks:
+    for rank, run in enumerate(accumulated.ranks):
         samples = run.samples(round_)
-        difference = norm = 0.0
-        copies = False
         for at, values in (samples.summed if what == "summed" else samples.of(what)).items():
             shards, sizes = run.meta["shards"][at], samples.steps[at]["sizes"]
             layout = (tuple(sizes), str(sorted(run.meta["local"][at].items())))
@@ -227,9 +245,5 @@ def apart(accumulated: RankedRun, round_: Round, what: str) -> float:
                 if str(place) in run.meta["addends"][at] or not len(part):
                     continue
                 kept = first.setdefault((at, place, str(shards.get(str(place))), layout), part)
-                copies = copies or kept is not part
-                difference += float((part - kept).square().sum())
-                norm += float(kept.square().sum()) if kept is not part else 0.0
-        if copies:
-            found.append(math.sqrt(difference / norm) if norm else math.inf if difference else 0.0)
-    return max(found, default=math.nan)
+                if kept is not part:
+                    yield rank, (at, place), float((part - kept).norm()), float(kept.norm())

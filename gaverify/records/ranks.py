@@ -87,6 +87,7 @@ class RankFacts:
             exactly 0.0 where they are the same bits. NaN where every rank holds a shard of its own.
         summed_apart: The same of the gradients as the window's last backward pass left them.
         started_apart: The same of the weights that the ranks computed their gradients at.
+        names_apart: The parameters whose gradients are apart, where others agree; empty where all are, or none.
         window: Collectives between the first forward and the step, of the rank with the most.
         own: Those that the model and the loss made themselves, without the engine.
         weights: The fit over the ranks' own gradients: `weights` make the gradient of one process, `used` the ranks'.
@@ -136,6 +137,7 @@ class RankFacts:
     shares_tried: Shares = ()
     update_bytes: int = 0
     summed_apart: float = math.nan
+    names_apart: tuple[str, ...] = ()
     started_apart: float = 0.0
     fed_alike: bool = False
     tensor_parallel: bool = False

@@ -50,15 +50,22 @@ def _other_gradients(facts: Facts, ranks: RankFacts) -> Finding:
         evidence.append(controlled("rank-weights", text, left=left))
     reduced = ranks.sync_control
     repaired = ranks.is_rounding(reduced) and not after
-    if repaired:
+    failed = not math.isnan(reduced) and not repaired and not after
+    if repaired or failed:
         text = f"with every backward pass reducing the difference from the full batch is {reduced:.0e}"
         evidence.append(controlled("ranks", text, left=reduced))
     why = "each changes them in its own way before it" if after else "they were not reduced"
     remedy = _remedy(ranks)
+    if failed:
+        remedy = (
+            "reducing in every backward pass does not repair it: look for what the engine does not hold (a parameter "
+        )
+        remedy += "outside the wrapper, a gradient made or changed by hand), and reduce that by hand on all ranks"
     if after:
         remedy = "let every rank do what changes the gradients after they were reduced: clip, scale, add noise"
+    of = f" of {listed([f'`{name}`' for name in ranks.names_apart])}" if ranks.names_apart else ""
     return finding_of(
-        f"the {ranks.ranks} ranks step with different gradients: {why}",
+        f"the {ranks.ranks} ranks step with different gradients{of}: {why}",
         *evidence,
         location=None if after else backward_place(facts),
         remedy=remedy + (": tested, equivalent" if repaired else ""),

@@ -56,7 +56,8 @@ def _of_shards(ranks: RankFacts) -> Iterator[Finding]:
 
 def _finding(ranks: RankFacts, fitting: str, what: str, **values: object) -> Finding:
     return finding_of(
-        f"the gradients of the {ranks.ranks} ranks are averaged equally; right would be {fitting}",
+        f"the gradients of the {ranks.ranks} ranks are averaged equally; right for ranks 0 to "
+        f"{ranks.ranks - 1} would be {fitting}",
         measured("rank-weights", f"{beside_one_process(ranks)}; {what}", **values),
         *tried(ranks, f"each rank's loss multiplied by its right share ({fitting}) over the used one"),
         remedy="divide each rank's summed loss by the count over all ranks (one all-reduce) and multiply it by the "

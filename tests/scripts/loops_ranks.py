@@ -126,6 +126,7 @@ for start in range(0, len(inputs) - window + 1, window):
         nn.utils.clip_grad_norm_(model.parameters(), args.clip)
     if by_hand:  # one buffer for all gradients; the mean is made here
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        gradients = gradients[: -1 if args.loop == "by_hand_forgotten" else None]
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         dist.all_reduce(flat)
         flat /= 1 if args.loop == "by_hand_sum" else ranks

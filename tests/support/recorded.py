@@ -57,7 +57,7 @@ def run_of(
         "shards": [{}],
         "local": [{}],
         "addends": [{}],
-        "fully_sharded": False,
+        "engine": None,
         "tensor_parallel": False,
         "parameters": [parameters],
         **(told or {}),

@@ -119,15 +119,17 @@ def addends_of(parameters: Sequence[torch.Tensor]) -> dict[int, int]:
     return found
 
 
-def fully_sharded(models: Iterable[torch.nn.Module]) -> bool:
-    """Whether `fully_shard` has cut one of these models: its own reductions make the gradients then."""
-    return any(hasattr(module, "set_requires_gradient_sync") for model in models for module in model.modules())
+def engine_of(models: Iterable[torch.nn.Module]) -> str | None:
+    """Returns what reduces the gradients of these models, `fsdp2` before `ddp`, by its switches; None where nothing."""
+    modules = [module for model in models for module in model.modules()]
+    switches = {"set_requires_gradient_sync": "fsdp2", "require_backward_grad_sync": "ddp"}
+    return next((engine for name, engine in switches.items() if any(hasattr(m, name) for m in modules)), None)
 
 
 def tensor_parallel(models: Sequence[torch.nn.Module], parameters: Iterable[torch.Tensor]) -> bool:
     """Whether ranks hold parts of the same layers: shards that `fully_shard` has not made, or not alone."""
     kept: list[Any] = [parameter.data for parameter in parameters if is_sharded(parameter.data)]
-    most = 1 if fully_sharded(models) else 0
+    most = 1 if engine_of(models) == "fsdp2" else 0
     return any(sum(not placement.is_replicate() for placement in data.placements) > most for data in kept)
 
 

@@ -29,8 +29,8 @@ from gaverify.audit.recording.places import user_place
 from gaverify.audit.recording.precision import Roundoff
 from gaverify.audit.recording.ranks import (
     OwnGradients,
+    engine_of,
     flattened,
-    fully_sharded,
     leave_together,
     local_shapes,
     shards_of,
@@ -203,7 +203,7 @@ class Session:
             "local": [local_shapes(self.watch.parameters(index)) for index in range(len(self.watch))],
             "addends": [self._addends.get(index, {}) for index in range(len(self.watch))],
             "flattened": flattened(self.names.models),
-            "fully_sharded": fully_sharded(self.names.models),
+            "engine": engine_of(self.names.models),
             "tensor_parallel": tensor_parallel(self.names.models, self.watch.all_parameters()),
             "updates": self._update.number - 1,
             "setter": self._setter,

@@ -65,6 +65,12 @@ def test_ranks_that_are_not_reduced_are_apart_at_both_moments(tmp_path: Path) ->
     assert found.mean_left == pytest.approx(0.0)
 
 
+@pytest.mark.parametrize(("moved", "names"), [((0.0, 1.0), ("bias",)), ((1.0, 1.0), ()), ((0.0, 0.0), ())])
+def test_which_parameters_are_apart(tmp_path: Path, moved: tuple[float, float], names: tuple[str, ...]) -> None:
+    other = FULL + torch.tensor([moved[0]] * 4 + [moved[1]], dtype=FULL.dtype, device="cpu")
+    assert facts(tmp_path, (FULL, other)).names_apart == names
+
+
 def test_a_gradient_that_one_rank_changes_after_the_reduction(tmp_path: Path) -> None:
     found = facts(tmp_path, (FULL, FULL / 2), {}, {"summed": FULL})
     assert found.apart == pytest.approx(0.5) and found.summed_apart == 0.0

@@ -165,6 +165,13 @@ def test_without_a_control_that_came_out_nothing_is_proven(facts: RankFacts) -> 
     assert "tested" not in finding.remedy
 
 
+def test_a_parameter_that_was_forgotten_is_named_and_no_repair_that_failed() -> None:
+    found = judged(ranks(None, apart=1.4, names_apart=("head.weight",), sync_control=0.4))["GAV701"]
+    assert "with different gradients of `head.weight`: they were not reduced" in found.summary
+    assert "is 4e-01" in found.evidence[1].statement and "does not repair it" in found.remedy
+    assert "no_sync" not in found.remedy and not found.proven
+
+
 @pytest.mark.parametrize(
     ("facts", "words"),
     [
