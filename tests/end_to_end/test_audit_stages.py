@@ -43,14 +43,11 @@ class TestAveragesByHand:
     def test_one_that_is_made_anew_for_every_micro_batch(self) -> None:
         result = audit(self.SCRIPT, common="--average replaced --when after")
         assert (result.code, result.faults, result.notes) == (0, set(), {"GAV402"}), str(result)
-        assert result.line("GAV402") == marked(self.SCRIPT, "after"), str(result)
         assert "4 times in the window of update 2" in result.finding("GAV402")["summary"]
 
     def test_one_whose_decay_counts_micro_batches(self) -> None:
         result = audit(self.SCRIPT, common="--average warmed --when after")
-        assert (result.code, result.faults) == (1, {"GAV609"}), str(result)
-        assert result.line("GAV609") == marked(self.SCRIPT, "after"), str(result)
-        assert result.line("GAV402") == marked(self.SCRIPT, "after"), str(result)
+        assert (result.code, result.faults, result.notes) == (1, {"GAV609"}, {"GAV402"}), str(result)
 
     def test_every_way_to_write_one_is_quiet_once_per_update(self) -> None:
         """A snapshot, a frozen teacher and counters beside them, and a loss that uses what the average gives."""

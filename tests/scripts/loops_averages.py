@@ -116,7 +116,7 @@ def main():
     for _ in range(args.epochs):
         for i, (features, labels) in enumerate(loader_for(args)):
             if args.when == "top":
-                average.update(model)  # here: top
+                average.update(model)
             outputs = model(features)
             loss = criterion(outputs, labels)
             if args.target:
@@ -125,14 +125,14 @@ def main():
                 loss = loss + nn.functional.mse_loss(outputs, targets)
             (loss / args.accum).backward()
             if args.when == "before":
-                average.update(model)  # here: before
+                average.update(model)
             if (i + 1) % args.accum == 0:
                 optimizer.step()
                 optimizer.zero_grad()
                 if args.when == "update":
                     average.update(model)
             if args.when == "after":
-                average.update(model)  # here: after
+                average.update(model)
 
 
 if __name__ == "__main__":

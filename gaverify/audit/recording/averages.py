@@ -105,7 +105,6 @@ class Copy:
     tensor: weakref.ref[torch.Tensor]
     values: torch.Tensor
     unit: float
-    moves: bool = False
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor | None:

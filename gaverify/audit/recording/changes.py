@@ -9,16 +9,12 @@ from typing import Any, Literal
 import torch
 
 from gaverify.audit.recording.followers import Followers
-from gaverify.audit.recording.places import Callers
 from gaverify.audit.recording.watching import Seen, Watch
 from gaverify.thresholds import ONE_FACTOR
 from gaverify.tracebacks import LineHunt, Owner, Place
 
-What = Literal["moved", "edited", "settings", "averaged"]
-"""What was done by hand: weights moved or gradients cleared, gradients or settings changed, an average updated."""
-
-_AVERAGE_HUNTS = 8
-"""Stretches of lines that are watched for the update of an average: a right script updates it after its step."""
+What = Literal["moved", "edited", "settings"]
+"""What was done by hand: weights moved or gradients cleared, gradients or settings changed."""
 
 
 class Changes:
@@ -33,13 +29,10 @@ class Changes:
 
     def __init__(self, watch: Watch, event: Callable[..., Any], averages: Followers, hunting: bool = False) -> None:
         self._watch, self._event, self._averages = watch, event, averages
-        self._average_hunts = _AVERAGE_HUNTS
-        self._callers = Callers()
         self._hunt: LineHunt | None = None
         self._always = hunting
         self._hunting = set[What](["moved"] if hunting else [])
         self._what: What | None = None  # that was done by the line that the hunt has found
-        self._where: Place | None = None  # the line that stands for it
         self._places: dict[What, Place] = {}
         self._settings: dict[int, list[dict[str, float]]] = {}
 
@@ -71,11 +64,9 @@ class Changes:
             self._hunting.add("edited")
 
     def note_averages(self) -> None:
-        """Records updates of averages of the weights; the line of one inside a window is known once one was seen."""
+        """Records updates of averages of the weights that no call announced; their lines are not known."""
         for move in self._averages.look():
-            self._event("average", self._place_of("averaged"), **move.values())
-        if self._averages.moving:
-            self._hunting.add("averaged")
+            self._event("average", (None, None), **move.values())
 
     def note_settings(self) -> None:
         """Records that settings of optimizers were changed by hand; the line is known from the second time on."""
@@ -89,21 +80,15 @@ class Changes:
         """Takes the settings as they are: a scheduler, or a step, has changed them."""
         self._settings = self._watch.settings()
 
-    def differ(self, place: Place) -> bool:
-        """Whether what is hunted for has happened since the last look; remembers only what it was, and where.
-
-        Args:
-            place: The line that has run last.
-        """
-        self._what, self._where = None, place
+    def differ(self) -> bool:
+        """Whether what is hunted for has happened since the last look; remembers only what it was."""
+        self._what = None
         if self._watch.changed_settings(self._settings):
             self._what = "settings"
         elif self._watch.differs():
             self._what = "moved"
         elif "edited" in self._hunting and self._watch.edited():
             self._what = "edited"
-        elif "averaged" in self._hunting and self._averages.moved():
-            self._what, self._where = "averaged", self._callers.place(place)
         return self._what is not None
 
     def hunt(self, changed: Callable[[Place], bool]) -> None:
@@ -115,11 +100,7 @@ class Changes:
         if self._always:
             self._hunting = {"moved"}
         wanted = self._hunting if self._always else self._hunting - set(self._places)
-        if wanted == {"averaged"}:
-            self._average_hunts -= 1
-            wanted = wanted if self._average_hunts >= 0 else set()
         if wanted and sys.gettrace() is None:
-            self._callers = Callers()
             self._hunt = LineHunt(changed, Owner.USER)
             self._hunt.start(running=True)
 
@@ -128,7 +109,7 @@ class Changes:
         if self._hunt is not None:
             self._hunt.stop()
             if self._hunt.found is not None and self._what is not None:
-                self._places.setdefault(self._what, self._where or self._hunt.found)
+                self._places.setdefault(self._what, self._hunt.found)
             self._hunt = None
 
     def _place_of(self, what: What) -> Place | tuple[None, None]:

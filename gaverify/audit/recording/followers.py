@@ -95,15 +95,6 @@ class Followers:
             if now is not None:
                 copy.values = now
 
-    def moved(self) -> bool:
-        """Whether a copy that has moved before has done so since the last look; remembers nothing."""
-        return any(now is None or not torch.equal(now, copy.values) for copy, now in self._now(moving=True))
-
-    @property
-    def moving(self) -> bool:
-        """Whether any copy has been updated as an average is."""
-        return any(copy.moves for copy in self._copies)
-
     # -- what lies behind them ---------------------------------------------------------------------------------------
 
     def _moved(self, old: Copy, new: Copy, now: torch.Tensor, weights: dict[int, torch.Tensor]) -> list[Move]:
@@ -113,16 +104,11 @@ class Followers:
             return []
         allowed = rounding(own, new.unit)
         fit = fitted(old.values, now, own, allowed)
-        move = Move({old.landmark.optimizer})
         if fit is None:
-            if float(torch.linalg.vector_norm(now - own)) > allowed:
-                return []
-        elif not fit.exact or fit.decay <= fit.slack:
-            return []
-        else:
-            move = Move({old.landmark.optimizer}, fit.decay, fit.slack)
-        new.moves = True
-        return [move]
+            known = float(torch.linalg.vector_norm(now - own)) <= allowed
+            return [Move({old.landmark.optimizer})] if known else []
+        known = fit.exact and fit.decay > fit.slack
+        return [Move({old.landmark.optimizer}, fit.decay, fit.slack)] if known else []
 
     def _replaced(self, lost: list[Copy], weights: dict[int, torch.Tensor]) -> list[Move]:
         """The updates that made new tensors of copies that are gone."""
@@ -183,9 +169,9 @@ class Followers:
         values = read([(landmark.parameter, landmark.positions) for landmark in self._landmarks])
         return {id(landmark): each for landmark, each in zip(self._landmarks, values, strict=True)}
 
-    def _now(self, moving: bool = False) -> Iterator[tuple[Copy, torch.Tensor | None]]:
+    def _now(self) -> Iterator[tuple[Copy, torch.Tensor | None]]:
         """The elements of every copy as they are now; None for what is gone."""
-        copies = [copy for copy in self._copies if copy.moves or not moving]
+        copies = list(self._copies)
         tensors = [copy.tensor() for copy in copies]
         alive = [(t, copy.landmark.positions) for copy, t in zip(copies, tensors, strict=True) if t is not None]
         values = iter(read(alive))

@@ -249,4 +249,4 @@ class PassRecorder(Session):
         if out_of_sight():
             return False
         with self._work():
-            return self._changes.differ(place)
+            return self._changes.differ()

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
 from gaverify.audit.recording.followers import Followers, Move
-from gaverify.audit.recording.places import Callers
 from gaverify.audit.recording.watching import Watch
 
 DECAY = 0.9
@@ -91,16 +89,6 @@ class TestAverages:
         decays = [move.decay for move in training.look()]
         assert decays == [pytest.approx(0.5, abs=1e-3), pytest.approx(DECAY, abs=1e-3)]
 
-    def test_it_asks_quietly_whether_one_has_moved(self, keep: Callable, update: Callable) -> None:
-        training = Training(keep)
-        training.step()
-        update(training.kept, training.model)
-        assert training.look() and training.followers.moving
-        assert not training.followers.moved()
-        update(training.kept, training.model)
-        assert training.followers.moved()
-        assert training.look() and not training.followers.moved()
-
 
 def forget(kept: dict[str, torch.Tensor], model: nn.Module) -> None:
     """Does nothing: a frozen teacher."""
@@ -127,7 +115,6 @@ def test_other_copies_are_no_averages(update: Callable[[dict[str, torch.Tensor],
         training.step()
         update(training.kept, training.model)  # type: ignore[arg-type]
         assert training.look() == []
-    assert not training.followers.moving
 
 
 def test_a_copy_that_takes_the_place_of_another_has_not_moved() -> None:
@@ -172,23 +159,3 @@ def test_an_average_in_float32_of_weights_in_bfloat16() -> None:
         kept[name].lerp_(value.float(), 1 - DECAY)
     (move,) = training.look()
     assert move.decay == pytest.approx(DECAY, abs=1e-4)
-
-
-class TestCallers:
-    """The line of the loop stands for what happens deep in the methods that it calls."""
-
-    @contextmanager
-    def inner(self, callers: Callers) -> Iterator[tuple[str, int]]:
-        yield callers.place((__file__, 1))
-
-    def deep(self, callers: Callers) -> tuple[str, int]:
-        return callers.place((__file__, 1))
-
-    def test_it_is_the_line_of_the_loop(self) -> None:
-        callers = Callers()
-        file, line = self.deep(callers)
-        assert file == __file__ and line > 1
-
-    def test_in_the_loop_itself_it_is_the_last_line(self) -> None:
-        callers = Callers()
-        assert callers.place((__file__, 7)) == (__file__, 7)
