@@ -80,6 +80,10 @@ class ProblemError(GaverifyError):
     """The user's model, loss, batch or factory does not do what a verification needs; the message says what, where."""
 
 
+class MissingPackage(ProblemError):
+    """A package that gaverify does not install is not there: a spec of a folder is skipped for that."""
+
+
 class NoMemory(ProblemError):
     """Memory ran out during a pass; one over the full batch may be run in a way that needs less."""
 

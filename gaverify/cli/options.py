@@ -30,7 +30,7 @@ _OPTIONS: tuple[tuple[str, str, str], ...] = (
         "uniform|samples|tokens|none|W,W,…",
         "Weight of each micro-batch: 1/K, n/N, token shares.  [uniform]",
     ),
-    ("--device", "cpu|cuda|cuda:N|mps|auto", "Where to run.  [where the model lives]"),
+    ("--device", "cpu|cuda|cuda:N|xpu|mps|auto", "Where to run.  [where the model lives]"),
     ("--dtype", "float32|float64|bfloat16|float16", "Working precision.  [the model's]"),
     ("--autocast", "bfloat16|float16", "Run the forwards under autocast."),
     ("--seed", "N", "Seed of weights, data and random draws.  [0]"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,12 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from gaverify.cli.collector import paused
-from gaverify.cli.failures import INTERRUPTED, Invocation, failure_message, report_failure, report_interrupt
+from gaverify.cli.failures import INTERRUPTED, Invocation, failure_message, report_failure, report_interrupt, say
 from gaverify.cli.options import complete_specs, overrides_from, spec_options
 from gaverify.cli.progress import DelayedProgress
 from gaverify.cli.showing import check_outputs, exit_code_of, output_options, show, strict_option
 from gaverify.cli.streams import guests
-from gaverify.errors import SpecError
+from gaverify.errors import MissingPackage, SpecError
 from gaverify.records.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -36,7 +38,9 @@ class _Failure(NamedTuple):
 
 
 @click.command(short_help="Compare accumulated with full-batch gradients.")
-@click.argument("specs", nargs=-1, type=click.Path(path_type=Path), shell_complete=complete_specs)
+@click.argument(
+    "specs", nargs=-1, metavar="[MODEL|SPEC|FOLDER]...", type=click.Path(path_type=Path), shell_complete=complete_specs
+)
 @spec_options
 @click.option("--all", "show_all", is_flag=True, help="Show every parameter, not only the worst.")
 @strict_option
@@ -53,13 +57,14 @@ def run(
     outputs: tuple[Path, ...],
     **words: Any,
 ) -> int:
-    """Compares the accumulated gradient with the full batch's, for a model or for SPECS.
+    """Compares the accumulated gradient with the full batch's, for models and specs.
 
-    SPECS are TOML files and folders of them; options override every one.
+    A model is a built-in or `file.py:factory`, as for `--model`; a spec is a TOML file, and a folder holds several.
+    Options override every one.
 
     \b
-      gaverify run --model mlp --steps 4
-      gaverify run --model package.module:factory --weighting tokens
+      gaverify run mlp --steps 4
+      gaverify run my_model.py:factory --weighting tokens
       gaverify run configs/ --output report.html
     """
     overrides = overrides_from(words)
@@ -75,10 +80,13 @@ def run(
         project = project_settings()
         jobs = _jobs(specs, overrides)
         echo = form == "text" and len(jobs) > 1
-        _verify_all(jobs, invocation, verdicts, failures, project, echo=echo, show_all=show_all, strict=strict)
+        named = {_COMMAND_LINE, *map(str, specs)}
+        _verify_all(jobs, named, invocation, verdicts, failures, project, echo=echo, show_all=show_all, strict=strict)
     except SpecError as error:  # no spec can run; a report of an earlier call must not stand for this one
         code = report_failure(error, invocation)
         failures += [_Failure(error.source, sentence, code) for sentence in error.problems]
+    if any(failure.code == INTERRUPTED for failure in failures):  # half an answer replaces no whole one
+        outputs = tuple(path for path in outputs if not path.exists())
     errors = [(failure.source, failure.message) for failure in failures]
     show(verdicts, form, outputs, show_all=show_all, errors=errors, printed=echo)
     # an error weighs more than any outcome: Ctrl-C, a fault of gaverify's, what could not be verified
@@ -89,15 +97,25 @@ def _jobs(paths: Sequence[Path], overrides: dict[str, Any]) -> list[tuple[str, S
     """Returns each source with its spec, or with what is wrong with it."""
     from gaverify.spec import parse_spec, read_specs
 
-    if paths:
-        return [(str(path), entry) for path, entry in read_specs(paths, overrides)]
-    if "model" not in overrides:
-        raise click.UsageError("nothing to verify: give `--model NAME` (see `gaverify models`) or spec files")
-    return [(_COMMAND_LINE, parse_spec({}, _COMMAND_LINE, overrides))]
+    if not paths and "model" not in overrides:
+        raise click.UsageError("nothing to verify: name a model (see `gaverify models`) or spec files")
+    models = [] if "model" in overrides else list(filter(_names_a_model, paths))
+    given = [overrides] if not paths else [{**overrides, "model": str(model)} for model in models]
+    files = [path for path in paths if path not in models]
+    found = [(str(path), entry) for path, entry in read_specs(files, overrides)] if files else []
+    return [*((_COMMAND_LINE, parse_spec({}, _COMMAND_LINE, own)) for own in given), *found]
+
+
+def _names_a_model(word: Path) -> bool:
+    """Whether a word stands for what `--model` takes: no path that exists, but for a model that transformers saved."""
+    if os.path.exists(word):
+        return (word / "config.json").is_file() and not any(word.glob("*.toml"))
+    return ":" in word.name or not (word.suffix or word.parent.name)
 
 
 def _verify_all(
     jobs: Sequence[tuple[str, Spec | SpecError]],
+    named: AbstractSet[str],
     invocation: Invocation,
     verdicts: list[Verdict],
     failures: list[_Failure],
@@ -110,8 +128,10 @@ def _verify_all(
     """Verifies one spec after the other into `verdicts` and `failures`; one that fails does not stop the rest.
 
     With `echo` each table is printed as soon as it is there, so that a long run can be watched. Ctrl-C ends the list:
-    what was not verified by then is a failure.
+    what was not verified by then is a failure. A spec that nobody `named` and that lacks a package is skipped, unless
+    that is `strict` or leaves no verdict at all.
     """
+    skipped: list[_Failure] = []
     for at, (source, spec) in enumerate(jobs):
         try:
             if isinstance(spec, SpecError):
@@ -120,6 +140,10 @@ def _verify_all(
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             # the problems of a spec name their file themselves
             where = source if len(jobs) > 1 and error is not spec else ""
+            if isinstance(error, MissingPackage) and source not in named and not strict:
+                say(f"{source}: {error}", "skipped")
+                skipped.append(_Failure(source, str(error), error.exit_code))
+                continue
             interrupted = isinstance(error, KeyboardInterrupt)
             code = report_interrupt() if interrupted else report_failure(error, invocation, where)
             if code == INTERRUPTED:
@@ -134,6 +158,8 @@ def _verify_all(
 
             print_answer(verdict, show_all=show_all)
             click.echo()  # before the next table or the summary; flushes
+    if not verdicts and not failures:
+        failures += skipped
 
 
 def verified(spec: Spec, project: Project, source: str, *, strict: bool = False) -> Verdict:

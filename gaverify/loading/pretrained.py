@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gaverify.errors import ProblemError
+from gaverify.errors import MissingPackage, ProblemError
 from gaverify.loading.adapting import forward_loss
 from gaverify.passes.isolation import mode_set
 from gaverify.passes.problem import Problem
@@ -71,8 +71,8 @@ def _loaded(name: str) -> Any:
         transformers = import_module("transformers")
     except ImportError as error:
         what = "is a folder" if Path(name).is_dir() else "is a name on the hub"
-        raise ProblemError(
-            f'`{name}` {what} for `transformers`, which cannot be imported; run `pip install "gaverify[hf]"`'
+        raise MissingPackage(
+            f"`{name}` {what} for `transformers`, which cannot be imported; run `pip install transformers`"
         ) from error
     try:
         config = transformers.AutoConfig.from_pretrained(name)

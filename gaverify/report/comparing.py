@@ -9,7 +9,7 @@ from gaverify.records.comparison import Outcome, ParameterComparison, badness
 from gaverify.report.stories import Answer, Story, story_of
 from gaverify.report.text.layout import Layout, Line, table_of
 from gaverify.report.text.table import STYLES
-from gaverify.report.text.wording import number
+from gaverify.report.text.wording import NOT_RELATIVE, measures
 
 _SHOWN = 20
 """Parameters that a text shows; a page has a table of all."""
@@ -103,7 +103,7 @@ def _outcome_of(row: ParameterComparison | None) -> Outcome | None:
 
 
 def _shown(row: ParameterComparison | None) -> str:
-    return "-" if row is None else f"{row.outcome.value} {number(row.relative_difference)}"
+    return "-" if row is None else f"{row.outcome.value} {measures(row)[2]}"
 
 
 def comparison_lines(comparisons: Iterable[Comparison], layout: Layout) -> list[Line]:
@@ -139,6 +139,8 @@ def _changed(comparison: Comparison, layout: Layout) -> list[Line]:
     ]
     if shown:
         lines += table_of(cells, indent=4)
+    if any("*" in side for _, *sides in shown for side in sides):
+        lines += layout.wrap(NOT_RELATIVE, indent=4, style="dim")
     if comparison.changed > len(shown):
         lines += layout.wrap(f"… and {comparison.changed - len(shown):,} more", indent=4, style="dim")
     return lines

@@ -76,14 +76,14 @@ def _story(story: Story, show_all: bool) -> list[str]:
 
 def _finding(finding: Finding) -> Iterator[str]:
     summary, where = told(finding)
-    yield f"**{finding.code} {text(finding.name)}** ({kind_of(finding)}): {text(summary)}"
+    yield f"**{text(f'{finding.code} {finding.name}')}** ({kind_of(finding)}): {text(summary)}"
     yield ""
     for label, statement in [("where", where), ("accepted", finding.accepted)]:
         if statement:
             yield f"- {label}: {text(statement)}"
     for label, statement in rows_of(finding):
         yield f"- {text(label)}: {text(statement)}"
-    yield f"- `gaverify explain {finding.code}`"
+    yield f"- {text(f'`gaverify explain {finding.code}`')}"
 
 
 def _folded(table: Table, show_all: bool) -> Iterator[str]:

@@ -11,6 +11,7 @@ from xml.sax.saxutils import escape
 from gaverify.amounts import bytes_text, seconds_text
 from gaverify.records.prediction import peak_line
 from gaverify.records.profile import LABELS, STRATEGIES, Profile, Row
+from gaverify.report.text.layout import clean
 
 _FOOT, _WIDE, _HIGH = 346, 320, 240  # where the plots stand, and their size
 _SHAPES = {
@@ -28,7 +29,7 @@ def profile_svg(profile: Profile) -> str:
     """Returns the picture; it follows the reader's choice of light or dark."""
     rows, setting = [row for row in profile.rows if row.micro_batches], profile.setting
     where = f" · B = {setting.batch_size} · {setting.device}, {setting.dtype}" if setting else ""
-    name = (setting.model if setting else "no row ran") + where
+    name = clean((setting.model if setting else "no row ran") + where)
     fit = peak_line(rows)
     peaks = fit is not None and fit.usable  # peaks that do not follow the micro-batch would only flatten the rest
     title = "Saved activations" + ("; dashed: peak above the baseline" if peaks else "")

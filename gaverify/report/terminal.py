@@ -26,18 +26,24 @@ _NARROWEST = 40
 
 
 def layout_for(stream: IO[str]) -> Layout:
-    """Returns how wide a report on `stream` may be and which characters it may have; `COLUMNS` wins."""
+    """Returns how wide a report on `stream` may be and which characters it may have; `COLUMNS` wins.
+
+    Where neither a terminal nor `COLUMNS` says how wide a line may be, names are whole.
+    """
     columns = os.environ.get("COLUMNS", "")
-    if columns.isascii() and columns.isdigit() and int(columns) > 0:
-        width = int(columns)
-    else:
-        width = shutil.get_terminal_size((80, 24)).columns if _is_terminal(stream) else 80
-    return Layout(width=max(_NARROWEST, min(width, _WIDEST)), ascii_only=not _is_unicode(stream))
+    asked = int(columns) if columns.isascii() and columns.isdigit() else 0
+    width = asked or (shutil.get_terminal_size((80, 24)).columns if _is_terminal(stream) else 80)
+    return Layout(
+        width=max(_NARROWEST, min(width, _WIDEST)),
+        ascii_only=not _is_unicode(stream),
+        whole=not asked and not _is_terminal(stream),
+    )
 
 
 def write_lines(lines: list[Line], layout: Layout, stream: IO[str]) -> None:
     """Writes the lines, with colours where the stream shows them."""
-    if _is_terminal(stream) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
+    shown = _is_terminal(stream) and os.environ.get("TERM") != "dumb"
+    if not os.environ.get("NO_COLOR") and (shown or os.environ.get("FORCE_COLOR")):
         print_lines(lines, stream, layout.width)
     else:
         stream.write(plain(lines))
@@ -69,8 +75,8 @@ def print_lines(lines: Iterable[Line], file: IO[str], width: int) -> None:
 
 
 def text(report: Report) -> str:
-    """Returns the report as plain text, 80 columns wide."""
-    return plain(report_lines(report, Layout()))
+    """Returns the report as plain text: sentences of 80 columns, names as they are."""
+    return plain(report_lines(report, Layout(whole=True)))
 
 
 def svg(report: Report) -> str:

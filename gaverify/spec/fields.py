@@ -54,8 +54,8 @@ class Spec(BaseModel):
     weighting: WeightingWord | tuple[_Finite, ...] = Field(
         default="uniform", description=f"{_words(WeightingWord)}, or one number per micro-batch", examples=["uniform"]
     )
-    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?|mps|auto)$")] | None = Field(
-        default=None, description='"cpu", "cuda", "cuda:N", "mps" or "auto"', examples=["cpu"]
+    device: Annotated[str, Field(pattern=r"^(cpu|(cuda|xpu)(:\d+)?|mps|auto)$")] | None = Field(
+        default=None, description='"cpu", "cuda", "cuda:N", "xpu", "mps" or "auto"', examples=["cpu"]
     )
     dtype: DtypeWord | None = Field(default=None, description=_words(DtypeWord), examples=["float32"])
     autocast: AutocastWord | None = Field(default=None, description=_words(AutocastWord), examples=["bfloat16"])

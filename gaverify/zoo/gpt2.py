@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gaverify.errors import ProblemError
+from gaverify.errors import MissingPackage, ProblemError
 from gaverify.passes.problem import Problem
 from gaverify.zoo.arguments import a_probability, at_least, divides, one_of
 
@@ -81,7 +81,7 @@ def _transformers() -> Any:
         return import_module("transformers")
     except ModuleNotFoundError as error:
         missing = error.name or "a package"  # `transformers`, or something that it needs itself
-        raise ProblemError(f'`gpt2` needs `{missing}`; run `pip install "gaverify[hf]"`') from error
+        raise MissingPackage(f"`gpt2` needs `{missing}`; run `pip install {missing}`") from error
     except ImportError as error:
         raise ProblemError(f"`gpt2`: `transformers` cannot be imported: {_first_line(error)}") from error
 

@@ -133,7 +133,8 @@ def _before_and_after(finding: Finding, before: float) -> Markup:
     own = next((size for size in (*harm, *alone) if size > 0), before)
     if math.isnan(left) or not own > 0:
         return Markup("")
-    bars = [("as it is", own, "divergent"), ("control run", left, "equivalent" if finding.proven else "inconclusive")]
+    whole = "as it is" if own is before else "whole gradient, as it is"
+    bars = [(whole, own, "divergent"), ("control run", left, "equivalent" if finding.proven else "inconclusive")]
     for repair in next((v["repairs"] for v in values if "repairs" in v), ()):
         kind = "equivalent" if repair["rounding"] else "inconclusive"
         bars.append((f"repair: {clean(str(repair['what']))}", _number(repair["left"]), kind))

@@ -28,10 +28,12 @@ class Layout:
     Args:
         width: Columns of the terminal.
         ascii_only: The stream cannot carry anything else; other characters become escapes, not errors.
+        whole: Nobody counts columns, as in a file or a pipe: sentences wrap at `width`, no name is cut.
     """
 
     width: int = 80
     ascii_only: bool = False
+    whole: bool = False
 
     def text(self, value: object) -> str:
         """Returns `value` as printable text: control characters, lone surrogates and line breaks as escapes."""
@@ -49,7 +51,7 @@ class Layout:
         middle, as names differ at both ends.
         """
         text = self.text(value)
-        if cells(text) <= width:
+        if self.whole or cells(text) <= width:
             return text
         parts = text.split(".")
         room = width - len(parts) + 1  # without the dots
@@ -70,12 +72,13 @@ class Layout:
     def wrap(self, value: object, first: str = "", indent: int = 0, style: str = "") -> list[Line]:
         """Returns the words of `value` after the heading `first`, later lines hanging at `indent`.
 
-        Only a word longer than a whole line is cut, and then with an ellipsis in its middle.
+        Only a word longer than a whole line is cut, and then with an ellipsis in its middle; a path is never cut, as
+        terminals and editors open it as it stands.
         """
         room = max(self.width - indent, 10)
         rows: list[str] = []
         for word in _BREAK.split(self.text(" ".join(str(value).split()))):
-            word = self.shorten(word, room)
+            word = word if "/" in word else self.shorten(word, room)
             if rows and cells(rows[-1]) + 1 + cells(word) <= room:
                 rows[-1] += " " + word
             else:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from gaverify.records.comparison import Method, Outcome, ParameterComparison
 from gaverify.report.text.layout import Layout, Line, cells, columns, pad
-from gaverify.report.text.wording import measures, number, ordered, value, worst
+from gaverify.report.text.wording import NOT_RELATIVE, measures, number, ordered, value, worst
 
 SMALL = 10
 """A table of at most so many parameters is never folded."""
@@ -32,9 +32,9 @@ def table_lines(parameters: Iterable[ParameterComparison], layout: Layout, show_
         return []
     shown = rows if show_all or len(rows) <= SMALL else _failing(rows)
     lines = _rows(shown, layout) if shown else []
-    lines += _hidden(rows[len(shown) :], layout)
+    lines += _hidden(rows[len(shown) :], layout, "… and {} more" if shown else "{}")
     if any(row.vanishing for row in shown):
-        lines += layout.wrap("* not relative: the full-batch gradient is zero, or rounding", indent=2, style="dim")
+        lines += layout.wrap(NOT_RELATIVE, indent=2, style="dim")
     return lines
 
 
@@ -42,14 +42,14 @@ def _failing(rows: Sequence[ParameterComparison]) -> list[ParameterComparison]:
     return [row for row in rows if row.outcome is not Outcome.EQUIVALENT][:FOLDED]
 
 
-def _hidden(rows: Sequence[ParameterComparison], layout: Layout) -> list[Line]:
+def _hidden(rows: Sequence[ParameterComparison], layout: Layout, counted: str) -> list[Line]:
     """Returns a line for each outcome that the fold hides."""
     lines: list[Line] = []
     for outcome in (Outcome.DIVERGENT, Outcome.INCONCLUSIVE, Outcome.EQUIVALENT):
         count = sum(row.outcome is outcome for row in rows)
         if count:
             noun = "parameter" if count == 1 else "parameters"
-            text = f"… and {count:,} more {noun}: {outcome.value} (use --all)"
+            text = f"{counted.format(f'{count:,}')} {noun}: {outcome.value} (use --all)"
             lines += layout.wrap(text, indent=2, style="dim")
     return lines
 
@@ -60,12 +60,12 @@ def _rows(rows: Sequence[ParameterComparison], layout: Layout) -> list[Line]:
     rest = columns([row[1:] for row in table], right=(1, 2, 3))
     taken = _taken(rest)
     for at in _LEFT_OUT:
-        if taken + _SHORTEST > layout.width:
+        if taken + _SHORTEST > layout.width and not layout.whole:
             rest = [[*row[:at], *row[at + 1 :]] for row in rest]
             taken = _taken(rest)
     widest = max(cells(row[0]) for row in table)
     wide = _worst_column(rows, layout, layout.width - taken - widest - len(_GAP))
-    room = widest if wide else max(min(widest, layout.width - taken), _SHORTEST)
+    room = widest if wide or layout.whole else max(min(widest, layout.width - taken), _SHORTEST)
     names = [layout.shorten(row[0], room) for row in table]
     alike = {name for name, count in Counter(names).items() if count > 1}
     lines: list[Line] = []

@@ -27,6 +27,10 @@ METHODS: Mapping[str, str] = {
 }
 
 
+NOT_RELATIVE = "* not relative: the full-batch gradient is zero, or rounding"
+"""The footnote of what `measures` marks."""
+
+
 def number(value: float) -> str:
     """Returns a norm or a relative difference with two digits: `8.8e-01`, `0`, `inf`, `-` where there is none."""
     if math.isnan(value):

@@ -18,7 +18,7 @@ import gaverify
 from gaverify.__main__ import start
 from gaverify.cli import main
 from gaverify.cli.options import overrides_from, read_value
-from gaverify.errors import InternalError, ProblemError
+from gaverify.errors import InternalError, MissingPackage, ProblemError
 from gaverify.records.comparison import Outcome
 from gaverify.records.verdict import RunInfo, Verdict
 from gaverify.spec import Spec
@@ -214,6 +214,39 @@ def test_ctrl_c_between_specs_is_told_in_the_reports(fake: Fake, tmp_path: Path)
     document = json.loads(file.read_text())
     assert len(document["verdicts"]) == 1 and document["outcome"] == "inconclusive"
     assert [error["message"] for error in document["errors"]] == ["interrupted before there was a verdict"] * 2
+    file.write_text("yesterday's, whole")
+    fake.specs.clear()
+    assert main(["run", str(specs(tmp_path, *["equivalent"] * 3)), "--output", str(file)]) == 130
+    assert file.read_text() == "yesterday's, whole"
+
+
+def test_models_stand_where_specs_do(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.toml").write_text('model = "equivalent"')
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    fake.verify = lambda spec: verdict(Outcome.EQUIVALENT, spec.model)
+    assert main(["run", "mlp", "net.py:factory", "a.b:Net", "saved", "mine.toml", "--steps", "2"]) == 0
+    assert [spec.model for spec in fake.specs] == ["mlp", "net.py:factory", "a.b:Net", "saved", "equivalent"]
+    assert {spec.steps for spec in fake.specs} == {2}
+    assert main(["run", "no/such/folder"]) == main(["run", "gone.toml"]) == 2 and len(fake.specs) == 5
+
+
+def test_a_spec_of_a_folder_that_lacks_a_package_is_skipped(
+    fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def verify(spec: Spec) -> Verdict:
+        if spec.model == "gpt2":
+            raise MissingPackage("`gpt2` needs `transformers`")
+        return verdict(Outcome(spec.model), spec.model)
+
+    fake.verify = verify
+    folder = specs(tmp_path, "gpt2", "equivalent")
+    assert main(["run", str(folder)]) == 0
+    assert "skipped: " in (err := capsys.readouterr().err) and "0.toml: `gpt2` needs `transformers`" in err
+    assert main(["run", str(folder), "--strict"]) == main(["run", str(folder / "0.toml")]) == 2
+    (folder / "1.toml").unlink()
+    assert main(["run", str(folder)]) == 2  # nothing was compared
 
 
 def test_ctrl_c_that_a_library_turned_into_its_own_error(

@@ -192,8 +192,8 @@ def test_peaks_are_drawn_where_they_follow_the_micro_batch() -> None:
 
 
 def test_a_model_name_cannot_break_the_picture() -> None:
-    root = ElementTree.fromstring(profile_svg(profile(setting=setting(model='a<b>&"c'))))
-    assert any('a<b>&"c' in (element.text or "") for element in root.iter())
+    root = ElementTree.fromstring(profile_svg(profile(setting=setting(model='a<b>&"c\x1b'))))
+    assert any('a<b>&"c\\x1b' in (element.text or "") for element in root.iter())
 
 
 MOVED = """\

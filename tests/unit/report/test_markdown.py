@@ -54,6 +54,12 @@ def test_names_are_text(name: str, shown: str) -> None:
     assert text(name) == shown
 
 
+def test_a_code_from_outside_is_text() -> None:
+    finding = replace(samples.batchnorm(), code="x`<b>y")
+    made = render([samples.divergent(findings=(finding,))], "markdown")
+    assert made.count("x`&lt;b>y") + made.count(r"x\`&lt;b>y") == 2 and "<b>" not in made
+
+
 def test_long_tables_are_cut_and_say_so() -> None:
     cut, whole = render([samples.large()], "markdown"), render([samples.large()], "markdown", show_all=True)
     assert "10 more are left out; `--all` shows them." in cut and "left out" not in whole

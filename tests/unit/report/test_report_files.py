@@ -170,7 +170,7 @@ def test_junit_has_a_case_for_each_module_and_the_verdict(snapshot) -> None:
 def test_junit_of_an_equivalent_verdict_is_green() -> None:
     root = ElementTree.fromstring(render([samples.equivalent()], "junit"))
     assert (root.attrib["tests"], root.attrib["failures"], root.attrib["errors"]) == ("3", "0", "0")
-    assert root.attrib["skipped"] == "0"
+    assert "skipped" not in root.attrib  # of a suite alone, in Jenkins' schema
 
 
 @pytest.mark.parametrize("format", ["svg", "html"])

@@ -119,6 +119,19 @@ def test_long_names_that_differ_stay_different() -> None:
     assert all(f"layers.{at}." in text for at in range(3))
 
 
+def test_names_are_whole_where_nobody_counts_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, path = "model." * 30 + "weight", "/" + "folder/" * 20 + "train.py"
+    found = replace(samples.batchnorm(), location=Location(file=path, line=12))
+    long = samples.divergent(parameters=(samples.row(name, outcome=Outcome.DIVERGENT),), findings=(found,))
+    assert name in printed(long) and name in render([long], "text")
+    monkeypatch.setenv("COLUMNS", "80")
+    assert name not in (text := printed(long)) and f"{path}:12" in text
+
+
+def test_what_is_hidden_is_more_only_beside_what_is_shown() -> None:
+    assert "  60 parameters: equivalent (use --all)" in printed(samples.large(faults=0))
+
+
 def test_worst_comes_first() -> None:
     names = ("0.weight", "1.weight", "0.bias", "2.weight", "2.bias")
     places = [printed(samples.divergent()).index(f"\n  {name}") for name in names]
@@ -164,6 +177,9 @@ def test_nothing_compared_is_never_a_pass() -> None:
 
 def test_a_pipe_gets_no_escape_codes_and_a_terminal_gets_colours(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\x1b" not in printed(samples.divergent())
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "\x1b[1;31m" in printed(samples.divergent())
+    monkeypatch.delenv("FORCE_COLOR")
     monkeypatch.setenv("TERM", "xterm-256color")
     terminal = Terminal()
     print_answer(samples.divergent(), file=terminal)
@@ -184,7 +200,8 @@ def test_a_stream_without_unicode_gets_ascii() -> None:
 
 
 @pytest.mark.parametrize("sample", samples.EVERY)
-def test_ascii_tables_still_line_up(sample) -> None:
+def test_ascii_tables_still_line_up(sample, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     stream = io.TextIOWrapper(io.BytesIO(), encoding="latin-1", errors="strict")
     print_answer(sample(), file=stream, show_all=True)
     stream.flush()

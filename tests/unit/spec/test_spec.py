@@ -66,7 +66,7 @@ def test_right_values(key: str, value: object) -> None:
         ({"weighting": [0.5, 0.5]}, "$.weighting: must have one number per micro-batch: 2 numbers, but steps is 4"),
         ({"weighting": [0.5, "x"]}, "$.weighting: must be"),
         ({"weighting": "token"}, 'did you mean "tokens"?'),
-        ({"device": "gpu"}, '$.device: must be "cpu", "cuda", "cuda:N", "mps" or "auto", got "gpu"'),
+        ({"device": "gpu"}, '$.device: must be "cpu", "cuda", "cuda:N", "xpu", "mps" or "auto", got "gpu"'),
         ({"rtol": 0.1}, "$.rtol: needs `atol` beside it"),
         ({"rtol": -1, "atol": 0}, "$.rtol: must be a number of at least 0, got -1"),
         ({"input-shape": []}, "$.input-shape: must be"),
