@@ -294,4 +294,4 @@ def _normalises(bench: Bench, suspect: Suspect) -> bool:
     path = suspect.operation.module
     if path is None or not suspect.in_model:
         return False
-    return normalises(bench, path, suspect.culprit.name)
+    return normalises(bench, path, suspect.culprit.name, suspect.source_functions or suspect.functions)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,28 +11,36 @@ import torch
 from torch import nn
 
 from gaverify.causes.bench import Bench
+from gaverify.causes.trace.operations import FunctionCalls
 from gaverify.passes.calls import Call, listening
 from gaverify.passes.channels import per_channel_affine
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import generator_states
+from gaverify.passes.modes import FunctionMode
 from gaverify.passes.nesting import leaves
+from gaverify.records.operations import FunctionKey
+from gaverify.thresholds import SMALL_PART
 
+_MEANS = ("mean", "sum")
 _VARIANCES = ("var", "var_mean", "std", "std_mean")
 
 
-def normalises(bench: Bench, path: str, reduction: str) -> bool:
+def normalises(bench: Bench, path: str, reduction: str, functions: Collection[FunctionKey] = ()) -> bool:
     """Returns whether the outputs of the module at `path` are a·input + b with one (a, b) per channel.
 
     Or whether it takes a variance over the batch and hands out what has its input's shape: so do normalisations that
     are no scaling of channels, because they divide by the larger of two deviations. A module with modules inside is a
-    block of a network, and one that appends a deviation as a feature changes the shape.
+    block of a network, and one that appends a deviation as a feature changes the shape. Or whether a mean that it takes
+    (by one of `functions`) and what else it does undo each other.
     """
     module = dict(bench.task.named_modules())[path]
     listener = _Listener(module)
     bench.forward(listener)
     if listener.affine or _normalises_later(bench, module, listener.first):
         return True
-    return listener.same_shape and reduction in _VARIANCES and not any(True for _ in module.children())
+    if listener.same_shape and reduction in _VARIANCES and not any(True for _ in module.children()):
+        return True
+    return reduction in (*_MEANS, *_VARIANCES) and undoes_scaling(bench, path, functions)
 
 
 def _normalises_later(bench: Bench, module: nn.Module, inputs: tuple[Any, ...]) -> bool:
@@ -48,6 +57,58 @@ def _normalises_later(bench: Bench, module: nn.Module, inputs: tuple[Any, ...]) 
         restore()
     first, given = _first_tensor(inputs), _first_tensor(output)
     return first is not None and given is not None and per_channel_affine(first, given)
+
+
+def undoes_scaling(bench: Bench, path: str, functions: Collection[FunctionKey]) -> bool:
+    """Returns whether the outputs of the module at `path` stay when what is reduced over the batch becomes 2 · it + 1.
+
+    So they do where a mean is subtracted and a deviation divided by, wherever that is written. An epsilon beside the
+    variance moves them a little.
+
+    Args:
+        bench: Where to run.
+        path: Of the module; "" is the model itself.
+        functions: The torch calls that reduce: the first of them is given another input.
+    """
+    module = dict(bench.task.named_modules())[path]
+    outputs: list[list[torch.Tensor]] = []
+    for scaled in (frozenset[FunctionKey](), frozenset(functions)):
+        listener = _Outputs(module, scaled)
+        bench.forward(listener)
+        if not listener.outputs or (scaled and not listener.scaled):
+            return False
+        outputs.append(listener.outputs)
+    pairs = list(zip(*outputs, strict=False))
+    far = math.hypot(*(float(torch.linalg.vector_norm(a - b)) for a, b in pairs))
+    return far <= SMALL_PART * math.hypot(*(float(torch.linalg.vector_norm(a)) for a, _ in pairs))
+
+
+class _Outputs(PassProbe):
+    """Keeps the outputs of one module, and scales in place what the first of some torch calls is given."""
+
+    def __init__(self, module: nn.Module, functions: Collection[FunctionKey]) -> None:
+        self._module, self._functions = module, functions
+        self.outputs: list[torch.Tensor] = []
+        self.scaled = False
+
+    @contextmanager
+    def around(self, k: int | None) -> Iterator[None]:
+        """Listens for the length of a forward."""
+        calls = FunctionCalls()
+
+        def handle(func: Any, args: Any, kwargs: Any) -> Any:
+            if calls.key(func) in self._functions and not self.scaled and isinstance(args[0], torch.Tensor):
+                with torch._C.DisableTorchFunction(), torch.no_grad():
+                    args[0].detach().mul_(2).add_(1)
+                self.scaled = True
+            return func(*args, **kwargs)
+
+        with listening({self._module: ""}, ends=self._hear, outside=""), FunctionMode(handle):
+            yield
+
+    def _hear(self, call: Call, output: Any) -> None:
+        tensors = [leaf for _, leaf in leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+        self.outputs += [tensor.detach().clone() for tensor in tensors]
 
 
 def _first_tensor(inputs: Any) -> torch.Tensor | None:
