@@ -21,7 +21,6 @@ from gaverify.passes.nesting import leaves
 from gaverify.records.operations import FunctionKey
 from gaverify.thresholds import SMALL_PART
 
-_MEANS = ("mean", "sum")
 _VARIANCES = ("var", "var_mean", "std", "std_mean")
 
 
@@ -40,7 +39,7 @@ def normalises(bench: Bench, path: str, reduction: str, functions: Collection[Fu
         return True
     if listener.same_shape and reduction in _VARIANCES and not any(True for _ in module.children()):
         return True
-    return reduction in (*_MEANS, *_VARIANCES) and undoes_scaling(bench, path, functions)
+    return undoes_scaling(bench, path, functions)
 
 
 def _normalises_later(bench: Bench, module: nn.Module, inputs: tuple[Any, ...]) -> bool:
@@ -97,9 +96,10 @@ class _Outputs(PassProbe):
         calls = FunctionCalls()
 
         def handle(func: Any, args: Any, kwargs: Any) -> Any:
-            if calls.key(func) in self._functions and not self.scaled and isinstance(args[0], torch.Tensor):
+            first = args[0] if args else None
+            if calls.key(func) in self._functions and not self.scaled and isinstance(first, torch.Tensor):
                 with torch._C.DisableTorchFunction(), torch.no_grad():
-                    args[0].detach().mul_(2).add_(1)
+                    first.detach().mul_(2).add_(1)
                 self.scaled = True
             return func(*args, **kwargs)
 

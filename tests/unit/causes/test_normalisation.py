@@ -51,6 +51,8 @@ def mixed(h: torch.Tensor) -> torch.Tensor:
         (lambda h: h - h.mean(0), "GAV102"),
         (lambda h: h + 0.5 * h.mean(0), "GAV102"),
         (lambda h: h / h.sum(0), "GAV102"),
+        (lambda h: torch.softmax(h, 0), "GAV102"),
+        (lambda h: h + torch.mean(input=h, dim=0), "GAV102"),
     ],
 )
 def test_a_norm_is_one_wherever_it_is_written(mix: Callable[[torch.Tensor], torch.Tensor], code: str) -> None:
