@@ -197,8 +197,9 @@ def _count(name: str, func: Callable[..., Any], args: Any, kwargs: Any, result: 
     if kwargs.get("reduction") in ("mean", "batchmean") and result.dim() == 0 and result.requires_grad:
         mean = float(result)
         return float(func(*args, **{**kwargs, "reduction": "sum"})) / mean if mean else None
-    if name in _MEANS and isinstance(args[0], torch.Tensor) and result.requires_grad and result.numel():
-        counted = args[0].numel() if name == "mean" else int((~args[0].isnan()).sum())
+    averaged = args[0] if args else kwargs.get("input")
+    if name in _MEANS and isinstance(averaged, torch.Tensor) and result.requires_grad and result.numel():
+        counted = averaged.numel() if name == "mean" else int((~averaged.isnan()).sum())
         return counted / result.numel()
     return None
 
