@@ -128,6 +128,8 @@ falls otherwise."""
 
 # -- what a control or a cause explains -------------------------------------------------------------------------------
 
+COINCIDENCE = 0.01
+"""Chance that some fraction is as near to any number as this one: its denominator squared, times the tolerance."""
 SMALL_PART = 0.01
 """Share of a difference that is nothing beside it: what a control leaves of it, or a cause explains of it."""
 HELPS = 0.5

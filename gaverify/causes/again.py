@@ -80,7 +80,7 @@ def _weighed(second: Bench, known: Weights) -> ControlRun | None:
     if known.counts:
         assert second.earlier is not None
         found = counts.found_in(second, second.accumulated(second.earlier.full).weights)
-        return found[1] if found is not None else None
+        return found.control if found is not None else None
     assert known.fit is not None
     words = {"samples": tuple(map(float, known.sizes)), "tokens": known.valid_targets}
     weighting = next((word for word, shares in words.items() if are_shares(known.fit.weights, shares)), None)

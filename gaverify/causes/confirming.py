@@ -161,9 +161,9 @@ def _weights(bench: Bench, facts: Facts, found: Facts) -> Facts:
         seen = counts.found_in(bench, facts.weights.used)
         if seen is None:
             return facts
-        known = replace(facts.weights, counts=seen[0], remedy=_as_in(found.weights.remedy, seen[1]))
+        known = replace(facts.weights, counts=seen.counts, remedy=_as_in(found.weights.remedy, seen.control))
         known = replace(known, place=found.weights.place)
-        return replace(facts, weights=known, left=seen[1].left, cleared=seen[1].rounding)
+        return replace(facts, weights=known, left=seen.control.left, cleared=seen.control.rounding)
     if bench.floor and fit is not None and bench.earlier is not None:
         fit = _of_the_part(fit, bench.earlier.shares, facts.weights, found.weights, bench.floor)
     if fit is None or before is None:

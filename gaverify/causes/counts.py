@@ -41,13 +41,26 @@ def ask(bench: Bench, facts: Facts) -> Facts:
     found = bench.attempt("counts of the window", lambda: found_in(bench, facts.weights.used))
     if found is None:
         return facts
-    counts, control = found
-    weights = replace(facts.weights, counts=counts, remedy=control, place=counts[0].operation)
-    return replace(facts, weights=weights, left=control.left, cleared=True)
+    weights = replace(facts.weights, counts=found.counts, remedy=found.control, place=found.counts[0].operation)
+    return replace(facts, weights=weights, left=found.control.left, cleared=True)
 
 
-def found_in(bench: Bench, used: Sequence[float]) -> tuple[tuple[Count, ...], ControlRun] | None:
-    """Returns the counts that decide, with the control run that leaves only rounding; None where there is none.
+@dataclass(frozen=True)
+class Found:
+    """The counts that decide, the control run that leaves only rounding, and what that multiplied: results by call."""
+
+    counts: tuple[Count, ...]
+    control: ControlRun
+    factors: Mapping[FunctionKey, Sequence[float]]
+
+    def applied(self, bench: Bench) -> Bench:
+        """Another bench with the window's counts."""
+        added_up = any(count.added_up for count in self.counts)
+        return (bench.weighted([1.0] * bench.task.steps) if added_up else bench).without(_Rescaled(self.factors))
+
+
+def found_in(bench: Bench, used: Sequence[float]) -> Found | None:
+    """Returns the counts that decide; None where there are none.
 
     A loss that adds its micro-batches up by itself (weights normalised over the batch, then summed) is tried with
     weights of 1 after that.
@@ -60,7 +73,7 @@ def found_in(bench: Bench, used: Sequence[float]) -> tuple[tuple[Count, ...], Co
         counts = tuple(seen[key].record(key) for key in wrong if any(seen[key].own_share_differs(used)))
         control = _run(bench.weighted(shares) if added_up else bench, wrong) if counts else None
         if control is not None and control.rounding:
-            return tuple(replace(count, added_up=added_up) for count in counts), control
+            return Found(tuple(replace(count, added_up=added_up) for count in counts), control, wrong)
     return None
 
 

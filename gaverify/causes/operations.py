@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from gaverify.causes import proof, state, weights
+from gaverify.causes import counts, proof, state, weights
 from gaverify.causes.bench import FORESEEN, Bench
 from gaverify.causes.narrowing import released
 from gaverify.causes.neutral.cached import cached_gradients
-from gaverify.causes.neutral.holding import ResultsHeld
+from gaverify.causes.neutral.holding import Evaluated, ResultsHeld
 from gaverify.causes.proof import Tried
 from gaverify.causes.trace.first_divergence import Divergences, trace_divergences
 from gaverify.causes.trace.normalisation import normalises
@@ -48,6 +48,10 @@ def ask(bench: Bench, facts: Facts) -> Facts:
     facts = replace(facts, forward=forward)
     if search.weights is not None and search.cleared:
         facts = replace(facts, weights=replace(facts.weights, fit=search.weights, remedy=search.remedy))
+    if search.counted is not None and search.cleared:
+        counted = search.counted
+        known = replace(facts.weights, counts=counted.counts, remedy=search.remedy, place=counted.counts[0].operation)
+        facts = replace(facts, weights=known)
     if search.cleared or search.causes:
         facts = replace(facts, left=search.left, cleared=search.cleared)
     return _others_released(bench, facts, search) if search.cleared else facts
@@ -112,6 +116,7 @@ class _Search:
         self.left = self._before = left
         self.first: Divergences | None = None
         self.weights: WeightFit | None = None
+        self.counted: counts.Found | None = None
         self.remedy: ControlRun | None = None
         self.ruled_out: dict[tuple[object, ...], Operation] = {}
 
@@ -197,6 +202,8 @@ class _Search:
             return cached_gradients(there, frozenset(kept[-1].cause.suspect.calls))
         if self.weights is not None:
             return weights.remedied(there, self.weights)
+        if self.counted is not None:
+            there = self.counted.applied(there)
         return there.run("the other causes neutralised", kind=ControlKind.OTHERS)
 
     def others_neutralised(self, bench: Bench) -> Bench | None:
@@ -204,6 +211,8 @@ class _Search:
         if self.ends_openly:
             return None
         there = self._with(self._found, bench)
+        if self.counted is not None:
+            return self.counted.applied(there)
         if self.weights is None:
             return there
         return there.weighted(self.weights.weights)
@@ -220,7 +229,19 @@ class _Search:
         return self._with(self._found, self._bench)
 
     def _settled(self, fit: WeightFit | None) -> bool:
-        """Whether weights explain the rest; they are run."""
+        """Whether weights, or counts of the window, explain the rest; they are run.
+
+        Counts are not tried beside held values: a sum that is held and divided by a micro-batch's own count is the
+        control's doing.
+        """
+        there, known = self._now(), self._facts
+        live = all(isinstance(entry.neutral, Evaluated) for entry in self._found)
+        if live and not weights.means(there, known, fit):
+            self.counted = there.possible(lambda: counts.found_in(there, known.weights.used))
+        if self.counted is not None:
+            self.remedy = self.counted.control
+            self.left = self.remedy.left
+            return True
         self.weights = weights.weighed(self._now(), self._facts, fit)
         if self.weights is None:
             return False
@@ -262,10 +283,10 @@ class _Search:
         A cause that helped by itself stays, even where another one hides it now.
         """
         last = self._found[-1] if self._found else None
-        if last is not None and self.weights is None:  # with the causes before it neutralised, this was left
+        if last is not None and not self._weighed:  # with the causes before it neutralised, this was left
             last.cause = replace(last.cause, alone=self._before)
         # the cached gradient of a last cause without a probe is what the others are released beside
-        entries = [entry for entry in self._found if entry is not last or self.weights is not None]
+        entries = [entry for entry in self._found if entry is not last or self._weighed]
 
         def control(kept: list[Tried]) -> ControlRun | None:
             still = [entry for entry in self._found if entry in kept or entry not in entries]
@@ -277,6 +298,11 @@ class _Search:
                 entry.item.cause = replace(entry.item.cause, alone=entry.alone)
         kept = {id(entry.item) for entry in needed}
         self._found = [entry for entry in self._found if entry not in entries or id(entry) in kept]
+
+    @property
+    def _weighed(self) -> bool:
+        """Whether weights or counts explain what the causes leave."""
+        return self.weights is not None or self.counted is not None
 
     @property
     def ends_with_the_loss(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from gaverify.records.experiment import Cause, ControlKind, ControlRun
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence
@@ -92,6 +94,20 @@ def paired_remedy(suspect: Suspect) -> str:
     if suspect.kind == "control-flow" or suspect.culprit.name.partition(".")[0] not in _MOVES_ROWS:
         return ""
     return "pair the samples before the window is cut, so that partners travel in one micro-batch with their targets"
+
+
+def in_order(facts: Facts, place: int, remedy: str) -> str:
+    """A remedy with its number, where operations have several, or one and the weights: they are made one by one."""
+    total = len(facts.forward.causes) + facts.weights.blamed
+    return f"repair {place + 1} of {total}, in this order: {remedy}" if total > 1 else remedy
+
+
+def behind(before: Sequence[Cause]) -> str:
+    """What a repair was tested with: those before it, or values held constant, which is none; empty of one alone."""
+    if not before:
+        return ""
+    applied = all(other.control is not None and other.control.kind is ControlKind.FROZEN for other in before)
+    return " behind the repairs before it" if applied else " with the causes before it held constant"
 
 
 def several(facts: Facts) -> bool:

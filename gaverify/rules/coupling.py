@@ -8,7 +8,16 @@ from gaverify.records.experiment import Cause, ControlKind
 from gaverify.records.facts import BackwardPlace, Facts
 from gaverify.records.findings import Evidence, Finding, Location
 from gaverify.records.operations import Operation
-from gaverify.rules.controls import control, first_operation, held_remedy, left_by, paired_remedy, proven
+from gaverify.rules.controls import (
+    behind,
+    control,
+    first_operation,
+    held_remedy,
+    in_order,
+    left_by,
+    paired_remedy,
+    proven,
+)
 from gaverify.rules.rule import controlled, finding_of, measured, rule
 from gaverify.rules.wording import listed, module_name, tested
 from gaverify.thresholds import FIT_FLOAT64, SAME_IN_FLOAT32
@@ -39,16 +48,13 @@ def _meeting(facts: Facts, cause: Cause, what: str, remedy: str, *more: Evidence
 
     Of several causes each has a repair, and they are tried in the order in which the causes run: so they are told.
     """
-    causes = facts.forward.causes
-    if len(causes) > 1:
-        remedy = f"repair {causes.index(cause) + 1} of {len(causes)}, in this order: {remedy}"
     return finding_of(
         what,
         first_operation(facts, cause),
         *more,
         control(facts, cause),
         location=cause.suspect.culprit.location,
-        remedy=remedy,
+        remedy=in_order(facts, facts.forward.causes.index(cause), remedy),
         proven=proven(facts, cause),
     )
 
@@ -101,7 +107,8 @@ def _remedy(facts: Facts, cause: Cause) -> str:
     if cause.suspect.kind == "non-additive":
         cached = f"take what it needs of the batch (a mean, a deviation) once over the window; or {cached}"
     if run is not None and run.kind is ControlKind.CACHED_GRADIENTS and run.repairs:
-        return f"{cached}: tested{_behind(facts, cause)}, gives the full-batch gradient at the memory of a micro-batch"
+        before = facts.forward.causes[: facts.forward.causes.index(cause)]
+        return f"{cached}: tested{behind(before)}, gives the full-batch gradient at the memory of a micro-batch"
     if run is not None and run.kind is ControlKind.OWN_CACHE and run.repairs:
         return "hand the loss the full batch: it caches gradients itself, a part of the batch at a time: tested"
     held = held_remedy(cause)
@@ -109,15 +116,6 @@ def _remedy(facts: Facts, cause: Cause) -> str:
         return held
     once = "compute the loss once over all outputs of the window"
     return paired_remedy(cause.suspect) or (once if facts.diagnosed else f"{once}: {cached} does it, not tried here")
-
-
-def _behind(facts: Facts, cause: Cause) -> str:
-    """What a repair was tested with: those before it, or values held constant, which is none; empty of one alone."""
-    before = facts.forward.causes[: facts.forward.causes.index(cause)]
-    if not before:
-        return ""
-    applied = all(other.control is not None and other.control.kind is ControlKind.FROZEN for other in before)
-    return " behind the repairs before it" if applied else " with the causes before it held constant"
 
 
 _LOOK = "look at custom `backward` functions and hooks: they see the micro-batch's gradient, not the window's"

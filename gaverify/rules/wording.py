@@ -15,7 +15,7 @@ from gaverify.records.ranks import RankFacts
 from gaverify.records.stages import Stage
 from gaverify.records.windows import Window
 from gaverify.rules.rule import judged
-from gaverify.thresholds import FIT_EXACT, NEGLIGIBLE, NO_WEIGHT
+from gaverify.thresholds import COINCIDENCE, FIT_EXACT, NEGLIGIBLE, NO_WEIGHT
 from gaverify.tracebacks import shown
 
 NOT_ENOUGH = (
@@ -25,7 +25,6 @@ NOT_ENOUGH = (
 """The remedy of weights that fit and whose control run came out otherwise."""
 _SHOWN = 6  # windows whose counts are listed
 _DENOMINATOR = 10_000  # of fractions that people recognise: shares of samples and of tokens
-_CHANCE = 0.01  # that some fraction is as near to any number: its denominator squared, times the tolerance
 
 
 def module_name(path: str | None, kind: str = "") -> str:
@@ -50,11 +49,11 @@ def listed(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
-def tested(run: ControlRun) -> str:
-    """Says how a remedy that was run came out."""
+def tested(run: ControlRun, behind: str = "") -> str:
+    """Says how a remedy that was run came out; `behind`: with what beside it."""
     if run.rounding and not run.holds:
         return "tested, equivalent on this batch and not on another one: look for what makes the numbers of this one"
-    return "tested, equivalent" if run.rounding else f"tested, leaves {run.left:.0e}"
+    return f"tested{behind}, equivalent" if run.rounding else f"tested, leaves {run.left:.0e}"
 
 
 def coupling_seen(facts: Facts, *, in_model: bool) -> tuple[Evidence, ...]:
@@ -172,7 +171,7 @@ def exact(weights: Sequence[float], tolerance: float = FIT_EXACT) -> str:
         weights: At least one.
         tolerance: How far they were measured apart from what they stand for, relative; digits below it mean nothing.
     """
-    most = int(min(_DENOMINATOR, math.sqrt(_CHANCE / tolerance)))
+    most = int(min(_DENOMINATOR, math.sqrt(COINCIDENCE / tolerance)))
     fractions = [str(Fraction(weight).limit_denominator(most)) for weight in weights]
     ways = [[f"{weight:.{digits}g}" for weight in weights] for digits in range(1, 18)]
     for texts in (*ways[:6], fractions, *ways[6:]):

@@ -10,6 +10,7 @@ from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding, Location
 from gaverify.records.weights import LossTerm, WeightFit
 from gaverify.records.windows import Window
+from gaverify.rules.controls import behind, in_order
 from gaverify.rules.rule import controlled, finding_of, measured, rule, rule_of_loops
 from gaverify.rules.scale import (
     constant_factor,
@@ -54,7 +55,7 @@ def wrong_loss_scale(facts: Facts) -> Iterator[Finding]:
         _measured(f"{facts.compared.largest}{counted_at(facts.weights)}; ", factor, left),
         *_control(facts, right),
         location=facts.weights.place.location if facts.weights.place is not None else None,
-        remedy=_remedy(facts, factor, right),
+        remedy=in_order(facts, len(facts.forward.causes), _remedy(facts, factor, right)),
         proven=_proven(facts),
     )
 
@@ -95,9 +96,9 @@ def _remedy(facts: Facts, factor: float, right: str) -> str:
     if run is not None and not run.rounding and not facts.cleared:
         return NOT_ENOUGH
     if run is not None and facts.weights.counts:
-        return counts_remedy(facts.weights.counts, run)
+        return counts_remedy(facts, facts.weights.counts, run)
     text = f"multiply each micro-batch's loss by {exact([1 / factor])} (weights {right})"
-    return text + (f": {tested(run)}" if run is not None and run.rounding else "")
+    return text + (f": {tested(run, behind(facts.forward.causes))}" if run is not None and run.rounding else "")
 
 
 def _proven(facts: Facts) -> bool:

@@ -10,6 +10,7 @@ from gaverify.records.experiment import ControlRun
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
 from gaverify.records.weights import Count, WeightFit, are_shares, is_constant
+from gaverify.rules.controls import behind, in_order
 from gaverify.rules.rule import controlled, finding_of, measured, rule
 from gaverify.rules.scale import constant, counted_at, factor_in_loop, factor_of, shares, weighted_term, weights_of
 from gaverify.rules.wording import (
@@ -123,7 +124,7 @@ def mean_of_means(facts: Facts) -> Iterator[Finding]:
         return
     meaning, remedy = _meaning(facts, fit.weights)
     if run is not None and run.rounding and meaning:
-        remedy = f"{remedy}: {tested(run)}"
+        remedy = f"{remedy}: {tested(run, behind(facts.forward.causes))}"
     elif run is not None and not run.rounding and not facts.cleared:
         remedy = NOT_ENOUGH
     left = f"a fit leaves {fit.residual:.0e} of the gradient over"
@@ -151,7 +152,7 @@ def mean_of_means(facts: Facts) -> Iterator[Finding]:
         ),
         *not_run(facts) if run is None else (),
         location=facts.weights.place.location if facts.weights.place is not None else None,
-        remedy=remedy,
+        remedy=in_order(facts, len(facts.forward.causes), remedy),
         proven=run is not None and run.rounding,
     )
 
@@ -179,18 +180,20 @@ def _counted(facts: Facts, counts: tuple[Count, ...], run: ControlRun) -> Findin
         ),
         controlled("micro-batch-weights", text, left=run.left, counts=[count.window for count in counts], **weights),
         location=counts[0].operation.location,
-        remedy=counts_remedy(counts, run),
+        remedy=in_order(facts, len(facts.forward.causes), counts_remedy(facts, counts, run)),
         proven=run.rounding,
     )
 
 
-def counts_remedy(counts: tuple[Count, ...], run: ControlRun) -> str:
+def counts_remedy(facts: Facts, counts: tuple[Count, ...], run: ControlRun) -> str:
     """The rule behind weights that differ from window to window."""
     places = " and ".join(str(count.operation) for count in counts)
     instead = "in place of its own" + (" and of 1/K" if any(count.counts for count in counts) else "")
     if counts[0].added_up:
         instead = "and add the losses up, without 1/K"
-    return f"take the number of {places} once over the window, for every micro-batch, {instead}: {tested(run)}"
+    return f"take the number of {places} once over the window, for every micro-batch, {instead}: " + tested(
+        run, behind(facts.forward.causes)
+    )
 
 
 def _unsure(fit: WeightFit) -> str:

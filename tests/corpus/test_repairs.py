@@ -186,6 +186,18 @@ def test_repairs_of_several_causes_are_told_in_their_order_and_the_last_with_tho
     assert last.remedy.startswith("repair 2 of 2, in this order: ") and "tested behind the repairs" in last.remedy
 
 
+@pytest.mark.parametrize("term", [problems_weights.hard_examples, problems_weights.normalised_sum])
+def test_a_count_behind_batch_norm_is_a_count_and_no_coupled_loss(term: Callable[..., torch.Tensor]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    batch = torch.randn(16, 6), torch.randn(16, 4), torch.ones(16, 4)
+    verdict = gaverify.verify(model, lambda model, batch: term(model(batch[0]), *batch[1:]), batch)
+    first, last = [finding for finding in verdict.findings if finding.severity == "fault"]
+    assert (first.code, last.code) == ("GAV101", "GAV202") and first.proven and last.proven, story(verdict)
+    assert last.remedy.startswith("repair 2 of 2, in this order: take the number of"), last.remedy
+    assert "tested behind the repairs before it, equivalent" in last.remedy
+
+
 @pytest.mark.parametrize(("frozen", "left"), [(False, 0.5), (True, 0.0)])
 def test_by_hand_the_last_repair_alone_leaves_the_causes_before_it(frozen: bool, left: float) -> None:
     torch.manual_seed(0)
