@@ -1,9 +1,11 @@
 """What stands for an optimizer where a script moves its weights itself."""
 
+import pytest
 import torch
 from torch import nn
 
 from gaverify.audit.recording.by_hand import ByHand, Unannounced
+from gaverify.audit.recording.values import out_of_sight
 
 
 def model() -> nn.Linear:
@@ -81,3 +83,13 @@ class TestUnannounced:
             unannounced.look(module)
             unannounced.differentiated()
         assert unannounced.moves == 0
+
+
+@pytest.mark.parametrize(("initialised", "capturing"), [(True, True), (True, False), (False, True)])
+def test_nothing_can_be_read_while_a_graph_is_captured(
+    monkeypatch: pytest.MonkeyPatch, initialised: bool, capturing: bool
+) -> None:
+    """A build without CUDA cannot even be asked."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialised)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    assert ("CUDA graph capture" in out_of_sight()) is (initialised and capturing)

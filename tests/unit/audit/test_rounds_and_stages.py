@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from recorded import numbers, run_of
 
+from gaverify.audit.judgement import _drifted as drifted_in
+from gaverify.audit.reading import Samples
 from gaverify.audit.settling import decided_by_change
 from gaverify.records.audit import Record, RowCheck, UpdateComparison
 from gaverify.records.comparison import Method, Outcome, ParameterComparison
@@ -187,3 +189,13 @@ class TestWeightsThatAScriptMovesItself:
         row = update().parameters[0]._replace(outcome=Outcome.DIVERGENT)
         found = self.decided(tmp_path, 0.1, half, fit=fit, parameters=(row,), outcome=Outcome.DIVERGENT)
         assert found.step_takes_factor is takes and (found.outcome is Outcome.EQUIVALENT) is takes
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "drifted"),
+    [("0:mask", 1.0, ()), ("0:inner.mask", 1.0, ()), ("0:inner.mask", 2.0, ("mask",)), ("0:other", 2.0, ())],
+    ids=["as it is", "behind a wrapper", "changed behind a wrapper", "another one"],
+)
+def test_a_buffer_that_a_wrapper_calls_otherwise_has_not_drifted(name: str, value: float, drifted: tuple[str]) -> None:
+    sides = [Samples({0: {"buffers": {at: numbers(v)}}}) for at, v in (("0:mask", 1.0), (name, value))]
+    assert drifted_in(*sides, 2.0**-24) == drifted
