@@ -28,7 +28,8 @@ HEADINGS = (
 )
 A_MODEL, A_LOOP = "A model:", "A training loop:"
 """Lines above the two examples of a code that arises in both: `gaverify run` shows one, `gaverify audit` the other."""
-_FOLDER = resources("gaverify") / "rules" / "pages"
+_RULES = resources("gaverify") / "rules"
+_FOLDER = _RULES / "pages"
 _ALIKE = 0.5  # of `difflib`'s ratio; below it a word is no typing mistake of a rule's name
 _FIRST = re.compile(r"# (?P<code>GAV\d{3}) (?P<name>[a-z0-9-]+)(?: \((?P<severity>[a-z ]+)\))?: (?P<summary>.+)")
 
@@ -71,6 +72,11 @@ def rule_pages() -> tuple[RulePage, ...]:
     """Returns a page for every code, in the order of the codes."""
     files = sorted(_FOLDER.iterdir(), key=lambda file: file.name)
     return tuple(_page(file.read_text(encoding="utf-8"), file.name) for file in files if file.name.endswith(".md"))
+
+
+def words_page() -> str:
+    """Returns the page that introduces the words of reports."""
+    return (_RULES / "words.md").read_text(encoding="utf-8").rstrip()
 
 
 def find_page(wanted: str) -> RulePage:

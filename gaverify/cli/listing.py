@@ -110,10 +110,14 @@ def _complete_rules(ctx: click.Context, parameter: click.Parameter, start: str) 
 def explain(rule: str) -> int:
     """Prints what a rule finds, why gradients diverge, an example and its repair.
 
-    CODE is a code (GAV101) or a name (batch-statistics) that a report printed; `gaverify rules` lists them.
+    CODE is a code (GAV101) or a name (batch-statistics) that a report printed; `gaverify rules` lists them. `gaverify
+    explain words` introduces the words that reports use.
     """
-    from gaverify.rulebook import find_page
+    from gaverify.rulebook import find_page, words_page
 
+    if rule == "words":
+        click.echo(words_page())
+        return 0
     page = find_page(rule)
     to = console(highlight=False)
     to.width = min(to.width, WIDTH)

@@ -42,7 +42,8 @@ class _Failure(NamedTuple):
     "specs", nargs=-1, metavar="[MODEL|SPEC|FOLDER]...", type=click.Path(path_type=Path), shell_complete=complete_specs
 )
 @spec_options
-@click.option("--all", "show_all", is_flag=True, help="Show every parameter, not only the worst.")
+@click.option("-q", "quiet", is_flag=True, help="A line for each model or spec.")
+@click.option("-v", "--all", "show_all", is_flag=True, help="Show every parameter, not only the worst.")
 @strict_option
 @output_options
 @click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
@@ -51,6 +52,7 @@ def run(
     invocation: Invocation | None,
     /,
     specs: tuple[Path, ...],
+    quiet: bool,
     show_all: bool,
     strict: bool,
     form: str,
@@ -79,7 +81,7 @@ def run(
 
         project = project_settings()
         jobs = _jobs(specs, overrides)
-        echo = form == "text" and len(jobs) > 1
+        echo = form == "text" and len(jobs) > 1 and not quiet
         named = {_COMMAND_LINE, *map(str, specs)}
         _verify_all(jobs, named, invocation, verdicts, failures, project, echo=echo, show_all=show_all, strict=strict)
     except SpecError as error:  # no spec can run; a report of an earlier call must not stand for this one
@@ -88,7 +90,7 @@ def run(
     if any(failure.code == INTERRUPTED for failure in failures):  # half an answer replaces no whole one
         outputs = tuple(path for path in outputs if not path.exists())
     errors = [(failure.source, failure.message) for failure in failures]
-    show(verdicts, form, outputs, show_all=show_all, errors=errors, printed=echo)
+    show(verdicts, form, outputs, show_all=show_all, errors=errors, printed=echo or quiet)
     # an error weighs more than any outcome: Ctrl-C, a fault of gaverify's, what could not be verified
     return max((failure.code for failure in failures), default=0) or exit_code_of(verdicts, project, strict=strict)
 

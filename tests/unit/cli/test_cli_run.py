@@ -232,6 +232,26 @@ def test_models_stand_where_specs_do(fake: Fake, tmp_path: Path, monkeypatch: py
     assert main(["run", "no/such/folder"]) == main(["run", "gone.toml"]) == 2 and len(fake.specs) == 5
 
 
+def test_quiet_is_a_line_for_each(fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "-q", str(specs(tmp_path, "equivalent", "divergent"))]) == 1
+    out = capsys.readouterr().out
+    assert [line.split()[0] for line in out.splitlines() if line[:3].strip()] == [
+        "summary",
+        "equivalent",
+        "divergent",
+        "2",
+    ]
+    assert "model  " not in out and "DIVERGENT" not in out
+
+
+def test_the_words_of_reports_have_a_page(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "words"]) == 0
+    page = capsys.readouterr().out
+    told = ["allowed", "float64 control", "noise floor", "moved weights", "norm ratio", "coupling", "sampling noise"]
+    told += ["could have seen", "movement", "draws dealt out", "backward : step : zero_grad", "working difference"]
+    assert all(word in " ".join(page.lower().split()) for word in [*told, "window", "spill"])
+
+
 def test_a_spec_of_a_folder_that_lacks_a_package_is_skipped(
     fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
