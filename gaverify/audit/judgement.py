@@ -98,7 +98,7 @@ def _compared(
     change = farthest_change(full, each, unit)
     decided, unclear = Stage.USED, False
     if not unclipped:
-        decided, unclear = _deciding(full, used, summed, clips + clips_full, _late(window))
+        decided, unclear = _deciding(full, used, summed, clips + clips_full, _late(window) and len(each) == 1)
     rows = summed if decided is Stage.SUMMED else used
     unrepeatable = _unrepeatable(runs, round_, number, unit, rows.noise)
     apart = _distance(full, accumulated, "before")
@@ -164,7 +164,7 @@ def _foreign(runs: Runs, full: Samples, accumulated: Samples, window: Window | N
 
 
 def _late(window: Window | None) -> bool:
-    """Whether a script changed gradients by hand between the last clipping and the step."""
+    """Whether a script changed gradients by hand between the last clipping and the step; ranks may be reduced there."""
     return window is not None and any(step.values.get("by_hand") for step in window.steps)
 
 

@@ -28,7 +28,7 @@ def clip_per_micro_batch(facts: Facts, loop: Record) -> Iterator[Finding]:
         yield _clipped(loop, inside)
     elif update is not None and (edits := _edits(loop, update)):
         yield _clipped_by_hand(loop, update, edits)
-    elif update is not None and any(map(_agrees_unclipped, update.stages)):
+    elif update is not None and loop.together is None and any(map(_agrees_unclipped, update.stages)):
         yield _clipped_too_early(loop, update)
     elif inside:
         yield _clipped(loop, inside)

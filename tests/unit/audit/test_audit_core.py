@@ -442,6 +442,8 @@ class TestWeights:
         early = update(ratio=0.25, fit=fit(0.25, right=(4.0,) * 4), stages=stages)
         (found,) = findings_for(record("BBBBCSZ", "BCSZ", updates=(early,), unclipped=(update(fit=fit()),)))
         assert (found.code, found.proven) == ("GAV606", True) and "before" in found.summary
+        several = record("BBBBCSZ", "BCSZ", updates=(early,), unclipped=(update(fit=fit()),), together=ranks(None))
+        assert "GAV606" not in faults(findings_for(several)), "what ranks clip before they are reduced is GAV706"
 
     @pytest.mark.parametrize(
         ("text", "codes"),
