@@ -39,7 +39,7 @@ def normalises(bench: Bench, path: str, reduction: str, functions: Collection[Fu
         return True
     if listener.same_shape and reduction in _VARIANCES and not any(True for _ in module.children()):
         return True
-    return undoes_scaling(bench, path, functions)
+    return bool(functions) and undoes_scaling(bench, path, functions)
 
 
 def _normalises_later(bench: Bench, module: nn.Module, inputs: tuple[Any, ...]) -> bool:
