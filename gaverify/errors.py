@@ -84,6 +84,10 @@ class MissingPackage(ProblemError):
     """A package that gaverify does not install is not there: a spec of a folder is skipped for that."""
 
 
+class Agreed(ProblemError):
+    """What ended a verification on all ranks of a launcher, which each of them knows: the first one tells it."""
+
+
 class NoMemory(ProblemError):
     """Memory ran out during a pass; one over the full batch may be run in a way that needs less."""
 

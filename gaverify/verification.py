@@ -15,6 +15,8 @@ from torch import nn
 from gaverify.causes.investigation import investigate
 from gaverify.causes.listening import Heard
 from gaverify.causes.shrinking import Shrunk
+from gaverify.collective.membership import membership
+from gaverify.errors import ProblemError
 from gaverify.loading import load_problem
 from gaverify.passes.devices import resolve_device
 from gaverify.passes.problem import Loss, Problem, Split
@@ -31,7 +33,9 @@ from gaverify.verdict.settings import Settings, Weighting, run_info
 from gaverify.verdict.tracing import traced
 
 if TYPE_CHECKING:
+    from gaverify.collective.membership import Member
     from gaverify.origins import LoadedAfresh
+    from gaverify.passes.strategy import Strategy
     from gaverify.ranks.window import Ranks
     from gaverify.spec import Spec
 
@@ -50,7 +54,7 @@ def verify(
     batch_size: int | None = None,
     mode: str | None = "train",
     autocast: str | torch.dtype | None = None,
-    strategy: str = "accumulate",
+    strategy: str | Strategy = "accumulate",
     rtol: float | None = None,
     atol: float | None = None,
     ignore_index: int = -100,
@@ -85,7 +89,8 @@ def verify(
         batch_size: B, where the batch does not tell it.
         mode: "train", "eval", or None for the mode that the model is in.
         autocast: Runs the forward passes under `torch.autocast` in "bfloat16" or "float16".
-        strategy: "accumulate", or "summed-loss": one backward over the summed micro-batch losses.
+        strategy: "accumulate", or "summed-loss": one backward over the summed micro-batch losses. Under a launcher also
+            a function `(model, micro_batches)` that runs a rank's backward passes itself, and does not step.
         rtol: With `atol`: judge by `torch.testing.assert_close`'s criterion instead of the arithmetic's own rounding.
         atol: With `rtol`.
         ignore_index: The target value that "tokens" does not count where the loss does not tell.
@@ -120,7 +125,7 @@ def verify(
         seed=seed,
         mode=mode,
         autocast=autocast,
-        strategy=strategy,
+        strategy=strategy if isinstance(strategy, str) else "accumulate",
         rtol=rtol,
         atol=atol,
         ignore_index=ignore_index,
@@ -132,7 +137,8 @@ def verify(
         reference=reference,
         spill=spill,
     )
-    return _on_ranks_or_alone(problem, settings, ranks, engine, timeout, None, progress)
+    own = None if isinstance(strategy, str) else strategy
+    return _on_ranks_or_alone(problem, settings, ranks, engine, timeout, own, None, progress)
 
 
 def verify_spec(spec: Spec, progress: Progress | None = None) -> Verdict:
@@ -140,7 +146,7 @@ def verify_spec(spec: Spec, progress: Progress | None = None) -> Verdict:
     problem = trimmed(load_problem(spec), spec.batch_size)
     problem = problem_of(problem, None, None, None, None, spec.model)
     settings = settings_of_spec(spec)
-    verdict = _on_ranks_or_alone(problem, settings, spec.ranks, spec.engine, spec.timeout, spec, progress)
+    verdict = _on_ranks_or_alone(problem, settings, spec.ranks, spec.engine, spec.timeout, None, spec, progress)
     return replace(verdict, spec=spec.to_dict())
 
 
@@ -150,10 +156,19 @@ def _on_ranks_or_alone(
     ranks: int | None,
     engine: str | Engine,
     timeout: float | None,
+    strategy: Strategy | None,
     spec: Spec | None,
     progress: Progress | None,
 ) -> Verdict:
-    """Verifies here, or, with ranks, in a coordinator: forked, or fresh where no fork can use the device."""
+    """Verifies with all ranks of a launcher, or here, or, with ranks, in a coordinator.
+
+    That is forked, or fresh where no fork can use the device.
+    """
+    with membership(timeout) as member:
+        if member is not None:
+            return _by_every_rank(member, problem, settings, ranks, engine, strategy, spec, progress)
+    if strategy is not None:
+        raise ProblemError("a strategy of your own is run by ranks: start the program with torchrun")
     if ranks is None:
         return _verified(problem, settings, None, progress)
     from gaverify.ranks.coordinating import coordinated, ranks_wanted
@@ -165,6 +180,32 @@ def _on_ranks_or_alone(
 
     with left(problem, settings, spec) as origin:
         return coordinated(partial(_verified_afresh, origin, wanted), progress, wanted.device)
+
+
+def _by_every_rank(
+    member: Member,
+    problem: Problem,
+    settings: Settings,
+    ranks: int | None,
+    engine: str | Engine,
+    strategy: Strategy | None,
+    spec: Spec | None,
+    progress: Progress | None,
+) -> Verdict:
+    """Verifies with all ranks of a process group; each returns rank 0's verdict."""
+    from gaverify.collective.verifying import Asked, verified_together
+    from gaverify.ranks.engines import engine_of_word
+
+    started = time.perf_counter()
+
+    def answer(task: Task, judgement: Judgement, facts: Facts) -> Verdict:
+        return _verdict(task, judgement, facts, settings, started)
+
+    with member.together():
+        if ranks is not None:
+            raise ProblemError(f"a launcher has started {member.count} ranks already: leave `ranks` out")
+        asked = Asked(problem, settings, engine_of_word(engine), strategy, fresh=spec is not None)
+        return verified_together(asked, member, progress, answer)
 
 
 def _verified_afresh(origin: LoadedAfresh, ranks: Ranks, progress: Progress | None) -> Verdict:
@@ -179,11 +220,16 @@ def _verified(problem: Problem, settings: Settings, ranks: Ranks | None, progres
     with ExitStack() as stack:
         task = replace(prepared(stack, problem, settings), progress=reporter(progress, settings.steps))
         judgement, facts = _judged(task, settings, ranks)
-        findings = with_excerpts(findings_for(facts))
-        outcome = judgement.outcome(findings)
-        if outcome is Outcome.EQUIVALENT and facts.blind:
-            outcome = Outcome.INCONCLUSIVE
-        steps_shown = traced(task, judgement, settings.optimizer, settings.lr) if settings.trace else None
+        return _verdict(task, judgement, facts, settings, started)
+
+
+def _verdict(task: Task, judgement: Judgement, facts: Facts, settings: Settings, started: float) -> Verdict:
+    """The answer that was judged, with its findings."""
+    findings = with_excerpts(findings_for(facts))
+    outcome = judgement.outcome(findings)
+    if outcome is Outcome.EQUIVALENT and facts.blind:
+        outcome = Outcome.INCONCLUSIVE
+    steps_shown = traced(task, judgement, settings.optimizer, settings.lr) if settings.trace else None
     return Verdict(
         outcome=outcome,
         parameters=tuple(_shaped(row, task.parameters) for row in judgement.rows),

@@ -18,7 +18,8 @@ from gaverify.cli.options import complete_specs, overrides_from, spec_options
 from gaverify.cli.progress import DelayedProgress
 from gaverify.cli.showing import check_outputs, exit_code_of, output_options, show, strict_option
 from gaverify.cli.streams import guests
-from gaverify.errors import MissingPackage, SpecError
+from gaverify.errors import Agreed, MissingPackage, SpecError
+from gaverify.launched import is_first
 from gaverify.records.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ def run(
       gaverify run configs/ --output report.html
     """
     overrides = overrides_from(words)
+    if not is_first():  # rank 0 reports for all
+        form, outputs = "text", ()
     check_outputs(outputs)
     invocation = invocation or Invocation()
     verdicts: list[Verdict] = []
@@ -81,7 +84,7 @@ def run(
 
         project = project_settings()
         jobs = _jobs(specs, overrides)
-        echo = form == "text" and len(jobs) > 1 and not quiet
+        echo = form == "text" and len(jobs) > 1 and not quiet and is_first()
         named = {_COMMAND_LINE, *map(str, specs)}
         _verify_all(jobs, named, invocation, verdicts, failures, project, echo=echo, show_all=show_all, strict=strict)
     except SpecError as error:  # no spec can run; a report of an earlier call must not stand for this one
@@ -90,7 +93,8 @@ def run(
     if any(failure.code == INTERRUPTED for failure in failures):  # half an answer replaces no whole one
         outputs = tuple(path for path in outputs if not path.exists())
     errors = [(failure.source, failure.message) for failure in failures]
-    show(verdicts, form, outputs, show_all=show_all, errors=errors, printed=echo or quiet)
+    if is_first():
+        show(verdicts, form, outputs, show_all=show_all, errors=errors, printed=echo or quiet)
     # an error weighs more than any outcome: Ctrl-C, a fault of gaverify's, what could not be verified
     return max((failure.code for failure in failures), default=0) or exit_code_of(verdicts, project, strict=strict)
 
@@ -147,7 +151,12 @@ def _verify_all(
                 skipped.append(_Failure(source, str(error), error.exit_code))
                 continue
             interrupted = isinstance(error, KeyboardInterrupt)
-            code = report_interrupt() if interrupted else report_failure(error, invocation, where)
+            if isinstance(error, Agreed) and not is_first():
+                code = error.exit_code  # rank 0 says it
+            elif isinstance(error, Agreed):
+                code = report_failure(error, invocation, where)
+            else:
+                code = report_interrupt() if interrupted else report_failure(error, invocation, where)
             if code == INTERRUPTED:
                 failures += [_Failure(left, "interrupted before there was a verdict", code) for left, _ in jobs[at:]]
                 return

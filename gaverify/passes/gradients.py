@@ -25,9 +25,11 @@ from gaverify.passes.dispatch import Observed, PassMode
 from gaverify.passes.isolation import ModelState, foreign_generator_states, generator_states, seed_torch
 from gaverify.passes.randomness import Dealer, DrawRecord, Recomputing, Recorder, named_modules
 from gaverify.passes.reference import estimated_needs, fitted, spilled
+from gaverify.passes.shards import over_ranks
 from gaverify.passes.task import Task, loss_of, micro_batch_of, told_as_users
 from gaverify.passes.terms import Terms
 from gaverify.passes.weighting import micro_batch_weight
+from gaverify.passes.wrappers import keep_reducers, settle
 from gaverify.records.comparison import Reference
 from gaverify.tracebacks import hands_over
 
@@ -105,7 +107,7 @@ def _ways_that_need_less(task: Task, state: ModelState) -> str:
     start, stop = next(task.bounds())
     where = f"samples {start} to {stop - 1}"
     try:
-        with _pass(task, state), PassMode(state, Recorder()), told_as_users(where, task):
+        with one_pass(task, state), PassMode(state, Recorder()), told_as_users(where, task):
             part = fresh(micro_batch_of(task, start, stop, where))
             times = task.batch_size / (stop - start)
             needs = estimated_needs(task.modules, lambda: loss_of(task, part, where), times)
@@ -125,14 +127,14 @@ def _full_batch(
 ) -> tuple[PassResult, DrawRecord]:
     random_draws = Recorder() if record is None else Dealer(record, 0, task.batch_size, task.batch_size)
     mode = PassMode(state, random_draws, lift=lift, observe_terms=not lift, fitting=task.fitting)
-    with _pass(task, state):
+    with one_pass(task, state):
         with told_as_users("the full batch", task):
             batch = fresh(task.problem.batch)
         fit = fitted(task.fitting, task.modules, task.device)
         with mode, told_as_users("the full batch", task), probe.around(None), fit:
             loss = loss_of(task, batch, "the full batch")
             probe.backward(None, loss, 1.0)
-        gradients = _collect(task)
+        gradients = collected(task)
         terms = _terms(mode.observed, gradients)
         if task.fitting.spill:
             del gradients
@@ -170,7 +172,7 @@ def accumulated_gradients(
     record.rewind()
     probe = probe or PassProbe()
     losses, weights, observed, dealers, total, foreign = [], [], [], [], None, False
-    with _pass(task, state):
+    with one_pass(task, state):
         at_start = generator_states()
         for k, (start, stop) in enumerate(task.bounds()):
             if own is not None and k not in own:
@@ -201,7 +203,7 @@ def accumulated_gradients(
         if total is not None:
             with PassMode(state, Recomputing(dealers), lift=lift), told_as_users("the summed loss", task):
                 total.backward()
-        gradients = _collect(task)
+        gradients = collected(task)
         buffers = _buffers(task)
     values = torch.stack([loss.double() for loss in losses]).tolist() if losses else []
     value = sum(weight * loss for weight, loss in zip(weights, values, strict=True))
@@ -233,14 +235,14 @@ def forward_pass(
     where = "the full batch" if k is None else f"micro-batch {k + 1} of {task.steps} (samples {start} to {stop - 1})"
     mode = PassMode(state, Dealer(record, start, stop, task.batch_size), lift=lift)
     probe = probe or PassProbe()
-    with _pass(task, state):
+    with one_pass(task, state):
         batch = fresh(task.problem.batch if k is None else micro_batch_of(task, start, stop, where))
         with mode, told_as_users(where, task), probe.around(k):
             return loss_of(task, batch, where).detach()
 
 
 @contextmanager
-def _pass(task: Task, state: ModelState) -> Iterator[None]:
+def one_pass(task: Task, state: ModelState) -> Iterator[None]:
     """One strategy's pass: no gradients at its start, the state and the generators restored at its end."""
     restore = generator_states()
     with ExitStack() as stack:
@@ -257,11 +259,14 @@ def _pass(task: Task, state: ModelState) -> Iterator[None]:
         finally:
             for parameter in task.parameters.values():
                 parameter.grad = None
+            if over_ranks() is not None:
+                settle(task.modules)
             state.restore()
+            keep_reducers()
             restore()
 
 
-def _collect(task: Task) -> Gradients:
+def collected(task: Task) -> Gradients:
     """Takes the gradients over without a copy: the parameters let go of them right after."""
     return {name: parameter.grad for name, parameter in task.parameters.items()}
 

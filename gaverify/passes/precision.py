@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gaverify.passes.wrappers import renew_reducers, shards_in
 from gaverify.thresholds import MANY_UNITS
 from gaverify.tracebacks import hands_over
 
@@ -160,18 +161,23 @@ def converted(
     Raising the precision is exact, so the originals come back bit for bit.
     """
     originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    try:
-        for module in (module for root in modules for module in root.modules()):
-            for tensor in [*(module._parameters.values() if weights else ()), *module._buffers.values()]:
-                if tensor is None or id(tensor) in originals:
-                    continue
-                target = dtype_like(tensor.dtype, dtype)
-                moved = tensor.data.to(device=device or tensor.device, dtype=target)
-                if moved is not tensor.data and (moved.dtype != tensor.dtype or moved.device != tensor.device):
-                    originals[id(tensor)] = (tensor, tensor.data)
-                    tensor.data = moved
-        yield
-    finally:
-        for tensor, data in originals.values():
-            tensor.grad = None  # a gradient of the other precision cannot stay beside the original data
-            tensor.data = data
+    with shards_in(modules, dtype if weights else None):
+        try:
+            for module in (module for root in modules for module in root.modules()):
+                for tensor in [*(module._parameters.values() if weights else ()), *module._buffers.values()]:
+                    if tensor is None or id(tensor) in originals:
+                        continue
+                    target = dtype_like(tensor.dtype, dtype)
+                    moved = tensor.data.to(device=device or tensor.device, dtype=target)
+                    if moved is not tensor.data and (moved.dtype != tensor.dtype or moved.device != tensor.device):
+                        originals[id(tensor)] = (tensor, tensor.data)
+                        tensor.data = moved
+            if originals:
+                renew_reducers(modules, hooks=False)
+            yield
+        finally:
+            for tensor, data in originals.values():
+                tensor.grad = None  # a gradient of the other precision cannot stay beside the original data
+                tensor.data = data
+            if originals:
+                renew_reducers(modules, hooks=True)

@@ -13,6 +13,7 @@ from functools import cache
 import torch
 
 from gaverify.passes.devices import widest
+from gaverify.passes.shards import Sum, local, over_ranks, shard_number, share_of
 
 SKETCH = 4096
 _CHUNK_ROWS, _TILE = 256, 16
@@ -29,6 +30,9 @@ def sketch(tensors: list[torch.Tensor | None]) -> torch.Tensor:
 
     Source: M. Charikar, K. Chen, M. Farach-Colton, Finding frequent items in data streams, 2002 (count sketch).
     """
+    ranks = over_ranks()
+    if ranks is not None:
+        return _of_all_ranks(tensors, *ranks)
     totals: dict[torch.device, torch.Tensor] = {}
     for place, tensor in enumerate(tensors):
         if tensor is None:
@@ -39,6 +43,16 @@ def sketch(tensors: list[torch.Tensor | None]) -> torch.Tensor:
         return next(iter(totals.values()))
     on_host = torch.zeros(SKETCH, dtype=torch.float64, device="cpu")
     return sum((total.to("cpu", torch.float64) for total in totals.values()), start=on_host)
+
+
+def _of_all_ranks(tensors: list[torch.Tensor | None], count: int, total: Sum) -> torch.Tensor:
+    """The sketch of what all ranks hold, on each one's host: shards have signs of their own, replicas are averaged."""
+    held = torch.zeros(SKETCH, dtype=torch.float64, device="cpu")
+    for place, tensor in enumerate(tensors):
+        if tensor is not None:
+            found = sketch_of(local(tensor), place + len(tensors) * shard_number(tensor))
+            held += found.to("cpu", torch.float64) * share_of(tensor, count)
+    return total(held)
 
 
 def sketch_of(tensor: torch.Tensor, place: int) -> torch.Tensor:

@@ -24,6 +24,7 @@ from gaverify.errors import ProblemError
 from gaverify.passes.batching import batch_size_of
 from gaverify.passes.devices import RANKED, available_devices, with_number
 from gaverify.passes.problem import Problem
+from gaverify.ranks.engines import engine_of_word
 from gaverify.ranks.forking import run_forked
 from gaverify.ranks.fresh import run_fresh
 from gaverify.ranks.window import Ranks
@@ -93,19 +94,6 @@ def needs_fresh(device: torch.device) -> bool:
     return device.type != "cpu" or len(available_devices()) > 1
 
 
-def _engine_of(word: str | Engine) -> Engine:
-    """Returns the engine that a word names.
-
-    Raises:
-        ProblemError: None does.
-    """
-    try:
-        return Engine(word)
-    except ValueError:
-        known = " or ".join(f'"{engine.value}"' for engine in Engine)
-        raise ProblemError(f"unknown engine {word!r}; write {known}") from None
-
-
 def ranks_wanted(
     count: int,
     settings: Settings,
@@ -151,7 +139,7 @@ def ranks_wanted(
         )
     if not torch.distributed.is_available():
         raise ProblemError("this torch was built without torch.distributed; ranks cannot be run")
-    return Ranks(count, _engine_of(engine), with_number(where), timeout, needs_fresh(where))
+    return Ranks(count, engine_of_word(engine), with_number(where), timeout, needs_fresh(where))
 
 
 @dataclass(frozen=True)

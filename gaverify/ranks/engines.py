@@ -118,3 +118,16 @@ def blocks(model: nn.Module) -> Iterator[nn.Module]:
     for module in model.modules():
         if isinstance(module, nn.ModuleList):
             yield from (child for child in module if any(True for _ in child.parameters()))
+
+
+def engine_of_word(word: str | Engine) -> Engine:
+    """Returns the engine that a word names.
+
+    Raises:
+        ProblemError: None does.
+    """
+    try:
+        return Engine(word)
+    except ValueError:
+        known = " or ".join(f'"{engine.value}"' for engine in Engine)
+        raise ProblemError(f"unknown engine {word!r}; write {known}") from None

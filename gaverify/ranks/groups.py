@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
@@ -50,3 +52,21 @@ def alone() -> Iterator[None]:
     """Joins a group of world size 1."""
     with working_folder("gaverify-ranks-") as folder, joined(0, 1, folder / "store"):
         yield
+
+
+def of_every_rank(own: Any, ranks: int, device: torch.device | None = None) -> list[Any]:
+    """Returns what each rank gives; torch's own exchange of objects needs NumPy.
+
+    Args:
+        own: What this rank gives; picklable.
+        ranks: R.
+        device: One that the group's backend knows; None: the CPU.
+    """
+    there = device or torch.device("cpu")
+    packed = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8).to(there)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=there) for _ in range(ranks)]
+    dist.all_gather(sizes, torch.tensor([len(packed)], dtype=torch.int64, device=there))
+    most = max(int(size) for size in sizes)
+    parts = [torch.zeros(most, dtype=torch.uint8, device=there) for _ in range(ranks)]
+    dist.all_gather(parts, torch.nn.functional.pad(packed, (0, most - len(packed))))
+    return [pickle.loads(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes, strict=True)]

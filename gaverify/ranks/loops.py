@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.task import Task
@@ -74,6 +75,15 @@ def _counting(calls: list[int]) -> Callable[..., None]:
     return count
 
 
+def _outermost(root: Any, name: str) -> Iterator[Any]:
+    """Yields the modules that have a switch of this name and lie in no other that has it."""
+    if hasattr(root, name):
+        yield root
+    elif isinstance(root, nn.Module):
+        for child in root.children():
+            yield from _outermost(child, name)
+
+
 class Synchronised(Scaled):
     """Reduces the gradients with a rank's last micro-batch only, as `no_sync` is meant to be used.
 
@@ -88,7 +98,7 @@ class Synchronised(Scaled):
     def __init__(self, task: Task, engine: Engine, last: int, ranks: int, share: float = 1.0) -> None:
         super().__init__(ranks, share)
         name = "no_sync" if engine is Engine.DDP else "set_requires_gradient_sync"
-        self._wrappers: list[Any] = [m for m in (task.problem.model, task.problem.loss) if hasattr(m, name)]
+        self._wrappers = [m for root in (task.problem.model, task.problem.loss) for m in _outermost(root, name)]
         self._engine, self._last = engine, last
 
     @contextlib.contextmanager

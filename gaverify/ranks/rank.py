@@ -5,7 +5,6 @@ Shapes: R ranks, K micro-batches each; rank r runs the micro-batches r, R + r, 2
 
 from __future__ import annotations
 
-import pickle
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from gaverify.passes.isolation import ModelState
 from gaverify.passes.shards import is_sharded, offset_of_shard
 from gaverify.passes.task import Task
 from gaverify.ranks.engines import Reach, of_all, wrapped
-from gaverify.ranks.groups import joined
+from gaverify.ranks.groups import joined, of_every_rank
 from gaverify.ranks.loops import Alone, Synchronised
 from gaverify.ranks.traffic import TrafficMeter
 from gaverify.ranks.window import Window
@@ -122,18 +121,7 @@ def by_itself(window: Window, task: Task, own: range, calls: TrafficMeter) -> tu
         # a state of its own: the parent's would set the parent's number of threads again, which were not forked
         state = ModelState(task.modules, (task.problem.loss,))
         alone = accumulated(window, task, state, own, bare)
-    return alone, of_all(_of_every_rank(bare.reach, window.ranks.count))
-
-
-def _of_every_rank(own: Any, ranks: int) -> list[Any]:
-    """Returns what each rank gives; torch's own exchange of objects needs NumPy."""
-    packed = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(ranks)]
-    torch.distributed.all_gather(sizes, torch.tensor([len(packed)], dtype=torch.int64, device="cpu"))
-    most = max(int(size) for size in sizes)
-    parts = [torch.zeros(most, dtype=torch.uint8, device="cpu") for _ in range(ranks)]
-    torch.distributed.all_gather(parts, torch.nn.functional.pad(packed, (0, most - len(packed))))
-    return [pickle.loads(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes, strict=True)]
+    return alone, of_all(of_every_rank(bare.reach, window.ranks.count))
 
 
 def accumulated(window: Window, task: Task, state: ModelState, own: range, probe: PassProbe) -> PassResult:

@@ -43,7 +43,7 @@ def low_precision_accumulation(facts: Facts) -> Iterator[Finding]:
 def missing_gradient(facts: Facts) -> Iterator[Finding]:
     """Yields a finding where a parameter has a gradient on one side only."""
     rows = [row for row in facts.compared.divergent if row.why is not None and row.why.missing]
-    if not rows:
+    if not rows or (facts.ranks is not None and facts.ranks.stepped_without):
         return
     names, values = f"`{rows[0].name}`", {"parameters": [row.name for row in rows]}
     have = "has" if len(rows) == 1 else "have"

@@ -147,7 +147,7 @@ def rank_statistics(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
 @rule_of_ranks("GAV708")
 def synchronised_every_micro_batch(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
     """Yields a note where more than one backward pass of the first window reduces over the ranks."""
-    if facts.loop is None or ranks.reductions < 2:
+    if ranks.reductions < 2:
         return
     whole, last = sum(ranks.reduced), ranks.reduced[-1]
     switch = "set_requires_gradient_sync(False)" if ranks.engine is Engine.FSDP2 else "no_sync()"

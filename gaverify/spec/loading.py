@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from gaverify.errors import SpecError
+from gaverify.launched import launched
 from gaverify.spec.accepting import entry_problems
 from gaverify.spec.fields import Spec, conflicts
 from gaverify.spec.sentences import joined, option_name, sentence
@@ -160,7 +161,8 @@ def _check(table: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[list
             value = values[field][key] if key else values.get(field)
             (on_line if option else in_file).append(f"{place}: {sentence(field, key, kind, value, option=option)}")
     for needed, fields, told in _ONLY_WITH:
-        if not (table.get(needed) or options.get(needed)):  # `--no-trace` over a spec that traces is meant
+        started = needed == "ranks" and launched() is not None
+        if not (table.get(needed) or options.get(needed) or started):  # `--no-trace` over a spec that traces is meant
             on_line += [f"--{field}: {told}" for field in fields if field in options]
     return in_file, on_line, None if in_file or on_line else spec
 

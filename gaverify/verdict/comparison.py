@@ -10,6 +10,7 @@ import torch
 
 from gaverify.passes.precision import unit_roundoff
 from gaverify.passes.reference import Spilled
+from gaverify.passes.shards import Sum, is_sharded, local, over_ranks, share_of
 from gaverify.records.comparison import NotCompared
 from gaverify.records.totals import relative_total
 from gaverify.thresholds import FEW_UNITS
@@ -30,7 +31,11 @@ def measure(accumulated: Gradients, reference: Gradients, *, located: bool = Fal
 
     A gradient of None is not a zero: a parameter that has one on one side only gets a NaN difference and a reason.
     Those on disk are read a portion at a time. Sparse gradients are coalesced; complex ones are measured by modulus.
+    Where several ranks hold the gradients the norms are those of all, after one collective for all parameters.
     """
+    ranks = over_ranks()
+    if ranks is not None:
+        return _of_all_ranks(accumulated, reference, *ranks)
     on_disk = next((side for side in (reference, accumulated) if isinstance(side, Spilled)), None)
     if on_disk is not None:
         return [row for names in on_disk.portions() for row in _portion(accumulated, reference, names, located)]
@@ -82,6 +87,42 @@ def _measured(accumulated: Gradients, reference: Gradients, located: bool) -> li
     for name, element in zip(unsure, places, strict=True):
         rows[name] = rows[name]._replace(worst=element)
     return [rows[name] for name in reference]
+
+
+def _of_all_ranks(accumulated: Gradients, reference: Gradients, count: int, total: Sum) -> list[Difference]:
+    """Measures what this rank holds and adds up all ranks' squares: every rank gets the same numbers."""
+    held = [{name: None if g is None else local(g) for name, g in side.items()} for side in (accumulated, reference)]
+    rows = _measured(held[0], held[1], False)
+    table = []
+    for row in rows:
+        sides = (reference[row.name], accumulated[row.name])
+        known = next((side for side in sides if side is not None), None)
+        share = share_of(known, count) if known is not None else 0.0
+        norms = (row.reference, row.accumulated, row.difference)
+        squares = [share * norm * norm if row.why is None or norm == norm else 0.0 for norm in norms]
+        odd = row.why not in (None, NotCompared.UNUSED) and None not in sides
+        table.append([*squares, *(float(side is not None) for side in sides), float(odd)])
+    sums = total(torch.tensor(table, dtype=torch.float64, device="cpu").view(-1, 6)).tolist()
+    found = []
+    for row, (e, a, d, with_e, with_a, odd) in zip(rows, sums, strict=True):
+        sides = (reference[row.name], accumulated[row.name])
+        known = next((side for side in sides if side is not None), None)
+        shape = tuple(known.shape) if known is not None else row.shape
+        if min(with_e, with_a) < count:
+            found.append(_missing(row.name, shape, with_e, with_a))
+        elif odd or not math.isfinite(d):
+            found.append(_not_finite(row.name, shape, math.sqrt(e), math.sqrt(a)))
+        else:
+            worst = None if is_sharded(known) else row.worst
+            found.append(Difference(row.name, shape, math.sqrt(e), math.sqrt(a), math.sqrt(d), worst, None))
+    return found
+
+
+def _missing(name: str, shape: tuple[int, ...], reference: float, accumulated: float) -> Difference:
+    """The row of a parameter without a gradient on some ranks, or on all; given how many have one on each side."""
+    why = NotCompared.MISSING_IN_ACCUMULATED if accumulated < reference else NotCompared.MISSING_IN_FULL
+    why = why if reference or accumulated else NotCompared.UNUSED
+    return Difference(name, shape, math.nan, math.nan, math.nan, None, why)
 
 
 def _one_sided(name: str, actual: torch.Tensor | None, expected: torch.Tensor | None) -> Difference:

@@ -1,0 +1,269 @@
+"""This process as one of R ranks: what they tell each other apart from numbers, and how they end together.
+
+Words go through the store of the process group, which outlives broken connections: each rank lays down what it has
+to say under its own number, so that a rank which is missing can be named. Where a rank fails, the others may be
+waiting for it in a collective that no exception ends. A thread on each rank watches the store, and ends the process
+with the sentence of the rank that failed where its main thread does not come back.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from gaverify.errors import Agreed, GaverifyError, ProblemError
+from gaverify.launched import launched, leave
+from gaverify.passes.devices import RANKED, backend_of, devices_of_ranks, resolve_device, select_device, with_number
+from gaverify.tracebacks import is_own_fault
+
+_POLL = 0.05
+_LINGER = 3.0  # seconds: how long a rank that failed waits for the others to say what happened to them
+_LOST = ("Connection closed by peer", "Connection reset", "gloo/transport", "Timed out waiting", "NCCL", "Broken pipe")
+"""What backends say where another rank has gone: whoever says so knows nothing about the reason."""
+_calls = 0
+
+
+class Said(NamedTuple):
+    """What a rank that cannot go on says: "" where it knows nothing; `own`: it is about itself."""
+
+    sentence: str
+    own: bool
+
+
+@dataclass
+class Member:
+    """This process among the ranks.
+
+    Args:
+        rank: From 0.
+        count: R.
+        store: Where words are laid down, of this verification alone.
+        timeout: Seconds that one rank waits for another.
+    """
+
+    rank: int
+    count: int
+    store: Any
+    timeout: float
+    _over: threading.Event = field(default_factory=threading.Event)
+    _heard: dict[int, Said] = field(default_factory=dict)
+    _failing: threading.Event = field(default_factory=threading.Event)
+
+    def everyones(self, stage: str, value: Any) -> list[Any]:
+        """Returns what each rank has to say at a stage, by rank.
+
+        Raises:
+            Agreed: A rank failed, or did not arrive in time; the sentence names it.
+        """
+        self.store.set(f"{stage}/{self.rank}", pickle.dumps(value))
+        limit = time.monotonic() + self.timeout
+        found: dict[int, Any] = {}
+        while len(found) < self.count:
+            for rank in range(self.count):
+                if rank not in found and self.store.check([f"{stage}/{rank}"]):
+                    found[rank] = pickle.loads(self.store.get(f"{stage}/{rank}"))
+            if len(found) < self.count:
+                if self._said():
+                    raise self.failed(Said("", own=False))
+                if time.monotonic() > limit:
+                    raise self.failed(self._late([rank for rank in range(self.count) if rank not in found]))
+                time.sleep(_POLL)
+        return [found[rank] for rank in range(self.count)]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the group's backend takes tensors from: the CPU where it can."""
+        kinds = dist.distributed_c10d._get_default_group()._device_types
+        kind = "cpu" if any(kind.type == "cpu" for kind in kinds) else kinds[0].type
+        return with_number(torch.device(kind))
+
+    def total(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Returns the sum of some numbers over the ranks, the same bits on each, on the CPU."""
+        there = numbers.to(self.device)
+        dist.all_reduce(there)
+        return there.to("cpu")
+
+    def agree(self, stage: str, problem: str) -> None:
+        """Raises on every rank what any of them found wrong; "" where nothing is.
+
+        Raises:
+            Agreed: With the ranks' sentences.
+        """
+        said = self.everyones(stage, problem)
+        if any(said):
+            raise Agreed(_sentence(dict(enumerate(said)), self.count))
+
+    def failed(self, said: Said) -> GaverifyError:
+        """Returns what every rank raises where this one cannot go on: the reason, from the rank that knows it."""
+        self._failing.set()
+        self.store.set(f"failed/{self.rank}", pickle.dumps(said))
+        limit = time.monotonic() + _LINGER
+        while len(self._said()) < self.count and time.monotonic() < limit:
+            time.sleep(_POLL)
+        self._over.set()
+        return Agreed(self._reason())
+
+    def _said(self) -> dict[int, Said]:
+        """What the ranks that failed have said."""
+        with suppress(RuntimeError):  # whoever holds the store may have ended already
+            for rank in range(self.count):
+                if rank not in self._heard and self.store.check([f"failed/{rank}"]):
+                    self._heard[rank] = pickle.loads(self.store.get(f"failed/{rank}"))
+        return dict(self._heard)
+
+    def _leave(self) -> None:
+        """Lets the others read what is in the store, which rank 0 may hold, before this process ends."""
+        limit = time.monotonic() + _LINGER
+        with suppress(RuntimeError):
+            self.store.set(f"left/{self.rank}", "")
+            keys = [f"left/{rank}" for rank in range(self.count)]
+            while self.rank == 0 and not self.store.check(keys) and time.monotonic() < limit:
+                time.sleep(_POLL)
+
+    def _reason(self) -> str:
+        said = self._said()
+        others = [words.sentence for words in said.values() if words.sentence and not words.own]
+        own = {rank: words.sentence for rank, words in said.items() if words.own}
+        if any(own.values()) or others:
+            return _sentence(own, self.count) or others[0]
+        missing = [rank for rank in range(self.count) if rank not in said]
+        return f"{_ranks(missing)} ended before there was a verdict" if missing else "the ranks lost each other"
+
+    def _late(self, missing: Sequence[int]) -> Said:
+        late = f"{_ranks(missing)} did not arrive within {self.timeout:g} s: every rank has to call this"
+        return Said(late, own=False)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Ends what runs inside in the same way on every rank.
+
+        Raises:
+            GaverifyError: On every rank, where one of them raised; `Agreed` where they agreed about it.
+        """
+        watcher = threading.Thread(target=self._watch, daemon=True)
+        watcher.start()
+        with ExitStack() as stack:
+            stack.callback(self._leave)
+            stack.callback(self._over.set)
+            stack.enter_context(_terminations_raised(self._failing))
+            try:
+                yield
+            except Agreed:
+                raise
+            except Exception as error:
+                told = self.failed(Said("" if _is_lost(error) else str(error), own=True))
+                if is_own_fault(error) and not _is_lost(error):
+                    raise
+                raise told from error
+
+    def _watch(self) -> None:
+        """Ends the process where another rank has failed and this one's main thread waits for it."""
+        while not self._over.wait(_LINGER / 10):
+            with suppress(Exception):
+                if self._said() and not self._over.wait(_LINGER / 2):
+                    if self.store.check([f"failed/{self.rank}"]):
+                        continue
+                    self.store.set(f"failed/{self.rank}", pickle.dumps(Said("", own=False)))
+                    if self.rank == 0:
+                        print(f"gaverify: error: {self._reason()}", file=sys.__stderr__, flush=True)
+                    self._leave()
+                    leave(GaverifyError.exit_code)
+
+
+@contextmanager
+def _terminations_raised(failing: threading.Event) -> Iterator[None]:
+    """Turns the signal by which launchers end the ranks that are left into an exception, which is told like others.
+
+    Args:
+        failing: This rank is about to say what happened, and ends then.
+    """
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+
+    def ended(number: int, frame: FrameType | None) -> None:
+        if not failing.is_set():
+            raise ProblemError("Connection closed by peer: the launcher ended this rank")
+
+    signal.signal(signal.SIGTERM, ended)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _is_lost(error: BaseException | None) -> bool:
+    """Whether an error says no more than that another rank is gone."""
+    while error is not None:
+        if any(words in str(error) for words in _LOST):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"
+
+
+def _sentence(said: dict[int, str], count: int) -> str:
+    """One sentence of each kind, with the ranks that say it; without them where all do."""
+    sentences = dict.fromkeys(filter(None, said.values()))
+    told = []
+    for sentence in sentences:
+        who = [rank for rank, words in said.items() if words == sentence]
+        told.append(sentence if len(who) == count else f"{_ranks(who)}: {sentence}")
+    return "; ".join(told)
+
+
+@contextmanager
+def membership(timeout: float | None) -> Iterator[Member | None]:
+    """Gives this process's place among several ranks; None where it is alone. Joins them where nobody has yet.
+
+    Args:
+        timeout: Seconds that one rank waits for another; None: torch's own limit for collectives.
+    """
+    if not dist.is_available() or not (dist.is_initialized() or launched()):
+        yield None
+        return
+    with ExitStack() as stack:
+        limit = timeout or dist.constants.default_pg_timeout.total_seconds()
+        if not dist.is_initialized():
+            _join(limit)
+            stack.callback(_leave)
+        if dist.get_world_size() == 1:
+            yield None
+            return
+        global _calls
+        _calls += 1
+        store = dist.distributed_c10d.PrefixStore(f"gaverify/{_calls}", dist.distributed_c10d._get_default_store())
+        yield Member(dist.get_rank(), dist.get_world_size(), store, limit)
+
+
+def _join(limit: float) -> None:
+    found = resolve_device("auto") or torch.device("cpu")
+    if found.type in RANKED:
+        found = devices_of_ranks(found.type, int(os.environ.get("LOCAL_RANK", "0")) + 1)[-1]
+        select_device(found)
+    try:
+        dist.init_process_group(backend_of([found]), timeout=timedelta(seconds=limit))
+    except Exception as error:
+        rank, count = launched() or (0, 1)
+        raise ProblemError(f"rank {rank} of {count} cannot join the others: {str(error).splitlines()[0]}") from error
+
+
+def _leave() -> None:
+    with suppress(Exception):  # a group that broke cannot be left in order
+        dist.destroy_process_group()

@@ -1,0 +1,163 @@
+"""What one window showed of the ranks: their gradients before and after the reduction, held against one process's."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from gaverify.collective.window import Trained, always_reducing
+from gaverify.collective.wrapping import bare
+from gaverify.passes.fingerprints import digest_of
+from gaverify.passes.gradients import Gradients, accumulated_gradients
+from gaverify.passes.precision import buffers_apart
+from gaverify.passes.shards import is_sharded, summed_over
+from gaverify.passes.sketches import sketch
+from gaverify.passes.task import Task
+from gaverify.passes.weight_fit import SINGULAR_FLOAT32, fit_weights
+from gaverify.ranks.groups import of_every_rank
+from gaverify.ranks.loops import Scaled
+from gaverify.records.comparison import Outcome
+from gaverify.records.ranks import Engine, RankFacts, Traffic
+from gaverify.records.totals import relative_total
+from gaverify.records.weights import WeightFit
+from gaverify.thresholds import COMPUTED_FLOAT32
+from gaverify.verdict.comparison import left_between
+from gaverify.verdict.judging import Judgement, working_unit
+
+if TYPE_CHECKING:
+    from gaverify.collective.flow import Passes
+
+
+def facts_of_ranks(
+    task: Task, trained: Trained, passes: Passes, judgement: Judgement, one: Judgement | None = None
+) -> RankFacts:
+    """Returns what the window showed.
+
+    Args:
+        task: What was run.
+        trained: How the ranks train.
+        passes: What they ran.
+        judgement: What was decided about it.
+        one: The same micro-batches, all of them on every rank; None where nothing diverges.
+    """
+    member, engine = trained.member, trained.engine
+    window = passes.window
+    meter = passes.moved.meter
+    facts = RankFacts(
+        ranks=member.count,
+        engine=engine,
+        apart=_apart(trained, window.gradients),
+        window=meter.traffic,
+        own=Traffic(),
+        weights=None,
+        difference=relative_total((row.difference_norm, row.reference_norm) for row in judgement.rows),
+        unit=working_unit(task, passes.full, window),
+        divergent=any(row.outcome is Outcome.DIVERGENT for row in judgement.rows),
+        reduced=tuple(passes.moved.reduced),
+        stepped_without=engine is Engine.FSDP2 and all(gradient is None for gradient in window.gradients.values()),
+        update_bytes=_update_bytes(task, meter.reduced_in),
+    )
+    buffers = of_every_rank({name: b.cpu() for name, b in window.buffers.items()}, member.count, member.device)
+    facts = replace(facts, buffers_apart=buffers_apart(buffers, facts.unit))
+    if one is None:
+        return facts
+    together = one.accumulated.gradients
+    facts = replace(facts, from_one_process=left_between(window.gradients, together))
+    facts = replace(facts, weights=_weights(task, trained, passes, together))
+    if trained.strategy is not None:
+        facts = _of_strategy(task, trained, passes, facts)
+    for shares in facts.shares_to_try if facts.at_fault and trained.strategy is None else ():
+        own = shares[member.rank]
+        if len(own) == 1:  # one for each of its micro-batches is no share of the rank's
+            repaired, _ = replace(trained, share=own[0]).window(task, passes.state, passes.record, passes.full)
+            facts = replace(facts, weights_control=left_between(repaired.gradients, together), shares_tried=shares)
+    return facts
+
+
+def _of_strategy(task: Task, trained: Trained, passes: Passes, facts: RankFacts) -> RankFacts:
+    """What controls of the user's own loop show: every backward pass reducing, and one micro-batch of all samples.
+
+    Where one micro-batch has the right gradient, or one factor that is not the number of ranks is all that is wrong,
+    the fault is one of the loop and not of the ranks. A factor that is both K and R cannot be told apart.
+    """
+    full = passes.full.gradients
+    if facts.stepped_without or not facts.apart <= facts.rounding:
+        with always_reducing():
+            reduced, _ = trained.window(task, passes.state, passes.record, passes.full)
+        left = left_between(reduced.gradients, full)
+        whole = _mean_of_ranks(trained, passes) if facts.apart > 0.0 else math.nan
+        return replace(facts, sync_control=left, mean_left=whole)
+    factor, rest = facts.one_factor
+    of_ranks = any(math.isclose(factor, value, rel_tol=COMPUTED_FLOAT32) for value in (facts.ranks, 1.0 / facts.ranks))
+    if rest <= facts.rounding and not of_ranks:
+        return replace(facts, from_one_process=0.0)
+    merged, _ = replace(trained, merged=True).window(task, passes.state, passes.record, passes.full)
+    if facts.is_rounding(left_between(merged.gradients, full)):
+        return replace(facts, from_one_process=0.0)
+    return facts
+
+
+def _mean_of_ranks(trained: Trained, passes: Passes) -> float:
+    """How far the mean of what the ranks hold is from the full batch's gradient, relative."""
+    mean, full = (sketch(list(result.gradients.values())) for result in (passes.window, passes.full))
+    return float(torch.linalg.vector_norm(mean - full) / torch.linalg.vector_norm(full))
+
+
+def _apart(trained: Trained, gradients: Gradients) -> float:
+    """How far the ranks' replicas of the gradient are apart, relative; 0 where all bits agree, NaN where none are."""
+    held = {name: g for name, g in gradients.items() if not is_sharded(g)}
+    if trained.engine is Engine.FSDP2 or not held:
+        return math.nan
+    member = trained.member
+    digests = member.everyones("replicas", digest_of(held))
+    if len(set(digests)) == 1:
+        return 0.0
+    first, *others = of_every_rank(_own_sketch(held), member.count, member.device)
+    norm = float(torch.linalg.vector_norm(first))
+    far = max(float(torch.linalg.vector_norm(other - first)) for other in others)
+    return far / norm if norm else math.inf
+
+
+def _own_sketch(gradients: Gradients) -> torch.Tensor:
+    """The sketch of what this rank holds, whatever the others do."""
+    with summed_over(1, lambda numbers: numbers):
+        return sketch(list(gradients.values()))
+
+
+def _update_bytes(task: Task, reduced_in: set[torch.dtype]) -> int:
+    types = [dtype for dtype in reduced_in if dtype.is_floating_point]
+    each = min((dtype.itemsize for dtype in types), default=0)
+    return each * sum(parameter.numel() for parameter in task.parameters.values())
+
+
+def _weights(task: Task, trained: Trained, passes: Passes, together: Gradients) -> WeightFit | None:
+    """Fits the ranks' own gradients to the one of one process, and to the one that they ended up with."""
+    columns = torch.stack(_own_gradients(task, trained, passes), dim=1)
+    names = [name for name, g in together.items() if g is not None and passes.window.gradients[name] is not None]
+    if len(names) < len(together) and any(passes.window.gradients[name] is None for name in together):
+        return None
+    target = sketch(list(together.values())) if trained.engine is Engine.FSDP2 else _own_sketch(together)
+    used = sketch(list(passes.window.gradients.values()))
+    finite = all(bool(numbers.isfinite().all()) for numbers in (columns, target, used))
+    if not finite or not bool(target.any()):
+        return None
+    return fit_weights(columns, target, used=used, singular=SINGULAR_FLOAT32)
+
+
+def _own_gradients(task: Task, trained: Trained, passes: Passes) -> list[torch.Tensor]:
+    """The sketch of what each rank's micro-batches give, scaled as its loop scales them, by rank."""
+    member = trained.member
+    scaled = Scaled(member.count)
+    if trained.engine is Engine.FSDP2:  # a shard of it needs all ranks: every one runs each one's micro-batches
+        found = []
+        for rank in range(member.count):
+            own = trained.own(task, rank)
+            result = accumulated_gradients(task, passes.state, passes.record, passes.full, probe=scaled, own=own)
+            found.append(sketch(list(result.gradients.values())))
+        return found
+    own = trained.own(task)
+    result = accumulated_gradients(bare(task), passes.state, passes.record, passes.full, probe=scaled, own=own)
+    return of_every_rank(_own_sketch(result.gradients), member.count, member.device)

@@ -1,0 +1,97 @@
+"""What every rank does when it is asked for a verdict: agree on what is verified, verify it, return rank 0's answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from gaverify.collective.batches import batch_of_all
+from gaverify.collective.flow import judge_together
+from gaverify.collective.membership import Member
+from gaverify.collective.window import Trained
+from gaverify.collective.wrapping import description, engine_of, under
+from gaverify.passes.problem import Problem
+from gaverify.passes.strategy import Strategy
+from gaverify.passes.task import Task
+from gaverify.preparation import Progress, prepared, reporter
+from gaverify.records.facts import Facts
+from gaverify.records.ranks import Engine
+from gaverify.verdict.judging import Judgement
+from gaverify.verdict.settings import Settings
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the ranks were asked: `fresh` says that gaverify made the model itself and may wrap it as it likes."""
+
+    problem: Problem
+    settings: Settings
+    engine: Engine
+    strategy: Strategy | None = None
+    fresh: bool = False
+
+
+def verified_together(
+    asked: Asked, member: Member, progress: Progress | None, answer: Callable[[Task, Judgement, Facts], Answer]
+) -> Answer:
+    """Returns rank 0's answer on every rank.
+
+    Args:
+        asked: With this rank's model and batch, and K of one rank.
+        member: This rank.
+        progress: Told how far it is; on rank 0 alone.
+        answer: Makes the answer of what was judged.
+
+    Raises:
+        ProblemError: On every rank: it cannot be verified, or a rank failed, whose number the sentence says.
+    """
+    settings = asked.settings
+    member.agree("settings", _refused(settings))
+    problem, sizes = batch_of_all(asked.problem, settings.steps, member)
+    with ExitStack() as stack:
+        weighting = settings.weighting
+        if isinstance(weighting, list | tuple):  # those of one rank: each counts its share of the mean over the ranks
+            weighting = [weight / member.count for weight in weighting] * member.count
+        task = prepared(stack, problem, replace(settings, steps=len(sizes), weighting=weighting))
+        report = reporter(progress if member.rank == 0 else None, len(sizes))
+        task = replace(task, sizes=sizes, progress=report)
+        described = member.everyones("model", (tuple(task.parameters), description(task), settings.seed))
+        odd = next((rank for rank, found in enumerate(described) if found != described[0]), None)
+        member.agree("alike", _other_model(odd, described) if odd is not None else "")
+        engine = engine_of(task.modules)
+        if engine is None and asked.strategy is None:
+            engine = asked.engine
+            member.agree("wrapping", "" if asked.fresh or engine is Engine.DDP else _WRAP_IT)
+            task = under(task, engine)
+        trained = Trained(member, engine, asked.strategy)
+        judgement, facts = judge_together(task, trained, diagnose=settings.diagnose, exact=settings.exact)
+        made = answer(task, judgement, facts)
+    return member.everyones("answer", made if member.rank == 0 else None)[0]  # type: ignore[no-any-return]
+
+
+_WRAP_IT = "`engine` fsdp2 would shard your live model for good: call `fully_shard` on it as your training does"
+
+
+def _other_model(odd: int, described: list[tuple[tuple[str, ...], str, int]]) -> str:
+    first, other = described[0], described[odd]
+    if first[2] != other[2]:
+        return f"rank {odd} has seed {other[2]}, rank 0 has {first[2]}: give every rank the same"
+    what = "other weights" if first[0] == other[0] else "another model"
+    return f"rank {odd} has {what} than rank 0: give every rank the same, for example by one seed"
+
+
+def _refused(settings: Settings) -> str:
+    """What ranks cannot do together; "" where they can."""
+    if settings.strategy != "accumulate":
+        return f"strategy {settings.strategy!r} is not what ranks run; give a function, or leave it out"
+    if settings.rtol is not None:
+        return "rtol and atol are not asked of several ranks; leave them out"
+    if settings.trace:
+        return "trace follows one process; leave it out, or start one process"
+    if settings.spill:
+        return "spill writes whole gradients, which no rank holds; leave it out"
+    return ""

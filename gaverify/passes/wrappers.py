@@ -1,0 +1,142 @@
+"""Wrapped models in another precision: what `fully_shard` and DistributedDataParallel made of their parameters.
+
+What a sharded module gathers into, and what it gathers from, are buffers that it made at its first forward, in the
+precision of then. They are put aside with the policy, and made again. DistributedDataParallel listens to nodes of the
+graph that torch lets go of when a parameter changes its type: it would never reduce again, during a control or after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from gaverify.errors import ProblemError
+from gaverify.passes.shards import is_sharded
+
+_live: WeakKeyDictionary[nn.Module, tuple[Any, Any]] = WeakKeyDictionary()
+"""The reducer, and its logger, of each module whose reducer was renewed: a state that was taken before has the old."""
+_MADE = ("_sharded_param_data", "all_gather_outputs", "_unsharded_param", "_sharding_spec")
+
+
+def sharded_modules(modules: list[nn.Module]) -> list[Any]:
+    """Returns the modules that `fully_shard` was called on."""
+    return [module for root in modules for module in root.modules() if hasattr(module, "set_requires_gradient_sync")]
+
+
+def settle(modules: list[nn.Module]) -> None:
+    """Puts sharded modules back to before a pass: one may end without a backward, or with gradients unreduced."""
+    for module in sharded_modules(modules):
+        module.set_requires_gradient_sync(True)
+        state = module._get_fsdp_state()
+        idle = type(state._training_state).IDLE
+        state._training_state = idle
+        for group in _groups(module):
+            group._training_state = idle
+            group._partial_reduce_output = None  # of a reduction over shards alone, where replicas of them are left
+            for held in group.fsdp_params:
+                held.unsharded_accumulated_grad = None
+                if hasattr(held, "_unsharded_param"):
+                    held._unsharded_param.grad = None
+        module.reshard()
+
+
+def _groups(module: Any) -> list[Any]:
+    """The groups of parameters that a sharded module gathers at once.
+
+    Raises:
+        ProblemError: This torch keeps them elsewhere.
+    """
+    try:
+        state = module._get_fsdp_state()
+        return list(getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]))
+    except AttributeError as error:
+        raise ProblemError("this torch keeps what `fully_shard` gathers where gaverify does not find it") from error
+
+
+def keep_reducers() -> None:
+    """Gives modules back the reducers that listen, after a state from before they were renewed was restored."""
+    for module, (reducer, logger) in list(_live.items()):
+        vars(module).update(reducer=reducer, logger=logger)
+
+
+@contextmanager
+def shards_in(modules: list[nn.Module], dtype: torch.dtype | None) -> Iterator[None]:
+    """Holds the sharded parameters of some modules in another precision, without their mixed precision policies.
+
+    Args:
+        modules: The model, and the loss where it is a module.
+        dtype: None leaves everything as it is.
+
+    Raises:
+        ProblemError: This torch keeps its buffers elsewhere.
+    """
+    with ExitStack() as stack:
+        for module in sharded_modules(modules) if dtype is not None else ():
+            groups, state = _groups(module), module._get_fsdp_state()
+            module.reshard()
+            _exchange(stack, state, "_mp_policy", type(state._mp_policy)())
+            for group in groups:
+                stack.callback(group._init_mp_dtypes)  # once the policy is back
+                _exchange(stack, group, "mp_policy", type(group.mp_policy)())
+                for held in group.fsdp_params:
+                    _lifted(stack, held, dtype or held.sharded_param.dtype)
+                group._init_mp_dtypes()
+            stack.callback(module.reshard)
+        yield
+
+
+def _exchange(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+    stack.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
+
+
+def _lifted(stack: ExitStack, held: Any, dtype: torch.dtype) -> None:
+    """Exchanges the tensors of one parameter and lets go of what was made for the old ones."""
+    parameter = held.sharded_param
+    if not is_sharded(parameter):
+        return
+    kept = {name: getattr(held, name) for name in _MADE if hasattr(held, name)}
+    data, inner, spec = parameter.data, parameter._local_tensor, parameter._spec
+
+    def put_back() -> None:
+        parameter.grad = None
+        _set(parameter, data, inner, spec)
+        for name in _MADE:
+            held.__dict__.pop(name, None)
+        for name, value in kept.items():
+            setattr(held, name, value)
+
+    stack.callback(put_back)
+    parameter.grad = None
+    lifted = data.to(dtype)
+    _set(parameter, lifted, lifted._local_tensor, lifted._spec)
+    held.all_gather_outputs = []
+    held.__dict__.pop("_unsharded_param", None)
+    held.reset_sharded_param()
+
+
+def _set(parameter: Any, data: torch.Tensor, inner: torch.Tensor, spec: Any) -> None:
+    parameter.data = data
+    parameter._local_tensor, parameter._spec = inner, spec
+
+
+def renew_reducers(modules: list[nn.Module], *, hooks: bool) -> None:
+    """Lets DistributedDataParallel listen to parameters whose type has changed, as it does when it is unpickled.
+
+    Args:
+        modules: The model, and the loss where it is a module.
+        hooks: Whether its communication hooks go on: one that compresses belongs to the precision it was written for.
+    """
+    for module in (module for root in modules for module in root.modules()):
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            parameters, sparse = module._build_params_for_reducer()
+            names = module._build_debug_param_to_name_mapping(parameters)
+            module._ddp_init_helper(parameters, sparse, names, module.static_graph)
+            _live[module] = module.reducer, module.logger
+            for hook, state in module._comm_hooks if hooks else ():
+                torch._C._distributed_c10d._register_comm_hook(module.reducer, state, hook)

@@ -1,0 +1,181 @@
+"""One verdict by all ranks of a launcher, for models as the user's code wraps them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from audits import SCRIPTS
+
+pytestmark = [
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed"),
+    pytest.mark.slow,
+]
+ROUNDING = 1e-6  # relative, of a float32 gradient of a hundred parameters
+
+RIGHT = ("ddp", "fsdp2", "plain", "fsdp2 dropout", "ddp apart", "fsdp2 apart", "ddp own", "fsdp2 own once")
+RIGHT_IN_FLOAT64 = ("ddp exact", "fsdp2 exact", "fsdp2 bfloat16")
+FAULTY = {
+    "ddp batchnorm": {"GAV101"},
+    "fsdp2 batchnorm": {"GAV101"},
+    "ddp padded": {"GAV202"},
+    "fsdp2 padded": {"GAV202"},
+    "fsdp2 tripled": {"GAV201"},
+    "ddp own never": {"GAV701"},
+    "fsdp2 own never": {"GAV702"},
+    "ddp own undivided": {"GAV201"},
+    "ddp own twice": {"GAV704"},
+}
+REFUSED = {
+    "ddp talks": "calls `torch.distributed` itself",
+    "ddp other-steps": "rank 1 has 6 steps, rank 0 has 3",
+    "ddp other-seed": "rank 1 has seed 1, rank 0 has 0",
+    "ddp own nothing": "the strategy never calls backward",
+    "ddp own steps": "the strategy changes parameters",
+    "ddp own dropout": "the model draws random numbers",
+}
+
+
+@cache
+def answers(ranks: int, *cases: str) -> dict[str, Any]:
+    """What the cases showed, all of them after one start of the ranks."""
+    command = ["torchrun", "--standalone", "--nproc-per-node", str(ranks), str(SCRIPTS / "collective.py"), *cases]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *command[1:]],
+        capture_output=True,
+        text=True,
+        timeout=540,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def of_two(name: str) -> dict[str, Any]:
+    return dict(answers(2, *RIGHT, *RIGHT_IN_FLOAT64, *FAULTY, *REFUSED)[name])
+
+
+@pytest.mark.parametrize("name", [*RIGHT, *RIGHT_IN_FLOAT64])
+def test_a_right_window_is_equivalent_on_every_rank(name: str) -> None:
+    found = of_two(name)
+    assert found["outcome"] == ["equivalent"] * 2 and not found["faults"], found
+    assert ("GAV708" in found["notes"]) == (name == "ddp own")  # twin: `fsdp2 own once` reduces once
+
+
+@pytest.mark.parametrize("name", [name for name in RIGHT if "dropout" not in name])
+def test_the_reference_is_the_gradient_of_the_plain_model_in_one_process(name: str) -> None:
+    assert of_two(name)["reference"] < ROUNDING
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_a_fault_is_named_and_proven(name: str) -> None:
+    found = of_two(name)
+    assert found["outcome"] == ["divergent"] * 2 and found["faults"] == sorted(FAULTY[name]), found
+    assert found["proven"] or name == "ddp own twice"
+
+
+@pytest.mark.parametrize("name", [*RIGHT, *RIGHT_IN_FLOAT64, *FAULTY])
+def test_all_ranks_ask_the_same_questions_and_the_users_wrapper_goes_on(name: str) -> None:
+    found = of_two(name)
+    assert found["sequences"][0] == found["sequences"][1] and found["reduces"]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_ranks_cannot_do_is_one_sentence_on_every_rank(name: str) -> None:
+    first, second = of_two(name)["refused"]
+    assert first == second and REFUSED[name] in first
+
+
+def test_shards_of_replicas() -> None:
+    found = answers(4, "hsdp", "hsdp batchnorm")
+    assert found["hsdp"]["outcome"] == ["equivalent"] * 4 and found["hsdp"]["reference"] < ROUNDING
+    assert found["hsdp batchnorm"]["faults"] == ["GAV101"]
+
+
+FACTORY = """
+import os, signal, sys, time, torch
+from torch import nn
+
+def factory(fault=""):
+    rank = int(os.environ["RANK"])
+    if fault == "late" and rank == 1:
+        time.sleep(8)
+    if fault == "weights":
+        torch.manual_seed(rank)
+    model, calls = nn.Linear(4, 1), []
+
+    def loss(model, batch):
+        calls.append(0)
+        if rank == 1 and len(calls) > 1:
+            if fault == "raises":
+                raise ValueError("no luck")
+            if fault == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+        return model(batch).square().mean()
+
+    return model, loss, torch.arange(32.0).reshape(8, 4)
+"""
+
+
+def ranks_of(folder: Path, fault: str, *options: str) -> list[tuple[int, str, str]]:
+    """Exit code, stdout and stderr of two ranks that nobody watches over, as some launchers leave them."""
+    (folder / "made.py").write_text(FACTORY)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "gaverify", "run", "--model", "made.py:factory", "--steps", "2", *options]
+    if fault:
+        command += ["--model-arg", f"fault={fault}"]
+    known = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(
+            command,
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **known, "RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"},
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=120) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [(process.returncode, *words) for process, words in zip(started, said, strict=True)]
+
+
+def test_one_report_and_one_exit_code(tmp_path: Path) -> None:
+    (first, out, _), (second, nothing, _) = ranks_of(tmp_path, "", "--output", "verdict.json", "--engine", "fsdp2")
+    assert (first, second, nothing) == (0, 0, "") and "2 × fsdp2, K = 2 each" in out
+    assert json.loads((tmp_path / "verdict.json").read_text())["outcome"] == "equivalent"
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        ("raises", "rank 1: the model or loss raised on micro-batch 4 of 4"),
+        ("late", "rank 0 of 2 cannot join the others"),
+        ("weights", "rank 1 has other weights than rank 0"),
+    ],
+)
+def test_a_rank_that_fails_ends_all_with_one_sentence(tmp_path: Path, fault: str, sentence: str) -> None:
+    ranks = ranks_of(tmp_path, fault, *(("--timeout", "3") if fault == "late" else ()))
+    assert [code for code, _, _ in ranks] == [2, 2], ranks
+    assert "".join(err for _, _, err in ranks).count(sentence) == 1, ranks
+
+
+def test_a_rank_that_dies_is_named_by_the_others(tmp_path: Path) -> None:
+    (code, _, err), (dead, _, _) = ranks_of(tmp_path, "dies")
+    assert (code, dead) == (2, -signal.SIGKILL) and "rank 1 ended before there was a verdict" in err

@@ -1,0 +1,178 @@
+"""Verifies wrapped models on every rank of a launcher; rank 0 prints what each case showed as JSON.
+
+Each line of a case: name, how the model is wrapped, and what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import warnings
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gaverify
+from gaverify.collective import flow
+
+warnings.simplefilter("ignore")
+SAMPLES, STEPS = 24, 3
+seen: list[Any] = []
+
+
+class Recorded(TorchDispatchMode):
+    """Writes down every collective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def plain(words: list[str]) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3)]
+    if "batchnorm" in words:
+        layers.insert(1, nn.BatchNorm1d(9))
+    if "dropout" in words:
+        layers.insert(1, nn.Dropout(0.5))
+    return nn.Sequential(*layers)
+
+
+def wrapped(model: nn.Sequential, words: list[str]) -> Any:
+    if "ddp" in words:
+        return nn.parallel.DistributedDataParallel(model)
+    options: dict[str, Any] = {}
+    if "hsdp" in words:
+        options["mesh"] = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("copies", "shards"))
+    if "bfloat16" in words:
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if "fsdp2" in words or "hsdp" in words:
+        fully_shard(model[0], **options)
+        fully_shard(model, **options)
+    return model
+
+
+def loss_of(words: list[str], size: int) -> Any:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        if "talks" in words:
+            dist.all_reduce(torch.ones(1))
+        value = cross_entropy(model(batch[0]), batch[1])
+        return value * 3 if "tripled" in words and len(batch[0]) < size else value
+
+    return loss
+
+
+def switched(model: Any, words: list[str], *, last: bool) -> Any:
+    off = "never" in words or ("once" in words and not last)
+    if "ddp" in words:
+        return model.no_sync() if off else nullcontext()
+    model.set_requires_gradient_sync(not off)
+    return nullcontext()
+
+
+def strategy_of(words: list[str], loss: Any) -> Any:
+    divisor = 1 if "undivided" in words else STEPS
+
+    def run(model: Any, parts: list[Any]) -> None:
+        for at, part in enumerate(parts if "nothing" not in words else ()):
+            with switched(model, words, last=at == len(parts) - 1):
+                (loss(model, part) / divisor).backward()
+        if "steps" in words:
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        if "twice" in words:  # the mean over the ranks was taken already
+            for parameter in model.parameters():
+                parameter.grad.mul_(dist.get_world_size())
+
+    return run if "own" in words else "accumulate"
+
+
+def case(words: list[str]) -> dict[str, Any]:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    whole = plain(words)
+    model = wrapped(copy.deepcopy(whole), words)
+    torch.manual_seed(5)
+    x, y = torch.randn(SAMPLES, 7), torch.randint(0, 3, (SAMPLES,))
+    if "padded" in words:
+        y[:3] = y[9] = -100
+    x_here, y_here = (x.chunk(ranks)[rank], y.chunk(ranks)[rank]) if "apart" in words else (x, y)
+    loss = loss_of(words, len(x))
+    seen.clear()
+    recorded = Recorded()
+    with recorded:
+        try:
+            verdict = gaverify.verify(
+                model,
+                loss,
+                (x_here, y_here),
+                steps=STEPS * (2 if "other-steps" in words and rank else 1),
+                strategy=strategy_of(words, loss),
+                exact="exact" in words,
+                seed=rank if "other-seed" in words else 0,
+            )
+        except gaverify.ProblemError as error:
+            return {"refused": of_all(str(error)), "sequences": of_all(recorded.names)}
+    cross_entropy(whole(x), y).backward()
+    apart = {}
+    for (name, parameter), gradient in zip(whole.named_parameters(), seen[0].values(), strict=True):
+        full = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+        apart[name] = float((full - parameter.grad).norm() / parameter.grad.norm())
+    return {
+        "outcome": of_all(verdict.outcome.value),
+        "faults": sorted({f.code for f in verdict.findings if f.severity == "fault"}),
+        "notes": sorted({f.code for f in verdict.findings if f.severity != "fault"}),
+        "proven": all(f.proven for f in verdict.findings if f.severity == "fault"),
+        "reference": max(apart.values()),
+        "differences": [row.relative_difference for row in verdict.parameters],
+        "sequences": of_all(recorded.names),
+        "reduces": reduces(model),
+    }
+
+
+def reduces(model: Any) -> bool:
+    """Whether the user's wrapper still averages over the ranks once the verdict is there."""
+    if not isinstance(model, nn.parallel.DistributedDataParallel):
+        return True
+    torch.manual_seed(dist.get_rank())
+    model.zero_grad()
+    model(torch.randn(4, 7)).square().mean().backward()
+    norms = of_all(float(next(model.parameters()).grad.norm()))
+    return len(set(norms)) == 1
+
+
+def of_all(value: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    plain_full = flow.full_batch_gradients
+
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        result, record = plain_full(*args, **kwargs)
+        seen.append({name: None if g is None else g.clone() for name, g in result.gradients.items()})
+        return result, record
+
+    flow.full_batch_gradients = kept  # type: ignore[assignment]
+    answers = {name: case(name.split()) for name in sys.argv[1:]}
+    if dist.get_rank() == 0:
+        print(json.dumps(answers), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
