@@ -112,7 +112,7 @@ def _passes(task: Task, trained: Trained) -> Passes:
     full.gradients = {name: None if g is None else g.clone() for name, g in full.gradients.items()}
     task.progress(f"the window of {trained.member.count} ranks")
     window, moved = trained.window(task, state, record, full)
-    window.loss = float(trained.member.total(torch.tensor([window.loss], dtype=torch.float64)))
+    window.loss = float(trained.member.total(torch.tensor([window.loss], dtype=torch.float64, device="cpu")))
     return Passes(full, window, moved, record, state)
 
 
