@@ -171,7 +171,7 @@ def exact(weights: Sequence[float], tolerance: float = FIT_EXACT) -> str:
         weights: At least one.
         tolerance: How far they were measured apart from what they stand for, relative; digits below it mean nothing.
     """
-    most = int(min(_DENOMINATOR, math.sqrt(COINCIDENCE / tolerance)))
+    most = max(1, int(min(_DENOMINATOR, math.sqrt(COINCIDENCE / tolerance))))
     fractions = [str(Fraction(weight).limit_denominator(most)) for weight in weights]
     ways = [[f"{weight:.{digits}g}" for weight in weights] for digits in range(1, 18)]
     for texts in (*ways[:6], fractions, *ways[6:]):
