@@ -19,7 +19,7 @@ from gaverify.cli.progress import DelayedProgress
 from gaverify.cli.showing import check_outputs, exit_code_of, output_options, show, strict_option
 from gaverify.cli.streams import guests
 from gaverify.errors import Agreed, MissingPackage, SpecError
-from gaverify.launched import is_first
+from gaverify.launched import await_first, is_first
 from gaverify.records.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -96,7 +96,9 @@ def run(
     if is_first():
         show(verdicts, form, outputs, show_all=show_all, errors=errors, printed=echo or quiet)
     # an error weighs more than any outcome: Ctrl-C, a fault of gaverify's, what could not be verified
-    return max((failure.code for failure in failures), default=0) or exit_code_of(verdicts, project, strict=strict)
+    code = max((failure.code for failure in failures), default=0) or exit_code_of(verdicts, project, strict=strict)
+    await_first(code)
+    return code
 
 
 def _jobs(paths: Sequence[Path], overrides: dict[str, Any]) -> list[tuple[str, Spec | SpecError]]:

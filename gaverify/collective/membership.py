@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from gaverify.errors import Agreed, GaverifyError, ProblemError
-from gaverify.launched import launched, leave
+from gaverify.launched import launched, leave, note_first, this_process
 from gaverify.passes.devices import RANKED, backend_of, devices_of_ranks, resolve_device, select_device, with_number
 from gaverify.tracebacks import is_own_fault
 
@@ -128,6 +128,8 @@ class Member:
         """Lets the others read what is in the store, which rank 0 may hold, before this process ends."""
         limit = time.monotonic() + _LINGER
         with suppress(RuntimeError):
+            if self.rank and self.store.check(["first"]):
+                note_first(self.store.get("first").decode())
             self.store.set(f"left/{self.rank}", "")
             keys = [f"left/{rank}" for rank in range(self.count)]
             while self.rank == 0 and not self.store.check(keys) and time.monotonic() < limit:
@@ -153,6 +155,8 @@ class Member:
         Raises:
             GaverifyError: On every rank, where one of them raised; `Agreed` where they agreed about it.
         """
+        if self.rank == 0:
+            self.store.set("first", this_process())
         watcher = threading.Thread(target=self._watch, daemon=True)
         watcher.start()
         with ExitStack() as stack:

@@ -162,6 +162,23 @@ def test_one_report_and_one_exit_code(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "verdict.json").read_text())["outcome"] == "equivalent"
 
 
+def test_a_launcher_that_ends_all_ranks_with_the_first_that_failed_takes_no_report(tmp_path: Path) -> None:
+    """It looks ten times a second; writing a page takes the first rank longer."""
+    command = ["--standalone", "--nproc-per-node", "2", "-m", "gaverify", "run", "mlp-batchnorm", "--steps", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *command, "--output", "page.html", "--output", "a.json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        check=False,
+    )
+    assert done.stdout.count("DIVERGENT") == 1, done.stderr[-4000:]
+    assert json.loads((tmp_path / "a.json").read_text())["outcome"] == "divergent" and (tmp_path / "page.html").exists()
+    assert done.stderr.count("exitcode  : 1 ") == 2, "both ranks leave with the same code"
+
+
 @pytest.mark.parametrize(
     ("fault", "sentence"),
     [
