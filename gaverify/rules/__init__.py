@@ -118,8 +118,9 @@ def _gradients_changed(facts: Facts, found: list[Finding]) -> set[str]:
     changed = {clip_per_micro_batch.code, foreign_gradients.code, scaler_per_micro_batch.code}
     if facts.loop is not None and facts.loop.overwritten is not None:  # weights fit to passes that add nothing
         changed.add(gradients_cleared_inside_window.code)
-    # weights of micro-batches say nothing where it is the ranks' that are wrong
-    if facts.loop is not None or (facts.ranks is not None and facts.ranks.at_fault):
+    # weights of micro-batches say nothing where it is the ranks' that are wrong, and nobody has fitted any
+    alone = facts.ranks is not None and facts.ranks.at_fault and facts.weights.fit is None
+    if facts.loop is not None or alone:
         changed |= {rule.code for rule in RANKS}
     if (facts.compared.update or 1) > 1:  # the first window has nothing of an earlier one
         changed.add(gradients_not_cleared.code)
