@@ -36,15 +36,13 @@ from gaverify.tracebacks import is_own_fault
 from gaverify.verdict.comparison import measure
 from gaverify.verdict.control import (
     Control,
-    control_floor,
     failure_sentence,
     in_float64,
-    judge_by_control,
     judge_by_floor,
     noise_floor,
 )
-from gaverify.verdict.criteria import decide_at_once, floors_wanted
-from gaverify.verdict.judging import Judgement, judge, working_unit
+from gaverify.verdict.criteria import decide_at_once
+from gaverify.verdict.judging import Judgement, decide_by_control, judge, working_unit
 from gaverify.verdict.lost_bits import lowest_precision
 
 
@@ -162,11 +160,7 @@ def _controlled(task: Task, trained: Trained, judgement: Judgement, unit: float)
             raise
         judgement.control_failure = failure_sentence(error)
         return False
-    judgement.control, judgement.method = control, Method.FLOAT64_CONTROL
-    judgement.rows = judge_by_control(judgement.working, control, {}, unit)
-    if floors_wanted(judgement.rows):
-        floor = control_floor(task, judgement.state, judgement.record, control)
-        judgement.rows = judge_by_control(judgement.working, control, {}, unit, floor)
+    decide_by_control(task, judgement, control, unit)
     return True
 
 

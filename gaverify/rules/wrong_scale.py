@@ -103,7 +103,7 @@ def _remedy(facts: Facts, factor: float, right: str) -> str:
 
 def _proven(facts: Facts) -> bool:
     run = facts.weights.remedy
-    return run.rounding if run is not None else not facts.weights.failure
+    return run is not None and run.rounding
 
 
 def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:

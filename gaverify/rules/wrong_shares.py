@@ -52,10 +52,27 @@ def empty_micro_batch(facts: Facts) -> Iterator[Finding]:
             f"{shown}; valid targets per micro-batch: {', '.join(f'{n:g}' for n in counts)}",
             valid_targets=list(counts),
         ),
+        *_weighed(facts),
         location=backward_place(facts),
         remedy="divide the summed loss by the valid targets of the whole window, which is never zero",
-        proven=True,
+        proven=bool(rows) or _weights_leave_nothing(facts),
     )
+
+
+def _weights_leave_nothing(facts: Facts) -> bool:
+    """Whether other weights give the full batch's gradient: what a run with them left, or the fit of an update."""
+    fit, run = facts.weights.fit, facts.weights.remedy
+    if facts.loop is not None:
+        return fit is not None and fit.residual <= facts.loop.tolerance
+    return run is not None and run.rounding
+
+
+def _weighed(facts: Facts) -> Iterator[Evidence]:
+    fit, run = facts.weights.fit, facts.weights.remedy
+    if fit is not None and _weights_leave_nothing(facts):
+        left = run.left if run is not None else fit.residual
+        text = f"with weights {weights_text(fit.weights, each=False)} the difference is {left:.0e}: proven"
+        yield controlled("micro-batch-weights", text, weights=list(fit.weights), left=left)
 
 
 def _without_backward(facts: Facts) -> Iterator[Finding]:

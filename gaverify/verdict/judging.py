@@ -269,12 +269,24 @@ def _controlled(task: Task, judgement: Judgement, unit: float, listener: Listene
             raise
         judgement.control_failure = failure_sentence(error)
         return False
+    decide_by_control(task, judgement, control, unit)
+    return True
+
+
+def decide_by_control(task: Task, judgement: Judgement, control: Control, unit: float) -> None:
+    """Decides every parameter of a judgement by a float64 control, with its noise floor where only that can tell.
+
+    Args:
+        task: What was run.
+        judgement: In working precision; its rows are replaced.
+        control: The float64 runs.
+        unit: Unit roundoff of the working precision.
+    """
     judgement.control, judgement.method = control, Method.FLOAT64_CONTROL
     judgement.rows = judge_by_control(judgement.working, control, judgement.scales, unit)
     if floors_wanted(judgement.rows):
         floor = control_floor(task, judgement.state, judgement.record, control)
         judgement.rows = judge_by_control(judgement.working, control, judgement.scales, unit, floor)
-    return True
 
 
 def _rounded(task: Task, *passes: PassResult) -> dict[str, str]:

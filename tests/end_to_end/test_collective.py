@@ -81,7 +81,8 @@ def test_the_reference_is_the_gradient_of_the_plain_model_in_one_process(name: s
 def test_a_fault_is_named_and_proven(name: str) -> None:
     found = of_two(name)
     assert found["outcome"] == ["divergent"] * 2 and found["faults"] == sorted(FAULTY[name]), found
-    assert found["proven"] or name == "ddp own twice"
+    # what a loop of the user's own counts otherwise is measured: no control counts it rightly
+    assert found["proven"] == (name not in ("ddp own twice", "ddp own undivided"))
 
 
 @pytest.mark.parametrize("name", [*RIGHT, *RIGHT_IN_FLOAT64, *FAULTY])

@@ -376,6 +376,15 @@ class TestWeights:
         found = faults(findings_for(record(RIGHT, "BSZ BSZ", updates=(empty,))))
         assert found == (["GAV203"] if right[1] == right[2] else ["GAV202", "GAV203"])
 
+    @pytest.mark.parametrize(("left", "proven"), [(1e-7, True), (0.1, False)])
+    def test_an_empty_micro_batch_is_proven_where_weights_without_it_leave_nothing(
+        self, left: float, proven: bool
+    ) -> None:
+        factor = fit(0.75, 0.3, right=(1.0, 4 / 3, 4 / 3, 4 / 3), residual=left)
+        empty = update(ratio=0.75, fit=factor, valid_targets=(0, 4, 4, 4), ignored_targets=True)
+        found = [f for f in findings_for(record(RIGHT, "BSZ BSZ", updates=(empty,))) if f.code == "GAV203"]
+        assert [finding.proven for finding in found] == [proven]
+
     @pytest.mark.parametrize(("ranks", "said"), [(2, True), (1, False)])
     def test_terms_that_ranks_leave_untried_are_said(self, ranks: int, said: bool) -> None:
         differs = update(ratio=1.2, fit=fit(0.9, 0.4, residual=0.3))

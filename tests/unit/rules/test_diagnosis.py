@@ -163,6 +163,31 @@ def test_findings_are_complete_sentences_with_evidence(case: str) -> None:
         assert all(entry.probe and entry.label and entry.statement for entry in finding.evidence)
 
 
+SEEN = {"GAV203", "GAV303", "GAV502", "GAV503"}
+"""What is a measurement itself: a loss or gradient that is no number, is there on one side, or differs from itself."""
+
+
+@pytest.mark.parametrize("case", JUDGED)
+def test_what_is_proven_was_shown_by_a_control(case: str) -> None:
+    for finding in findings_for(JUDGED[case][0]):
+        controls = [evidence for evidence in finding.evidence if evidence.label == "control"]
+        if finding.severity == "fault" and finding.proven:
+            assert any(any(isinstance(n, float) for n in control.values.values()) for control in controls) or (
+                finding.code in SEEN and not controls
+            ), finding
+
+
+def test_an_empty_micro_batch_is_proven_by_weights_without_it() -> None:
+    found = {}
+    for left in (1e-16, 0.1):
+        weights = fitted(1 / 3, 0.0, 1 / 3, 1 / 3, left=left)
+        (finding,) = findings_for(divergent(valid_targets=(8.0, 0.0, 8.0, 8.0), **weights))
+        found[left] = finding.code, finding.proven, "proven" in str(finding.evidence)
+    assert found == {1e-16: ("GAV203", True, True), 0.1: ("GAV203", False, False)}
+    (finding,) = findings_for(JUDGED["203 is NaN"][0])
+    assert finding.proven, "its own loss is 0/0"
+
+
 def test_rules_judge_without_torch() -> None:
     """This file and the one about texts again, in a process that cannot import torch."""
     code = "import sys; sys.modules['torch'] = None; import pytest; sys.exit(pytest.main(sys.argv[1:]))"
