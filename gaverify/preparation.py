@@ -22,6 +22,7 @@ from gaverify.passes.isolation import (
     mode_set,
     seed_everything,
 )
+from gaverify.passes.limiting import TimeLimit
 from gaverify.passes.precision import DTYPES, converted
 from gaverify.passes.problem import Loss, Problem, Split
 from gaverify.passes.reference import Fitting
@@ -75,7 +76,7 @@ def settings_of(ranks: int | None, **words: Any) -> Settings:
     """
     steps = words["steps"] * (ranks or 1)
     check_weighting(words["weighting"], steps)
-    check_choices(**{name: words[name] for name in ("mode", "strategy", "rtol", "atol", "exact")})
+    check_choices(**{name: words[name] for name in ("mode", "strategy", "rtol", "atol", "exact", "time_limit")})
     meant = {name: dtype_of(words[name]) for name in ("dtype", "autocast")}
     return Settings(**{**words, **meant, "steps": steps, "reference": reference_of(words["reference"])})
 
@@ -120,6 +121,7 @@ def prepared(stack: ExitStack, problem: Problem, settings: Settings) -> Task:
         ignore_index=settings.ignore_index,
         strategy=settings.strategy,
         fitting=Fitting(settings.reference, settings.spill),
+        limit=TimeLimit(settings.time_limit),
     )
 
 
@@ -180,7 +182,15 @@ def _parameters(problem: Problem) -> dict[str, nn.Parameter]:
     return trainable
 
 
-def check_choices(*, mode: str | None, strategy: str, rtol: float | None, atol: float | None, exact: bool) -> None:
+def check_choices(
+    *,
+    mode: str | None,
+    strategy: str,
+    rtol: float | None,
+    atol: float | None,
+    exact: bool,
+    time_limit: float | None,
+) -> None:
     """Raises `ProblemError` where a word is unknown, or options contradict each other."""
     if mode not in ("train", "eval", None):
         raise ProblemError(f'unknown mode {mode!r}; write "train" or "eval"')
@@ -190,6 +200,8 @@ def check_choices(*, mode: str | None, strategy: str, rtol: float | None, atol: 
         raise ProblemError("exact asks float64 and rtol and atol judge by tolerance: give one or the other")
     if (rtol is None) != (atol is None):
         raise ProblemError("rtol and atol go together: give both or neither")
+    if time_limit is not None and not time_limit > 0:
+        raise ProblemError(f"time_limit is {time_limit!r}; give a number of seconds above 0, or None for no limit")
 
 
 def dtype_of(dtype: str | torch.dtype | None) -> torch.dtype | None:

@@ -62,6 +62,7 @@ def verify(
     optimizer: str = "sgd",
     lr: float | None = None,
     diagnose: bool = True,
+    time_limit: float | None = None,
     exact: bool = False,
     reference: str | Reference = Reference.FULL,
     spill: bool = False,
@@ -98,6 +99,7 @@ def verify(
         optimizer: "sgd", "adam" or "adamw", for `trace`.
         lr: Learning rate for `trace`; None: 0.01 for SGD, 0.001 otherwise.
         diagnose: Look for the cause of a divergence.
+        time_limit: Seconds after which the search for the cause stops; the verdict comes in any case.
         exact: Ask float64 for every parameter, also where the working precision could tell.
         reference: How the full batch is run: "full"; "offload", its activations on the host; "recompute", activations
             made again in the backward, block by block; "auto", the first of these that fits into memory.
@@ -133,6 +135,7 @@ def verify(
         optimizer=optimizer,
         lr=lr,
         diagnose=diagnose,
+        time_limit=time_limit,
         exact=exact,
         reference=reference,
         spill=spill,

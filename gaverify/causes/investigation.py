@@ -9,6 +9,7 @@ import torch
 
 from gaverify.causes.listening import Heard
 from gaverify.passes.lifting import has_hooks
+from gaverify.passes.limiting import TimeUp
 from gaverify.passes.nesting import leaves
 from gaverify.passes.precision import buffers_differ
 from gaverify.passes.task import Task
@@ -83,6 +84,8 @@ def investigate(
 ) -> Facts:
     """Returns everything that was measured; questions are asked only after a divergence; one that fails says so.
 
+    A search that has a time limit returns what it found until then.
+
     Args:
         task: What was run.
         judgement: What was decided, with its passes.
@@ -96,6 +99,15 @@ def investigate(
     facts = replace(facts, diagnosed=True)
     if not facts.compared.comparable:
         return facts
+    try:
+        with task.limit.searching():
+            return _searched(task, judgement, facts, heard, found)
+    except TimeUp:
+        return replace(facts, stopped_after=task.limit.seconds)
+
+
+def _searched(task: Task, judgement: Judgement, facts: Facts, heard: Heard | None, found: Facts | None) -> Facts:
+    """The facts with what the search found, as far as it came in its time."""
     from gaverify.causes.questions import asked  # a verdict without a cause to look for does not wait for this import
 
     if judgement.method is not Method.FLOAT64_PART or found is None:
@@ -106,4 +118,4 @@ def investigate(
     if known is not None:
         return known
     judge_whole(task, judgement, heard)
-    return investigate(task, judgement, diagnose=diagnose, heard=heard, found=found)
+    return investigate(task, judgement, diagnose=True, heard=heard, found=found)

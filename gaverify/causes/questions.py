@@ -11,6 +11,7 @@ from gaverify.causes.bench import Bench
 from gaverify.causes.confirming import confirmed
 from gaverify.causes.earlier import kept
 from gaverify.causes.listening import Heard
+from gaverify.passes.limiting import TimeUp
 from gaverify.passes.task import Task
 from gaverify.records.facts import Facts
 from gaverify.verdict.control import in_float64
@@ -53,12 +54,15 @@ def asked(task: Task, judgement: Judgement, facts: Facts, heard: Heard, found: F
         if known is not None and found is not None:
             judgement.part = found.weights.sizes
             return known
-        for ask in QUESTIONS:
-            if _settled(facts):
-                break
-            facts = ask(draws.given(bench, facts), facts)
-        facts = again.ask(bench, facts)
-        facts = weights.ask_place(draws.given(bench, facts), state.ask_lines(bench, facts))
+        try:
+            for ask in QUESTIONS:
+                if _settled(facts):
+                    break
+                facts = ask(draws.given(bench, facts), facts)
+            facts = again.ask(bench, facts)
+            facts = weights.ask_place(draws.given(bench, facts), state.ask_lines(bench, facts))
+        except TimeUp:
+            facts = replace(facts, stopped_after=task.limit.seconds)
     return replace(facts, cleared=facts.left <= bench.rounding, failures=bench.failures)
 
 

@@ -17,7 +17,19 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 _ARGUMENT = "Argument of the factory; repeatable."
-_NUMERIC = ("steps", "batch_size", "seed", "classes", "ignore_index", "lr", "rtol", "atol", "ranks", "timeout")
+_NUMERIC = (
+    "steps",
+    "batch_size",
+    "seed",
+    "classes",
+    "ignore_index",
+    "lr",
+    "rtol",
+    "atol",
+    "ranks",
+    "timeout",
+    "time_limit",
+)
 
 # (flag, metavar, help) in the order of the help page; metavars repeat the words of `Spec`, and a test compares them
 _OPTIONS: tuple[tuple[str, str, str], ...] = (
@@ -44,6 +56,7 @@ _OPTIONS: tuple[tuple[str, str, str], ...] = (
     ("--ranks", "R", "Run K micro-batches on each of R processes, as torchrun would."),
     ("--engine", "ddp|fsdp2", "How the ranks share the model, with --ranks.  [ddp]"),
     ("--timeout", "SECONDS", "How long the ranks may take for a window."),
+    ("--time-limit", "SECONDS", "When to stop looking for the cause; the verdict comes in any case."),
     ("--optimizer", "sgd|adam|adamw", "Optimizer of --trace.  [sgd]"),
     ("--lr", "LR", "Its learning rate."),
     ("--rtol", "R", "Fixed tolerance as in assert_close, with --atol; default: rounding is measured."),

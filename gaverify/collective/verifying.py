@@ -92,6 +92,8 @@ def _refused(settings: Settings) -> str:
         return "rtol and atol are not asked of several ranks; leave them out"
     if settings.trace:
         return "trace follows one process; leave it out, or start one process"
+    if settings.time_limit is not None:
+        return "time_limit would end the search on some ranks before others; leave it out"
     if settings.spill:
         return "spill writes whole gradients, which no rank holds; leave it out"
     return ""

@@ -17,6 +17,7 @@ from torch import nn
 from gaverify.errors import GaverifyError, NoMemory, ProblemError, is_out_of_memory, kind_of_value, text_of
 from gaverify.passes.batching import other_reading, take
 from gaverify.passes.isolation import variables
+from gaverify.passes.limiting import TimeLimit
 from gaverify.passes.problem import Problem
 from gaverify.passes.reference import Fitting
 from gaverify.passes.weighting import Weighing
@@ -40,6 +41,7 @@ class Task(Weighing):
     strategy: str = "accumulate"
     math_kernels: bool = False
     fitting: Fitting = field(default_factory=Fitting)
+    limit: TimeLimit = field(default_factory=TimeLimit)
     progress: Callable[[str], None] = field(default=lambda _: None)
 
     def __post_init__(self) -> None:
@@ -158,7 +160,13 @@ def micro_batch_of(task: Task, start: int, stop: int, where: str) -> Any:
 
 @hands_over
 def loss_of(task: Task, batch: Any, where: str) -> torch.Tensor:
-    """Runs the user's loss and returns it as a scalar tensor with a graph."""
+    """Runs the user's loss and returns it as a scalar tensor with a graph.
+
+    Raises:
+        TimeUp: This is a pass of a search whose time is over.
+        ProblemError: What it returned is no such tensor.
+    """
+    task.limit.check()
     with task.autocasting():
         value = task.problem.loss(task.problem.model, batch)
     if isinstance(value, Mapping) and "loss" in value:

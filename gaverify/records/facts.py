@@ -188,8 +188,8 @@ class Facts:
 
     `left` is the relative difference that stays with everything neutralised that was found; `cleared`: it is rounding.
     `identical`: all samples of the batch are the same. `failures` says which question could not be asked, and why;
-    `diagnosed` whether the search ran at all. `loop` is what only an audit knows: the windows of a training script and
-    every compared update of it.
+    `diagnosed` whether the search ran at all; `stopped_after` the time limit in seconds that ended it. `loop` is what
+    only an audit knows: the windows of a training script and every compared update of it.
     """
 
     steps: int
@@ -208,6 +208,7 @@ class Facts:
     cleared: bool = False
     failures: Mapping[str, str] = field(default_factory=dict)
     diagnosed: bool = False
+    stopped_after: float | None = None
     loop: Record | None = None
 
     @property

@@ -17,7 +17,8 @@ from gaverify.thresholds import AGREE_FLOAT64
 @rule("GAV000")
 def unexplained(facts: Facts, found: tuple[Finding, ...]) -> Iterator[Finding]:
     """Yields a note where a divergence was looked into and nothing of severity fault came out, or something is left."""
-    if not facts.compared.divergent or any(finding.severity == "fault" for finding in found):
+    explained = any(finding.severity == "fault" for finding in found)
+    if not facts.compared.divergent or (explained and facts.stopped_after is None):
         return
     if facts.loop is not None:
         yield from _in_loop(facts, facts.loop)
@@ -41,11 +42,15 @@ def _in_run(facts: Facts) -> Finding:
         f"{suspect}: neutralised, the difference stays" for suspect in dict.fromkeys(map(str, facts.forward.ruled_out))
     ]
     ruled_out += _not_asked(facts)
+    title, advice = "the divergence is real; no rule explains it", f"{_advice(facts)}; please report a small example"
+    if facts.stopped_after is not None:
+        title = f"the time limit of {facts.stopped_after:g} s ended the search for the cause"
+        advice = "give the search more time (`--time-limit`), or fewer samples"
     return finding_of(
-        "the divergence is real; no rule explains it",
+        title,
         Evidence("all", "ruled out", "; ".join(ruled_out) or "nothing", {}),
         severity="note",
-        remedy=f"{_advice(facts)}; please report a small example",
+        remedy=advice,
         proven=False,
     )
 

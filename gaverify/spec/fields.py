@@ -89,6 +89,9 @@ class Spec(BaseModel):
         default=None, description="a number of seconds above 0", examples=[600]
     )
     diagnose: bool = Field(default=True, description="true or false", examples=[True])
+    time_limit: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        default=None, description="a number of seconds above 0", examples=[60]
+    )
     exact: bool = Field(default=False, description="true or false", examples=[True])
     reference: ReferenceWord = Field(default="full", description=_words(ReferenceWord), examples=["auto"])
     spill: bool = Field(default=False, description="true or false", examples=[True])

@@ -13,6 +13,7 @@ import torch
 from gaverify.errors import ProblemError
 from gaverify.passes.gradients import PassResult, accumulated_gradients, full_batch_gradients
 from gaverify.passes.isolation import ModelState
+from gaverify.passes.limiting import TimeUp
 from gaverify.passes.precision import coarsest_unit, rounded_products, rounded_unit, short_name, unit_roundoff
 from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.task import Task
@@ -230,9 +231,18 @@ def _drop(result: PassResult) -> None:
 
 
 def judge_whole(task: Task, judgement: Judgement, listener: Listener | None) -> None:
-    """Decides every parameter again, without a part of the batch: what that showed was not confirmed."""
+    """Decides every parameter again, without a part of the batch: what that showed was not confirmed.
+
+    Raises:
+        TimeUp: The search has had its time; then what had been decided stays.
+    """
+    decided = vars(judgement).copy()
     judgement.part = ()
-    _decide(task, judgement, False, listener, None)
+    try:
+        _decide(task, judgement, False, listener, None)
+    except TimeUp:
+        vars(judgement).update(decided)
+        raise
 
 
 def _decide(task: Task, judgement: Judgement, exact: bool, listener: Listener | None, part: Part | None) -> None:

@@ -36,6 +36,7 @@ class Settings:
     optimizer: str
     lr: float | None
     diagnose: bool
+    time_limit: float | None
     exact: bool
     reference: Reference
     spill: bool
