@@ -12,8 +12,9 @@ from gaverify.records.events import Event
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
 from gaverify.records.stages import Stage, StageComparison
-from gaverify.rules.rule import controlled, finding_of, measured, rule_of_loops
-from gaverify.rules.wording import difference, located, times, told_apart, weights_text
+from gaverify.rules.rule import judged, rule_of_loops
+from gaverify.rules.telling import told
+from gaverify.rules.wording import located, times, told_apart, weights_text
 from gaverify.thresholds import FIT_FLOAT32, SAME_IN_FLOAT32
 
 
@@ -48,22 +49,19 @@ def _clipped(loop: Record, inside: Sequence[Event]) -> Finding:
     here = [event for event in inside if event.update == number]
     active = [event for event in inside if event.values.get("active")]
     window = loop.window_of(number)
-    total = len(window.of("clip")) if window is not None else len(here)
-    did = f"{len(active)} of {len(inside)} in all windows changed it" if active else "none of them was active"
     control, proven = _without_clips(loop)
-    return finding_of(
-        f"gradients are clipped {times(total)} in the window of update {number}",
-        measured(
-            "events",
-            f"{len(here)} clippings of a half-summed gradient before its last backward pass; {did}",
-            inside=len(inside),
-            active=len(active),
-        ),
+    return told(
+        "GAV606.clipped",
         *control,
         severity="fault" if active else "note",
         location=located([*active, *inside]),
-        remedy="clip once per update, between the last backward pass and the step",
         proven=proven or not active,
+        all=len(window.of("clip")) if window is not None else len(here),
+        number=number,
+        here=len(here),
+        did=f"{len(active)} of {len(inside)} in all windows changed it" if active else "none of them was active",
+        inside=len(inside),
+        active=len(active),
     )
 
 
@@ -75,14 +73,8 @@ def _clipped_too_early(loop: Record, update: UpdateComparison) -> Finding:
     """The same where a script clips, and makes of the clipped gradients only then what its step uses."""
     window = loop.window_of(update.number)
     control, proven = _without_clips(loop)
-    return finding_of(
-        f"gradients are clipped in update {update.number} before the script has divided them, or added them up",
-        measured("comparison", difference(update), update=update.number),
-        *control,
-        location=located([] if window is None else [*window.of("clip"), *reversed(window.of("backward"))]),
-        remedy="finish the gradient first (divide the losses by K), then clip it: the limit is for what the step uses",
-        proven=proven,
-    )
+    location = located([] if window is None else [*window.of("clip"), *reversed(window.of("backward"))])
+    return told("GAV606.too-early", *control, location=location, proven=proven, update=update)
 
 
 def _without_clips(loop: Record) -> tuple[tuple[Evidence, ...], bool]:
@@ -93,9 +85,9 @@ def _without_clips(loop: Record) -> tuple[tuple[Evidence, ...], bool]:
         return (), update is None
     proven = small.outcome is Outcome.EQUIVALENT
     fitted = small.fit is not None and small.fit.residual <= loop.tolerance
-    text = f"with losses too small to be clipped the difference is {small.relative_difference:.0e}"
-    told = "proven" if proven else "weights explain the rest" if fitted else "another cause is left"
-    return (controlled("control", f"{text}: {told}", left=small.relative_difference),), proven or fitted
+    what, otherwise = "with losses too small to be clipped the difference", "weights explain the rest"
+    meaning = (otherwise,) if fitted else ()
+    return (judged("control", what, small.relative_difference, proven, *meaning),), proven or fitted
 
 
 def _edits(loop: Record, update: UpdateComparison) -> list[Event]:
@@ -119,13 +111,15 @@ def _clipped_by_hand(loop: Record, update: UpdateComparison, edits: Sequence[Eve
     known = [factor for factor in factors if factor is not None]
     by = f"multiplied by {weights_text(known, each=False)}" if len(known) == len(factors) else "cut element by element"
     control, proven = _without_clips(loop)
-    return finding_of(
-        f"gradients are clipped by hand {times(len(edits))} inside the window of update {update.number}",
-        measured("events", f"a half-summed gradient is {by} before the last backward pass", factors=known),
+    return told(
+        "GAV606.by-hand",
         *control,
         location=located(edits),
-        remedy="clip once per update, between the last backward pass and the step",
         proven=proven,
+        often=len(edits),
+        number=update.number,
+        by=by,
+        factors=known,
     )
 
 
@@ -142,23 +136,26 @@ def scheduler_per_micro_batch(facts: Facts, loop: Record) -> Iterator[Finding]:
         for event in (window.of("scheduler") if window else ())
         if event.values.get("scheduler") == inside[0].values.get("scheduler")
     ]
-    yield finding_of(
-        f"the learning-rate schedule steps {times(len(same))} in the window of update {number}",
-        measured("events", _rates(loop, number, len(inside)), inside=len(inside), update=number),
+    yield told(
+        "GAV607.inside",
         location=located(inside),
-        remedy="step the scheduler once per update, after the optimizer's step",
         proven=True,
+        all=len(same),
+        inside=len(inside),
+        update=number,
+        rates=_rates(loop.update_of(number)),
     )
 
 
-def _rates(loop: Record, number: int, count: int) -> str:
-    text = f"{count} scheduler steps before the last backward pass of their windows"
-    update = next((update for update in loop.updates if update.number == number), None)
-    pairs = zip(update.learning_rates, update.learning_rates_full, strict=False) if update is not None else ()
-    if update is not None and any(not math.isclose(*pair, rel_tol=SAME_IN_FLOAT32) for pair in pairs):
-        rates, full = told_apart(update.learning_rates, update.learning_rates_full)
-        text += f"; learning rate of update {number}: {rates}, in the full-batch run {full}"
-    return text
+def _rates(update: UpdateComparison | None) -> str:
+    """The learning rates of both runs, where they differ."""
+    if update is None:
+        return ""
+    pairs = zip(update.learning_rates, update.learning_rates_full, strict=False)
+    if all(math.isclose(*pair, rel_tol=SAME_IN_FLOAT32) for pair in pairs):
+        return ""
+    rates, full = told_apart(update.learning_rates, update.learning_rates_full)
+    return f"; learning rate of update {update.number}: {rates}, in the full-batch run {full}"
 
 
 @rule_of_loops("GAV608")
@@ -171,15 +168,4 @@ def scaler_per_micro_batch(facts: Facts, loop: Record) -> Iterator[Finding]:
     number = inside[0].update
     calls = Counter(f"`{event.values['call']}`" for event in inside if event.update == number)
     text = " and ".join(f"{call} {times(count)}" for call, count in calls.items())
-    yield finding_of(
-        f"the gradient scaler works inside the window of update {number}: {text} before its last backward pass",
-        measured(
-            "events",
-            f"{len(inside)} calls on a half-summed gradient in all recorded windows",
-            inside=len(inside),
-            update=number,
-        ),
-        location=located(inside),
-        remedy="call `unscale_`, `step` and `update` once per update, after the last backward pass",
-        proven=True,
-    )
+    yield told("GAV608.inside", location=located(inside), proven=True, calls=text, inside=len(inside), update=number)

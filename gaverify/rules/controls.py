@@ -68,9 +68,9 @@ def control(facts: Facts, cause: Cause) -> Evidence:
     return controlled("control", text, left=run.left, explained=cause.explained, alone=cause.alone, **more)
 
 
-def left_by(run: ControlRun) -> str:
+def left_by(run: ControlRun, article: str = "") -> str:
     """Says what was neutralised and what difference that left; `proven` where none is left."""
-    text = f"with {run.what} in both runs the difference is {run.left:.0e}"
+    text = f"with {article}{run.what} in both runs the difference is {run.left:.0e}"
     return f"{text}: proven" if run.rounding else text
 
 

@@ -18,8 +18,9 @@ from gaverify.rules.controls import (
     paired_remedy,
     proven,
 )
-from gaverify.rules.rule import controlled, finding_of, measured, rule
-from gaverify.rules.wording import listed, module_name, tested
+from gaverify.rules.rule import controlled, finding_of, rule
+from gaverify.rules.telling import said, told, words
+from gaverify.rules.wording import module_name, tested
 from gaverify.thresholds import FIT_FLOAT64, SAME_IN_FLOAT32
 
 
@@ -74,27 +75,20 @@ def cross_sample_operation(facts: Facts) -> Iterator[Finding]:
         yield _meeting(facts, cause, f"{module_name(operation.module, operation.kind)} {what}", remedy)
 
 
-_WHAT = {
-    "matrix": "the loss compares the samples of a batch with each other",
-    "rows": "the loss gives each sample a value that depends on the other samples",
-    "non-additive": "the loss is not a weighted sum over samples",
-    "control-flow": "the loss is computed in another way for another batch",
-}
-
-
 @rule("GAV103")
 def batch_coupled_loss(facts: Facts) -> Iterator[Finding]:
     """Yields a finding per operation outside the model's outputs that couples samples."""
+    what = words("GAV103")["what"]
     for cause in facts.forward.causes:
         suspect = cause.suspect
-        if suspect.in_model or suspect.kind not in _WHAT:
+        if suspect.in_model or suspect.kind not in what:
             continue
         fit = facts.weights.fit
         more = []
         if fit is not None and fit.residual > FIT_FLOAT64:
             text = f"the best micro-batch weights leave {fit.residual:.1e} of the gradient over"
             more.append(Evidence("micro-batch-weights", "fit", text, {"residual": fit.residual}))
-        yield _meeting(facts, cause, _WHAT[suspect.kind], _remedy(facts, cause), *more)
+        yield _meeting(facts, cause, what[suspect.kind], _remedy(facts, cause), *more)
 
 
 def _remedy(facts: Facts, cause: Cause) -> str:
@@ -118,17 +112,6 @@ def _remedy(facts: Facts, cause: Cause) -> str:
     return paired_remedy(cause.suspect) or (once if facts.diagnosed else f"{once}: {cached} does it, not tried here")
 
 
-_LOOK = "look at custom `backward` functions and hooks: they see the micro-batch's gradient, not the window's"
-_HOOKS = "do in one place, after the window's last backward, what the hooks do per micro-batch"
-_REMEDIES: dict[BackwardPlace | None, str] = {
-    BackwardPlace.PARAMETER_HOOK: _HOOKS,
-    BackwardPlace.MODULE_HOOK: _HOOKS,
-    BackwardPlace.TENSOR_HOOK: "let the hook treat each sample on its own; it sees the micro-batch's gradient",
-    BackwardPlace.CONSTANT: "compute the constant once over the window and use it in every micro-batch (a constant per "
-    "sample would be another loss)",
-}
-
-
 @rule("GAV104")
 def batch_dependent_backward(facts: Facts) -> Iterator[Finding]:
     """Yields a finding where all forwards and the losses agree, and gradients do not."""
@@ -138,36 +121,25 @@ def batch_dependent_backward(facts: Facts) -> Iterator[Finding]:
     if facts.left <= SAME_IN_FLOAT32 and facts.backward.control is None:
         return
     rows = [row for row in facts.compared.divergent if row.relative_difference > row.relative_allowed]
-    names = listed([f"`{row.name}`" for row in rows])
     hooked = ", ".join(f"`{name}`" for name in facts.backward.hooked)
-    hooks = f"; hooks are registered on {hooked}" if hooked else ""
-    place, culprit, gap = facts.backward.place, facts.backward.culprit, facts.forward.loss_gap
-    location = culprit.location if culprit is not None else Location(rows[0].name.rpartition(".")[0] if rows else None)
-    run = facts.backward.control
-    where = f"; gradients part in {_where(place, culprit)}" if culprit is not None else ""
-    yield finding_of(
-        f"the backward of {names} depends on the batch, although all forwards agree",
-        measured(
-            "operations",
-            f"{facts.compared.largest}; every operation of the forward agrees, the losses to {gap:.0e}{where}{hooks}",
-            loss_gap=gap,
-        ),
+    place, culprit, run = facts.backward.place, facts.backward.culprit, facts.backward.control
+    yield told(
+        "GAV104.backward",
         *([] if run is None else [controlled("backward", left_by(run), left=run.left)]),
-        location=location,
-        remedy=_REMEDIES.get(place, _LOOK),
+        location=culprit.location if culprit else Location(rows[0].name.rpartition(".")[0] if rows else None),
         proven=run is not None and run.rounding,
+        rows=[row.name for row in rows],
+        largest=facts.compared.largest,
+        loss_gap=facts.forward.loss_gap,
+        where=f"; gradients part in {_where(place, culprit)}" if culprit is not None else "",
+        hooks=f"; hooks are registered on {hooked}" if hooked else "",
+        remedy=words("GAV104")["remedies"][(place or BackwardPlace.MODULE).name],
     )
 
 
 def _where(place: BackwardPlace | None, culprit: Operation) -> str:
-    module = f"`{culprit.module or '(root)'}`"
-    fixed = {
-        BackwardPlace.PARAMETER_HOOK: f"the gradient hooks of the parameters of {module}",
-        BackwardPlace.MODULE_HOOK: f"the backward hooks on {module}",
-        BackwardPlace.TENSOR_HOOK: "a gradient hook that the forward puts on a tensor",
-        BackwardPlace.CONSTANT: "what was computed from the batch and is a constant to the backward",
-        BackwardPlace.LOSS: "the backward of the loss",
-    }
-    if place in fixed:
-        return fixed[place] + (f": `{culprit.source}`" if culprit.source else "")
-    return f"the backward of {module}" + (f" ({culprit.kind})" if culprit.kind else "")
+    place = place or BackwardPlace.MODULE
+    text = said(words("GAV104")["places"][place.name], module=module_name(culprit.module))
+    if place is BackwardPlace.MODULE:
+        return text + (f" ({culprit.kind})" if culprit.kind else "")
+    return text + (f": `{culprit.source}`" if culprit.source else "")

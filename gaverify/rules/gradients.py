@@ -8,8 +8,9 @@ from gaverify.records.audit import Record
 from gaverify.records.comparison import NotCompared, ParameterComparison
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Finding, Location
-from gaverify.rules.rule import finding_of, measured, rule
-from gaverify.rules.wording import count
+from gaverify.rules.rule import rule
+from gaverify.rules.telling import told
+from gaverify.rules.wording import count, listed
 from gaverify.rules.wrong_shares import empty_micro_batches
 from gaverify.thresholds import BITS_WORTH_A_NOTE
 
@@ -23,20 +24,8 @@ def low_precision_accumulation(facts: Facts) -> Iterator[Finding]:
     better = ""
     if loss.in_float32 is not None and loss.in_float32 < loss.accumulated:
         better = f": tested, the error is {loss.in_float32:.1e} instead of {loss.accumulated:.1e}"
-    yield finding_of(
-        f"accumulating in {loss.dtype} loses {loss.bits_lost:.1f} bits of the gradient",
-        measured(
-            "precision",
-            f"error against float64: accumulated {loss.accumulated:.1e}, full batch {loss.full:.1e}"
-            + (f" (that of {loss.samples} samples, and what adding up lost)" if loss.samples else ""),
-            full=loss.full,
-            accumulated=loss.accumulated,
-            bits_lost=loss.bits_lost,
-        ),
-        severity="note",
-        remedy=f"accumulate the gradients in float32{better}",
-        proven=loss.samples == 0,
-    )
+    of = f" (that of {loss.samples} samples, and what adding up lost)" if loss.samples else ""
+    yield told("GAV501.bits", severity="note", proven=loss.samples == 0, loss=loss, of=of, better=better)
 
 
 @rule("GAV502")
@@ -45,24 +34,21 @@ def missing_gradient(facts: Facts) -> Iterator[Finding]:
     rows = [row for row in facts.compared.divergent if row.why is not None and row.why.missing]
     if not rows or (facts.ranks is not None and facts.ranks.stepped_without):
         return
-    names, values = f"`{rows[0].name}`", {"parameters": [row.name for row in rows]}
-    have = "has" if len(rows) == 1 else "have"
-    names += f" and {len(rows) - 1} more" if len(rows) > 1 else ""
-    if facts.loop is not None and _other_optimizers(facts.loop, facts.compared.update):
-        yield finding_of(
-            f"not the same optimizers step in update {facts.compared.update} of both runs",
-            measured("events", f"{names} is stepped in one run only", **values),
-            remedy="step all optimizers at the same place, at the end of the window",
-            proven=True,
-        )
+    number, parameters = facts.compared.update, [row.name for row in rows]
+    named = listed([f"`{name}`" for name in parameters], 1)
+    if facts.loop is not None and _other_optimizers(facts.loop, number):
+        yield told("GAV502.optimizers", proven=True, update=number, named=named, parameters=parameters)
         return
-    update = "" if facts.loop is None else f" (update {facts.compared.update})"
-    yield finding_of(
-        f"{names} {have} {rows[0].reason}{update}",
-        measured("comparison", f"{count(len(rows), 'parameter')} on one side only", **values),
+    yield told(
+        "GAV502.one-side",
         location=Location(rows[0].name.rpartition(".")[0]),
-        remedy="look for a branch that depends on the batch: the parameter is reached on one side only",
         proven=True,
+        named=named,
+        have="has" if len(rows) == 1 else "have",
+        reason=rows[0].reason,
+        where="" if facts.loop is None else f" (update {number})",
+        number=len(rows),
+        parameters=parameters,
     )
 
 
@@ -90,12 +76,14 @@ def non_finite_gradient(facts: Facts) -> Iterator[Finding]:
 def _finding(rows: list[ParameterComparison], update: int | None) -> Finding:
     one_sided = [row for row in rows if row.why is not NotCompared.NOT_FINITE_IN_BOTH]
     shown = one_sided or rows
-    where = f"`{shown[0].name}`" + (f" and {count(len(shown) - 1, 'more parameter')}" if len(shown) > 1 else "")
-    return finding_of(
-        f"the gradient of {where} is {shown[0].reason}" + (f" (update {update})" if update is not None else ""),
-        measured("comparison", f"{count(len(rows), 'gradient')} not finite", parameters=[row.name for row in rows]),
+    return told(
+        "GAV503.not-finite",
         severity="fault" if one_sided else "note",
         location=Location(shown[0].name.rpartition(".")[0]),
-        remedy="look for divisions by zero, logarithms of zero, means over nothing, and overflow in low precision",
         proven=True,
+        named=f"`{shown[0].name}`" + (f" and {count(len(shown) - 1, 'more parameter')}" if len(shown) > 1 else ""),
+        reason=shown[0].reason,
+        where=f" (update {update})" if update is not None else "",
+        number=len(rows),
+        parameters=[row.name for row in rows],
     )

@@ -9,14 +9,14 @@ from gaverify.records.audit import Overwritten, Record
 from gaverify.records.comparison import Outcome
 from gaverify.records.events import LostPasses
 from gaverify.records.facts import Facts
-from gaverify.records.findings import Evidence, Finding, Location
+from gaverify.records.findings import Finding
 from gaverify.records.stages import Stage
 from gaverify.records.windows import Window
 from gaverify.rules.controls import left_by
-from gaverify.rules.rule import controlled, finding_of, measured, rule, rule_of_loops
-from gaverify.rules.wording import counted, difference, passes, place, updates
+from gaverify.rules.rule import controlled, rule, rule_of_loops
+from gaverify.rules.telling import told
+from gaverify.rules.wording import counted, line_of, located, place
 from gaverify.thresholds import LOST_SHARE
-from gaverify.tracebacks import shown
 
 
 def cleared_inside(loop: Record) -> list[LostPasses]:
@@ -122,43 +122,21 @@ def gradients_cleared_inside_window(facts: Facts) -> Iterator[Finding]:
     if not losses:
         return
     first = losses[0]
-    total = len(first.backwards) + first.survivors
-    what, remedy = f"uses {first.survivors} of {passes(total)}: the others' gradients were cleared", ""
-    if cleared_before_step(loop, first):
-        what, remedy = "steps without a gradient: it was cleared just before the step", ", never before it"
-    yield finding_of(
-        f"update {first.window} {what}",
-        counted(loop.windows[:8]),
-        Evidence(
-            "events",
-            "cleared",
-            f"thrown away in {updates(loss.window for loss in losses)}",
-            {"updates": [loss.window for loss in losses]},
-        ),
+    yield told(
+        "GAV603.before-step" if cleared_before_step(loop, first) else "GAV603.cleared",
         location=place(first.by),
-        remedy=f"clear the gradients once per update, after the step{remedy}",
         proven=True,
+        loss=first,
+        total=len(first.backwards) + first.survivors,
+        lost=[loss.window for loss in losses],
+        **counted(loop.windows),
     )
 
 
 def _set(loop: Record, found: Overwritten) -> Finding:
     """A finding where each backward pass writes its gradients over those of the passes before it."""
-    update = loop.divergent
-    assert update is not None
-    return finding_of(
-        f"update {update.number} uses 1 of {passes(update.backwards)}: each sets the gradients, and adds nothing",
-        measured("comparison", difference(update), update=update.number),
-        controlled(
-            "control",
-            f"with the gradients cleared before every backward pass the step is given the same to {found.left:.0e}: "
-            "proven",
-            left=found.left,
-        ),
-        location=None if found.file is None else Location(file=shown(found.file), line=found.line),
-        remedy="add to the gradients that are there (`g if main.grad is None else main.grad + g`), and clear them once "
-        "per update, after the step",
-        proven=True,
-    )
+    location = line_of(found.file, found.line)
+    return told("GAV603.set", location=location, proven=True, update=loop.divergent, left=found.left)
 
 
 def _by_the_forward(facts: Facts) -> Iterator[Finding]:
@@ -167,15 +145,14 @@ def _by_the_forward(facts: Facts) -> Iterator[Finding]:
     if run is None:
         return
     by = facts.backward.clearing
-    line = f"; cleared by {by}: `{by.source}`" if by is not None and by.source else ""
-    yield finding_of(
-        "the forward clears the gradients of the micro-batches before it",
-        measured("gradients", f"{facts.compared.largest}{line}"),
+    yield told(
+        "GAV603.forward",
         controlled("gradients", left_by(run), left=run.left),
         location=by.location if by is not None else None,
-        remedy="clear the gradients once per update, after the step"
-        + ("" if by is not None else "; look for `zero_grad` in the loss and in hooks"),
         proven=run.rounding,
+        largest=facts.compared.largest,
+        line=f"; cleared by {by}: `{by.source}`" if by is not None and by.source else "",
+        where="" if by is not None else "; look for `zero_grad` in the loss and in hooks",
     )
 
 
@@ -188,11 +165,6 @@ def trailing_window_lost(facts: Facts, loop: Record) -> Iterator[Finding]:
     first = tails[0]
     after = f"after update {first.window - 1}" if first.window > 1 else "before the first update"
     how = "are cleared before a step uses them" if first.by is not None else "are never used: the script ends"
-    place_of = first.by if first.by is not None and first.by.file is not None else first.backwards[-1]
-    yield finding_of(
-        f"{passes(len(first.backwards))} {after} {how}",
-        counted(loop.windows[:8]),
-        location=place(place_of),
-        remedy="step after the last micro-batch of an epoch too, and divide by the micro-batches that its window has",
-        proven=True,
-    )
+    location = located(filter(None, (first.by, first.backwards[-1])))
+    lost, seen = len(first.backwards), counted(loop.windows)
+    yield told("GAV604.lost", location=location, proven=True, backwards=lost, after=after, how=how, **seen)

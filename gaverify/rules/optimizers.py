@@ -9,18 +9,13 @@ from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.comparison import Outcome
 from gaverify.records.events import Event
 from gaverify.records.facts import Facts
-from gaverify.records.findings import Evidence, Finding
+from gaverify.records.findings import Finding
 from gaverify.records.stages import AVERAGE, SettingDifference, Stage
-from gaverify.rules.rule import finding_of, measured, rule_of_loops
-from gaverify.rules.wording import backward_place, count, difference, located, passes, told_apart
+from gaverify.rules.rule import rule_of_loops
+from gaverify.rules.telling import told
+from gaverify.rules.wording import backward_place, located, told_apart
 
 _SHOWN = 4  # settings that are listed
-_BY_MICRO_BATCH = "count updates, not micro-batches: advance what the setting is computed from once per optimizer step"
-_BY_LENGTH = (
-    "the schedule advances once per update, as in the full-batch run: give its length (`T_max`, `total_steps`) "
-    "in updates, the number of micro-batches divided by K"
-)
-_BY_RANK = "give every rank the same settings: replicas that step differently drift apart"
 
 
 @rule_of_loops("GAV609")
@@ -54,26 +49,27 @@ def _made_otherwise(loop: Record, update: UpdateComparison, settings: list[Setti
         for stage in moved
         if stage.outcome is Outcome.DIVERGENT and math.isfinite(stage.norm_ratio)
     ]
-    values = {"update": update.number, "settings": [vars(setting) for setting in settings]}
-    return finding_of(
-        f"update {update.number} {what}",
-        measured("comparison", "; ".join(shown), **values),
+    return told(
+        f"GAV609.{_counted_by(loop, update, settings)}",
         location=located(_writers(loop, update, settings)),
-        remedy=_remedy(loop, update, settings),
         proven=True,
+        what=what,
+        shown="; ".join(shown),
+        update=update.number,
+        settings=[vars(setting) for setting in settings],
     )
 
 
-def _remedy(loop: Record, update: UpdateComparison, settings: list[SettingDifference]) -> str:
-    """What to do: a schedule that has taken as many steps in both runs and gives another rate has another length."""
+def _counted_by(loop: Record, update: UpdateComparison, settings: list[SettingDifference]) -> str:
+    """What is wrong: a schedule that has taken as many steps in both runs and gives another rate has another length."""
     if any(setting.rank for setting in settings):
-        return _BY_RANK
+        return "by-rank"
     taken = [
         sum(len(window.of("scheduler")) for window in windows if window.number < update.number)
         for windows in (loop.windows, loop.full_windows)
     ]
     rates = bool(settings) and all(setting.name.endswith("lr") for setting in settings)
-    return _BY_LENGTH if rates and taken[0] == taken[1] > 0 else _BY_MICRO_BATCH
+    return "by-length" if rates and taken[0] == taken[1] > 0 else "by-micro-batch"
 
 
 def _beside(setting: SettingDifference) -> tuple[str, str, str]:
@@ -101,20 +97,14 @@ def foreign_gradients(facts: Facts, loop: Record) -> Iterator[Finding]:
         return
     window = loop.window_of(update.number)
     backwards = window.of("backward") if window is not None else ()
-    count = len(foreign.passes)
-    yield finding_of(
-        f"a step of update {update.number} uses {passes(count)} of another optimizer's loss",
-        Evidence("micro-batch-weights", "measured", difference(update), {"update": update.number}),
-        Evidence(
-            "micro-batch-weights",
-            "weights",
-            f"without {'it' if count == 1 else 'them'} the gradient is the full batch's to {foreign.residual:.0e}",
-            vars(foreign),
-        ),
+    yield told(
+        "GAV610.foreign",
         location=located(backwards[at] for at in foreign.passes if at < len(backwards)),
-        remedy="switch off `requires_grad` of the other network while this loss is differentiated, or finish one "
-        "network's window, with its step, before the other's begins, and clear between them",
         proven=True,
+        update=update,
+        count=len(foreign.passes),
+        them="it" if len(foreign.passes) == 1 else "them",
+        **vars(foreign),
     )
 
 
@@ -126,13 +116,5 @@ def partner_at_other_weights(facts: Facts, loop: Record) -> Iterator[Finding]:
     update = next((each for each in open_ones if each.partners and each.differs), None)
     if update is None:
         return
-    partner = update.partners[0]
-    full, own = count(partner.full, "step"), count(partner.accumulated, "step")
-    yield finding_of(
-        f"the loss of update {update.number} meets another network after {own} of that one's optimizer, with the full "
-        f"batch after {full}",
-        Evidence("events", "measured", difference(update), {"update": update.number, **vars(partner)}),
-        location=backward_place(facts, update.number),
-        remedy="finish one network's window, with its step, before the other network's forwards begin",
-        proven=False,
-    )
+    location = backward_place(facts, update.number)
+    yield told("GAV611.partner", location=location, proven=False, update=update, **vars(update.partners[0]))

@@ -9,7 +9,8 @@ from gaverify.records.facts import Draws, Facts
 from gaverify.records.findings import Finding, Location
 from gaverify.rules.controls import control, first_operation, left_by, proven, rest_of
 from gaverify.rules.rule import controlled, finding_of, measured, rule
-from gaverify.rules.wording import count, listed
+from gaverify.rules.telling import told
+from gaverify.rules.wording import listed
 
 
 @rule("GAV301")
@@ -25,36 +26,21 @@ def aligned_randomness(facts: Facts) -> Iterator[Finding]:
 
 def _dealt(draws: Draws) -> Finding:
     were = "was" if draws.count == 1 else "were"
-    return finding_of(
-        f"{count(draws.count, 'random draw')} of the full batch {were} replayed sample by sample",
-        measured(
-            "random-draws",
-            f"{count(draws.dealt, 'draw')} dealt out to micro-batches",
-            draws=draws.count,
-            dealt=draws.dealt,
-        ),
-        severity="note",
-        remedy="nothing to do: in training the draws differ and the gradients agree in expectation",
-        proven=True,
-    )
+    return told("GAV301.dealt", severity="note", proven=True, draws=draws.count, dealt=draws.dealt, were=were)
 
 
 def _shared(facts: Facts, draws: Mapping[str, tuple[str, int] | None]) -> Finding:
     """A value for the whole batch: K micro-batches draw K of them in training, and are given one and the same here."""
     places = {name: f"`{name}`" + (f" at {place[0]}:{place[1]}" if place else "") for name, place in draws.items()}
-    draw = "draws" if len(draws) == 1 else "draw"
-    return finding_of(
-        f"{listed(list(places.values()))} {draw} one value for the whole batch, not one per sample",
-        measured(
-            "random-draws",
-            f"all {facts.steps} micro-batches were given the full batch's value; in training a window draws "
-            f"{facts.steps} of them, which has the same mean and another variance",
-            shared=list(draws),
-        ),
+    return told(
+        "GAV301.shared",
         severity="note",
         location=_first(draws.values()),
-        remedy="draw a value per sample, or once per window where one value is meant",
         proven=True,
+        places=listed(list(places.values())),
+        draw="draws" if len(draws) == 1 else "draw",
+        steps=facts.steps,
+        shared=list(draws),
     )
 
 
@@ -117,28 +103,11 @@ def unrepeatable_backward(facts: Facts) -> Iterator[Finding]:
     twice = facts.repeatability
     if twice is None or not twice.backward > facts.repeats or twice.forward > facts.repeats:
         return
-    yield finding_of(
-        "the full batch's gradient differs from itself when it is computed again",
-        measured(
-            "repeatability",
-            f"same weights, same samples, same draws: loss agrees, gradient differs by {twice.backward:.1e}",
-            forward=twice.forward,
-            backward=twice.backward,
-        ),
-        remedy="look for a backward that draws anew or keeps state between calls",
-        proven=True,
-    )
+    yield told("GAV303.run", proven=True, **vars(twice))
 
 
 def _script(loop: Record) -> Iterator[Finding]:
     """Nothing is proven about accumulation where equal runs of a script differ: it may only want a seed."""
     update = next((update for update in loop.updates if update.unrepeatable), None)
-    if update is None:
-        return
-    yield finding_of(
-        f"the full-batch run does not repeat itself: {update.unrepeatable}",
-        measured("noise-floor", f"in update {update.number}: {update.unrepeatable}", update=update.number),
-        severity="note",
-        remedy="seed every generator at the start of the script (torch, NumPy, random, workers), or pass it a seed",
-        proven=True,
-    )
+    if update is not None:
+        yield told("GAV303.script", severity="note", proven=True, update=update)

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from gaverify.records.audit import Record
 from gaverify.records.comparison import Outcome, ParameterComparison
 from gaverify.records.facts import Facts
-from gaverify.records.findings import Evidence, Finding
-from gaverify.rules.rule import finding_of, measured, rule
-from gaverify.rules.wording import difference, listed
+from gaverify.records.findings import Finding
+from gaverify.rules.rule import rule
+from gaverify.rules.telling import told
+from gaverify.rules.wording import listed, quoted
 from gaverify.thresholds import AGREE_FLOAT64
 
 
@@ -33,7 +34,7 @@ def _in_run(facts: Facts) -> Finding:
     if facts.repeatability is not None and facts.repeatability.backward < AGREE_FLOAT64:
         ruled_out.append("repeatability: the full batch agrees with itself")
     if facts.state is not None:
-        changed = listed([f"`{change.name}`" for change in facts.state.changes])
+        changed = quoted(change.name for change in facts.state.changes)
         held = f"holding {changed} does not help" if facts.state.control else "none is changed and read"
         ruled_out.append(f"state: {held}")
     if facts.forward.agree:
@@ -42,17 +43,10 @@ def _in_run(facts: Facts) -> Finding:
         f"{suspect}: neutralised, the difference stays" for suspect in dict.fromkeys(map(str, facts.forward.ruled_out))
     ]
     ruled_out += _not_asked(facts)
-    title, advice = "the divergence is real; no rule explains it", f"{_advice(facts)}; please report a small example"
-    if facts.stopped_after is not None:
-        title = f"the time limit of {facts.stopped_after:g} s ended the search for the cause"
-        advice = "give the search more time (`--time-limit`), or fewer samples"
-    return finding_of(
-        title,
-        Evidence("all", "ruled out", "; ".join(ruled_out) or "nothing", {}),
-        severity="note",
-        remedy=advice,
-        proven=False,
-    )
+    text, limit = "; ".join(ruled_out) or "nothing", facts.stopped_after
+    if limit is not None:
+        return told("GAV000.stopped", severity="note", proven=False, ruled_out=text, limit=limit)
+    return told("GAV000.run", severity="note", proven=False, ruled_out=text, advice=_advice(facts))
 
 
 def _not_asked(facts: Facts) -> Iterator[str]:
@@ -94,16 +88,7 @@ def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
     terms = max((event.values.get("terms", 0) for window in loop.windows for event in window.of("backward")), default=0)
     if loop.ranks > 1 and terms > 1:
         ruled_out.append(f"the {terms} terms of the loss were not tried one by one: of several ranks they cannot be")
-    remedy = "samples that act on each other in the model or the loss look like this: "
-    remedy += "`gaverify run --model FILE:FACTORY` on the same model names the operation"
-    yield finding_of(
-        f"the difference in update {update.number} is real; no rule of the audit explains it",
-        measured("comparison", difference(update), update=update.number),
-        Evidence("all", "ruled out", "; ".join(ruled_out), {}),
-        severity="note",
-        remedy=remedy,
-        proven=False,
-    )
+    yield told("GAV000.loop", severity="note", proven=False, update=update, ruled_out="; ".join(ruled_out))
 
 
 @rule("GAV901")
@@ -117,15 +102,9 @@ def uninformative_batch(facts: Facts) -> Iterator[Finding]:
         reasons.append(
             f"every micro-batch has {counts[0]:g} valid targets: averaging them equally is right on this batch only"
         )
-    if not reasons:
-        return
-    yield finding_of(
-        "; ".join(reasons),
-        measured("batch-quality", "; ".join(reasons), valid_targets=list(counts)),
-        severity="note",
-        remedy="verify on a batch of different samples with different numbers of valid targets",
-        proven=True,
-    )
+    if reasons:
+        text = "; ".join(reasons)
+        yield told("GAV901.batch", severity="note", proven=True, reasons=text, valid_targets=list(counts))
 
 
 def _of_a_run(facts: Facts) -> Iterator[str]:
@@ -139,8 +118,8 @@ def _of_a_run(facts: Facts) -> Iterator[str]:
         yield "every gradient is zero"
     hooked = facts.backward.hooked
     if hooked and all(math.isnan(row.difference_norm) for row in rows):
-        names = ", ".join(f"`{name}`" for name in hooked[:3])
-        yield f"hooks on {names} take the gradients away before anything is compared (optimizer in backward?)"
+        shown = ", ".join(f"`{name}`" for name in hooked[:3])
+        yield f"hooks on {shown} take the gradients away before anything is compared (optimizer in backward?)"
 
 
 def _of_a_loop(facts: Facts) -> Iterator[str]:

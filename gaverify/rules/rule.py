@@ -1,4 +1,4 @@
-"""What all rules share: a code, a name and a judgement, and the words of a finding."""
+"""What all rules share: a code, a name and a judgement, and the parts of a finding."""
 
 from __future__ import annotations
 
@@ -85,7 +85,18 @@ def controlled(source: str, statement: str, /, **values: Any) -> Evidence:
     return Evidence(source, "control", statement, values)
 
 
-def judged(source: str, what: str, left: float, proven: bool) -> Evidence:
-    """Returns the evidence of a control run that says which difference it leaves, and what that means."""
-    told = "proven" if proven else "another cause is left"
-    return controlled(source, f"{what} is {left:.0e}: {told}", left=left)
+def judged(
+    source: str, what: str, left: float, proven: bool, otherwise: str = "another cause is left", **values: Any
+) -> Evidence:
+    """Returns the evidence of a control run that says which difference it leaves, and what that means.
+
+    Args:
+        source: What made the control run.
+        what: What the difference was measured with.
+        left: The relative difference.
+        proven: Whether it is rounding.
+        otherwise: What a difference that is more than rounding tells; "": nothing.
+        values: Numbers behind the sentence, beside `left`.
+    """
+    meaning = "proven" if proven else otherwise
+    return controlled(source, f"{what} is {left:.0e}" + (f": {meaning}" if meaning else ""), **values, left=left)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from gaverify.records.audit import Record
 from gaverify.records.events import Event
 from gaverify.records.experiment import ControlKind
 from gaverify.records.facts import Facts, State, StateChange
-from gaverify.records.findings import Evidence, Finding, Location
-from gaverify.rules.rule import controlled, finding_of, measured, rule
+from gaverify.records.findings import Evidence, Finding
+from gaverify.rules.controls import left_by
+from gaverify.rules.rule import controlled, measured, rule
 from gaverify.rules.scale import factor_in_loop, weights_of
-from gaverify.rules.wording import count, listed, located, tested, times
+from gaverify.rules.telling import told
+from gaverify.rules.wording import count, listed, located, quoted, tested
 from gaverify.thresholds import SAME_IN_FLOAT32
 
 _PLACES = {"closure": "variable"}  # what a place is called in a sentence, where it is not its own name
@@ -30,23 +33,19 @@ def state_changed_by_forward(facts: Facts) -> Iterator[Finding]:
     blamed = [change for change in state.blamed if change.place in places]
     if not blamed:
         return
-    names = listed([f"{_PLACES.get(change.place, change.place)} `{change.name}`" for change in blamed])
-    summary = f"the forward changes {names}, which the next micro-batch reads"
-    if primed(state):
-        summary = f"the first forward sets {names} by the batch that it is given"
-        summary += ", and every later one moves it on" if _moves_on(state) else ""
-    yield finding_of(
-        summary,
-        *evidence_for(facts, state, blamed),
-        location=location_of(blamed[0]),
-        remedy=remedy_for(state),
-        proven=is_proven(facts, state),
-    )
+    named = listed([f"{_PLACES.get(change.place, change.place)} `{change.name}`" for change in blamed])
+    kind = "changed" if not primed(state) else "set-and-moved" if _moves_on(state) else "set"
+    evidence = _evidence(facts, state, blamed)
+    yield told(f"GAV401.{kind}", *evidence, changed=named, **_settled(facts, state, blamed))
 
 
-def location_of(change: StateChange) -> Location | None:
-    """Returns where a change was written."""
-    return change.writer.location if change.writer is not None else None
+def _settled(facts: Facts, state: State, blamed: list[StateChange]) -> dict[str, Any]:
+    """Place, proof and repair; proven where the difference falls without the changes, or without all that is named."""
+    return {
+        "location": blamed[0].writer.location if blamed[0].writer is not None else None,
+        "proven": state.control is not None and (state.control.rounding or facts.cleared),
+        "remedy": _remedy(state),
+    }
 
 
 def _writing(change: StateChange) -> str:
@@ -59,7 +58,7 @@ def _writing(change: StateChange) -> str:
     return f"`{change.name}` is written by {writer}"
 
 
-def evidence_for(facts: Facts, state: State, blamed: list[StateChange]) -> tuple[Evidence, ...]:
+def _evidence(facts: Facts, state: State, blamed: list[StateChange]) -> tuple[Evidence, ...]:
     """What was seen to change, and the control run."""
     shown = blamed[:_SHOWN]
     writers = "; ".join(text for change in shown if (text := _writing(change)))
@@ -74,20 +73,13 @@ def evidence_for(facts: Facts, state: State, blamed: list[StateChange]) -> tuple
     ]
     if state.control is not None:
         article = "" if primed(state) else "the "
-        text = f"with {article}{state.control.what} in both runs the difference is {state.control.left:.0e}"
-        if state.control.rounding:
-            text += ": proven"
+        text = left_by(state.control, article)
         if state.alone > 0:
             text += f"; alone, with the other causes neutralised, it makes {state.alone:.0e}: proven"
         if state.beside > 0:
             text += f"; restored alone, it moves the accumulated gradient by {state.beside:.0e}: proven"
         found.append(controlled("state", text, left=state.control.left))
     return tuple(found)
-
-
-def is_proven(facts: Facts, state: State) -> bool:
-    """Whether the difference falls to rounding with the state held, or with it and the causes named beside it."""
-    return state.control is not None and (state.control.rounding or facts.cleared)
 
 
 def primed(state: State) -> bool:
@@ -101,7 +93,7 @@ def _moves_on(state: State) -> bool:
     return state.control is not None and state.control.kind is ControlKind.STATE_PRIMED_AND_HELD
 
 
-def remedy_for(state: State) -> str:
+def _remedy(state: State) -> str:
     """The repair that was run."""
     first = "run one full batch through the model first, without a step"
     if primed(state) and _moves_on(state):
@@ -128,27 +120,11 @@ def hidden_state(facts: Facts) -> Iterator[Finding]:
     hidden = ("attribute", "closure", "unnamed")
     blamed = [change for change in state.blamed if change.place in hidden] if state else []
     if state is not None and blamed and not primed(state):  # what the first forward sets once is GAV401
-        names = listed([f"`{change.name}`" for change in blamed if change.place != "unnamed"]) or "state"
-        summary = f"the forward changes {names}, outside of parameters and buffers, and reads it again"
-        yield finding_of(
-            summary,
-            *evidence_for(facts, state, blamed),
-            location=location_of(blamed[0]),
-            remedy=remedy_for(state),
-            proven=is_proven(facts, state),
-        )
+        named = quoted(change.name for change in blamed if change.place != "unnamed") or "state"
+        evidence = _evidence(facts, state, blamed)
+        yield told("GAV403.changed", *evidence, changed=named, **_settled(facts, state, blamed))
     elif twice is not None and twice.forward > facts.repeats:
-        yield finding_of(
-            "the same batch gives another loss when it is run again with all known state restored",
-            measured(
-                "repeatability",
-                f"the loss differs by {twice.forward:.1e}",
-                forward=twice.forward,
-                backward=twice.backward,
-            ),
-            remedy="look for state that lives outside the model (files, global objects, generators of its own, clocks)",
-            proven=False,
-        )
+        yield told("GAV403.unrepeatable", proven=False, **vars(twice))
 
 
 @rule("GAV402")
@@ -161,14 +137,16 @@ def buffer_drift(facts: Facts) -> Iterator[Finding]:
         differs = f"`{worst}` differs by {drift[worst]:.1e}"
         if math.isnan(drift[worst]):
             differs = f"{count(len(drift), 'buffer')} differ{'' if len(drift) > 1 else 's'} by more than rounding"
-        after = f" after update {facts.buffers.update}" if facts.buffers.update is not None else ""
-        yield finding_of(
-            f"{listed([f'`{name}`' for name in drift])} {are} updated {times(facts.steps)} per window and {end} up "
-            f"different{after}",
+        yield told(
+            "GAV402.buffers",
             measured("state", differs, **dict(drift)),
             severity="note",
-            remedy="scale the update rate (BatchNorm: momentum / K), if evaluation depends on these buffers",
             proven=True,
+            drift=drift,
+            are=are,
+            often=facts.steps,
+            end=end,
+            after=f" after update {facts.buffers.update}" if facts.buffers.update is not None else "",
         )
     if facts.loop is not None:
         yield from _average(facts.loop)
@@ -181,19 +159,15 @@ def _average(loop: Record) -> Iterator[Finding]:
     suspected = _blamed(loop, inside)
     number = suspected or inside[0].update
     window = loop.window_of(number)
-    total = len(window.of("average")) if window is not None else len(inside)
-    yield finding_of(
-        f"the moving average of the weights is updated {times(total)} in the window of update {number}",
-        measured(
-            "events",
-            f"{len(inside)} updates before the last backward pass of their windows"
-            + (f"; if the loss uses what the average gives, update {suspected} differs by that" if suspected else ""),
-            inside=len(inside),
-        ),
+    yield told(
+        "GAV402.average",
         severity="fault" if suspected else "note",
         location=located([*inside, *(event for each in loop.windows for event in each.of("average"))]),
-        remedy="update the average once per optimizer step",
         proven=not suspected,
+        all=len(window.of("average")) if window is not None else len(inside),
+        number=number,
+        inside=len(inside),
+        by=f"; if the loss uses what the average gives, update {suspected} differs by that" if suspected else "",
     )
 
 

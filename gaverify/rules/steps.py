@@ -9,10 +9,12 @@ from gaverify.records.audit import Record
 from gaverify.records.events import Event
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
+from gaverify.records.weights import WeightFit
 from gaverify.records.windows import Window
 from gaverify.rules.lost_passes import clearing_groups
-from gaverify.rules.rule import controlled, finding_of, rule_of_loops
-from gaverify.rules.wording import counted, located, passes, place, times, updates
+from gaverify.rules.rule import controlled, rule_of_loops
+from gaverify.rules.telling import told
+from gaverify.rules.wording import counted, located, passes, place, updates
 
 _RAMP = 3  # sizes of windows that make a ramp; two are a first window that is too short
 
@@ -38,14 +40,15 @@ def is_ramp(loop: Record) -> bool:
 
 
 def _ramp(loop: Record) -> Finding:
-    counts = [window.backwards for window in loop.complete]
-    return finding_of(
-        f"windows grow from {passes(counts[0])} to {counts[-1]}: accumulation is warmed up, which is meant",
-        counted(loop.complete[:8]),
+    first, last = loop.complete[0], loop.complete[-1]
+    return told(
+        "GAV601.ramp",
         severity="note",
-        location=place(loop.complete[0].steps[0]),
-        remedy="compare updates after the warm-up, or switch it off for the audit",
+        location=place(first.steps[0]),
         proven=False,
+        first=first.backwards,
+        last=last.backwards,
+        **counted(loop.complete),
     )
 
 
@@ -108,28 +111,29 @@ def _step(loop: Record, early: list[tuple[Window, int]]) -> Finding:
     window, wanted = early[0]
     step = window.steps[0] if window.steps else None
     inside = step is not None and bool(step.values.get("inside"))
-    where = ", inside the backward itself" if inside else ""
-    undone, evidence = loop.steps_undone, [counted(loop.complete[:8])]
-    proven = False
-    if undone is not None:
-        proven = undone.residual < loop.tolerance
-        left = abs(undone.factor - 1) < loop.tolerance
-        what = f"with every step undone, {passes(len(undone.weights))} at the same weights give the full-batch gradient"
-        text = f"{what} to {max(undone.residual, undone.factor_residual if left else 0.0):.0e}"
-        text += "" if left else f", times {undone.factor:.4g}"
-        text = f"{text}: proven" if proven else f"with every step undone {undone.residual:.1e} is left over as well"
-        evidence.append(controlled("control", text, residual=undone.residual, factor=undone.factor))
-    others = f" (and {updates(late.number for late, _ in early[1:])})" if len(early) > 1 else ""
-    remedy = "step only after the last backward pass of the window: `if (i + 1) % K == 0:` with i from 0"
-    if inside:
-        remedy = "move the step out of the backward hook; a step in a hook cannot accumulate"
-    return finding_of(
-        f"update {window.number} steps after {window.backwards} of {passes(wanted)}{where}{others}",
+    undone = loop.steps_undone
+    evidence = () if undone is None else (_with_steps_undone(loop, undone),)
+    return told(
+        "GAV601.inside" if inside else "GAV601.early",
         *evidence,
         location=place(step),
-        remedy=remedy,
-        proven=proven,
+        proven=undone is not None and undone.residual < loop.tolerance,
+        window=window,
+        wanted=wanted,
+        others=f" (and {updates(late.number for late, _ in early[1:])})" if len(early) > 1 else "",
+        **counted(loop.complete),
     )
+
+
+def _with_steps_undone(loop: Record, undone: WeightFit) -> Evidence:
+    """What all micro-batches give at the same weights."""
+    text = f"with every step undone {undone.residual:.1e} is left over as well"
+    if undone.residual < loop.tolerance:
+        one = abs(undone.factor - 1) < loop.tolerance
+        left = max(undone.residual, undone.factor_residual if one else 0.0)
+        text = f"with every step undone, {passes(len(undone.weights))} at the same weights give the full-batch gradient"
+        text += f" to {left:.0e}{'' if one else f', times {undone.factor:.4g}'}: proven"
+    return controlled("control", text, residual=undone.residual, factor=undone.factor)
 
 
 def _moved(loop: Record) -> list[tuple[Window, Event]]:
@@ -147,20 +151,16 @@ def _by_hand(event: Event) -> bool:
 
 
 def _movement(loop: Record, moved: list[tuple[Window, Event]]) -> Finding:
-    window = moved[0][0]
-    count = sum(other is window for other, _ in moved)
-    return finding_of(
-        f"the parameters change {times(count)} inside the window of update {window.number}, without a step",
-        counted(loop.complete[:8]),
-        Evidence(
-            "events",
-            "weights",
-            f"moved between two backward passes {times(len(moved))} in all",
-            {"updates": sorted({other.number for other, _ in moved})},
-        ),
+    number = moved[0][0].number
+    return told(
+        "GAV601.moved",
         location=located(event for _, event in moved),
-        remedy="change parameters (weight decay, clipping, averaging) once per update, next to the step",
         proven=True,
+        number=number,
+        here=sum(other.number == number for other, _ in moved),
+        all=len(moved),
+        moved=sorted({other.number for other, _ in moved}),
+        **counted(loop.complete),
     )
 
 
@@ -170,31 +170,19 @@ def gradients_not_cleared(facts: Facts, loop: Record) -> Iterator[Finding]:
     inside = {number for window, _ in steps_before_clearing(loop) for number in (window.number, window.number + 1)}
     stale = [entry for entry in loop.ledger.stale if entry.step.update not in inside]
     if stale:
-        first = stale[0]
-        numbers = updates(entry.step.update for entry in stale)
-        yield finding_of(
-            f"the step of update {first.step.update} uses {passes(first.backwards)} of earlier windows again",
-            counted(loop.complete[:8]),
-            Evidence(
-                "events",
-                "used again",
-                f"{times(len(stale))}, in {numbers}",
-                {"updates": [entry.step.update for entry in stale]},
-            ),
-            location=place(first.step),
-            remedy="call `optimizer.zero_grad()` once per update, after the step or before the window's first backward",
+        yield told(
+            "GAV602.stale",
+            location=place(stale[0].step),
             proven=True,
+            first=stale[0],
+            often=len(stale),
+            stale=[entry.step.update for entry in stale],
+            **counted(loop.complete),
         )
         return
     for window, wanted in _overfull(loop):
-        yield finding_of(
-            f"update {window.number} uses {passes(window.backwards)} where {wanted} are meant: "
-            "those that the window before it left over are still in `.grad`",
-            counted(loop.complete[:8]),
-            location=place(window.steps[0]),
-            remedy="step or clear at the end of an epoch: `if (i + 1) % K == 0 or i + 1 == len(loader):`",
-            proven=True,
-        )
+        place_of, seen = place(window.steps[0]), counted(loop.complete)
+        yield told("GAV602.overfull", location=place_of, proven=True, window=window, wanted=wanted, **seen)
         return
 
 

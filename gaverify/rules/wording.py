@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
+from typing import Any
 
 from gaverify.records.audit import UpdateComparison
 from gaverify.records.events import Event
@@ -24,6 +25,7 @@ NOT_ENOUGH = (
 )
 """The remedy of weights that fit and whose control run came out otherwise."""
 _SHOWN = 6  # windows whose counts are listed
+_COUNTED = 8  # windows that documents list
 _DENOMINATOR = 10_000  # of fractions that people recognise: shares of samples and of tokens
 
 
@@ -43,10 +45,15 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
-def listed(names: Sequence[str], most: int = 3) -> str:
-    """Returns the first few names and how many more there are."""
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+def listed(texts: Sequence[str], most: int = 3) -> str:
+    """Returns the first few texts and how many more there are."""
+    more = len(texts) - most
+    return ", ".join(texts[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def quoted(known: Iterable[str]) -> str:
+    """Returns the first few names in backticks, and how many more there are."""
+    return listed([f"`{name}`" for name in known])
 
 
 def tested(run: ControlRun, behind: str = "") -> str:
@@ -92,11 +99,14 @@ def harm(facts: Facts) -> tuple[Evidence, ...]:
     return (Evidence("harm", "harm", text, {"ratio": ratio, "noise": fit.noise, "difference": total}),)
 
 
+def line_of(file: str | None, line: int | None) -> Location | None:
+    """Returns file and line as people write them; None where the file is not known."""
+    return None if file is None else Location(file=shown(file), line=line)
+
+
 def place(event: Event | None) -> Location | None:
     """Returns file and line of an event as people write them."""
-    if event is None or event.file is None:
-        return None
-    return Location(file=shown(event.file), line=event.line)
+    return None if event is None else line_of(*event.place)
 
 
 def located(events: Iterable[Event]) -> Location | None:
@@ -129,13 +139,11 @@ def counts(windows: Sequence[Window]) -> str:
     return f"backward : step : zero_grad = {', '.join(named)}" + (", …" if len(parts) > _SHOWN else "")
 
 
-def counted(windows: Sequence[Window], label: str = "measured") -> Evidence:
-    """Returns the counts of the windows as evidence."""
-    values = {
-        "counts": [[len(window.of("backward")), len(window.steps), window.zero_grads] for window in windows],
-        "updates": [window.number for window in windows],
-    }
-    return Evidence("events", label, counts(windows), values)
+def counted(windows: Sequence[Window]) -> dict[str, Any]:
+    """Returns the first windows, and what was called in each, as values of a finding."""
+    seen = windows[:_COUNTED]
+    calls = [[len(window.of("backward")), len(window.steps), window.zero_grads] for window in seen]
+    return {"windows": seen, "counts": calls, "updates": [window.number for window in seen]}
 
 
 def updates(numbers: Iterable[int]) -> str:

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.facts import Facts
-from gaverify.records.findings import Evidence, Finding, Location
+from gaverify.records.findings import Evidence, Finding
 from gaverify.records.weights import LossTerm, WeightFit
 from gaverify.records.windows import Window
 from gaverify.rules.controls import behind, in_order
-from gaverify.rules.rule import controlled, finding_of, measured, rule, rule_of_loops
+from gaverify.rules.rule import controlled, judged, rule, rule_of_loops
 from gaverify.rules.scale import (
     constant_factor,
     counted_at,
@@ -23,6 +23,7 @@ from gaverify.rules.scale import (
     weights_of,
 )
 from gaverify.rules.steps import early_windows
+from gaverify.rules.telling import told
 from gaverify.rules.wording import (
     NOT_ENOUGH,
     backward_place,
@@ -30,14 +31,12 @@ from gaverify.rules.wording import (
     counted,
     difference,
     exact,
-    listed,
+    line_of,
     not_run,
-    passes,
     tested,
 )
 from gaverify.rules.wrong_shares import counts_remedy, explains_weights
 from gaverify.thresholds import COMPUTED_FLOAT32, SAME_NUMBER, THREE_DIGITS
-from gaverify.tracebacks import shown
 
 
 @rule("GAV201")
@@ -49,14 +48,18 @@ def wrong_loss_scale(facts: Facts) -> Iterator[Finding]:
     factor, left = factor_of(facts)
     if factor is None or abs(factor - 1) < max(SAME_NUMBER, left):
         return
-    right = exact([weight / factor for weight in facts.weights.used])
-    yield finding_of(
-        f"the accumulated gradient is {factor:.6g} times the full-batch gradient{_meaning(facts, factor)}",
-        _measured(f"{facts.compared.largest}{counted_at(facts.weights)}; ", factor, left),
+    right, run = exact([weight / factor for weight in facts.weights.used]), facts.weights.remedy
+    yield told(
+        "GAV201.factor",
         *_control(facts, right),
         location=facts.weights.place.location if facts.weights.place is not None else None,
+        proven=run is not None and run.rounding,
+        factor=factor,
+        meaning=_meaning(facts, factor),
+        largest=facts.compared.largest,
+        counted=counted_at(facts.weights),
+        residual=left,
         remedy=in_order(facts, len(facts.forward.causes), _remedy(facts, factor, right)),
-        proven=_proven(facts),
     )
 
 
@@ -75,20 +78,18 @@ def _meaning(facts: Facts, factor: float) -> str:
     return next((f" = {text}" for value, text in known if math.isclose(factor, value, rel_tol=COMPUTED_FLOAT32)), "")
 
 
-def _measured(before: str, factor: float, left: float, **values: int) -> Evidence:
-    text = f"{before}one factor for all parameters leaves {left:.0e} of the gradient over"
-    return measured("micro-batch-weights", text, factor=factor, residual=left, **values)
-
-
 def _control(facts: Facts, right: str) -> tuple[Evidence, ...]:
     run = facts.weights.remedy
     if run is None:
         return not_run(facts) if facts.weights.failure else ()
     what = run.what if facts.weights.counts else f"weights {right}"
-    text = f"with {what} the difference is {run.left:.0e}: proven"
-    if not run.rounding:
-        text = f"with weights {right} a difference of {run.left:.0e} is left"
-    return (controlled("micro-batch-weights", text, left=run.left),)
+    if run.rounding:
+        return (judged("micro-batch-weights", f"with {what} the difference", run.left, True),)
+    return (
+        controlled(
+            "micro-batch-weights", f"with weights {right} a difference of {run.left:.0e} is left", left=run.left
+        ),
+    )
 
 
 def _remedy(facts: Facts, factor: float, right: str) -> str:
@@ -99,11 +100,6 @@ def _remedy(facts: Facts, factor: float, right: str) -> str:
         return counts_remedy(facts, facts.weights.counts, run)
     text = f"multiply each micro-batch's loss by {exact([1 / factor])} (weights {right})"
     return text + (f": {tested(run, behind(facts.forward.causes))}" if run is not None and run.rounding else "")
-
-
-def _proven(facts: Facts) -> bool:
-    run = facts.weights.remedy
-    return run is not None and run.rounding
 
 
 def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
@@ -133,31 +129,18 @@ def _of_terms(loop: Record, update: UpdateComparison) -> Iterator[Finding]:
     for term, factor in factors.items():
         if factor is None:
             continue
-        meaning = meaning_in_loop(factor, update.backwards, 1, loop.tolerance, "it")
-        which = "" if term.samples else ", which is the same in every micro-batch,"
         alike = [other for other, own in factors.items() if own is None and _agrees(other, loop.tolerance)]
-        others = f"; {count(len(alike), 'other term')} counted rightly" if alike else ""
-        yield finding_of(
-            f"term {term.number} of {term.count} of the loss{which} counts {factor:.6g} times as much in update "
-            f"{update.number} as in the full batch{meaning}",
-            measured(
-                "comparison",
-                f"{difference(update)}{others}",
-                factor=factor,
-                update=update.number,
-                term=term.number,
-                terms=term.count,
-            ),
-            controlled(
-                "micro-batch-weights",
-                f"with this term alone one factor leaves {term.fit.factor_residual:.0e} of the gradient over; the "
-                "terms add up to the whole",
-                residual=term.fit.factor_residual,
-            ),
-            location=Location(file=shown(term.file), line=term.line) if term.file is not None else None,
-            remedy=f"multiply this term by {exact([1 / factor], loop.tolerance)} in each micro-batch, and leave the "
-            "others as they are",
+        yield told(
+            "GAV201.term",
+            location=line_of(term.file, term.line),
             proven=True,
+            term=term,
+            which="" if term.samples else ", which is the same in every micro-batch,",
+            factor=factor,
+            update=update,
+            meaning=meaning_in_loop(factor, update.backwards, 1, loop.tolerance, "it"),
+            others=f"; {count(len(alike), 'other term')} counted rightly" if alike else "",
+            right=exact([1 / factor], loop.tolerance),
         )
 
 
@@ -171,19 +154,16 @@ def _of_some(facts: Facts, loop: Record, update: UpdateComparison) -> Iterator[F
     if found is None:
         return
     factor, rows = found
-    names, others = listed([f"`{row.name}`" for row in rows]), len(update.parameters) - len(rows)
-    often = "in every micro-batch: divide it by K, or let its gradient flow in one of them"
-    often = often if factor > 1 else "once in K micro-batches: do not divide it by K"
-    what = f"{factor:.6g} = {'K' if factor > 1 else '1/K'} times the full batch's"
-    yield finding_of(
-        f"the gradient of {names} in update {update.number} is {what}; {count(others, 'other parameter')} agree"
-        + ("s" if others == 1 else ""),
-        measured(
-            "comparison", difference(update), factor=factor, update=update.number, parameters=[row.name for row in rows]
-        ),
+    others = len(update.parameters) - len(rows)
+    yield told(
+        "GAV201.some-more" if factor > 1 else "GAV201.some-less",
         location=backward_place(facts, update.number),
-        remedy=f"what only these parameters feel is counted {often}",
         proven=True,
+        parameters=[row.name for row in rows],
+        update=update,
+        factor=factor,
+        others=others,
+        agree="agrees" if others == 1 else "agree",
     )
 
 
@@ -191,18 +171,20 @@ def _of_update(
     facts: Facts, loop: Record, factor: float, fit: WeightFit, count: int, update: UpdateComparison | None
 ) -> Finding:
     count = count or told_steps(loop, factor)
-    meaning = meaning_in_loop(factor, count, facts.ranks.ranks if facts.ranks is not None else 1, loop.tolerance)
     number = update.number if update is not None else 1
-    what = f"the gradient of update {number}" if update is not None else "the sum over the window's micro-batches"
-    left = fit.factor_residual if fit.factor_residual < loop.tolerance else fit.residual
-    before = f"{difference(update)}; " if update is not None else "with every step undone, "
-    right = "" if count < 2 else f" (weights {exact([1 / factor], loop.tolerance)} each)"
-    return finding_of(
-        f"{what} is {factor:.6g} times the full batch's{meaning}",
-        _measured(before, factor, left, update=number),
+    right = exact([1 / factor], loop.tolerance)
+    return told(
+        "GAV201.update",
         location=backward_place(facts, number),
-        remedy=f"multiply each micro-batch's loss by {exact([1 / factor], loop.tolerance)}{right}",
         proven=True,
+        what=f"the gradient of update {number}" if update is not None else "the sum over the window's micro-batches",
+        factor=factor,
+        meaning=meaning_in_loop(factor, count, facts.ranks.ranks if facts.ranks is not None else 1, loop.tolerance),
+        before=f"{difference(update)}; " if update is not None else "with every step undone, ",
+        residual=fit.factor_residual if fit.factor_residual < loop.tolerance else fit.residual,
+        update=number,
+        right=right,
+        weights="" if count < 2 else f" (weights {right} each)",
     )
 
 
@@ -217,22 +199,17 @@ def trailing_window_misscaled(facts: Facts, loop: Record) -> Iterator[Finding]:
         if found is None:
             continue
         short, whole = found
-        factor = short / whole
-        yield finding_of(
-            f"update {update.number} sums {passes(short)} but divides by K = {whole}: "
-            f"its gradient is {factor:.4g} of the full batch's",
-            measured(
-                "micro-batch-weights",
-                f"{difference(update)}; one factor r/K = {short}/{whole} leaves "
-                f"{update.fit.factor_residual if update.fit else math.nan:.0e} of the gradient over",
-                factor=factor,
-                update=update.number,
-            ),
-            counted(loop.complete[:8], "counts"),
+        yield told(
+            "GAV605.misscaled",
             location=backward_place(facts, update.number),
-            remedy=f"divide the losses of this window by {short}, the micro-batches that it has "
-            f"(weights {1 / short:.4g} each)",
             proven=True,
+            update=update,
+            short=short,
+            whole=whole,
+            factor=short / whole,
+            left=update.fit.factor_residual if update.fit else math.nan,
+            right=1 / short,
+            **counted(loop.complete),
         )
         return
 
@@ -257,14 +234,16 @@ def _by_calls(facts: Facts, loop: Record) -> Iterator[Finding]:
             continue
         weight = weights.pop()
         if weight is not None and math.isclose(weight * whole, 1.0, rel_tol=THREE_DIGITS):
-            yield finding_of(
-                f"update {window.number} sums {passes(short)} but divides by K = {whole}: "
-                f"its losses count {short / whole:.4g} together",
-                measured("events", f"every loss is multiplied by {weight:.4g} = 1/{whole}", weight=weight),
-                counted(loop.complete[:8], "counts"),
+            yield told(
+                "GAV605.calls",
                 location=backward_place(facts, window.number),
-                remedy=f"divide the losses of this window by {short}, the micro-batches that it has",
                 proven=False,
+                window=window,
+                short=short,
+                whole=whole,
+                factor=short / whole,
+                weight=weight,
+                **counted(loop.complete),
             )
             return
 

@@ -11,12 +11,12 @@ from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
 from gaverify.records.weights import Count, WeightFit, are_shares, is_constant
 from gaverify.rules.controls import behind, in_order
-from gaverify.rules.rule import controlled, finding_of, measured, rule
+from gaverify.rules.rule import controlled, judged, rule
 from gaverify.rules.scale import constant, counted_at, factor_in_loop, factor_of, shares, weighted_term, weights_of
+from gaverify.rules.telling import said, told, words
 from gaverify.rules.wording import (
     NOT_ENOUGH,
     backward_place,
-    difference,
     exact,
     largest,
     listed,
@@ -38,24 +38,20 @@ def empty_micro_batch(facts: Facts) -> Iterator[Finding]:
     if not empty:
         yield from _without_backward(facts)
         return
-    which = ", ".join(str(k + 1) for k in empty)
-    window = f"of {facts.steps}" if facts.loop is None else f"of update {facts.compared.update}"
     losses, counts = facts.weights.losses, facts.weights.valid_targets
     lost = [k for k in empty if k < len(losses) and not math.isfinite(losses[k])]
-    effect = "its mean loss is 0/0" if lost else "it takes a share of the mean and adds nothing"
     rows = [row for row in facts.compared.rows if row.why is not None and row.why.not_finite]
-    shown = f"gradients {rows[0].reason}: `{rows[0].name}`" if rows else largest(facts)
-    yield finding_of(
-        f"micro-batch {which} {window} has no valid target: {effect}",
-        measured(
-            "micro-batch-weights",
-            f"{shown}; valid targets per micro-batch: {', '.join(f'{n:g}' for n in counts)}",
-            valid_targets=list(counts),
-        ),
+    yield told(
+        "GAV203.empty",
         *_weighed(facts),
         location=backward_place(facts),
-        remedy="divide the summed loss by the valid targets of the whole window, which is never zero",
         proven=bool(rows) or _weights_leave_nothing(facts),
+        which=", ".join(str(k + 1) for k in empty),
+        window=f"of {facts.steps}" if facts.loop is None else f"of update {facts.compared.update}",
+        effect="its mean loss is 0/0" if lost else "it takes a share of the mean and adds nothing",
+        shown=f"gradients {rows[0].reason}: `{rows[0].name}`" if rows else largest(facts),
+        targets=", ".join(f"{n:g}" for n in counts),
+        valid_targets=list(counts),
     )
 
 
@@ -71,8 +67,8 @@ def _weighed(facts: Facts) -> Iterator[Evidence]:
     fit, run = facts.weights.fit, facts.weights.remedy
     if fit is not None and _weights_leave_nothing(facts):
         left = run.left if run is not None else fit.residual
-        text = f"with weights {weights_text(fit.weights, each=False)} the difference is {left:.0e}: proven"
-        yield controlled("micro-batch-weights", text, weights=list(fit.weights), left=left)
+        what = f"with weights {weights_text(fit.weights, each=False)} the difference"
+        yield judged("micro-batch-weights", what, left, True, weights=list(fit.weights))
 
 
 def _without_backward(facts: Facts) -> Iterator[Finding]:
@@ -87,13 +83,15 @@ def _without_backward(facts: Facts) -> Iterator[Finding]:
         return
     forwards = window.of("forward")
     which = f"{listed([str(at + 1) for at in window.dropped], 6)} of update {number}"
-    which = f"micro-batches {which} have" if len(window.dropped) > 1 else f"micro-batch {which} has"
-    yield finding_of(
-        f"{which} no backward pass: {len(window.dropped)} of {len(forwards)} do not reach the gradient",
-        measured("events", difference(update), update=number, dropped=list(window.dropped)),
+    yield told(
+        "GAV203.dropped",
         location=located(forwards[at] for at in window.dropped),
-        remedy="differentiate every micro-batch of the window, or leave the same samples out of the full batch",
         proven=False,
+        which=f"micro-batches {which} have" if len(window.dropped) > 1 else f"micro-batch {which} has",
+        number=len(window.dropped),
+        all=len(forwards),
+        update=update,
+        dropped=list(window.dropped),
     )
 
 
@@ -115,14 +113,6 @@ def explains_weights(facts: Facts) -> bool:
         return False
     filled = tuple(factor for at, factor in enumerate(fit.multipliers) if at not in empty)
     return constant((*filled, len(counts) / len(filled)), loop.tolerance)
-
-
-_EQUALLY = "micro-batches of unequal weight are averaged equally"
-_WRONGLY = "micro-batches of unequal weight are averaged wrongly"
-_SHARE = "weight each micro-batch by its share of what the full batch's mean counts"
-_SAMPLES = "; they are the shares of samples n_k/N"
-_TARGETS = "; they are the shares of valid targets"
-_COUNTED = "; they are the shares of what each micro-batch's loss is divided by"
 
 
 @rule("GAV202")
@@ -147,31 +137,26 @@ def mean_of_means(facts: Facts) -> Iterator[Finding]:
     left = f"a fit leaves {fit.residual:.0e} of the gradient over"
     if run is not None:
         left = f"the difference is {run.left:.0e}{': proven' if run.rounding else ''}"
-    summary = _WRONGLY
-    if facts.weights.given_wrong:
-        summary = "the weights that were given are not the micro-batches' shares of the samples"
-    elif facts.weights.weighting == "uniform":
-        summary = _EQUALLY
-    yield finding_of(
-        summary,
-        measured(
-            "micro-batch-weights",
-            f"{facts.compared.largest} with weights {weights_text(facts.weights.used, each=False)}"
-            + counted_at(facts.weights),
-            used=list(facts.weights.used),
-        ),
-        controlled(
-            "micro-batch-weights",
-            f"with weights {weights_text(fit.weights, each=False)} {left}{meaning}{_unsure(fit)}",
-            weights=list(fit.weights),
-            residual=fit.residual,
-            determined=fit.determined,
-        ),
+    yield told(
+        "GAV202.fitted",
         *not_run(facts) if run is None else (),
         location=facts.weights.place.location if facts.weights.place is not None else None,
-        remedy=in_order(facts, len(facts.forward.causes), remedy),
         proven=run is not None and run.rounding,
+        summary=words("GAV202")["summaries"]["given" if facts.weights.given_wrong else _averaged(facts)],
+        largest=facts.compared.largest,
+        counted=counted_at(facts.weights),
+        used=list(facts.weights.used),
+        left=left,
+        meaning=meaning,
+        unsure=_unsure(fit),
+        fit=fit,
+        weights=list(fit.weights),
+        remedy=in_order(facts, len(facts.forward.causes), remedy),
     )
+
+
+def _averaged(facts: Facts) -> str:
+    return "equally" if facts.weights.weighting == "uniform" else "wrongly"
 
 
 def _counted(facts: Facts, counts: tuple[Count, ...], run: ControlRun) -> Finding:
@@ -181,24 +166,24 @@ def _counted(facts: Facts, counts: tuple[Count, ...], run: ControlRun) -> Findin
         f"in the full batch by {count.window:.4g}"
         for count in counts
     )
-    line = f": `{counts[0].operation.source}`" if counts[0].operation.source else ""
     fit, weights = facts.weights.fit, {}
     text = f"with {run.what} the difference is {run.left:.0e}: proven"
     if fit is not None and fit.determined and fit.residual < FIT_FLOAT32:
         weights = {"weights": list(fit.weights), "residual": fit.residual}
         text += f"; on this batch they are weights {weights_text(fit.weights, each=False)}"
-    return finding_of(
-        _EQUALLY if facts.weights.weighting == "uniform" else _WRONGLY,
-        measured(
-            "micro-batch-weights",
-            f"{facts.compared.largest}; {own}{line}",
-            used=list(facts.weights.used),
-            counts=[list(count.own) for count in counts],
-        ),
-        controlled("micro-batch-weights", text, left=run.left, counts=[count.window for count in counts], **weights),
+    windows = [count.window for count in counts]
+    return told(
+        "GAV202.counts",
+        controlled("micro-batch-weights", text, left=run.left, counts=windows, **weights),
         location=counts[0].operation.location,
-        remedy=in_order(facts, len(facts.forward.causes), counts_remedy(facts, counts, run)),
         proven=run.rounding,
+        summary=words("GAV202")["summaries"][_averaged(facts)],
+        largest=facts.compared.largest,
+        own=own,
+        line=f": `{counts[0].operation.source}`" if counts[0].operation.source else "",
+        used=list(facts.weights.used),
+        counts=[list(count.own) for count in counts],
+        remedy=in_order(facts, len(facts.forward.causes), counts_remedy(facts, counts, run)),
     )
 
 
@@ -219,18 +204,11 @@ def _unsure(fit: WeightFit) -> str:
 
 def _meaning(facts: Facts, fitted: tuple[float, ...]) -> tuple[str, str]:
     """What the fitted weights are, and how to ask for them; numbers that stand for nothing known are no repair."""
-    sizes = tuple(map(float, facts.weights.sizes))
-    if are_shares(fitted, sizes):
-        return (
-            f"; they are the shares of samples n_k/N: {share_texts(sizes)}",
-            "weight each micro-batch by n_k/N (--weighting samples)",
-        )
-    if are_shares(fitted, facts.weights.valid_targets):
-        return (
-            f"; they are the shares of valid targets: {share_texts(facts.weights.valid_targets)}",
-            "weight each micro-batch by its share of the window's valid targets (--weighting tokens)",
-        )
-    return "", _SHARE
+    table = words("GAV202")
+    for of, amounts in (("samples", facts.weights.sizes), ("targets", facts.weights.valid_targets)):
+        if are_shares(fitted, amounts):
+            return f"{table['meanings'][of]}: {share_texts(amounts)}", table["remedies"][of]
+    return "", table["remedies"]["share"]
 
 
 def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
@@ -248,52 +226,36 @@ def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
     total = sum(multipliers)
     weights = tuple(multiplier / total for multiplier in multipliers) if total else multipliers
     weights = tuple(0.0 if abs(weight) < loop.tolerance else weight for weight in weights)
-    summary, meaning, remedy = _in_update(update, weights, loop.tolerance)
-    altogether = _altogether(multipliers, loop.tolerance) if meaning in (_SAMPLES, _TARGETS, _COUNTED) else ""
-    yield finding_of(
-        f"{summary} in update {update.number}{where}",
-        measured("micro-batch-weights", difference(update), update=update.number),
-        Evidence(
-            "micro-batch-weights",
-            "weights",
-            f"{weights_text(weights)} give the full-batch gradient to {fit.residual:.0e}{meaning}"
-            f"{altogether}{_unsure(fit)}",
-            {
-                "weights": list(weights),
-                "multipliers": list(fit.multipliers),
-                "residual": fit.residual,
-                "determined": fit.determined,
-            },
-        ),
+    amounts = (("samples", update.sizes), ("targets", update.valid_targets), ("counted", update.counted))
+    of = next((of for of, each in amounts if shares(weights, each, loop.tolerance)), "")
+    kind, table = of or _kind(update, weights), words("GAV202")
+    usual = ", ".join(f"{min(weights) / weight:.3g}" for weight in weights[:12]) if all(weights) else ""
+    yield told(
+        "GAV202.update",
         location=backward_place(facts, update.number),
-        remedy=remedy + (_multiply(loop, fit) if all(weights) else ""),
         proven=True,
+        summary=table["summaries"].get(kind, table["summaries"]["equally"]),
+        update=update,
+        where=where,
+        weights=list(weights),
+        shown=weights_text(weights),
+        fit=fit,
+        multipliers=list(fit.multipliers),
+        meaning=said(table["meanings"].get(kind, ""), usual=usual),
+        altogether=_altogether(multipliers, loop.tolerance) if of else "",
+        unsure=_unsure(fit),
+        remedy=table["remedies_in_loops"].get(kind, table["remedies"]["share"]),
+        multiply=_multiply(loop, fit) if all(weights) else "",
     )
 
 
-def _in_update(update: UpdateComparison, weights: tuple[float, ...], tolerance: float) -> tuple[str, str, str]:
-    """What is wrong, what the fitted weights are, and what to do to get them."""
-    if shares(weights, update.sizes, tolerance):
-        return _EQUALLY, _SAMPLES, "weight each micro-batch by n_k/N"
-    if shares(weights, update.valid_targets, tolerance):
-        return _EQUALLY, _TARGETS, "sum the losses and divide by the valid targets of the whole window"
-    if shares(weights, update.counted, tolerance):
-        return _EQUALLY, _COUNTED, "sum the losses and divide by what the whole window counts"
+def _kind(update: UpdateComparison, weights: tuple[float, ...]) -> str:
+    """What is wrong with weights that are no shares of anything known."""
     if not any(weights[:-1]):
-        return (
-            "each backward pass repeats the micro-batches before it",
-            "; the last one alone holds the whole window",
-            "call `backward()` on each micro-batch's own loss, not on the running sum",
-        )
+        return "running-sum"
     if len(set(update.sizes)) == 1 and len(set(update.valid_targets)) == 1 and all(weights):
-        usual = [f"{min(weights) / weight:.3g}" for weight in weights[:12]]
-        return (
-            "micro-batches of equal size are weighted unequally",
-            f"; the script counts them {', '.join(usual)} to one another",
-            "give each micro-batch the same weight, 1/K",
-        )
-    unseen = "" if update.valid_targets else "; no loss was seen whose targets could be counted"
-    return _EQUALLY, unseen, _SHARE
+        return "equal-sizes"
+    return "uncounted" if update.valid_targets else "unseen"
 
 
 def _seen(fit: WeightFit, update: UpdateComparison) -> tuple[float, ...]:
