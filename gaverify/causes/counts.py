@@ -2,7 +2,8 @@
 
 A mean over valid elements, positives, hard examples, weights that are normalised over the batch: each is a sum and a
 count, and the repair is one division by the window's count. Whatever averages is listened to in the forwards; then the
-micro-batches are run with the full batch's counts, everything else live.
+micro-batches are run with the full batch's counts, everything else live. Terms of the loss that nothing divides are
+heard as well: a sum over the samples beside a mean, a penalty that is the same in every micro-batch.
 
 Shapes: K micro-batches; counts are numbers.
 """
@@ -20,6 +21,7 @@ import torch
 from gaverify.causes.bench import Bench
 from gaverify.causes.trace.operations import FunctionCalls
 from gaverify.causes.trace.traces import source_line
+from gaverify.passes.addends import addends, unscaled
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.modes import FunctionMode, in_transform
@@ -27,8 +29,8 @@ from gaverify.passes.perturbation import moved
 from gaverify.records.experiment import ControlKind, ControlRun
 from gaverify.records.facts import Facts
 from gaverify.records.operations import FunctionKey, Operation
-from gaverify.records.weights import Count
-from gaverify.thresholds import SAME_NUMBER
+from gaverify.records.weights import Count, TermKind
+from gaverify.thresholds import COMPUTED_FLOAT32, SAME_NUMBER
 from gaverify.tracebacks import hands_over, shown
 
 _DIVISIONS = ("div", "div_", "true_divide", "divide")
@@ -79,15 +81,21 @@ def found_in(bench: Bench, used: Sequence[float]) -> Found | None:
 
 @dataclass
 class _Seen:
-    """What one call divides by: in the full batch, and in each micro-batch; `trained`: its result has a gradient."""
+    """What one call divides by: in the full batch, and in each micro-batch; `trained`: its result has a gradient.
+
+    Of a term that nothing divides, it is how much belongs to each: all of a sum, 1/K of a penalty.
+    """
 
     whole: float
     trained: bool
     own: list[float]
+    term: TermKind | None = None
 
     @property
     def adds_up(self) -> bool:
         """Whether the full batch's is the sum of the micro-batches', rather than their mean; empty ones may count 1."""
+        if self.term is not None:
+            return True
         total = sum(self.own)
         return abs(total - self.whole) < abs(total / len(self.own) - self.whole)
 
@@ -110,9 +118,9 @@ class _Seen:
         name, frame, _ = key
         file, line = (shown(frame[0]), frame[1]) if frame is not None else (None, None)
         operation, own = Operation(name, file=file, line=line, source=source_line(frame)), tuple(self.own)
-        if name in _PRODUCTS:
+        if name in _PRODUCTS and self.term is None:
             return Count(operation, tuple(1 / count for count in own), 1 / self.whole, self.adds_up, times=True)
-        return Count(operation, own, self.whole, self.adds_up)
+        return Count(operation, own, self.whole, self.adds_up, term=self.term)
 
 
 def _listened(bench: Bench) -> dict[FunctionKey, _Seen]:
@@ -122,23 +130,40 @@ def _listened(bench: Bench) -> dict[FunctionKey, _Seen]:
     """
     bench.task.progress("counts of the full batch and of the micro-batches")
     bench.record.rewind()
-    whole, *parts = (_counts(bench, k) for k in (None, *range(bench.task.steps)))
+    whole, *parts = (_heard(bench, k) for k in (None, *range(bench.task.steps)))
     seen = {
-        key: _Seen(count, trained, [part[key][0] for part in parts])
-        for key, (count, trained) in whole.items()
-        if all(key in part for part in parts)
+        key: _Seen(count, trained, [part.counts[key][0] for part in parts])
+        for key, (count, trained) in whole.counts.items()
+        if all(key in part.counts for part in parts)
     }
     seen = {key: count for key, count in seen.items() if any(own != count.whole for own in count.own)}
     weights = list(bench.task.parameters.values())
     with moved(weights, [SAME_NUMBER] * len(weights)):
-        there = _counts(replace(bench, state=ModelState(bench.task.modules, (bench.task.problem.loss,))), None)
-    return {key: count for key, count in seen.items() if there.get(key) == whole[key]}
+        there = _heard(replace(bench, state=ModelState(bench.task.modules, (bench.task.problem.loss,))), None)
+    kept = {key: count for key, count in seen.items() if there.counts.get(key) == whole.counts[key]}
+    return _undivided(whole.terms, [part.terms for part in parts]) | kept
 
 
-def _counts(bench: Bench, k: int | None) -> dict[FunctionKey, tuple[float, bool]]:
+def _undivided(
+    whole: Mapping[FunctionKey, float], parts: Sequence[Mapping[FunctionKey, float]]
+) -> dict[FunctionKey, _Seen]:
+    """The terms of the loss that add up over the micro-batches, and those that are the same in all of them."""
+    steps, found = len(parts), {}
+    for key, value in whole.items():
+        own = [part[key] for part in parts if key in part]
+        if len(own) < steps:
+            continue
+        if all(math.isclose(each, value, rel_tol=COMPUTED_FLOAT32) for each in own):
+            found[key] = _Seen(steps, True, [1.0] * steps, TermKind.PENALTY)
+        elif math.isclose(sum(own), value, rel_tol=COMPUTED_FLOAT32):
+            found[key] = _Seen(1.0, True, [1.0] * steps, TermKind.SUM)
+    return found
+
+
+def _heard(bench: Bench, k: int | None) -> _Listener:
     listener = _Listener()
-    bench.forward(listener, k)
-    return listener.counts
+    listener.hear(bench.forward(listener, k))
+    return listener
 
 
 def _run(bench: Bench, factors: Mapping[FunctionKey, Sequence[float]]) -> ControlRun:
@@ -169,10 +194,20 @@ class _Called(PassProbe):
 
 
 class _Listener(_Called):
-    """Notes what each call divides by."""
+    """Notes what each call divides by, and which calls made the terms of the loss, with their values."""
 
     def __init__(self) -> None:
         self.counts: dict[FunctionKey, tuple[float, bool]] = {}
+        self.terms: dict[FunctionKey, float] = {}
+        self._numbers: dict[Any, tuple[FunctionKey, torch.Tensor]] = {}
+
+    def hear(self, loss: torch.Tensor) -> None:
+        """Takes the terms of the loss that came out of the forward."""
+        for node, slot in addends(unscaled(loss.grad_fn)):
+            key, value = self._numbers.get(node.next_functions[slot][0], (None, loss))
+            if key is not None:
+                self.terms[key] = float(value)
+        self._numbers.clear()
 
     def called(self, k: int | None, key: FunctionKey, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs the call."""
@@ -182,6 +217,8 @@ class _Listener(_Called):
                 count = _count(key[0], func, args, kwargs, result)
             if count is not None and 0 < abs(count) < math.inf:
                 self.counts[key] = count, result.requires_grad
+            if result.numel() == 1 and result.grad_fn is not None:
+                self._numbers[result.grad_fn] = key, result.detach()
         return result
 
 

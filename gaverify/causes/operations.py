@@ -267,7 +267,7 @@ class _Search:
     def _try(self, bench: Bench, suspect: Suspect) -> Tried | None:
         try:
             suspect = replace(suspect, statistics=suspect.statistics or _normalises(bench, suspect))
-            tried = proof.try_suspect(bench, suspect, self.left, self._residual)
+            tried = proof.try_suspect(bench, suspect, self.left, self._residual, counted=self._is_counted)
         except FORESEEN as error:
             self._bench.failures[f"control of {suspect.culprit}"] = failure_sentence(error)
             return None
@@ -276,6 +276,9 @@ class _Search:
             self._bench.failures[f"control of {suspect.culprit}"] = why
             tried = replace(tried, cause=replace(tried.cause, failure=why))
         return tried
+
+    def _is_counted(self, there: Bench) -> bool:
+        return there.possible(lambda: counts.found_in(there, self._facts.weights.used)) is not None
 
     def _released(self) -> None:
         """Releases every cause alone: notes what difference it makes, and drops those that make none.

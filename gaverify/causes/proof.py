@@ -31,7 +31,13 @@ class Tried:
 
 
 def try_suspect(
-    bench: Bench, suspect: Suspect, left: float, residual: float, *, all_of_it: bool = False
+    bench: Bench,
+    suspect: Suspect,
+    left: float,
+    residual: float,
+    *,
+    all_of_it: bool = False,
+    counted: Callable[[Bench], bool] = lambda _: False,
 ) -> Tried | None:
     """Runs the controls that fit the suspect until one helps; None where none could tell anything.
 
@@ -44,6 +50,8 @@ def try_suspect(
         left: The relative difference before.
         residual: What the best micro-batch weights left over before: wrong weights may hide that a control helps.
         all_of_it: Go on after a control that helps and leaves something, until one leaves nothing.
+        counted: Whether the window's counts explain what is left on a bench. Asked behind frozen layers alone, which
+            leave the rest running: a control that holds a result constant takes the loss before it away.
     """
     failures: list[str] = []
     best: Tried | None = None
@@ -59,6 +67,8 @@ def try_suspect(
         if control.rounding or (explained > 1.0 - HELPS and not all_of_it):
             remedies = tuple(_remedies(bench, suspect, neutral)) if control.rounding else ()
             return Tried(Cause(suspect, control, remedies, explained), neutral, tuple(failures))
+        if isinstance(neutral, Evaluated) and counted(bench.without(neutral)):
+            return Tried(Cause(suspect, control, (), explained), neutral, tuple(failures))
         frozen = best is not None and isinstance(best.neutral, Evaluated)  # a repair, which others can be tried behind
         if neutral is not None and (best is None or (explained > best.cause.explained and not frozen)):
             best = Tried(Cause(suspect, control, (), explained), neutral, tuple(failures), helps=False)

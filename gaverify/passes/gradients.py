@@ -221,7 +221,7 @@ def forward_pass(
     lift: bool = False,
     probe: PassProbe | None = None,
 ) -> torch.Tensor:
-    """Runs one forward without a backward, from the restored state, and returns its loss, detached.
+    """Runs one forward without a backward, from the restored state, and returns its loss.
 
     Args:
         task: What to run.
@@ -238,7 +238,7 @@ def forward_pass(
     with one_pass(task, state):
         batch = fresh(task.problem.batch if k is None else micro_batch_of(task, start, stop, where))
         with mode, told_as_users(where, task), probe.around(k):
-            return loss_of(task, batch, where).detach()
+            return loss_of(task, batch, where)
 
 
 @contextmanager

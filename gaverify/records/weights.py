@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from gaverify.records.operations import Operation
 from gaverify.thresholds import COMPUTED_FLOAT32, FIT_MAGNIFIES, NO_WEIGHT, SAME_NUMBER
@@ -45,12 +46,20 @@ class WeightFit:
         )
 
 
+class TermKind(Enum):
+    """What a term of a loss is that nothing divides."""
+
+    SUM = "over the samples"
+    PENALTY = "the same in every micro-batch"
+
+
 @dataclass(frozen=True)
 class Count:
     """What one operation divides by, or multiplies by (`times`), in each micro-batch and in the whole window.
 
     `counts`: the window's is the sum of theirs, so that it takes the place of the micro-batch's weight as well; else
-    their mean. `added_up`: the micro-batches' losses are added up instead, where they were weighted.
+    their mean. `added_up`: the micro-batches' losses are added up instead, where they were weighted. `term`: nothing
+    is divided, the operation makes a term of the loss that counts otherwise than the micro-batches are weighted.
     """
 
     operation: Operation
@@ -59,6 +68,7 @@ class Count:
     counts: bool = True
     added_up: bool = False
     times: bool = False
+    term: TermKind | None = None
 
 
 @dataclass(frozen=True)

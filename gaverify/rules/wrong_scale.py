@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterator
 
 from gaverify.records.audit import Record, UpdateComparison
+from gaverify.records.experiment import ControlRun
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
-from gaverify.records.weights import LossTerm, WeightFit
+from gaverify.records.weights import LossTerm, TermKind, WeightFit
 from gaverify.records.windows import Window
 from gaverify.rules.controls import behind, in_order
 from gaverify.rules.rule import controlled, judged, rule, rule_of_loops
@@ -23,7 +24,7 @@ from gaverify.rules.scale import (
     weights_of,
 )
 from gaverify.rules.steps import early_windows
-from gaverify.rules.telling import told
+from gaverify.rules.telling import said, told, words
 from gaverify.rules.wording import (
     NOT_ENOUGH,
     backward_place,
@@ -35,7 +36,7 @@ from gaverify.rules.wording import (
     not_run,
     tested,
 )
-from gaverify.rules.wrong_shares import counts_remedy, explains_weights
+from gaverify.rules.wrong_shares import counts_remedy, explains_weights, places
 from gaverify.thresholds import COMPUTED_FLOAT32, SAME_NUMBER, THREE_DIGITS
 
 
@@ -45,10 +46,14 @@ def wrong_loss_scale(facts: Facts) -> Iterator[Finding]:
     if facts.loop is not None:
         yield from _in_loop(facts, facts.loop)
         return
+    counts, run = facts.weights.counts, facts.weights.remedy
+    if counts and run is not None and all(count.term is not None for count in counts):
+        yield from (_undivided(facts, run, kind) for kind in TermKind if any(count.term is kind for count in counts))
+        return
     factor, left = factor_of(facts)
     if factor is None or abs(factor - 1) < max(SAME_NUMBER, left):
         return
-    right, run = exact([weight / factor for weight in facts.weights.used]), facts.weights.remedy
+    right = exact([weight / factor for weight in facts.weights.used])
     yield told(
         "GAV201.factor",
         *_control(facts, right),
@@ -60,6 +65,23 @@ def wrong_loss_scale(facts: Facts) -> Iterator[Finding]:
         counted=counted_at(facts.weights),
         residual=left,
         remedy=in_order(facts, len(facts.forward.causes), _remedy(facts, factor, right)),
+    )
+
+
+def _undivided(facts: Facts, run: ControlRun, kind: TermKind) -> Finding:
+    """The finding of the terms of one kind that get the weights of others."""
+    counts = tuple(count for count in facts.weights.counts if count.term is kind)
+    source = counts[0].operation.source
+    return told(
+        "GAV201.undivided",
+        judged("micro-batch-weights", "with other weights of this term the difference", run.left, run.rounding),
+        location=counts[0].operation.location,
+        proven=run.rounding,
+        places=places(counts),
+        what=said(words("GAV201")["terms"][kind.name.lower()], times=sum(facts.weights.used)),
+        largest=facts.compared.largest,
+        line=f": `{source}`" if source else "",
+        remedy=in_order(facts, len(facts.forward.causes), counts_remedy(facts, counts, run)),
     )
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.experiment import ControlRun
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
-from gaverify.records.weights import Count, WeightFit, are_shares, is_constant
+from gaverify.records.weights import Count, TermKind, WeightFit, are_shares, is_constant
 from gaverify.rules.controls import behind, in_order
 from gaverify.rules.rule import controlled, judged, rule
 from gaverify.rules.scale import constant, counted_at, factor_in_loop, factor_of, shares, weighted_term, weights_of
@@ -123,8 +123,10 @@ def mean_of_means(facts: Facts) -> Iterator[Finding]:
     if facts.loop is not None:
         yield from _in_loop(facts, facts.loop)
         return
-    fit, run = facts.weights.fit, facts.weights.remedy
-    if facts.weights.counts and run is not None and factor_of(facts)[0] is None:
+    fit, run, counts = facts.weights.fit, facts.weights.remedy, facts.weights.counts
+    if counts and all(count.term is not None for count in counts):
+        return  # of terms that nothing divides GAV201 tells
+    if counts and run is not None and factor_of(facts)[0] is None:
         yield _counted(facts, facts.weights.counts, run)
         return
     if fit is None or not facts.weights.blamed or factor_of(facts)[0] is not None:
@@ -161,11 +163,7 @@ def _averaged(facts: Facts) -> str:
 
 def _counted(facts: Facts, counts: tuple[Count, ...], run: ControlRun) -> Finding:
     """The finding where the window's counts in every micro-batch give the full batch's gradient."""
-    own = "; ".join(
-        f"{count.operation} {'multiplies' if count.times else 'divides'} by {weights_text(count.own, each=False)}, "
-        f"in the full batch by {count.window:.4g}"
-        for count in counts
-    )
+    own = "; ".join(map(_said, counts))
     fit, weights = facts.weights.fit, {}
     text = f"with {run.what} the difference is {run.left:.0e}: proven"
     if fit is not None and fit.determined and fit.residual < FIT_FLOAT32:
@@ -187,15 +185,29 @@ def _counted(facts: Facts, counts: tuple[Count, ...], run: ControlRun) -> Findin
     )
 
 
+def _said(count: Count) -> str:
+    if count.term is not None:
+        return f"{count.operation} is {'a sum ' * (count.term is TermKind.SUM)}{count.term.value}"
+    does = "multiplies" if count.times else "divides"
+    return f"{count.operation} {does} by {weights_text(count.own, each=False)}, in the full batch by {count.window:.4g}"
+
+
 def counts_remedy(facts: Facts, counts: tuple[Count, ...], run: ControlRun) -> str:
-    """The rule behind weights that differ from window to window."""
-    places = " and ".join(str(count.operation) for count in counts)
-    instead = "in place of its own" + (" and of 1/K" if any(count.counts for count in counts) else "")
+    """The rule behind weights that differ from window to window, and behind those of terms that nothing divides."""
+    divided = [count for count in counts if count.term is None]
+    instead = "in place of its own" + (" and of 1/K" if any(count.counts for count in divided) else "")
     if counts[0].added_up:
         instead = "and add the losses up, without 1/K"
-    return f"take the number of {places} once over the window, for every micro-batch, {instead}: " + tested(
-        run, behind(facts.forward.causes)
-    )
+    steps = [f"take the number of {places(divided)} once over the window, for every micro-batch, {instead}"]
+    for kind, weight in ((TermKind.SUM, "1 in each micro-batch (K times 1/K)"), (TermKind.PENALTY, "1/K in each")):
+        if of_kind := [count for count in counts if count.term is kind]:
+            steps.append(f"give {places(of_kind)} a weight of {weight}")
+    return f"{'; '.join(steps if divided else steps[1:])}: {tested(run, behind(facts.forward.causes))}"
+
+
+def places(counts: Sequence[Count]) -> str:
+    """Names the operations that count."""
+    return " and ".join(str(count.operation) for count in counts)
 
 
 def _unsure(fit: WeightFit) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -157,6 +158,26 @@ def constant_weights(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> to
     return (1 / (1 + y[:, 0].exp()) * (x - y).square().mean(1)).mean()
 
 
+def summed_beside_mean(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """A reconstruction that is averaged and a divergence that is summed, as in many a VAE."""
+    return (x - y).square().mean() + 0.1 * x.square().sum()  # planted summed-term
+
+
+def averaged_beside_mean(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return (x - y).square().mean() + 0.01 * x.square().sum(1).mean()
+
+
+def penalised(mean: bool = False) -> Problem:
+    """Summed losses with a penalty on the parameters, which every micro-batch adds once more."""
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        penalty = sum(p.square().sum() for p in model.parameters())
+        errors = (model(batch[0]) - batch[1]).square()
+        return (errors.mean() if mean else errors.sum()) + 0.1 * penalty  # planted penalty
+
+    return replace(_elements(summed_beside_mean), loss=loss)
+
+
 def sum_over_one_length() -> Problem:
     def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         logits = model(batch["tokens"]).flatten(0, 1)
@@ -209,6 +230,8 @@ FAULTS = (
     fault("normalised-sum", lambda: _elements(normalised_sum), "GAV202", "divided by its own weights", planted=True),
     fault("normalised-mean", lambda: _elements(normalised_mean), "GAV202", "the same by their mean", planted=True),
     fault("hard-examples", lambda: _elements(hard_examples), "GAV202", "a count that outputs decide", planted=True),
+    fault("summed-term", lambda: _elements(summed_beside_mean), "GAV201", "one term is a sum", planted=True),
+    fault("penalty", penalised, "GAV201", "counts K times", options={"weighting": "none"}, planted=True),
     fault("positives", lambda: _elements(positives_and_elements), "GAV202", "a count per term"),
     fault("B14", sum_over_one_length, "GAV201", "a sum over the batch is already additive; / K is once too often"),
     fault("L19", mean_loss, "GAV201", "`backward()` ran on the undivided loss", options={"weighting": "none"}),
@@ -224,5 +247,7 @@ TWINS = (
     quiet("B11", sum_over_matched, "one constant divisor", options={"weighting": "none"}),
     quiet("B13", ragged_tail, "weighted n_k/N", steps=3, options={"weighting": "samples"}),
     quiet("normalised-sum", lambda: _elements(constant_weights), "weights of the samples, not normalised"),
+    quiet("summed-term", lambda: _elements(averaged_beside_mean), "both terms are means"),
+    quiet("penalty", lambda: penalised(mean=True), "each micro-batch adds its share"),
     quiet("B14", sum_over_one_length, "not divided once more", options={"weighting": "none"}),
 )

@@ -186,15 +186,42 @@ def test_repairs_of_several_causes_are_told_in_their_order_and_the_last_with_tho
     assert last.remedy.startswith("repair 2 of 2, in this order: ") and "tested behind the repairs" in last.remedy
 
 
-@pytest.mark.parametrize("term", [problems_weights.hard_examples, problems_weights.normalised_sum])
-def test_a_count_behind_batch_norm_is_a_count_and_no_coupled_loss(term: Callable[..., torch.Tensor]) -> None:
+def _count_and_sum(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return 0.5 * problems_weights.hard_examples(x, y, mask) + 0.01 * x.square().sum()
+
+
+def test_a_summed_term_is_not_hidden_by_a_control_that_holds_what_it_is_a_sum_of() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+
+    def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        hidden = model[:2](batch[0])  # type: ignore[index]
+        return (model[2](hidden) - batch[1]).square().mean() + 0.1 * hidden.tanh().square().sum()  # type: ignore[index]
+
+    verdict = gaverify.verify(model, loss, (torch.randn(16, 6), torch.randn(16, 4)))
+    assert fault_codes(verdict) == {"GAV101", "GAV201"}, story(verdict)
+
+
+@pytest.mark.parametrize(
+    ("term", "code", "repair"),
+    [
+        (problems_weights.hard_examples, "GAV202", "take the number of"),
+        (problems_weights.normalised_sum, "GAV202", "take the number of"),
+        (problems_weights.summed_beside_mean, "GAV201", "give `mul`"),
+        (_count_and_sum, "GAV202", "take the number of"),
+    ],
+)
+def test_a_count_behind_batch_norm_is_a_count_and_no_coupled_loss(
+    term: Callable[..., torch.Tensor], code: str, repair: str
+) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
     batch = torch.randn(16, 6), torch.randn(16, 4), torch.ones(16, 4)
     verdict = gaverify.verify(model, lambda model, batch: term(model(batch[0]), *batch[1:]), batch)
     first, last = [finding for finding in verdict.findings if finding.severity == "fault"]
-    assert (first.code, last.code) == ("GAV101", "GAV202") and first.proven and last.proven, story(verdict)
-    assert last.remedy.startswith("repair 2 of 2, in this order: take the number of"), last.remedy
+    assert (first.code, last.code) == ("GAV101", code) and first.proven and last.proven, story(verdict)
+    assert last.remedy.startswith(f"repair 2 of 2, in this order: {repair}"), last.remedy
+    assert ("a weight of 1" in last.remedy) == (term in (_count_and_sum, problems_weights.summed_beside_mean))
     assert "tested behind the repairs before it, equivalent" in last.remedy
 
 

@@ -9,14 +9,11 @@ from typing import Any
 import torch
 
 from gaverify.audit.recording.graph import line_of
+from gaverify.passes.addends import addends, unscaled
 from gaverify.tracebacks import Place
 
 MOST = 4
 """Terms that are told apart; those of a longer sum after the first three count as one."""
-_SUMS = ("AddBackward0", "SubBackward0")
-_DEEPEST = 64  # operations from the root down to the sum
-
-_Edge = tuple[Any, int]  # a node of the graph, and which of its operands
 
 
 class Terms:
@@ -31,8 +28,8 @@ class Terms:
 
     def __init__(self, roots: Any) -> None:
         alone = isinstance(roots, torch.Tensor) and roots.numel() == 1
-        self._made = _unscaled(roots.grad_fn if alone else None)
-        edges = _addends(self._made if self._made is not None and self._made.name() in _SUMS else None)
+        self._made = unscaled(roots.grad_fn if alone else None)
+        edges = addends(self._made)
         self._groups = [[edge] for edge in edges[: MOST - 1]] + [edges[MOST - 1 :]] * (len(edges) >= MOST)
 
     def __len__(self) -> int:
@@ -64,39 +61,6 @@ class Terms:
     def made(self) -> Place | None:
         """The user's line that made the loss: behind what only scales it."""
         return line_of(self._made)
-
-
-def _unscaled(node: Any) -> Any:
-    """Returns the operation that made a number, behind those that only scale it."""
-    for _ in range(_DEEPEST):
-        if node is None or not _is_number(node):
-            return None
-        operands = [child for child, _ in node.next_functions if child is not None]
-        if len(operands) != 1 or not _is_number(operands[0]):
-            return node
-        node = operands[0]
-    return None
-
-
-def _addends(node: Any) -> list[_Edge]:
-    """The operands of a sum, and of the sums among them in their place."""
-    found: list[_Edge] = []
-    waiting = [(node, slot) for slot in reversed(range(len(node.next_functions)))] if node is not None else []
-    while waiting:
-        holder, slot = waiting.pop()
-        child = holder.next_functions[slot][0]
-        if child is None:
-            continue
-        if child.name() in _SUMS:
-            waiting += [(child, inner) for inner in reversed(range(len(child.next_functions)))]
-        else:
-            found.append((holder, slot))
-    return found
-
-
-def _is_number(node: Any) -> bool:
-    shapes = [tuple(each.shape) for each in getattr(node, "_input_metadata", ())]
-    return len(shapes) == 1 and all(size == 1 for size in shapes[0])  # a loss of shape (1,) is one as well
 
 
 def _stopping(slot: int) -> Callable[[Sequence[Any], Any], tuple[Any, ...]]:

@@ -105,7 +105,7 @@ def _traces(
 
     def traced(k: int | None, template: Trace | None = None, plan: Trace | None = None) -> tuple[Trace, float]:
         tracer = OperationTracer(names, task.batch_size, task.sizes[0], template, plan, described)
-        loss = bench.forward(tracer, k)
+        loss = bench.forward(tracer, k).detach()
         return tracer.finish(loss), float(loss)
 
     task.progress("tracing the full batch")
