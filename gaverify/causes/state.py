@@ -41,7 +41,7 @@ def ask(bench: Bench, facts: Facts) -> Facts:
     changes = read_changes(facts.state.changes if facts.state is not None else ())
     if facts.state is None or not changes:
         return facts
-    tried = bench.attempt("state", lambda: _controlled(bench, changes))
+    tried = bench.attempt("state", lambda: _controlled(bench, facts, changes))
     if tried is None:
         return facts
     found, once = tried
@@ -195,10 +195,13 @@ def blamed(bench: Bench, changes: tuple[StateChange, ...], left: float) -> tuple
     return tuple(change for change in changes if change in needed)
 
 
-def _controlled(bench: Bench, changes: Sequence[StateChange]) -> tuple[ControlRun, tuple[StateChange, ...]]:
+def _controlled(
+    bench: Bench, facts: Facts, changes: Sequence[StateChange]
+) -> tuple[ControlRun, tuple[StateChange, ...]]:
     """The control run with the state initialised once, restored, or held where that comes nearer.
 
-    Beside it, what is set only once where that is enough: it is blamed without further runs.
+    Where weights leave nothing of either, it is nearer where they have a meaning. Beside it, what is set only once
+    where that is enough: it is blamed without further runs.
     """
     primed, once = _primed(bench, changes)
     if primed is not None and primed.rounding and once:
@@ -208,8 +211,10 @@ def _controlled(bench: Bench, changes: Sequence[StateChange]) -> tuple[ControlRu
         return restored, ()
     # a counter that stays at zero stops the model
     held = bench.possible(lambda: run_control(bench, ControlKind.STATE_HELD, changes, fit=True))
-    nearer = held is not None and (held.rounding or _unexplained(held) < HELPS * _unexplained(restored))
-    return held if held is not None and nearer else restored, ()
+    if held is None:
+        return restored, ()
+    nearer = held.rounding or weights.means(bench, facts, held.fit)
+    return held if nearer or _unexplained(held) < HELPS * _unexplained(restored) else restored, ()
 
 
 def _primed(bench: Bench, changes: Sequence[StateChange]) -> tuple[ControlRun | None, tuple[StateChange, ...]]:

@@ -48,7 +48,14 @@ def _with_gradients_kept(bench: Bench, facts: Facts) -> Facts:
 
 
 def ask_at_moved_parameters(bench: Bench, facts: Facts) -> Facts:
-    """Tries weights without a meaning that hold for moved parameters as well."""
+    """Tries weights without a meaning that hold for moved parameters as well.
+
+    Where weights fit with the state held, too, these may be a number that moves from forward to forward (a divisor that
+    is a moving average), which stays the same for moved parameters: the next question asks with the state held.
+    """
+    held = facts.state.control.fit if facts.state is not None and facts.state.control is not None else None
+    if held is not None and explains(bench, facts, held):
+        return facts
     fit = _joint(bench, facts, facts.weights.fit)
     return tried(bench, facts, fit) if fit is not None else facts
 

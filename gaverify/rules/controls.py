@@ -110,6 +110,12 @@ def behind(before: Sequence[Cause]) -> str:
     return " behind the repairs before it" if applied else " with the causes before it held constant"
 
 
+def beside(facts: Facts) -> str:
+    """What weights were tested with: the causes of the forward, else the state that moves beside them; empty alone."""
+    moving = facts.state is not None and bool(facts.state.blamed)
+    return behind(facts.forward.causes) or (" with the state held" if moving else "")
+
+
 def several(facts: Facts) -> bool:
     """Whether more than one cause was found."""
     state = facts.state is not None and bool(facts.state.blamed)

@@ -11,7 +11,7 @@ from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
 from gaverify.records.weights import LossTerm, TermKind, WeightFit
 from gaverify.records.windows import Window
-from gaverify.rules.controls import behind, in_order
+from gaverify.rules.controls import beside, in_order
 from gaverify.rules.rule import controlled, judged, rule, rule_of_loops
 from gaverify.rules.scale import (
     constant_factor,
@@ -121,7 +121,7 @@ def _remedy(facts: Facts, factor: float, right: str) -> str:
     if run is not None and facts.weights.counts:
         return counts_remedy(facts, facts.weights.counts, run)
     text = f"multiply each micro-batch's loss by {exact([1 / factor])} (weights {right})"
-    return text + (f": {tested(run, behind(facts.forward.causes))}" if run is not None and run.rounding else "")
+    return text + (f": {tested(run, beside(facts))}" if run is not None and run.rounding else "")
 
 
 def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:

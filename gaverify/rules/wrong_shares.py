@@ -10,7 +10,7 @@ from gaverify.records.experiment import ControlRun
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
 from gaverify.records.weights import Count, TermKind, WeightFit, are_shares, is_constant
-from gaverify.rules.controls import behind, in_order
+from gaverify.rules.controls import beside, in_order
 from gaverify.rules.rule import controlled, judged, rule
 from gaverify.rules.scale import constant, counted_at, factor_in_loop, factor_of, shares, weighted_term, weights_of
 from gaverify.rules.telling import said, told, words
@@ -133,7 +133,7 @@ def mean_of_means(facts: Facts) -> Iterator[Finding]:
         return
     meaning, remedy = _meaning(facts, fit.weights)
     if run is not None and run.rounding and meaning:
-        remedy = f"{remedy}: {tested(run, behind(facts.forward.causes))}"
+        remedy = f"{remedy}: {tested(run, beside(facts))}"
     elif run is not None and not run.rounding and not facts.cleared:
         remedy = NOT_ENOUGH
     left = f"a fit leaves {fit.residual:.0e} of the gradient over"
@@ -166,7 +166,7 @@ def _counted(facts: Facts, counts: tuple[Count, ...], run: ControlRun) -> Findin
     own = "; ".join(map(_said, counts))
     fit, weights = facts.weights.fit, {}
     text = f"with {run.what} the difference is {run.left:.0e}: proven"
-    if fit is not None and fit.determined and fit.residual < FIT_FLOAT32:
+    if fit is not None and fit.determined and fit.residual < FIT_FLOAT32 and not beside(facts):
         weights = {"weights": list(fit.weights), "residual": fit.residual}
         text += f"; on this batch they are weights {weights_text(fit.weights, each=False)}"
     windows = [count.window for count in counts]
@@ -202,7 +202,7 @@ def counts_remedy(facts: Facts, counts: tuple[Count, ...], run: ControlRun) -> s
     for kind, weight in ((TermKind.SUM, "1 in each micro-batch (K times 1/K)"), (TermKind.PENALTY, "1/K in each")):
         if of_kind := [count for count in counts if count.term is kind]:
             steps.append(f"give {places(of_kind)} a weight of {weight}")
-    return f"{'; '.join(steps if divided else steps[1:])}: {tested(run, behind(facts.forward.causes))}"
+    return f"{'; '.join(steps if divided else steps[1:])}: {tested(run, beside(facts))}"
 
 
 def places(counts: Sequence[Count]) -> str:

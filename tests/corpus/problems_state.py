@@ -106,6 +106,44 @@ def frozen_divisor() -> Problem:
     return _detector(True)
 
 
+def divisor_that_moves_first() -> Problem:
+    """Divides by the average that this forward has just moved: restored before each forward, it is none of 1/K."""
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        x, positive = batch
+        with torch.no_grad():
+            model.average.mul_(0.9).add_(0.1 * positive.sum())
+        errors = F.binary_cross_entropy_with_logits(model.inner(x)[:, 0], positive, reduction="sum")
+        return errors / model.average.clone()
+
+    torch.manual_seed(0)
+    return Problem(Detector(True), loss, (torch.randn(16, 6), (torch.rand(16) < 0.4).float()))
+
+
+def _counted(read: bool) -> Problem:
+    """The positives' mean loss, divided by a moving average that is `read` or only kept."""
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        x, positive = batch
+        errors = F.binary_cross_entropy_with_logits(model.inner(x)[:, 0], positive, reduction="none")
+        average = model.average.clone()
+        with torch.no_grad():
+            model.average.mul_(0.9).add_(0.1 * x.square().sum())
+        return (errors * positive).sum() / positive.sum() / (average if read else 1.0)
+
+    torch.manual_seed(0)
+    positive = torch.tensor([1.0, 0, 1, 1, 1, 0, 0, 1, 0, 1, 0, 0, 1, 1, 1, 1])
+    return Problem(Detector(True), loss, (torch.randn(16, 6), positive))
+
+
+def count_and_moving_divisor() -> Problem:
+    return _counted(True)
+
+
+def count_beside_an_average() -> Problem:
+    return _counted(False)
+
+
 class FakeQuantised(nn.Module):
     """Rounds to 8 bits of the largest value seen so far (straight-through), then updates that value."""
 
@@ -365,6 +403,15 @@ FAULTS = (
     fault("hidden-state", carried_hidden_state, "GAV403", "the second micro-batch starts where the first one ended"),
     fault("spectral-norm", spectral_norm, "GAV401", "the power iteration goes on with every forward"),
     fault("counting-loss", counting_loss, "GAV403", "the factor is kept on the loss function"),
+)
+
+COMBINED = (
+    fault("divisor-and-scale", moving_divisor, "GAV401 GAV201", "a sum is averaged, and its divisor moves on"),
+    fault("moved-divisor-and-scale", divisor_that_moves_first, "GAV401 GAV201", "the same, read after it is written"),
+    fault(
+        "divisor-and-count", count_and_moving_divisor, "GAV401 GAV202", "means of means, and a divisor that moves on"
+    ),
+    fault("average-and-count", count_beside_an_average, "GAV202", "the average moves on, and nothing reads it"),
 )
 
 TWINS = (

@@ -13,6 +13,7 @@ from problems_experts import COMBINED as EXPERTS
 from problems_losses import FAULTS as LOSSES
 from problems_memory import COMBINED as MEMORY
 from problems_memory import FAULTS as MEMORIES
+from problems_state import COMBINED as STATE
 from problems_unseen import COMBINED as UNSEEN
 from problems_unseen import FAULTS
 from torch import nn
@@ -20,7 +21,7 @@ from torch import nn
 import gaverify
 from gaverify import Outcome
 
-COMBINED = (*UNSEEN, *EXPERTS, *MEMORY)
+COMBINED = (*UNSEEN, *EXPERTS, *MEMORY, *STATE)
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in COMBINED])
@@ -50,6 +51,17 @@ def test_a_queue_is_told_apart_from_in_batch_negatives_and_named_as_the_losss_ow
     queue = next(finding for finding in case.verify().findings if finding.code == "GAV403")
     assert queue.location is not None and queue.location.module == "criterion" and queue.location.kind == "Queue"
     assert any("restored alone, it moves" in evidence.statement for evidence in queue.evidence)
+
+
+def test_a_scale_beside_state_is_one_factor_and_was_tested_with_the_state_held() -> None:
+    """A moving average divides every micro-batch by a number of its own: that of this window is no weight."""
+    for case in (case for case in COMBINED if case.id.endswith("divisor-and-scale")):
+        scale = next(finding for finding in case.verify().findings if finding.code == "GAV201")
+        assert "0.25 times the full-batch gradient = 1/K" in scale.summary
+        assert (
+            scale.remedy
+            == "multiply each micro-batch's loss by 4 (weights 1, 1, 1, 1): tested with the state held, equivalent"
+        )
 
 
 def test_the_line_that_counts_is_named() -> None:
