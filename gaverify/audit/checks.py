@@ -12,7 +12,7 @@ from gaverify.records.audit_report import TITLES
 from gaverify.records.events import Ending
 
 if TYPE_CHECKING:
-    from gaverify.audit.processes import Done
+    from gaverify.audit.ending import Child
     from gaverify.audit.reading import Run
 
 Progress = Callable[[str, int, int], None]
@@ -60,7 +60,7 @@ def check_parameters(runs: Sequence[Run]) -> None:
 _TRAIN = "give arguments with which it trains for at least one update"
 
 
-def check_updates(child: Done, run: Run) -> None:
+def check_updates(child: Child, run: Run) -> None:
     """Raises unless the script trained.
 
     Args:
@@ -105,7 +105,7 @@ def _instead(job: Job, run: Run) -> str:
     return f"neither a backward pass nor an optimizer step; {_TRAIN}"
 
 
-def _sentence(child: Done, run: Run, what: str, advice: str) -> str:
+def _sentence(child: Child, run: Run, what: str, advice: str) -> str:
     left = Ending(run.meta["reason"]) is Ending.EXIT
     how = f"it left with sys.exit({run.meta['status']})" if left else "it ran to its end"
     return f"the {TITLES[child.job.role]} {what} ({how}): {child.command}\n{advice}"

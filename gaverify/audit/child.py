@@ -1,19 +1,26 @@
-"""The process that runs the user's script: as `python script.py` would, with the recorder in place."""
+"""The processes that run the user's script: as `python script.py` would, with the recorder in place.
+
+A process that a launcher started enters as soon as it has imported torch. It may be a rank, the launcher's own agent, a
+parent of ranks, a worker of a data loader: all are recorded alike, and only those that step leave a closing record.
+"""
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import runpy
 import sys
 import traceback
 import types
+from dataclasses import replace
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from gaverify.audit.editing import PLACED, Edits
 from gaverify.audit.job import RECORDER_FAILED, SCRIPT_FAILED, Job
-from gaverify.audit.launch import command, entering, launched
+from gaverify.audit.launch import ERROR, INTERNAL, RANK, command, entering, folder_for, launched
 from gaverify.children.output import cause_of
 from gaverify.errors import ProblemError
 from gaverify.records.events import Ending
@@ -33,26 +40,24 @@ def main(path: str) -> NoReturn:
         _launch(job, Path(path))
     try:
         recorder = installed(job, folder)
-    except BaseException:
-        give_up(folder)
+    except BaseException as error:
+        _give_up(error, folder)
     reason, status, code = Ending.SCRIPT, 0, ""
     try:
         edits = _changed_values(job, folder)
-        seed(job)
+        _seed(job)
         _run(job, edits)
     except ProblemError as error:
-        (folder / "error.txt").write_text(f"{error}\n", encoding="utf-8")
+        (folder / ERROR).write_text(f"{error}\n", encoding="utf-8")
         os._exit(SCRIPT_FAILED)
     except SystemExit as error:
         reason, code = Ending.EXIT, repr(error.code)
         if error.code not in (None, 0):
             status = SCRIPT_FAILED
-            (folder / "error.txt").write_text(f"it left Python with sys.exit({error.code!r})", encoding="utf-8")
+            (folder / ERROR).write_text(f"it left Python with sys.exit({error.code!r})", encoding="utf-8")
     except BaseException as error:
-        if is_ours(error):
-            give_up(folder)
+        _note(error, folder)
         reason, status = Ending.ERROR, SCRIPT_FAILED
-        (folder / "error.txt").write_text(f"{cause_of(error)}\n{trimmed(error)}", encoding="utf-8", errors="replace")
     recorder.finish(reason, status, code)
     raise AssertionError("the recorder ends the process")
 
@@ -71,16 +76,11 @@ def _keep_from_others(job: Job, folder: Path) -> None:
             (folder / "no-view.txt").write_text(reason, encoding="utf-8")
             os._exit(IMPOSSIBLE)
     elif job.files == "guard" and not job.launcher:
-        keep_under_guard(job, folder)
+        _keep_under_guard(job, folder)
 
 
-def keep_under_guard(job: Job, folder: Path) -> None:
-    """Ends this process before it changes a file that was there before the run.
-
-    Args:
-        job: The run.
-        folder: Of this process.
-    """
+def _keep_under_guard(job: Job, folder: Path) -> None:
+    """Ends this process, whose folder is given, before it changes a file that was there before the run."""
     from gaverify.audit.outputs import shared_folders
     from gaverify.audit.outputs.guard import Guard, tell_of_saving
 
@@ -105,19 +105,24 @@ def _launch(job: Job, path: Path) -> NoReturn:
     os.execv(words[0], words)
 
 
-def give_up(folder: Path) -> NoReturn:
-    """Ends this process for the fault of ours that is being handled."""
-    (folder / "internal.txt").write_text(traceback.format_exc(), encoding="utf-8")
+def _give_up(error: BaseException, folder: Path) -> NoReturn:
+    """Ends this process for a fault of ours."""
+    (folder / INTERNAL).write_text("".join(traceback.format_exception(error)), encoding="utf-8")
     os._exit(RECORDER_FAILED)
 
 
-def is_ours(error: BaseException) -> bool:
-    """Whether the recorder raised it: what torch or the script raise in a recorded call ends in their own frames."""
+def _note(error: BaseException, folder: Path) -> None:
+    """Notes why the script failed; ends this process where the recorder did.
+
+    What torch or the script raise in a recorded call ends in their own frames, as does the syntax of a source that was
+    compiled here.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-    if isinstance(error, SyntaxError):  # of a source that was compiled here
-        return False
-    return bool(frames) and frames[-1].filename.startswith(package) and frames[-1].filename != __file__
+    last = frames[-1].filename if frames and not isinstance(error, SyntaxError) else ""
+    if last.startswith(package) and last != __file__:
+        _give_up(error, folder)
+    (folder / ERROR).write_text(f"{cause_of(error)}\n{_trimmed(error)}", encoding="utf-8", errors="replace")
 
 
 def installed(job: Job, folder: Path) -> Recorder:
@@ -133,7 +138,7 @@ def installed(job: Job, folder: Path) -> Recorder:
     return recorder
 
 
-def seed(job: Job) -> None:
+def _seed(job: Job) -> None:
     """Seeds what a script seeds that wants to be repeated: Python's generator, NumPy's and torch's."""
     if job.seed is None:
         return
@@ -186,7 +191,7 @@ def _first_on_path(folder: str) -> None:
         sys.path.insert(0, folder)
 
 
-def trimmed(error: BaseException) -> str:
+def _trimmed(error: BaseException) -> str:
     """The traceback without the frames that led to the script and, if it has any of its own, without libraries'."""
     from gaverify.tracebacks import Owner, owner_of
 
@@ -198,3 +203,44 @@ def trimmed(error: BaseException) -> str:
         part.stack = traceback.StackSummary.from_list([*own, *last] if own else [])
         part = part.__cause__ or (None if part.__suppress_context__ else part.__context__)
     return "".join(whole.format()).rstrip()
+
+
+def enter(path: str) -> None:
+    """Records this process, which a launcher started, from here on; given the file of its run's job."""
+    whole = Job.read(Path(path))
+    folder = folder_for(Path(whole.folder), os.getpid())
+    job = replace(whole, folder=str(folder))
+    try:
+        if job.files == "guard":
+            _keep_under_guard(job, folder)
+        recorder = installed(job, folder)
+        _seed(job)
+    except BaseException as error:
+        _give_up(error, folder)
+    _tell_of_failures(folder)
+    atexit.register(_closed, recorder, os.getpid())
+
+
+def _tell_of_failures(folder: Path) -> None:
+    original, process = sys.excepthook, os.getpid()
+
+    def told(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+        if os.getpid() == process and not isinstance(error, KeyboardInterrupt):
+            from gaverify.audit.recording.ranks import place_in_group
+
+            _note(error, folder)
+            rank, ranks = place_in_group()
+            if ranks > 1:
+                (folder / RANK).write_text(str(rank), encoding="ascii")
+        original(kind, error, frames)
+
+    sys.excepthook = told
+
+
+def _closed(recorder: Recorder, process: int) -> None:
+    """Writes the closing record of a process that ends before all updates are made; its exit status stays its own."""
+    if os.getpid() == process and recorder.steps and not (Path(recorder.job.folder) / ERROR).exists():
+        try:
+            recorder.close(Ending.SCRIPT)
+        except Exception:
+            os._exit(RECORDER_FAILED)

@@ -1,68 +1,50 @@
-"""Controls of an audit: further runs that decide what the comparison alone leaves open."""
+"""Controls of an audit: further runs that decide what the comparison alone leaves open.
+
+Each asks the record whether it is called for, makes runs with one thing changed, and returns what they tell.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gaverify.audit.job import Role
-from gaverify.audit.running import Runner
-from gaverify.errors import ProblemError
-from gaverify.records.audit import Overwritten, Record
+import torch
+
+from gaverify.audit.fitting import fit_gradients, fitted_terms
+from gaverify.audit.outcome import is_explained
+from gaverify.audit.rank_facts import left_by
+from gaverify.audit.running import Trial
+from gaverify.records.audit import Overwritten, Record, UpdateComparison
 from gaverify.records.comparison import Outcome
+from gaverify.records.facts import facts_of_loop
 from gaverify.records.stages import Stage
-from gaverify.records.weights import LossTerm, WeightFit
 from gaverify.records.windows import rounds_of
+from gaverify.rules.calls import clipped_inside
+from gaverify.rules.scale import weights_of
 from gaverify.thresholds import SMALLEST_FAULT, U32
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from gaverify.audit.reading import Run
 
 _SMALL = U32  # no gradient of a loss this much smaller meets a limit; a power of two rounds nothing
 _OTHERWISE = ((1, 1.3), (2, 1.7), (3, 2.9))  # directions of weights, and what losses are multiplied by
 _MOST_HELD = 64  # micro-batches that the control with undone steps runs at most
 
 
-def on_its_own(runner: Runner, full: Run, perturbed: Run, record: Record, options: dict[str, Any]) -> Record:
-    """The control for a step that makes something else of the same gradient: with the script's own gradients."""
-    from gaverify.audit.settling import settled_by_weights
-
-    try:
-        (own,) = runner.runs([replace(job, lead=False) for job in runner.jobs("accumulated", **options)])
-    except ProblemError:
-        return record
-    return replace(record, updates=settled_by_weights(record.updates, full, perturbed, own))
-
-
-def floored(runner: Runner, runs: tuple[Run, Run, Run], record: Record, options: dict[str, Any]) -> Record:
+def floored(trial: Trial, record: Record) -> Record:
     """The control for differences near the noise floor: a floor that one run measured may be small by chance.
 
     A gradient whose terms cancel is made of the rounding of each of them, which moved weights hardly change where they
     are small. So the losses are multiplied by odd factors, which rounds every term otherwise, and the weights are moved
     in more directions; the largest floor counts.
     """
-    from gaverify.audit.judgement import compare_updates
-
-    full, perturbed, accumulated = runs
-    try:
-        again = [(runner.moved(full, options, *other), other[1]) for other in _OTHERWISE]
-    except ProblemError:
-        return record
-    return replace(record, updates=compare_updates(full, perturbed, accumulated, runner.updates, again=again))
-
-
-def near_the_floor(record: Record) -> bool:
-    """Whether all that differs differs by so little that a floor which is small by chance may be behind it."""
     rows = [row for update in record.updates if update.differs for row in update.parameters]
     apart = [row.relative_difference for row in rows if row.outcome is Outcome.DIVERGENT]
-    return bool(apart) and all(difference < SMALLEST_FAULT for difference in apart)
+    if not apart or not all(difference < SMALLEST_FAULT for difference in apart):
+        return record
+    again = [(trial.moved(coins=coins, shrink=factor), factor) for coins, factor in _OTHERWISE]
+    return replace(record, updates=trial.compared(again=again))
 
 
-def unclipped(runner: Runner, record: Record, options: dict[str, Any]) -> Record:
+def unclipped(trial: Trial, record: Record) -> Record:
     """The control for clipping inside windows, and for gradients that a script changes by hand.
 
     All runs again, with losses too small to be clipped.
@@ -70,137 +52,99 @@ def unclipped(runner: Runner, record: Record, options: dict[str, Any]) -> Record
     Dividing, centralising or summing elsewhere treats a gradient alike whatever its size; clipping lets a small one
     pass. So what the optimizers see of small gradients is what the script makes of them before it clips.
     """
-    from gaverify.audit.judgement import compare_updates
-    from gaverify.audit.settling import decided_without_clips
-
-    options = {**options, "shrink": _SMALL}
-    try:
-        full = runner.full(**options)
-        perturbed, accumulated = runner.beside(full, options)
-        control = compare_updates(full, perturbed, accumulated, runner.updates, unclipped=True)
-    except ProblemError:
+    if not any(update.unclear for update in record.updates) and not clipped_inside(facts_of_loop(record)):
         return record
+    control = trial.changed(shrink=_SMALL, part="unclipped").compared(unclipped=True)
     small = tuple(replace(update, decided=Stage.UNCLIPPED) for update in control)
-    return replace(record, updates=decided_without_clips(record.updates, control), unclipped=small)
+    known = {update.number: update for update in small if update.judged}
+    updates = tuple(
+        _without_clips(update, known[update.number]) if update.unclear and update.number in known else update
+        for update in record.updates
+    )
+    return replace(record, updates=updates, unclipped=small)
 
 
-def by_change(runner: Runner, runs: tuple[Run, Run], record: Record, options: dict[str, Any]) -> Record:
-    """The control for a script that moves its weights itself: the full batch again, with losses half as large.
-
-    Weights that change otherwise for half the gradient (SGD) show what the script makes of `.grad` in its step, and of
-    sums that it keeps elsewhere. Those that do not (Adam, a sign, a norm) show nothing of its size.
-
-    Args:
-        runner: Makes the run.
-        runs: The full-batch and the accumulated run.
-        record: Their comparison.
-        options: Fields of `Job` that they had.
-    """
-    from gaverify.audit.settling import decided_by_change, open_to_change
-
-    if not open_to_change(record.updates, *runs):
-        return record
-    try:
-        half = runner.full(**options, shrink=0.5)
-    except ProblemError:
-        return record
-    return replace(record, updates=decided_by_change(record.updates, *runs, half))
+def _without_clips(update: UpdateComparison, small: UpdateComparison) -> UpdateComparison:
+    """Returns an update that gradients changed by hand left unclear, decided as in the control."""
+    used = next((stage for stage in small.stages if stage.stage is Stage.USED), None)
+    if used is None or used.outcome is Outcome.INCONCLUSIVE or small.unrepeatable:
+        return update
+    decided = replace(update, unclear=False, stages=(*update.stages, replace(used, stage=Stage.UNCLIPPED)))
+    if used.outcome is Outcome.EQUIVALENT and update.outcome is Outcome.DIVERGENT:
+        # The same sum once nothing is clipped, another where it is: clipped at another place than the full batch's.
+        return decided
+    return replace(
+        decided,
+        outcome=used.outcome,
+        parameters=small.parameters,
+        fit=small.fit,
+        noise=small.noise,
+        decided=Stage.UNCLIPPED,
+    )
 
 
-def by_terms(runner: Runner, runs: tuple[Run, Run], record: Record, options: dict[str, Any]) -> tuple[LossTerm, ...]:
+def by_terms(trial: Trial, record: Record) -> Record:
     """The control for a loss that is a sum: both runs up to the update that differs, with each term alone.
 
-    Nothing is returned unless the terms' gradients add up to those of the whole, in both runs. Behind the first update
-    the full batch's steps are led as well: its term alone would train other weights.
-
-    Args:
-        runner: Makes the runs.
-        runs: The full-batch and the accumulated run.
-        record: Their comparison.
-        options: Fields of `Job` that the accumulated run had, with its `source`.
+    Nothing is told unless the terms' gradients add up to those of the whole, in both runs. Behind the first update the
+    full batch's steps are led as well: its term alone would train other weights.
     """
-    from gaverify.audit.fitting import fitted_terms
-
     update = record.divergent
-    count = _terms_of(record, update.number) if update is not None else 0
-    if update is None or count < 2:
-        return ()
-    own = {name: value for name, value in options.items() if name not in ("source", "parts")}
-    role: Role = "full"
-    if update.number > 1:
-        role, own = "perturbed", {**options, **({"parts": 1} if "parts" in options else {})}
+    if update is None or is_explained(record):
+        return record
+    windows = [window for window in (*record.full_windows, *record.windows) if window.number == update.number]
+    counts = {event.values.get("terms", 0) for window in windows for event in window.of("backward")}
+    count = counts.pop() if len(windows) == 2 and len(counts) == 1 else 0  # else the runs have other numbers of them
+    if count < 2:
+        return record
     alone = []
-    try:
-        for term in range(1, count + 1):
-            jobs = runner.jobs(role, **own, term=term), runner.jobs("accumulated", **options, term=term)
-            alone.append(runner.runs(*[[replace(job, updates=update.number) for job in group] for group in jobs]))
-    except ProblemError:
-        return ()
-    return fitted_terms(runs, [(whole, part) for whole, part in alone], record.tolerance, update.number)
+    for term in range(1, count + 1):
+        change: dict[str, Any] = {"term": term, "part": "terms", "updates": update.number}
+        whole = trial.jobs("full" if update.number == 1 else "perturbed", **change)
+        full, accumulated = trial.runner.runs(whole, trial.jobs("accumulated", **change))
+        alone.append((full, accumulated))
+    found = fitted_terms((trial.full, trial.accumulated), alone, record.tolerance, update.number)
+    return replace(record, terms=found)
 
 
-def overwritten(runner: Runner, accumulated: Run, record: Record, options: dict[str, Any]) -> Overwritten | None:
+def overwritten(trial: Trial, record: Record) -> Record:
     """The control for gradients that each backward pass may set: the accumulated run, cleared before each of them.
 
     Where the same gradient reaches the step, those before the last pass never did. What such passes add is that of the
     next one less their own, so that weights which fall from pass to pass give the full batch's gradient.
     """
-    from gaverify.audit.rank_facts import left_by
-    from gaverify.rules.scale import weights_of
-
     found = weights_of(record)
     if found is None or len(found[1].multipliers) < 2 or any(a <= b for a, b in pairwise((*found[1].multipliers, 0.0))):
-        return None
+        return record
     number = found[0].number
-    try:
-        jobs = runner.jobs("accumulated", **options, cleared=True)
-        (cleared,) = runner.runs([replace(job, updates=number) for job in jobs])
-    except ProblemError:
-        return None
-    left = left_by(accumulated, cleared, update=number)
-    return Overwritten(left, *(cleared.meta["setter"] or (None, None))) if left <= record.tolerance else None
+    cleared = trial.again("accumulated", cleared=True, updates=number)
+    left = left_by(trial.accumulated, cleared, update=number)
+    if not left <= record.tolerance:
+        return record
+    return replace(record, overwritten=Overwritten(left, *(cleared.meta["setter"] or (None, None))))
 
 
-def _terms_of(record: Record, update: int) -> int:
-    """How many terms the loss of an update has in both runs; 0 where it has other numbers of them."""
-    windows = [
-        found for windows in (record.full_windows, record.windows) for found in windows if found.number == update
-    ]
-    counts = {event.values.get("terms", 0) for window in windows for event in window.of("backward")}
-    return counts.pop() if len(windows) == 2 and len(counts) == 1 else 0
-
-
-def with_steps_undone(runner: Runner, full: Run, record: Record, options: dict[str, Any]) -> WeightFit | None:
+def with_steps_undone(trial: Trial, record: Record) -> Record:
     """The control for a step inside the window: once more with every step undone, then fit all micro-batches."""
-    from torch import Tensor
-
-    from gaverify.audit.fitting import fit_gradients
-
     first = record.first
     steps = record.expected(first) if first is not None else None
-    if first is None or steps is None or not 1 < steps <= _MOST_HELD:
-        return None
-    try:
-        (held,) = runner.runs([replace(runner.job("frozen", **options), updates=steps)])
-    except ProblemError:
-        return None
+    if first is None or steps is None or not 0 < first.backwards < steps <= _MOST_HELD:
+        return record
+    held = trial.again("frozen", updates=steps)
     samples = [held.samples(round_) for round_ in rounds_of(held.events)[:steps]]
     # of a step inside the backward pass, which may clear what it has used, only what it was given was seen
-    given = [sample.increments if _any(sample.increments) else [sample.of("final")] for sample in samples]
+    seen = [any(bool(change.any()) for added in sample.increments for change in added.values()) for sample in samples]
+    given = [sample.increments if any_ else [sample.of("final")] for sample, any_ in zip(samples, seen, strict=True)]
     increments = [increment for members in given for increment in members][:steps]
-    whole = full.samples(rounds_of(full.events)[0])
-    used = {at: sum(step[at] for step in increments if at in step) for at in whole.summed}
-    totals = {at: total for at, total in used.items() if isinstance(total, Tensor)}
-    if len(totals) < len(used):
-        return None  # a step inside the backward left no gradient to be seen
+    whole = trial.full.samples(rounds_of(trial.full.events)[0])
+    totals = {at: sum(step[at] for step in increments if at in step) for at in whole.summed}
+    used = {at: total for at, total in totals.items() if isinstance(total, torch.Tensor)}
+    if len(used) < len(totals):
+        return record  # a step inside the backward left no gradient to be seen
     target, stretches = whole.summed, whole.of("stretches")
-    fit = fit_gradients(target, stretches, totals, increments)
-    if fit is None or not whole.by_change:
-        return fit
-    # What the script takes away from its weights is the gradient times a rate that is not known.
-    return fit_gradients({at: part * fit.factor for at, part in target.items()}, stretches, totals, increments)
-
-
-def _any(increments: Sequence[Mapping[int, Tensor]]) -> bool:
-    """Whether backward passes added anything."""
-    return any(bool(change.any()) for increment in increments for change in increment.values())
+    fit = fit_gradients(target, stretches, used, increments)
+    if fit is not None and whole.by_change:
+        # What the script takes away from its weights is the gradient times a rate that is not known.
+        target = {at: part * fit.factor for at, part in target.items()}
+        fit = fit_gradients(target, stretches, used, increments)
+    return replace(record, steps_undone=fit)

@@ -78,17 +78,22 @@ def first_module(pairs: Sequence[Pair | None], unit: float) -> Suspect | None:
     the first micro-batch and only later parts depends on what was there before, and not on who sits beside a row.
     """
     allowed = _allowed(unit)
-    parted: dict[tuple[str, int], tuple[float, int, dict[str, Any], dict[str, Any]]] = {}
-    agreed_first: set[tuple[str, int]] = set()
-    for number, pair in enumerate(filter(None, pairs)):
-        for key, whole, part in _calls(pair):
+    parted: dict[Any, tuple[float, int, dict[str, Any], dict[str, Any]]] = {}
+    agreed_first: set[Any] = set()
+    models: set[int] = set()
+    for pair in filter(None, pairs):
+        model = pair[1]["model"]
+        first = model not in models
+        models.add(model)
+        for at, whole, part in _calls(pair):
+            key = model, at
             inputs = _apart(pair, whole["inputs"], part["inputs"])
             outputs = _apart(pair, whole["outputs"], part["outputs"])
             if outputs is None or (inputs is not None and float(inputs.max()) > allowed):
                 continue
             apart = float(outputs.max())
             if apart <= allowed:
-                agreed_first |= {key} if number == 0 else set()
+                agreed_first |= {key} if first else set()
                 continue
             most, samples, _, _ = parted.get(key, (0.0, 0, whole, part))
             parted[key] = max(most, apart), samples + int((outputs > allowed).sum()), whole, part

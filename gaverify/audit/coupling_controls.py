@@ -22,18 +22,16 @@ from gaverify.audit.coupling import (
     writers_of,
 )
 from gaverify.audit.fitting import fit_of
-from gaverify.audit.job import Job
+from gaverify.audit.job import Role
+from gaverify.audit.outcome import is_explained
 from gaverify.audit.rank_facts import left_by
 from gaverify.audit.reading import Run, labels
-from gaverify.audit.running import Runner
-from gaverify.errors import ProblemError
+from gaverify.audit.running import Trial
 from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.experiment import Cause, ControlKind, ControlRun
-from gaverify.records.facts import facts_of_loop
 from gaverify.records.operations import Operation, Suspect
 from gaverify.records.weights import WeightFit
 from gaverify.records.windows import rounds_of
-from gaverify.rules import findings_for
 from gaverify.rules.wording import listed
 from gaverify.thresholds import MANY_UNITS, SMALL_PART
 from gaverify.verdict.criteria import floors_allowed
@@ -41,26 +39,16 @@ from gaverify.verdict.criteria import floors_allowed
 _MOST = 3  # causes that are looked for behind one another
 
 
-def coupled(runner: Runner, record: Record, options: dict[str, Any]) -> Record:
+def coupled(trial: Trial, record: Record) -> Record:
     """Returns the record with the modules, or the loss, in which samples act on each other.
 
     Looked for in the first update that differs, where nothing else explains it: both runs again, with what every module
     gives for each row. Where a module that parts keeps statistics, once more with those modules in evaluation mode.
-
-    Args:
-        runner: Makes the runs.
-        record: What is known so far.
-        options: Fields of `Job` that the compared runs had.
     """
     update = record.divergent
-    if update is None or record.ranks > 1 or record.unaligned:
+    if update is None or record.ranks > 1 or record.unaligned or is_explained(record):
         return record
-    if any(finding.severity == "fault" for finding in findings_for(facts_of_loop(record))):
-        return record
-    try:
-        return replace(record, coupling=tuple(_causes(_Bench(runner, options, record, update))))
-    except ProblemError:
-        return record
+    return replace(record, coupling=tuple(_causes(_Bench(trial, record, update))))
 
 
 @dataclass(frozen=True)
@@ -74,20 +62,18 @@ class _Held:
 class _Bench:
     """Runs the script again up to the update that differs, with what the search asks for."""
 
-    def __init__(self, runner: Runner, options: dict[str, Any], record: Record, update: UpdateComparison) -> None:
-        self._runner, self.record, self.update = runner, record, update
-        self._options = {**options, "eager": True, "outputs": True, "at": update.number}
-        self._own = {name: value for name, value in self._options.items() if name not in ("source", "parts")}
+    def __init__(self, trial: Trial, record: Record, update: UpdateComparison) -> None:
+        self._trial, self.record, self.update = trial, record, update
 
     def both(self, held: _Held, pairs: Sequence[Pair | None] = ()) -> tuple[Run, Run]:
         """Returns the full-batch run and the accumulated one; `pairs` tell whose rows are given to which forward."""
-        full = self._full(frozen=held.frozen, held=held.code)
-        options = {**self._options, "source": full, "frozen": held.frozen, "held": held.code, "spots": spots_of(pairs)}
-        return full, self._run(self._runner.jobs("accumulated", **options))
+        change = {"frozen": held.frozen, "held": held.code}
+        full = self._again("full", **change)
+        return full, self._again("accumulated", source=full, spots=spots_of(pairs), **change)
 
     def feels(self, full: Run, held: _Held, level: tuple[str, ...]) -> bool:
         """Whether a loss gives other gradients to half of the rows where the other half has other values."""
-        moved = self._full(frozen=held.frozen, moved=level)
+        moved = self._again("full", frozen=held.frozen, moved=level)
         return feels_the_rest(outputs_of(full), outputs_of(moved), self.record.unit, level)
 
     def control(self, full: Run, accumulated: Run, what: str, kind: ControlKind) -> ControlRun:
@@ -118,12 +104,10 @@ class _Bench:
         counts = {event.values.get("terms", 0) for window in self.record.windows for event in window.of("backward")}
         return max(counts, default=0) < 2 or bool(self.record.terms)
 
-    def _full(self, **options: Any) -> Run:
-        return self._run(self._runner.jobs("full", **{**self._own, **options}))
-
-    def _run(self, jobs: list[Job]) -> Run:
-        (run,) = self._runner.runs([replace(job, updates=self.update.number) for job in jobs])
-        return run
+    def _again(self, role: Role, **changed: Any) -> Run:
+        number = self.update.number
+        changed |= {"eager": True, "outputs": True, "at": number, "updates": number, "part": "coupling"}
+        return self._trial.again(role, **changed)
 
     def _is_rounding(self, left: float) -> bool:
         """Whether a control left no more than two runs of equal gradients are apart."""

@@ -22,6 +22,9 @@ PLACED = "placed.txt"
 """Name of the file in a run's folder that holds the names of values that found their place."""
 
 Values = Sequence[tuple[str, str]]
+_Slot = tuple[Any, Any]
+"""Where a value stands in a tree: the fields of a node and the name of one, or a list of nodes and a position."""
+
 _Scope = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -94,20 +97,10 @@ def placed(tree: _Scope, parts: Sequence[str], word: str, what: str = "") -> int
     Raises:
         ProblemError: A number would become text.
     """
-    count = 0
-    for node in _statements(tree):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            if node.name == parts[0] and len(parts) > 1:
-                count += placed(node, parts[1:], word, what)
-        elif isinstance(node, ast.Assign | ast.AnnAssign) and _assigns(node, parts[0]):
-            if len(parts) == 1:
-                node.value = _with_default(node.value, word, what)
-                count += 1
-            else:
-                count += _entry(node.value, parts[1:], word, what)
-    if isinstance(tree, ast.FunctionDef | ast.AsyncFunctionDef) and len(parts) == 1:
-        count += _parameter(tree.args, parts[0], word, what)
-    return count
+    slots = list(_slots(tree, parts))
+    for owner, key in slots:
+        owner[key] = _literal(owner[key], word, what)
+    return len(slots)
 
 
 def assigned(source: bytes) -> list[str]:
@@ -119,8 +112,7 @@ def assigned(source: bytes) -> list[str]:
     found: dict[str, None] = {}
     for node in _statements(tree):
         if isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found |= dict.fromkeys(target.id for target in targets if isinstance(target, ast.Name))
+            found |= dict.fromkeys(_targets(node))
     return list(found)
 
 
@@ -142,53 +134,44 @@ def _statements(scope: Any) -> Iterator[ast.stmt]:
             yield from _statements(node)
 
 
-def _assigns(node: ast.Assign | ast.AnnAssign, name: str) -> bool:
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-    return any(isinstance(target, ast.Name) and target.id == name for target in targets)
+def _slots(scope: _Scope, parts: Sequence[str]) -> Iterator[_Slot]:
+    """The places of the values that a name stands for in a scope."""
+    name, *rest = parts
+    for node in _statements(scope):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if node.name == name and rest:
+                yield from _slots(node, rest)
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and name in _targets(node):
+            whole = vars(node), "value"
+            default = _inside(whole, ["default"]) if isinstance(node.value, ast.Call) else []  # `field(default=…)`
+            yield from _inside(whole, rest) if rest else default or [whole]
+    if isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef) and not rest:
+        args = scope.args
+        positional = [*args.posonlyargs, *args.args]
+        named = [*positional[len(positional) - len(args.defaults) :], *args.kwonlyargs]
+        slots = [(values, at) for values in (args.defaults, args.kw_defaults) for at in range(len(values))]
+        yield from (
+            slot for argument, slot in zip(named, slots, strict=True) if argument.arg == name and slot[0][slot[1]]
+        )
 
 
-def _entry(node: ast.expr | None, parts: Sequence[str], word: str, what: str) -> int:
-    """Puts the value into a dictionary's entry or a call's keyword."""
+def _inside(slot: _Slot, parts: Sequence[str]) -> list[_Slot]:
+    """The place of a dictionary's entry, or of a call's keyword, in what stands at another place; none without it."""
+    if not parts:
+        return [slot]
+    node = slot[0][slot[1]]
+    entries: list[tuple[Any, _Slot]] = []
     if isinstance(node, ast.Dict):
-        for at, key in enumerate(node.keys):
-            if isinstance(key, ast.Constant) and str(key.value) == parts[0]:
-                if len(parts) > 1:
-                    return _entry(node.values[at], parts[1:], word, what)
-                node.values[at] = _literal(node.values[at], word, what)
-                return 1
+        keys = enumerate(node.keys)
+        entries = [(str(key.value), (node.values, at)) for at, key in keys if isinstance(key, ast.Constant)]
     elif isinstance(node, ast.Call):
-        for keyword in node.keywords:
-            if keyword.arg == parts[0]:
-                if len(parts) > 1:
-                    return _entry(keyword.value, parts[1:], word, what)
-                keyword.value = _literal(keyword.value, word, what)
-                return 1
-    return 0
+        entries = [(keyword.arg, (vars(keyword), "value")) for keyword in node.keywords]
+    return next((_inside(inner, parts[1:]) for name, inner in entries if name == parts[0]), [])
 
 
-def _with_default(old: ast.expr | None, word: str, what: str) -> ast.expr:
-    """The new value, inside `field(default=…)` where the old one stands there."""
-    if isinstance(old, ast.Call):
-        for keyword in old.keywords:
-            if keyword.arg == "default":
-                keyword.value = _literal(keyword.value, word, what)
-                return old
-    return _literal(old, word, what)
-
-
-def _parameter(args: ast.arguments, name: str, word: str, what: str) -> int:
-    positional = [*args.posonlyargs, *args.args]
-    first = len(positional) - len(args.defaults)
-    for at, argument in enumerate(positional[first:]):
-        if argument.arg == name:
-            args.defaults[at] = _literal(args.defaults[at], word, what)
-            return 1
-    for at, argument in enumerate(args.kwonlyargs):
-        default = args.kw_defaults[at]
-        if argument.arg == name and default is not None:
-            args.kw_defaults[at] = _literal(default, word, what)
-            return 1
-    return 0
+def _targets(node: ast.Assign | ast.AnnAssign) -> list[str]:
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
 def _literal(old: ast.expr | None, word: str, what: str) -> ast.expr:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from gaverify.amounts import bytes_text
 from gaverify.audit.editing import PLACED, assigned, not_placed
 from gaverify.audit.job import DISK_FULL, RECORDER_FAILED, ROOM, Job
-from gaverify.audit.members import (
+from gaverify.audit.launch import (
     ERROR,
     INTERNAL,
     RANK,
@@ -29,21 +29,26 @@ from gaverify.children.output import last_lines, signal_name
 from gaverify.errors import InternalError, ProblemError
 from gaverify.records.audit_report import TITLES
 
+_JOB, _DONE = "job.json", "done.json"
+
 
 @dataclass
 class Child:
-    """A process and the job that it works on."""
+    """A run of the script: what it was told, the command that it stands for, how many seconds it took.
+
+    `kept` is its process, where it was not made by an earlier audit.
+    """
 
     job: Job
     command: str
-    kept: Kept
-    started: float
     seconds: float = 0.0
+    kept: Kept | None = None
+    started: float = 0.0
 
     @property
     def status(self) -> int | None:
         """How it ended; None while it runs."""
-        return self.kept.process.poll()
+        return self.kept.process.poll() if self.kept is not None else 0
 
     @property
     def folder(self) -> Path:
@@ -68,6 +73,32 @@ class Child:
         updates = [int(meta_of(folder)["updates"]) for folder in ranks_of(self.folder)]
         return bool(self.job.updates) and min(updates) >= self.job.updates
 
+    def describe(self) -> str:
+        """Writes down what it is told, and returns the name of that file."""
+        self.job.write(self.folder / _JOB)
+        return str(self.folder / _JOB)
+
+    def write(self) -> None:
+        """Notes beside the record what only the parent knows."""
+        text = json.dumps({"command": self.command, "seconds": self.seconds})
+        (self.folder / _DONE).write_text(text, encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> Child:
+        """Reads the record of a run that was kept.
+
+        Raises:
+            ProblemError: There is none.
+        """
+        try:
+            job = replace(Job.read(folder / _JOB), folder=str(folder))
+            return cls(job, **json.loads((folder / _DONE).read_text(encoding="utf-8")))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ProblemError(
+                f"--from {folder.parent}: the record of `{folder.name}` is missing or cannot be read ({error}); "
+                "another version of gaverify made them: run the audit again"
+            ) from error
+
 
 class NoView(Exception):
     """No run can be given a view of its own of the files; the message says why. Nothing of the script has run."""
@@ -84,33 +115,31 @@ def check(child: Child, beside: Sequence[Child] = ()) -> None:
     if child.has_all or (status == 0 and is_whole(child.folder)):
         _check_values(child)
         return
-    for folder in folders_of(child.folder) if child.job.launcher else ():
-        if (folder / INTERNAL).exists():
-            status = RECORDER_FAILED
-        if (folder / ROOM).exists():
-            status = DISK_FULL
-    if status == DISK_FULL:
-        raise ProblemError(f"{_no_room(child)}; free some, record fewer `--updates`, or set TMPDIR to a larger disk")
-    if status == RECORDER_FAILED:
-        told = [folder / INTERNAL for folder in folders_of(child.folder) if (folder / INTERNAL).exists()]
-        text = told[0].read_text(encoding="utf-8") if told else "no traceback"
-        raise InternalError(f"the recorder failed in the {child.title}: {text}")
+
+    def told(name: str) -> str:
+        """What a file holds that one of its processes left; empty where none did."""
+        left = [folder / name for folder in folders_of(child.folder) if (folder / name).exists()]
+        return left[0].read_text(encoding="utf-8") if left else ""
+
+    room, fault, refused = told(ROOM), told(INTERNAL), told("refused.json")
+    if room or status == DISK_FULL:
+        no_room = _no_room(child, *json.loads(room or "[0, 0]"))
+        raise ProblemError(f"{no_room}; free some, record fewer `--updates`, or set TMPDIR to a larger disk")
+    if fault or status == RECORDER_FAILED:
+        raise InternalError(f"the recorder failed in the {child.title}: {fault or 'no traceback'}")
     if status == IMPOSSIBLE:
         raise NoView((child.folder / "no-view.txt").read_text(encoding="utf-8"))
-    for refused in [folder / "refused.json" for folder in folders_of(child.folder)]:
-        if refused.exists():
-            raise ProblemError(_refusal(child, *json.loads(refused.read_text(encoding="utf-8"))))
+    if refused:
+        raise ProblemError(_refusal(child, *json.loads(refused)))
     cause, whole = _cause(child, status)
     left = _left_before(child, beside)
     raise ProblemError(f"the {child.title} failed: {cause}\n{child.command}\n{left}{whole}{output_of(child)}".rstrip())
 
 
-def _no_room(child: Child) -> str:
+def _no_room(child: Child, wanted: int, free: int) -> str:
     """Says what was to be stored where the recorder knew before it began; else that the disk filled up."""
-    told = next((path for folder in folders_of(child.folder) if (path := folder / ROOM).exists()), None)
-    if told is None:
+    if not wanted:
         return f"no space left in `{child.folder.parent}` while the {child.title} stored its gradients"
-    wanted, free = json.loads(told.read_text(encoding="utf-8"))
     return (
         f"the {child.title} has to store {bytes_text(wanted)} of gradients, and `{child.folder.parent}` has "
         f"{bytes_text(free)} left"

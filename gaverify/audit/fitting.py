@@ -50,35 +50,20 @@ def fit_gradients(
         increments: One entry per backward pass.
     """
     optimizers = [at for at in target_of if at in used_of]
-    scale = [stretches[at].sqrt() for at in optimizers]
-    sizes = [len(part) for part in scale]
-    if any(len(used_of[at]) != size for at, size in zip(optimizers, sizes, strict=True)) or not optimizers:
+    if any(len(used_of[at]) != len(stretches[at]) for at in optimizers) or not optimizers:
         return None
-    target = torch.cat([target_of[at] * s for at, s in zip(optimizers, scale, strict=True)])
-    used = torch.cat([used_of[at] * s for at, s in zip(optimizers, scale, strict=True)])
-    columns = _columns(increments, optimizers, scale)
+
+    def flat(parts: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """All sampled elements; zeros for optimizers that a backward pass did not reach, or that took more since."""
+        known = {at: parts[at] for at in parts if at in optimizers and len(parts[at]) == len(stretches[at])}
+        return torch.cat([known.get(at, torch.zeros_like(stretches[at])) * stretches[at].sqrt() for at in optimizers])
+
+    target, used = flat(target_of), flat(used_of)
+    columns = torch.stack([flat(part) for part in increments], 1) if increments else target.new_zeros(len(target), 0)
     everything = torch.cat([target[None], used[None], columns.T])
     if not bool(torch.isfinite(everything).all()) or not bool(target.any()):
         return None
     return fit_weights(columns, target, used=used, singular=SINGULAR_FLOAT32)
-
-
-def _columns(
-    increments: list[dict[int, torch.Tensor]], optimizers: list[int], scale: list[torch.Tensor]
-) -> torch.Tensor:
-    """One column per backward pass that reached these optimizers, shape (S, K)."""
-    columns = []
-    for increment in increments:
-        parts = []
-        for at, stretch in zip(optimizers, scale, strict=True):
-            part = increment.get(at)
-            if part is None or len(part) != len(stretch):
-                part = torch.zeros_like(stretch)
-            parts.append(part * stretch)
-        columns.append(torch.cat(parts))
-    if not columns:
-        return torch.zeros(sum(len(stretch) for stretch in scale), 0, dtype=torch.float64, device="cpu")
-    return torch.stack(columns, dim=1)
 
 
 def fitted_terms(

@@ -5,36 +5,24 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gaverify.audit.controls import (
-    by_change,
-    by_terms,
-    floored,
-    near_the_floor,
-    on_its_own,
-    overwritten,
-    unclipped,
-    with_steps_undone,
-)
-from gaverify.audit.coupling_controls import coupled
-from gaverify.audit.outcome import report_of, same_arguments
-from gaverify.audit.rank_controls import controlled_ranks
+from gaverify.audit.outcome import is_explained, report_of, same_arguments
 from gaverify.audit.replay.deciding import inputs_help, parts_of, replay_helps
 from gaverify.audit.request import RECORDED, Request, kept, written
-from gaverify.audit.running import Progress, Runner
+from gaverify.audit.running import Progress, Runner, Trial
 from gaverify.children import ended_as_interrupted, working_folder
 from gaverify.children.folders import remove
+from gaverify.errors import ProblemError
 from gaverify.records.audit import Record
 from gaverify.records.audit_report import AuditReport
 from gaverify.records.events import ledger_of
 from gaverify.records.facts import facts_of_loop
 from gaverify.records.windows import common_rounds, numbered, windows_of
 from gaverify.rules import findings_for
-from gaverify.rules.calls import clipped_inside
 from gaverify.sources import with_excerpts
 
 if TYPE_CHECKING:
@@ -125,7 +113,7 @@ class _Audit:
         main, unaligned = self.main, dict(first.unaligned)
         for way in self._ways(first, full):
             again = {**way, **visible}
-            record = self._against(self._runner.full(**again), again, {"parts": parts_of(first)})
+            record = self._against(self._runner.run("full", **again), again, {"parts": parts_of(first)})
             if record.updates and record.updates[0].data.same:
                 self._collated = {"collated": True} if "collated" in way else {}
                 return record
@@ -161,7 +149,7 @@ class _Audit:
 
     def _with_tail(self, record: Record, visible: dict[str, Any]) -> Record:
         """The same runs on epochs that end with a short window, where nothing was found without."""
-        if record.divergent is not None or _explained(record):
+        if record.divergent is not None or is_explained(record):
             return record
         parts, loaders = parts_of(record), self.main.meta["loaders"]
         if parts < 2 or not loaders or self._request.ranked:
@@ -172,31 +160,29 @@ class _Audit:
         # A whole window, the short one, and the first of the next epoch:
         self._runner.updates = max(self._request.updates, 3)
         again = {"replay": True, **self._collated, **visible}
-        full = self._runner.full(**again, **tail)
+        full = self._runner.run("full", **again, **tail)
         record = self._against(full, again, tail)
         return replace(record, epochs=f"; with epochs whose last window has {parts // 2} of {parts} micro-batches")
 
     def _against(self, full: Run, visible: dict[str, Any], parts: dict[str, Any]) -> Record:
         """Makes the runs that are held against a full-batch run, and compares."""
-        options = {**visible, **parts}
-        perturbed, accumulated = self._runner.beside(full, options)
-        self.main = accumulated
+        trial = Trial(self._runner, full, {**visible, **parts})
+        self.main = trial.accumulated
         self._runner.progress("comparing", 3, 3)
-        return self._record(full, perturbed, accumulated, options)
+        return self._controlled(trial, self._record(trial))
 
-    def _record(self, full: Run, perturbed: Run, accumulated: Run, options: dict[str, Any]) -> Record:
-        from gaverify.audit.judgement import compare_updates, working_unit  # the first to need torch
-        from gaverify.audit.ranks import RankedRun
+    def _record(self, trial: Trial) -> Record:
+        """What the runs show without any control."""
+        from gaverify.audit.judgement import working_unit  # the first to need torch
 
         begun = time.monotonic()
-        if isinstance(accumulated, RankedRun):
-            accumulated = accumulated.beside(full)
+        full, accumulated = trial.full, trial.accumulated
         numbers = numbered(common_rounds(full.events, accumulated.events))
         record = Record(
             windows_of(accumulated.events, numbers),
             ledger_of(accumulated.events),
             windows_of(full.events, numbers),
-            compare_updates(full, perturbed, accumulated, self._runner.updates),
+            trial.compared(),
             self._request.steps,
             working_unit(full),
             full_ledger=ledger_of(full.events),
@@ -206,32 +192,19 @@ class _Audit:
             unaligned=accumulated.meta["unaligned"],
             numbers=tuple(int(word) for argument in self._request.accumulated for word in _NUMBER.findall(argument)),
         )
-        if near_the_floor(record):
-            record = floored(self._runner, (full, perturbed, accumulated), record, options)
-        from gaverify.audit.rank_facts import rank_facts
-
-        if isinstance(accumulated, RankedRun) and record.updates:
-            facts = rank_facts(full, accumulated, record.updates[0], record.unit)
-            windows = tuple(windows_of(run.events, numbers) for run in accumulated.ranks[1:])
-            record = replace(record, together=facts, rank_windows=windows)
         self._runner.timings["comparison"] = time.monotonic() - begun
-        if any(update.unclear for update in record.updates) or clipped_inside(facts_of_loop(record)):
-            record = unclipped(self._runner, record, options)
-        options = {**options, "source": full}
-        if options.get("by_hand"):
-            record = by_change(self._runner, (full, accumulated), record, options)
-        elif any(update.other_step for update in record.updates):
-            record = on_its_own(self._runner, full, perturbed, record, options)
-        record = controlled_ranks(self._runner, full, record, options)
-        first = record.first
-        if not self._request.ranked and first is not None and 0 < first.backwards < (record.expected(first) or 0):
-            record = replace(record, steps_undone=with_steps_undone(self._runner, full, record, options))
-        if not self._request.ranked:
-            record = replace(record, overwritten=overwritten(self._runner, accumulated, record, options))
-        if record.divergent is not None and not self._request.ranked and not _explained(record):
-            record = replace(record, terms=by_terms(self._runner, (full, accumulated), record, options))
-        return coupled(self._runner, record, options)
+        return record
 
+    def _controlled(self, trial: Trial, record: Record) -> Record:
+        """What further runs show, those that the record calls for; a script that fails under one shows nothing."""
+        from gaverify.audit.controls import by_terms, floored, overwritten, unclipped, with_steps_undone
+        from gaverify.audit.coupling_controls import coupled
+        from gaverify.audit.rank_controls import controlled_ranks, with_rank_facts
+        from gaverify.audit.settling import by_change, on_its_own
 
-def _explained(record: Record) -> bool:
-    return any(finding.severity == "fault" for finding in findings_for(facts_of_loop(record)))
+        alone = () if self._request.ranked else (with_steps_undone, overwritten, by_terms)
+        together = floored, with_rank_facts, unclipped, by_change, on_its_own, controlled_ranks
+        for control in (*together, *alone, coupled):
+            with suppress(ProblemError):
+                record = control(trial, record)
+        return record

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from gaverify.records.ranks import Shares
 
@@ -78,6 +78,7 @@ class Job:
         shrink: What every backward pass multiplies its losses' gradients by.
         term: Number of the one term of each loss that is differentiated, from 1; 0 differentiates the whole.
         cleared: Clear the gradients before every backward pass, and look for the line that writes them.
+        part: What a control is called in the report, where it is none of the runs that it repeats; empty: by its role.
         world: Rank, number of ranks and port of the rendezvous, where the script is started as a launcher would.
         launcher: The words of the command that starts the script's processes; empty where gaverify runs it itself.
     """
@@ -109,6 +110,7 @@ class Job:
     term: int = 0
     coins: int = 0
     cleared: bool = False
+    part: str = ""
     world: tuple[int, int, int] | None = None
     launcher: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
@@ -151,11 +153,11 @@ class Job:
     @classmethod
     def read(cls, path: Path) -> Job:
         """Reads what `write` wrote."""
-        words = json.loads(path.read_text(encoding="utf-8"))
-        words["arguments"] = tuple(words["arguments"])
-        for name in ("launcher", "sources", "shares", "frozen", "moved", "held", "spots"):
-            words[name] = tuple(words.get(name, ()))
-        words["world"] = tuple(words["world"]) if words.get("world") else None
-        for name in ("environment", "values"):
-            words[name] = tuple((key, value) for key, value in words[name])
-        return cls(**words)
+        return cls(**tuples(json.loads(path.read_text(encoding="utf-8"))))
+
+
+def tuples(value: Any) -> Any:
+    """Returns what JSON held, with tuples where it has lists."""
+    if isinstance(value, dict):
+        return {key: tuples(member) for key, member in value.items()}
+    return tuple(map(tuples, value)) if isinstance(value, list) else value

@@ -26,7 +26,7 @@ from gaverify.audit.stages import (
 from gaverify.errors import ProblemError
 from gaverify.passes.precision import buffers_differ, unit_roundoff
 from gaverify.records.audit import RowCheck, UpdateComparison
-from gaverify.records.comparison import Outcome, ParameterComparison
+from gaverify.records.comparison import Outcome
 from gaverify.records.partners import Foreign, foreign_passes, partners_of, reached_by
 from gaverify.records.stages import Clip, SettingDifference, Stage, StageComparison
 from gaverify.records.windows import Round, Window, common_rounds, numbered, rounds_of, windows_of
@@ -110,9 +110,23 @@ def _compared(
     stages = [*([summed.stage(Stage.SUMMED)] if summed is not used else []), used.stage(Stage.USED)]
     if change is not None and judged:
         stages.append(change)
-    comparison = _comparison(full, accumulated, window, rows.parameters, outcome, data, judged, number)
-    return replace(
-        comparison,
+    backwards = window.of("backward") if window is not None else ()
+    counted = tuple(event.values.get("counted", math.nan) for event in backwards)
+    valid = tuple(max((count for count, _ in event.values.get("targets", ())), default=-1) for event in backwards)
+    return UpdateComparison(
+        number=number,
+        outcome=outcome,
+        judged=judged,
+        parameters=rows.parameters,
+        data=data,
+        backwards=len(backwards),
+        sizes=tuple(event.values.get("rows") or 0 for event in (window.of("forward") if window is not None else ())),
+        valid_targets=valid if valid and min(valid) >= 0 else (),
+        counted=counted if all(map(math.isfinite, counted)) else (),
+        ignored_targets=any(count < total for event in backwards for count, total in event.values.get("targets", ())),
+        learning_rates=_rates(accumulated),
+        learning_rates_full=_rates(full),
+        weights_difference=_distance(full, accumulated, "weights"),
         noise=rows.noise,
         drifted=_drifted(full, accumulated, unit),
         started_apart=apart,
@@ -244,53 +258,16 @@ def _unrepeatable(runs: Runs, round_: Round, number: int, unit: float, noise: fl
     return ""
 
 
-def _comparison(
-    full: Samples,
-    accumulated: Samples,
-    window: Window | None,
-    rows: tuple[ParameterComparison, ...],
-    outcome: Outcome,
-    data: RowCheck,
-    judged: bool,
-    number: int,
-) -> UpdateComparison:
-    backwards = window.of("backward") if window is not None else ()
-    forwards = window.of("forward") if window is not None else ()
-    counted = tuple(event.values.get("counted", math.nan) for event in backwards)
-    valid = tuple(max((count for count, _ in event.values.get("targets", ())), default=-1) for event in backwards)
-    return UpdateComparison(
-        number=number,
-        outcome=outcome,
-        judged=judged,
-        parameters=rows,
-        data=data,
-        backwards=len(backwards),
-        sizes=tuple(event.values.get("rows") or 0 for event in forwards),
-        valid_targets=valid if valid and min(valid) >= 0 else (),
-        counted=counted if all(map(math.isfinite, counted)) else (),
-        ignored_targets=any(count < total for event in backwards for count, total in event.values.get("targets", ())),
-        learning_rates=_rates(accumulated),
-        learning_rates_full=_rates(full),
-        weights_difference=_distance(full, accumulated, "weights"),
-    )
-
-
 def _rates(samples: Samples) -> tuple[float, ...]:
     return tuple(rate for step in samples.steps.values() for rate in step.get("lrs", ()))
 
 
 def _distance(full: Samples, accumulated: Samples, when: str) -> float:
     """How far the weights are apart, relative, over sampled elements that stand for their share of a parameter."""
-    difference = size = 0.0
-    others = accumulated.of(when)
-    for at, weights in full.of(when).items():
-        other = others.get(at)
-        if other is None or len(other) != len(weights):
-            continue
-        stretch = full.steps[at]["stretches"]
-        difference += float((stretch * (other - weights).square()).sum())
-        size += float((stretch * weights.square()).sum())
-    return math.sqrt(difference / size) if size else math.nan
+    ours, others = full.of(when), accumulated.of(when)
+    both = [at for at in ours if at in others and len(others[at]) == len(ours[at])]
+    size = full.norm({at: ours[at] for at in both})
+    return full.norm({at: others[at] - ours[at] for at in both}) / size if size else math.nan
 
 
 def _drifted(full: Samples, accumulated: Samples, unit: float) -> tuple[str, ...]:

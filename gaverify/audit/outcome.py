@@ -11,9 +11,10 @@ from gaverify.audit.undecided import undecided
 from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.audit_report import AuditReport, RunSummary, counts_of, timeline_of
 from gaverify.records.comparison import Method, Outcome
+from gaverify.records.facts import facts_of_loop
 from gaverify.records.findings import Finding
 from gaverify.records.stages import Stage
-from gaverify.version import __version__
+from gaverify.rules import findings_for
 
 
 def report_of(
@@ -49,7 +50,6 @@ def report_of(
         dtype=working["dtype"],
         autocast=working["autocast"],
         torch=meta["torch"],
-        gaverify=__version__,
         modules=tuple(meta["modules"]),
         optimizers=tuple(meta["optimizers"]),
         trainable=sum(math.prod(shape) for members in meta["parameters"] for _, shape in members),
@@ -59,6 +59,11 @@ def report_of(
         left_out=dict(meta.get("left_out", {})),
         ranks=record.together,
     )
+
+
+def is_explained(record: Record) -> bool:
+    """Whether a rule finds a fault in what is known so far."""
+    return any(finding.severity == "fault" for finding in findings_for(facts_of_loop(record)))
 
 
 def _method(record: Record) -> Method:
@@ -78,20 +83,6 @@ def same_arguments(request: Request) -> AuditReport:
         reason=f"nothing was compared: {told} would make two equal runs; "
         'give a large batch and its micro-batches, such as --full "--batch-size 8 --accum 1" '
         '--accumulated "--batch-size 2 --accum 4"',
-        findings=(),
-        updates=(),
-        counts=(),
-        runs=(),
-        device="unknown",
-        dtype="unknown",
-        autocast=None,
-        torch="not loaded",
-        gaverify=__version__,
-        modules=(),
-        optimizers=(),
-        trainable=0,
-        method=Method.NOT_COMPARED,
-        events_only=False,
     )
 
 
@@ -111,8 +102,7 @@ def _decided(request: Request, record: Record, findings: tuple[Finding, ...]) ->
         return Outcome.DIVERGENT, f"update {differing.number}: {_differing(differing)}{_hidden(record)}"
     decisive = [finding for finding in faults if finding.proven or request.events_only]
     if decisive:
-        codes = ", ".join(dict.fromkeys(f"{finding.code} {finding.name}" for finding in decisive))
-        return Outcome.DIVERGENT, f"{_compared(record)}the loop is at fault: {codes}{_hidden(record)}"
+        return Outcome.DIVERGENT, f"{_compared(record)}the loop is at fault: {_named(decisive)}{_hidden(record)}"
     if request.events_only:
         seen = len(record.complete)
         calls = f"the calls of {seen} update{'s' if seen > 1 else ''} are in order{_short(record)}"
@@ -122,8 +112,8 @@ def _decided(request: Request, record: Record, findings: tuple[Finding, ...]) ->
         if why:
             return Outcome.INCONCLUSIVE, why + _launched_alone(request, record)
     if faults:
-        codes = ", ".join(dict.fromkeys(f"{finding.code} {finding.name}" for finding in faults))
-        return Outcome.INCONCLUSIVE, f"{_compared(record)}suspected, but not shown by any control: {codes}"
+        suspected = f"suspected, but not shown by any control: {_named(faults)}"
+        return Outcome.INCONCLUSIVE, _compared(record) + suspected
     if not record.updates:
         return Outcome.INCONCLUSIVE, "nothing was compared: the runs have no update in common"
     told = (
@@ -134,6 +124,10 @@ def _decided(request: Request, record: Record, findings: tuple[Finding, ...]) ->
         + _launched_alone(request, record)
     )
     return Outcome.EQUIVALENT, _compared(record).rstrip("; ") + told
+
+
+def _named(findings: Sequence[Finding]) -> str:
+    return ", ".join(dict.fromkeys(f"{finding.code} {finding.name}" for finding in findings))
 
 
 def _open(record: Record, differing: UpdateComparison | None, faults: Sequence[Finding]) -> str:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from gaverify.audit.ending import Child, check, output_of, progress_so_far
 from gaverify.audit.job import Job
-from gaverify.audit.members import ERROR, folders_of, rank_that_failed
+from gaverify.audit.launch import ERROR, folders_of, rank_that_failed
 from gaverify.audit.outputs.guard import take_away
 from gaverify.children import started
 from gaverify.errors import ProblemError
@@ -31,38 +29,9 @@ _BOOT = (
 _TICK = 0.05
 _LINGER = 0.5  # seconds: when a rank fails the others lose their connections, and may be seen to fail before it
 _PATIENCE = 5.0  # seconds that a launcher has to end the other ranks when one has failed
-_JOB, _DONE = "job.json", "done.json"
 
 
-@dataclass(frozen=True)
-class Done:
-    """A run that has left a complete record.
-
-    Args:
-        job: What it was told.
-        command: What it stands for.
-        seconds: How long it took.
-        folder: Where its record lies.
-    """
-
-    job: Job
-    command: str
-    seconds: float
-    folder: Path
-
-    def write(self) -> None:
-        """Notes beside the record what only the parent knows."""
-        text = json.dumps({"command": self.command, "seconds": self.seconds})
-        (self.folder / _DONE).write_text(text, encoding="utf-8")
-
-    @classmethod
-    def read(cls, folder: Path) -> Done:
-        """Reads the record of a run that was kept."""
-        noted = json.loads((folder / _DONE).read_text(encoding="utf-8"))
-        return cls(Job.read(folder / _JOB), noted["command"], noted["seconds"], folder)
-
-
-def run_jobs(jobs: Sequence[tuple[Job, str]], timeout: float, progress: Callable[[str], None]) -> list[Done]:
+def run_jobs(jobs: Sequence[tuple[Job, str]], timeout: float, progress: Callable[[str], None]) -> list[Child]:
     """Runs jobs side by side until all have ended.
 
     Args:
@@ -81,34 +50,33 @@ def run_jobs(jobs: Sequence[tuple[Job, str]], timeout: float, progress: Callable
         failed = _wait(children, timeout)
     finally:
         for child in children:
-            child.kept.end()
+            if child.kept is not None:
+                child.kept.end()
             for folder in folders_of(child.folder) if child.job.files == "guard" else ():
                 take_away(folder)
     for child in [failed] if failed is not None else children:
         check(child, children)
-    done = [Done(child.job, child.command, child.seconds, child.folder) for child in children]
-    for run in done:
-        run.write()
-    return done
+    for child in children:
+        child.write()
+    return children
 
 
 def _start(job: Job, command: str) -> Child:
-    folder = Path(job.folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    child = Child(job, command)
+    child.folder.mkdir(parents=True, exist_ok=True)
     if job.meeting is not None:
         job.meeting.mkdir(exist_ok=True)
-    description = folder / _JOB
-    job.write(description)
-    code = _BOOT.format(root=_ROOT, job=str(description))
-    with (folder / "log.txt").open("wb") as log:
-        kept = started(
+    code = _BOOT.format(root=_ROOT, job=child.describe())
+    with (child.folder / "log.txt").open("wb") as log:
+        child.kept = started(
             [sys.executable, "-c", code],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             env=_environment(job),
         )
-    return Child(job, command, kept, time.monotonic())
+    child.started = time.monotonic()
+    return child
 
 
 def _environment(job: Job) -> dict[str, str]:

@@ -4,33 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gaverify.audit.running import Runner
+from gaverify.audit.rank_facts import left_by, rank_facts
+from gaverify.audit.ranks import RankedRun
+from gaverify.audit.reading import Run
+from gaverify.audit.running import Trial
 from gaverify.errors import ProblemError
 from gaverify.records.audit import Record
 from gaverify.records.comparison import Outcome
 from gaverify.records.stages import Stage
-
-if TYPE_CHECKING:
-    from gaverify.audit.reading import Run
+from gaverify.records.windows import common_rounds, numbered, windows_of
 
 
-def controlled_ranks(runner: Runner, full: Run, record: Record, options: dict[str, Any]) -> Record:
-    """Returns the record with the controls that its ranks call for.
+def with_rank_facts(trial: Trial, record: Record) -> Record:
+    """Returns the record with what its ranks did."""
+    full, accumulated = trial.full, trial.accumulated
+    if not isinstance(accumulated, RankedRun) or not record.updates:
+        return record
+    numbers = numbered(common_rounds(full.events, accumulated.events))
+    facts = rank_facts(full, accumulated, record.updates[0], record.unit)
+    windows = tuple(windows_of(run.events, numbers) for run in accumulated.ranks[1:])
+    return replace(record, together=facts, rank_windows=windows)
 
-    Args:
-        runner: Makes the runs.
-        full: The full-batch run.
-        record: With what the ranks did.
-        options: Fields of `Job` that the compared runs had.
-    """
+
+def controlled_ranks(trial: Trial, record: Record) -> Record:
+    """Returns the record with the controls that its ranks call for."""
     ranks = record.together
     if ranks is None:
         return record
 
+    full = trial.full
+
     def left(own: Run | None, change: Mapping[str, Any]) -> float:
-        return _left(runner, own, options, change, summed=not _differs_at_the_step(record))
+        return _left(trial, own, change, summed=not _differs_at_the_step(record))
 
     if ranks.stepped_without:
         ranks = replace(ranks, sync_control=left(None, {"synchronise": True}))
@@ -54,18 +61,11 @@ def _differs_at_the_step(record: Record) -> bool:
     return any(stage.stage is Stage.USED and stage.outcome is Outcome.DIVERGENT for stage in stages)
 
 
-def _left(
-    runner: Runner, full: Run | None, options: dict[str, Any], change: Mapping[str, Any], *, summed: bool
-) -> float:
+def _left(trial: Trial, full: Run | None, change: Mapping[str, Any], *, summed: bool) -> float:
     """What a changed run of the ranks leaves; against a full-batch run with the same change where `full` is None."""
-    from gaverify.audit.rank_facts import left_by
-
     try:
-        if full is None:
-            own = {name: value for name, value in options.items() if name not in ("source", "parts")}
-            full = runner.full(**own, **change)
-            options = {**options, "source": full}
-        (accumulated,) = runner.runs(runner.jobs("accumulated", **options, **change))
+        full = full or trial.again("full", part="ranks", **change)
+        accumulated = trial.again("accumulated", source=full, part="ranks", **change)
     except ProblemError:
         return float("nan")
     return left_by(full, accumulated, summed=summed)

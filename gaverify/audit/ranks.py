@@ -5,7 +5,6 @@ Shapes: R ranks, K backward passes in each window, S sampled elements of an opti
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 from gaverify.audit.reading import Place, Run, Samples
-from gaverify.audit.recording.sampling import positions
+from gaverify.audit.recording.sampling import Sample
 from gaverify.audit.same_data import check_rows
 from gaverify.errors import ProblemError
 from gaverify.records.events import Event
@@ -134,21 +133,18 @@ class RankedRun(Run):
         What each backward pass added, and the weights, are known of the shards only. `changed` says that the gradients
         at the step are not those of the last backward pass.
         """
-        members = {at: shape for (index, at), (_, shape) in self.parameters.items() if index == optimizer}
-        counts = [math.prod(members[at]) for at in sorted(members)]
-        places = [positions(at, count, sum(counts)) for at, count in enumerate(counts)]
-        final, summed = (self.gradients(round_, summed=before) for before in (False, True))
+        shapes = [shape for (index, _), (_, shape) in self.parameters.items() if index == optimizer]
+        sample = Sample([torch.zeros((), device="cpu").expand(shape) for shape in shapes])
+        final, summed = (
+            sample.read([gradients.get((optimizer, at)) for at in range(len(shapes))])
+            for gradients in (self.gradients(round_, summed=before) for before in (False, True))
+        )
         nothing = torch.zeros(0, dtype=torch.float64, device="cpu")
         return {
-            "final": _at(final, optimizer, places),
-            "summed": _at(summed, optimizer, places) if changed else None,
-            "sizes": [len(place) for place in places],
-            "stretches": torch.cat(
-                [
-                    torch.full((len(place),), count / max(len(place), 1), dtype=torch.float64, device="cpu")
-                    for place, count in zip(places, counts, strict=True)
-                ]
-            ),
+            "final": final,
+            "summed": summed if changed else None,
+            "sizes": sample.sizes,
+            "stretches": sample.stretches(),
             "increments": [],
             "before": nothing,
             "weights": nothing,
@@ -169,16 +165,6 @@ class RankedRun(Run):
     def disk_bytes(self) -> int:
         """Bytes that all ranks stored."""
         return sum(run.disk_bytes for run in self.ranks)
-
-
-def _at(gradients: dict[Place, torch.Tensor], optimizer: int, places: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The elements of an optimizer's gradients at these places, shape (S,)."""
-    parts = []
-    for at, place in enumerate(places):
-        gradient = gradients.get((optimizer, at))
-        zero = torch.zeros(len(place), dtype=torch.float64, device="cpu")
-        parts.append(zero if gradient is None else gradient.reshape(-1)[place].to(torch.float64))
-    return torch.cat(parts)
 
 
 def _merged(event: Event, everyone: Sequence[Event]) -> Event:

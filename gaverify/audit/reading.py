@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -73,6 +74,10 @@ class Run:
         paths = {optimizer: self.folder / f"step-{optimizer}-{step}.pt" for optimizer, step in round_}
         return Samples({at: torch.load(path, weights_only=True) for at, path in paths.items() if path.exists()})
 
+    def beside(self, full: Run) -> Run:
+        """Returns this run as it is held against a full-batch run."""
+        return self
+
     def each(self, round_: Round) -> list[Samples]:
         """Returns the samples of every process that stepped in this run; here of the one."""
         return [self.samples(round_)]
@@ -132,6 +137,10 @@ class Samples:
     def of(self, what: str) -> dict[int, torch.Tensor]:
         """Returns one of the sampled tensors of every optimizer: final, summed, stretches, before or weights."""
         return {at: step[what] for at, step in self.steps.items() if step.get(what) is not None}
+
+    def norm(self, of: Mapping[int, torch.Tensor]) -> float:
+        """Returns the norm of sampled elements of some optimizers, each of which stands for a stretch of its tensor."""
+        return math.hypot(*(float((value * self.steps[at]["stretches"].sqrt()).norm()) for at, value in of.items()))
 
     @property
     def summed(self) -> dict[int, torch.Tensor]:

@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
+from gaverify.audit.job import tuples
 from gaverify.audit.launch import program
 from gaverify.errors import SpecError
 
@@ -203,13 +204,9 @@ def kept(folder: str) -> Request:
             whole = json.load(stream)
         if whole["version"] != 1:
             raise ValueError(f"version {whole['version']}")
-        fields = whole["request"]
-        for name in ("full_setting", "accumulated_setting"):
-            setting = fields[name]
-            pairs = {key: tuple((n, w) for n, w in setting[key]) for key in ("environment", "values")}
-            fields[name] = Setting(setting["script"], **pairs)
-        lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
-        return Request(**{**fields, **lists, "keep": folder})
+        fields = tuples(whole["request"])
+        settings = {name: Setting(**fields[name]) for name in ("full_setting", "accumulated_setting")}
+        return Request(**{**fields, **settings, "keep": folder})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SpecError(
             f"--from {folder}: it keeps no audit's records ({error}); name a folder that `--keep` wrote"

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gaverify.audit.checks import check_parameters, check_ranks, check_updates
-from gaverify.audit.ending import NoView
+from gaverify.audit.ending import Child, NoView
 from gaverify.audit.job import COMPILED, Files, Job, Role
-from gaverify.audit.launch import free_port
-from gaverify.audit.members import ranks_of
-from gaverify.audit.processes import Done, run_jobs
+from gaverify.audit.launch import free_port, ranks_of
+from gaverify.audit.processes import run_jobs
 from gaverify.audit.request import Request
 from gaverify.errors import ProblemError
+from gaverify.records.audit import UpdateComparison
 from gaverify.records.audit_report import RunSummary
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass
 class Runner:
-    """Runs the script in the parts that an audit needs, and keeps account of it.
+    """Runs the script as an audit asks for it, and keeps account of it.
 
     Args:
         request: What the user asked for.
@@ -46,7 +46,7 @@ class Runner:
         self._done = 0
         self._files: Files = "in-place" if self.request.in_place else "view"
 
-    def job(self, role: Role, *, rank: int = 0, source: Run | None = None, **options: Any) -> Job:
+    def _job(self, role: Role, *, rank: int = 0, source: Run | None = None, **options: Any) -> Job:
         """Returns the job of the next run, which plays `role`; `options` are fields of `Job`.
 
         Args:
@@ -71,14 +71,13 @@ class Runner:
             request.module,
             (*request.common, *own),
             str(folder),
-            self.updates,
             files=self._files,
             environment=setting.environment,
             values=setting.values,
             seed=request.seed,
             launcher=launcher,
-            **options,
-        )  # type: ignore[arg-type]
+            **{"updates": self.updates, **options},
+        )
 
     def first(self, role: Role) -> tuple[Run, dict[str, Any]]:
         """Returns the run that all others are held against, and the fields of `Job` with which it could be recorded.
@@ -90,36 +89,33 @@ class Runner:
             ProblemError: It failed, or trained in several processes without being asked to.
         """
         visible: dict[str, Any] = {}
-        run = self._first(role)
-        if run.meta["compiled"] and not any(event.kind == "backward" for event in run.events):
-            visible["eager"] = True
-            run = self._first(role, **visible)
-        if run.meta["by_hand"]:
-            visible["by_hand"] = True
-            run = self._first(role, **visible)
-        if run.meta["fused"]:
-            visible["math_kernels"] = set(run.meta["fused"]) != {COMPILED}
-            visible["eager"] = visible.get("eager", False) or COMPILED in run.meta["fused"]
-            run = self._first(role, **visible)
-        return run, visible
-
-    def full(self, **options: Any) -> Run:
-        """Makes the full-batch run; `options` are fields of `Job`.
-
-        Raises:
-            ProblemError: It failed, or trained in several processes without being asked to.
-        """
-        (full,) = self.runs(self.jobs("full", **options))
-        if self.request.launcher and not self.request.full_launcher and full.meta["ranks"] > 1:
+        run = self.run(role)
+        if self.request.launcher and not self.request.full_launcher and run.meta["ranks"] > 1:
             raise ProblemError(
-                f"the full-batch run trained in {full.meta['ranks']} processes: what goes wrong between them would be "
+                f"the full-batch run trained in {run.meta['ranks']} processes: what goes wrong between them would be "
                 'in both runs; give it arguments for one process, such as --full "--devices 1", or --full-launcher if '
                 "the script seeds by rank"
             )
-        return full
+        if run.meta["compiled"] and not any(event.kind == "backward" for event in run.events):
+            visible["eager"] = True
+            run = self.run(role, **visible)
+        if run.meta["by_hand"]:
+            visible["by_hand"] = True
+            run = self.run(role, **visible)
+        if run.meta["fused"]:
+            visible["math_kernels"] = set(run.meta["fused"]) != {COMPILED}
+            visible["eager"] = visible.get("eager", False) or COMPILED in run.meta["fused"]
+            run = self.run(role, **visible)
+        return run, visible
 
-    def _first(self, role: Role, **options: Any) -> Run:
-        return self.full(**options) if role == "full" else self.runs([self.job(role, **options)])[0]
+    def run(self, role: Role, **options: Any) -> Run:
+        """Makes one run; `options` are fields of `Job`.
+
+        Raises:
+            ProblemError: It failed, or did not train.
+        """
+        (run,) = self.runs(self.jobs(role, **options))
+        return run
 
     def runs(self, *groups: list[Job]) -> list[Run]:
         """Makes runs side by side, each given by the jobs of its ranks, and returns what they recorded.
@@ -138,7 +134,7 @@ class Runner:
         self._done += len(jobs)
         runs = [[Run(child.job.role, at, child.seconds) for at in ranks_of(child.folder)] for child in children]
         for child, members in zip(children, runs, strict=True):
-            self.timings[_part(child.job)] = child.seconds
+            self.timings[child.job.part or child.job.role] = child.seconds
             self.summaries.append(_summary(child, members))
             for run in members:
                 check_updates(child, run)
@@ -148,29 +144,9 @@ class Runner:
         """Returns the jobs of a run, one for each rank that gaverify starts itself; `options` are fields of `Job`."""
         count = None if role in ("full", "perturbed") else self.request.ranks
         if count is None:
-            return [self.job(role, **options)]
+            return [self._job(role, **options)]
         port = free_port()
-        return [self.job(role, rank=rank, world=(rank, count, port), **options) for rank in range(count)]
-
-    def beside(self, full: Run, options: dict[str, Any]) -> tuple[Run, Run]:
-        """Makes the two runs that are held against a full-batch run: the same with moved weights, and the accumulated.
-
-        Args:
-            full: The full-batch run.
-            options: Fields of `Job` that all three share; `parts` is the accumulated run's.
-        """
-        accumulated, perturbed = self.runs(self.jobs("accumulated", source=full, **options), self._moved(full, options))
-        return perturbed, accumulated
-
-    def moved(self, full: Run, options: dict[str, Any], coins: int, factor: float) -> Run:
-        """Makes another run with moved weights; `coins` says in which directions, `factor` multiplies its losses."""
-        (perturbed,) = self.runs(self._moved(full, {**options, "coins": coins, "shrink": factor}))
-        return perturbed
-
-    def _moved(self, full: Run, options: dict[str, Any]) -> list[Job]:
-        unit, early = float(full.meta["unit"]), not full.meta["modules"]
-        options = {**options, "parts": 1} if "parts" in options else options
-        return self.jobs("perturbed", source=full, unit=unit, perturb_early=early, **options)
+        return [self._job(role, rank=rank, world=(rank, count, port), **options) for rank in range(count)]
 
     def _together(self, runs: list[Run]) -> Run:
         """Returns the processes of a run as one run."""
@@ -182,10 +158,10 @@ class Runner:
         check_parameters(runs)
         return RankedRun(runs[0].role, runs[0].folder, max(run.seconds for run in runs), tuple(runs))
 
-    def _children(self, jobs: list[Job]) -> list[Done]:
+    def _children(self, jobs: list[Job]) -> list[Child]:
         """Side by side, or one after the other where they would write into the same folder."""
         if self.again:
-            return [_done_before(Path(job.folder)) for job in jobs]
+            return [Child.read(Path(job.folder)) for job in jobs]
         told = self.request.command
         pairs = [(job, told(job.arguments, self.request.setting(job.role), job.launcher)) for job in jobs]
         roles = list(dict.fromkeys(job.role for job in jobs))  # the ranks of a run need each other
@@ -201,28 +177,68 @@ class Runner:
         self.progress(what, self._done, 3)
 
 
-def _done_before(folder: Path) -> Done:
-    try:
-        return Done.read(folder)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ProblemError(
-            f"--from {folder.parent}: the record of `{folder.name}` is missing or cannot be read ({error}); "
-            "another version of gaverify made them: run the audit again"
-        ) from error
+class Trial:
+    """A full-batch run and what is held against it: the same with moved weights, and the accumulated run.
+
+    Args:
+        runner: Makes the runs.
+        full: The full-batch run.
+        options: Fields of `Job` that all three have; `parts` is the accumulated run's.
+    """
+
+    def __init__(self, runner: Runner, full: Run, options: dict[str, Any]) -> None:
+        self.runner, self.full, self.options = runner, full, options
+        accumulated, self.perturbed = runner.runs(self.jobs("accumulated"), self._moved())
+        self.accumulated = accumulated.beside(full)
+
+    def jobs(self, role: Role, *, source: Run | None = None, **changed: Any) -> list[Job]:
+        """Returns the jobs of a control: of the run that plays a role, with other fields of `Job`.
+
+        Args:
+            role: Its part.
+            source: The full-batch run that it follows, where that is another.
+            changed: What is other than in the runs that are compared.
+        """
+        options = {**self.options, **changed}
+        if role != "full":
+            options["source"] = source or self.full
+        if role == "perturbed" and "parts" in options:
+            options["parts"] = 1
+        return self.runner.jobs(role, **options)
+
+    def again(self, role: Role, **changed: Any) -> Run:
+        """Makes a control, as `jobs` says.
+
+        Raises:
+            ProblemError: It failed.
+        """
+        (run,) = self.runner.runs(self.jobs(role, **changed))
+        return run
+
+    def changed(self, **changed: Any) -> Trial:
+        """Makes all three runs again."""
+        return Trial(self.runner, self.again("full", **changed), {**self.options, **changed})
+
+    def moved(self, **changed: Any) -> Run:
+        """Makes another run with moved weights."""
+        (perturbed,) = self.runner.runs(self._moved(**changed))
+        return perturbed
+
+    def compared(
+        self, own: Run | None = None, *, unclipped: bool = False, again: Sequence[tuple[Run, float]] = ()
+    ) -> tuple[UpdateComparison, ...]:
+        """Compares every update of the runs; `own` takes the place of the accumulated one."""
+        from gaverify.audit.judgement import compare_updates
+
+        runs = self.full, self.perturbed, own or self.accumulated
+        return compare_updates(*runs, self.runner.updates, unclipped=unclipped, again=again)
+
+    def _moved(self, **changed: Any) -> list[Job]:
+        unit, early = float(self.full.meta["unit"]), not self.full.meta["modules"]
+        return self.jobs("perturbed", unit=unit, perturb_early=early, **changed)
 
 
-def _part(job: Job) -> str:
-    """The part that a run plays, for the report; a control is none of the runs that it repeats."""
-    if job.shares or job.synchronise or job.gathers or job.frozen:
-        return "coupling" if job.outputs else "ranks"
-    if job.term:
-        return "terms"
-    if job.outputs:
-        return "coupling"
-    return job.role if job.shrink >= 1.0 else "unclipped"
-
-
-def _summary(child: Done, members: list[Run]) -> RunSummary:
+def _summary(child: Child, members: list[Run]) -> RunSummary:
     job, run = child.job, members[0]
     disk = sum(member.disk_bytes for member in members)
     what = "inputs" if job.inputs else "batches and draws" if job.collated else "samples and draws"
@@ -237,4 +253,4 @@ def _summary(child: Done, members: list[Run]) -> RunSummary:
             *given,
         ]
     )
-    return RunSummary(_part(job), child.command, run.updates, child.seconds, disk, ended, how)
+    return RunSummary(job.part or job.role, child.command, run.updates, child.seconds, disk, ended, how)

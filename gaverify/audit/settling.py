@@ -1,14 +1,15 @@
-"""Decides again, by what a control showed, the updates that the comparison alone left open or could not read."""
+"""Controls that decide by the weights: what the steps, or a script that moves them itself, make of the gradients."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
 
-from gaverify.audit.judgement import compare_updates, working_unit
+from gaverify.audit.judgement import working_unit
 from gaverify.audit.reading import Run
+from gaverify.audit.running import Trial
 from gaverify.audit.stages import compare_changes
-from gaverify.records.audit import UpdateComparison
+from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.comparison import Outcome
 from gaverify.records.stages import Stage, StageComparison
 from gaverify.records.windows import Round, common_rounds
@@ -16,69 +17,41 @@ from gaverify.thresholds import FIT_FLOAT32, MANY_UNITS, TENTH
 from gaverify.verdict.criteria import floors_allowed
 
 
-def decided_without_clips(
-    updates: tuple[UpdateComparison, ...], control: tuple[UpdateComparison, ...]
-) -> tuple[UpdateComparison, ...]:
-    """Returns the updates; those that gradients changed by hand left unclear are decided as in the control.
+def on_its_own(trial: Trial, record: Record) -> Record:
+    """The control for a step that makes something else of the same gradient: with the script's own gradients.
 
-    Args:
-        updates: The comparisons of the runs as they are.
-        control: Of the same runs with losses so small that nothing is clipped.
+    Updates whose weights change alike then have no fault. Their gradients differ by a factor that the step takes out
+    again: a step that divides by K, a lower rate.
     """
-    small = {update.number: update for update in control if update.judged}
-    return tuple(
-        _without_clips(update, small[update.number]) if update.unclear and update.number in small else update
-        for update in updates
-    )
-
-
-def _without_clips(update: UpdateComparison, small: UpdateComparison) -> UpdateComparison:
-    used = next((stage for stage in small.stages if stage.stage is Stage.USED), None)
-    if used is None or used.outcome is Outcome.INCONCLUSIVE or small.unrepeatable:
-        return update
-    if used.outcome is Outcome.EQUIVALENT and update.outcome is Outcome.DIVERGENT:
-        # The same sum once nothing is clipped, another where it is: clipped at another place than the full batch's.
-        return replace(update, unclear=False, stages=(*update.stages, replace(used, stage=Stage.UNCLIPPED)))
-    return replace(
-        update,
-        outcome=used.outcome,
-        parameters=small.parameters,
-        fit=small.fit,
-        noise=small.noise,
-        decided=Stage.UNCLIPPED,
-        unclear=False,
-        stages=(*update.stages, replace(used, stage=Stage.UNCLIPPED)),
-    )
-
-
-def settled_by_weights(
-    updates: tuple[UpdateComparison, ...], full: Run, perturbed: Run, own: Run
-) -> tuple[UpdateComparison, ...]:
-    """Returns the updates; those whose weights change alike with the script's own gradients have no fault.
-
-    Their gradients differ by a factor that the step takes out again: a step that divides by K, a lower rate.
-
-    Args:
-        updates: The comparisons with the run whose steps were led.
-        full: The full-batch run.
-        perturbed: The same with moved weights.
-        own: The accumulated run, stepping with its own gradients.
-    """
-    alone = compare_updates(full, perturbed, own, len(updates))
+    if trial.options.get("by_hand") or not any(update.other_step for update in record.updates):
+        return record
+    full, own = trial.full, trial.again("accumulated", lead=False)
     rounds = common_rounds(full.events, own.events)
-    settled = tuple(_settled(update, full, own, rounds[update.number - 1]) for update in alone)
-    found = any(after.step_takes_factor and before.other_step for before, after in zip(updates, settled, strict=False))
-    return settled if found else updates
+    settled = tuple(_settled(update, full, own, rounds[update.number - 1]) for update in trial.compared(own))
+    pairs = zip(record.updates, settled, strict=False)
+    found = any(after.step_takes_factor and before.other_step for before, after in pairs)
+    return replace(record, updates=settled) if found else record
 
 
-def open_to_change(updates: tuple[UpdateComparison, ...], full: Run, accumulated: Run) -> bool:
-    """Whether the weights of a script that moves them itself tell something else than its gradients, or alone."""
-    changes = _changes(updates, full, accumulated)
-    return any(
+def by_change(trial: Trial, record: Record) -> Record:
+    """The control for a script that moves its weights itself: the full batch again, with losses half as large.
+
+    Weights that change otherwise for half the gradient (SGD) show what the script makes of `.grad` in its step, and of
+    sums that it keeps elsewhere. Those that do not (Adam, a sign, a norm) show nothing of its size. Nor is it asked
+    for where their change tells what the gradients do.
+    """
+    if not trial.options.get("by_hand"):
+        return record
+    full, accumulated = trial.full, trial.accumulated
+    changes = _changes(record.updates, full, accumulated)
+    if not any(
         update.decided is Stage.CHANGE or changes[update.number].outcome is not update.outcome
-        for update in updates
+        for update in record.updates
         if update.number in changes
-    )
+    ):
+        return record
+    half = trial.again("full", shrink=0.5, part="unclipped")
+    return replace(record, updates=decided_by_change(record.updates, full, accumulated, half))
 
 
 def decided_by_change(

@@ -9,8 +9,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import torch
-
 from gaverify.audit.reading import Place, Run, Samples
 from gaverify.records.comparison import Method, Outcome, ParameterComparison
 from gaverify.records.stages import AVERAGE, Clip, SettingDifference, Stage, StageComparison
@@ -29,7 +27,7 @@ from gaverify.thresholds import (
     U32,
 )
 from gaverify.verdict.comparison import measure
-from gaverify.verdict.criteria import Difference, Grounds, decide
+from gaverify.verdict.control import judge_by_floor
 
 
 @dataclass(frozen=True)
@@ -82,19 +80,15 @@ def compare_gradients(runs: Runs, round_: Round, unit: float, terms: Mapping[Pla
     floor = dict.fromkeys(keys, 0.0)
     for run, factor in ((runs.perturbed, 1.0), *runs.again):
         perturbed = run.gradients(round_, summed=summed)
-        own = {key: _divided(perturbed.get(place), factor) for key, place in keys.items()}
+        own = {key: perturbed[place] / factor if place in perturbed else None for key, place in keys.items()}
         for row in measure(own, reference) if perturbed else []:
             # What is far apart under a factor was clipped, say: no rounding.
             if math.isfinite(row.difference) and (factor == 1.0 or row.difference < COMPUTED_FLOAT32 * row.scale):
                 floor[row.name] = max(row.difference, floor[row.name])
-    rows = [
-        decide(
-            _named(row, runs.names[keys[row.name]]),
-            Grounds(Method.NOISE_FLOOR, unit, terms=terms.get(keys[row.name], 0.0), floor=floor[row.name]),
-        )
-        for row in working
-    ]
-    return Rows(tuple(rows), relative_total((floor[row.name], row.reference) for row in working))
+    sizes = {key: terms.get(place, 0.0) for key, place in keys.items()}
+    rows = judge_by_floor({row.name: row for row in working}, floor, sizes, unit)
+    named = tuple(row._replace(name=runs.names[keys[row.name]]) for row in rows)
+    return Rows(named, relative_total((floor[row.name], row.reference) for row in working))
 
 
 def terms_of(samples: Samples, fit: WeightFit | None) -> dict[Place, float]:
@@ -125,13 +119,10 @@ def compare_changes(full: Samples, accumulated: Samples, unit: float, noise: flo
     both = [at for at in after if at in own_after and len(own_after[at]) == len(after[at])]
     if not both:
         return None
-    stretch = torch.cat([full.steps[at]["stretches"] for at in both]).sqrt()
-    reference = torch.cat([after[at] - before[at] for at in both]) * stretch
-    actual = torch.cat([own_after[at] - own_before[at] for at in both]) * stretch
-    weights = torch.cat([after[at] for at in both]) * stretch
-    size, own, apart, scale = (
-        float(torch.linalg.vector_norm(part)) for part in (reference, actual, actual - reference, weights)
-    )
+    reference = {at: after[at] - before[at] for at in both}
+    actual = {at: own_after[at] - own_before[at] for at in both}
+    size, own = full.norm(reference), full.norm(actual)
+    apart, scale = full.norm({at: actual[at] - reference[at] for at in both}), full.norm({at: after[at] for at in both})
     allowed = FEW_UNITS * unit * scale + noise * max(size, own)
     outcome = Outcome.EQUIVALENT if apart <= allowed else Outcome.DIVERGENT
     if not math.isfinite(apart):
@@ -192,14 +183,6 @@ def average_difference(full: Window | None, accumulated: Window | None) -> tuple
         return ()
     optimizer = next(iter(accumulated.optimizers), 0)
     return (SettingDifference(optimizer, 0, AVERAGE, mine["decay"], theirs["decay"]),)
-
-
-def _divided(gradient: torch.Tensor | None, factor: float) -> torch.Tensor | None:
-    return gradient if gradient is None or factor == 1.0 else gradient / factor
-
-
-def _named(row: Difference, name: str) -> Difference:
-    return row._replace(name=name)
 
 
 def decided_by_weights(rows: Rows, fit: WeightFit | None, unit: float) -> Rows:

@@ -13,34 +13,33 @@ from gaverify.records.totals import hidden_share
 
 def undecided(record: Record, update: UpdateComparison) -> str:
     """Returns why an update leaves the question open; empty where it does not."""
-    earlier = (
-        ""
-        if update.number == 1
-        else (f"update {update.number - 1} agrees, and `--updates {update.number - 1}` would settle for that; ")
-    )
-    if update.number == 1 and record.same_pieces:
+    before = update.number - 1
+    if not before and record.same_pieces:
         return "nothing was compared: both runs fed update 1 in the same pieces; do the arguments cut the batch?"
+    why = _why(record, update)
+    earlier = f"update {before} agrees, and `--updates {before}` would settle for that; " if before else ""
+    return f"{earlier}update {update.number}: {why}" if why else ""
+
+
+def _why(record: Record, update: UpdateComparison) -> str:
     if update.unrepeatable:
-        return (
-            f"{earlier}update {update.number}: the full-batch run does not repeat itself: "
-            f"{update.unrepeatable}; {_start_advice(record)}"
-        )
+        return f"the full-batch run does not repeat itself: {update.unrepeatable}; {_start_advice(record)}"
     if not update.data.same:
-        return earlier + _other_data(record, update)
+        return _other_data(record, update)
     if not update.judged:
         return (
-            f"{earlier}update {update.number}: the runs start from different weights "
-            f"(relative difference {update.started_apart:.1e}); {_advice(record, update)}"
+            f"the runs start from different weights (relative difference {update.started_apart:.1e}); "
+            f"{_advice(record, update)}"
         )
     if update.unclear and update.decided is Stage.CHANGE:
         return (
-            f"{earlier}update {update.number}: the script keeps no `.grad` where its weights move, and they change "
+            "the script keeps no `.grad` where its weights move, and they change "
             "alike with losses half as large: their change shows nothing of the gradient's size; keep the sums in "
             "`.grad`, or use SGD for the audit"
         )
     if update.unclear:
         return (
-            f"{earlier}update {update.number}: the script changes its summed gradients by hand before the step, and "
+            "the script changes its summed gradients by hand before the step, and "
             "the sums differ. Clipping by hand would hide a wrong scale, and a control with losses too small to be "
             "clipped decided nothing: use `torch.nn.utils.clip_grad_norm_`, or switch it off for the audit"
         )
@@ -55,7 +54,7 @@ def undecided(record: Record, update: UpdateComparison) -> str:
                 if 0 < hidden < math.inf
                 else "every gradient is zero"
             )
-        return f"{earlier}update {update.number}: {noun}" + (f": {reason}" if reason else "")
+        return noun + (f": {reason}" if reason else "")
     return ""
 
 
@@ -112,7 +111,7 @@ def _other_data(record: Record, update: UpdateComparison) -> str:
         )
     padded = " (after padding was taken off)" if data.padded else ""
     return (
-        f"update {update.number}: the runs did not see the same samples: {data.differing} "
+        f"the runs did not see the same samples: {data.differing} "
         f"{'row' if data.differing == 1 else 'rows'} of `{data.path}` {'differs' if data.differing == 1 else 'differ'}"
         f"{padded}; {rows}; {advice}"
     )

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from gaverify.records.audit import UpdateComparison
-from gaverify.records.comparison import Outcome
+from gaverify.records.comparison import Method, Outcome
 from gaverify.records.findings import Acceptance, Finding, Settled
 from gaverify.records.ranks import RankFacts
 from gaverify.records.windows import Window
+from gaverify.version import __version__
 
 TITLES = {
     "full": "full-batch run",
@@ -69,20 +70,20 @@ class AuditReport(Settled):
     script: str
     outcome: Outcome
     reason: str
-    findings: tuple[Finding, ...]
-    updates: tuple[UpdateComparison, ...]
-    counts: tuple[WindowCount, ...]
-    runs: tuple[RunSummary, ...]
-    device: str
-    dtype: str
-    autocast: str | None
-    torch: str
-    gaverify: str
-    modules: tuple[str, ...]
-    optimizers: tuple[str, ...]
-    trainable: int
-    method: str
-    events_only: bool
+    findings: tuple[Finding, ...] = ()
+    updates: tuple[UpdateComparison, ...] = ()
+    counts: tuple[WindowCount, ...] = ()
+    runs: tuple[RunSummary, ...] = ()
+    device: str = "unknown"
+    dtype: str = "unknown"
+    autocast: str | None = None
+    torch: str = "not loaded"
+    gaverify: str = __version__
+    modules: tuple[str, ...] = ()
+    optimizers: tuple[str, ...] = ()
+    trainable: int = 0
+    method: str = Method.NOT_COMPARED
+    events_only: bool = False
     timings: Mapping[str, float] = field(default_factory=dict)
     source: str = ""  # the options file; "" where the command line said what to run
     command: str = ""  # the words that make it again

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.slow
         ("scored", "GAV103", "contrastive"),
         ("advantages", "GAV103", "advantages"),
         ("attention", "GAV102", "attention"),
+        ("chained", "GAV101", "chained"),
         ("against_reference", "GAV103", "against_reference"),
     ],
 )

@@ -15,7 +15,9 @@ def test_without_it_the_verdict_says_that_no_end_was_reached() -> None:
     assert "no epoch's end was reached" in result.document["reason"], str(result)
 
 
-@pytest.mark.parametrize(("end", "code", "fault"), [("misscaled", 1, "GAV605"), ("lost", 1, "GAV604")])
+@pytest.mark.parametrize(
+    ("end", "code", "fault"), [("misscaled", 1, "GAV605"), ("lost", 1, "GAV604"), ("coupled", 1, "GAV103")]
+)
 def test_a_fault_at_the_end_is_found(end: str, code: int, fault: str) -> None:
     result = audit(SCRIPT, common=f"--end {end}", options=("--tail",))
     assert (result.code, result.faults) == (code, {fault}), str(result)

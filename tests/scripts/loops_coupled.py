@@ -40,6 +40,13 @@ class Attending(nn.Module):
         return self.head(mixed.mean(1))
 
 
+class Chained(nn.ModuleList):
+    """Two models of like names that the script calls one behind the other."""
+
+    def __init__(self):
+        super().__init__([nn.Sequential(nn.Linear(16, 8)), nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 4))])
+
+
 def compared(model, features, labels):
     return contrastive(*model(features), model.scale)
 
@@ -50,6 +57,11 @@ def scored(model, features, labels):
 
 def attention(model, features, labels):
     return F.cross_entropy(model(features), labels)
+
+
+def chained(model, features, labels):
+    encoder, head = model
+    return F.cross_entropy(head(encoder(features)), labels)  # here: chained
 
 
 def advantages(model, features, labels):
@@ -94,14 +106,14 @@ def plain(args, model, optimizer, loader, loss_of):
             optimizer.zero_grad()
 
 
-LOSSES = {loss.__name__: loss for loss in (compared, scored, attention, advantages, against_reference)}
+LOSSES = {loss.__name__: loss for loss in (compared, scored, attention, chained, advantages, against_reference)}
 
 if __name__ == "__main__":
     parser = options(__doc__)
     parser.add_argument("--loop", choices=[*LOSSES, "cached"], default="compared")
     args = parser.parse_args()
     torch.manual_seed(args.seed)
-    model = {"scored": Scored, "attention": Attending}.get(args.loop, Towers)()
+    model = {"scored": Scored, "attention": Attending, "chained": Chained}.get(args.loop, Towers)()
     REFERENCE = copy.deepcopy(model).requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
     loader = loader_for(args)

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--batch-size", type=int, default=16)
 parser.add_argument("--accum", type=int, default=1)
-parser.add_argument("--end", default="right", choices=["right", "lost", "misscaled"])
+parser.add_argument("--end", default="right", choices=["right", "lost", "misscaled", "coupled"])
 args = parser.parse_args()
 
 torch.manual_seed(0)
@@ -24,7 +24,10 @@ for _ in range(3):
     for i, (x, y) in enumerate(loader):
         first = i - i % args.accum
         size = args.accum if args.end == "misscaled" else min(args.accum, len(loader) - first)
-        (mse_loss(model(x), y) / size).backward()  # here: backward
+        found = model(x)
+        if args.end == "coupled" and first + args.accum >= len(loader):
+            found = found - found.mean(0)  # here: coupled
+        (mse_loss(found, y) / size).backward()  # here: backward
         if (i + 1) % args.accum == 0 or (args.end != "lost" and i + 1 == len(loader)):
             optimizer.step()
             optimizer.zero_grad()

@@ -84,7 +84,7 @@ def _install(job: str) -> None:
         module = importlib.util.module_from_spec(spec)
         sys.modules["gaverify"] = module
         spec.loader.exec_module(module)
-    from gaverify.audit.entered import enter
+    from gaverify.audit.child import enter
 
     enter(job)
 

@@ -51,7 +51,7 @@ class Outputs:
         shapes = input_shapes(args, kwargs)
         rows, number = shapes[0][0] if shapes else 0, len(self.forwards)
         paths = list(paths_in(model, scripted=True).values())
-        forward: dict[str, Any] = {"rows": rows, "number": number, "modules": paths, "calls": []}
+        forward: dict[str, Any] = {"model": id(model), "rows": rows, "number": number, "modules": paths, "calls": []}
         self.forwards.append(forward)
         inner: dict[str, _Inner] = {}
         begins, ends = partial(self._begins, inner), partial(self._ends, forward, inner)

@@ -39,12 +39,12 @@ class Sample:
         self.sizes = [len(position) for position in self._positions]
 
     def gradients(self) -> torch.Tensor:
-        """Returns the elements of the gradients as float64 on the CPU; zero where there is no gradient."""
-        return self._read([parameter.grad for parameter in self.parameters])
+        """Returns the elements of the gradients, as `read` does."""
+        return self.read([parameter.grad for parameter in self.parameters])
 
     def weights(self) -> torch.Tensor:
         """Returns the elements of the parameters as float64 on the CPU."""
-        return self._read(list(self.parameters))
+        return self.read(list(self.parameters))
 
     def elements(self, at: int, values: torch.Tensor) -> torch.Tensor:
         """Returns the chosen elements of a gradient of the parameter at a position, as float64 on the CPU."""
@@ -59,7 +59,8 @@ class Sample:
         return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64, device="cpu")
 
     @torch.no_grad()
-    def _read(self, tensors: list[torch.Tensor | None]) -> torch.Tensor:
+    def read(self, tensors: list[torch.Tensor | None]) -> torch.Tensor:
+        """Returns the elements of tensors of the parameters' shapes as float64 on the CPU; zero where there is none."""
         parts = []
         for tensor, position in zip(tensors, self._positions, strict=True):
             values = plain(tensor) if tensor is not None and len(position) else None

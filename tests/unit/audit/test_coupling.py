@@ -72,6 +72,21 @@ def pairs(middle: nn.Module, loss: Loss = each, rest: Loss | None = None) -> lis
     return [(whole, part, range(4 * at, 4 * at + 4)) for at, part in enumerate(parts)]
 
 
+def test_a_model_that_is_given_what_another_made_is_another_model() -> None:
+    """Modules of the same path, of which the first model's agree for every micro-batch."""
+    models = nn.Sequential(nn.Linear(6, 8)), nn.Sequential(Pooling())
+    outputs = Outputs(nullcontext)
+    for piece in (SAMPLES, *SAMPLES.split(4)):
+        for model in models:
+            with outputs.listening(model, (piece,), {}):
+                piece = model(piece)
+    whole, parts = outputs.forwards[:2], outputs.forwards[2:]
+    found = first_module(
+        [(whole[at % 2], part, range(4 * (at // 2), 4 * (at // 2) + 4)) for at, part in enumerate(parts)], UNIT
+    )
+    assert found is not None and (found.operation.name, found.samples) == ("Pooling", 16)
+
+
 @pytest.mark.parametrize("middle", [nn.BatchNorm1d(8), nn.BatchNorm1d(8, track_running_stats=False)])
 def test_statistics_of_the_batch_are_found_in_their_module(middle: nn.Module) -> None:
     found = pairs(middle)

@@ -11,8 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from gaverify.audit.launch import entering, free_port, program
-from gaverify.audit.members import ended_early, failed_first, folder_for, is_whole, ranks_of
+from gaverify.audit.launch import (
+    ended_early,
+    entering,
+    failed_first,
+    folder_for,
+    free_port,
+    is_whole,
+    program,
+    ranks_of,
+)
 from gaverify.audit.request import Request, Setting
 from gaverify.cli import main
 from gaverify.errors import ProblemError, SpecError
