@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gaverify.amounts import bytes_text
-from gaverify.audit.editing import PLACED, assigned, not_placed
+from gaverify.audit.editing import PLACED, not_placed
 from gaverify.audit.job import DISK_FULL, RECORDER_FAILED, ROOM, Job
 from gaverify.audit.launch import (
     ERROR,
@@ -152,11 +152,7 @@ def _check_values(child: Child) -> None:
     taken = set(path.read_text(encoding="utf-8").splitlines()) if path.exists() else set()
     left = [name for name, _ in child.job.values if name not in taken]
     if left:
-        try:
-            known = assigned(Path(child.job.script).read_bytes())
-        except OSError:
-            known = []
-        sentences = [not_placed(name, child.job.script, known) for name in left]
+        sentences = [not_placed(name, child.job.script, child.job.module) for name in left]
         raise ProblemError(f"the {child.title}: " + "\n".join(sentences))
 
 

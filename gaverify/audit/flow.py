@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gaverify.audit.editing import check_values
 from gaverify.audit.outcome import is_explained, report_of, same_arguments
 from gaverify.audit.replay.deciding import inputs_help, parts_of, replay_helps
 from gaverify.audit.request import RECORDED, Request, kept, written
@@ -39,6 +40,8 @@ def audit(request: Request, progress: Progress | None = None) -> AuditReport:
         ProblemError: A run of the script failed, or gave nothing to compare.
     """
     request.check()
+    for setting in (request.full_setting, request.accumulated_setting):
+        check_values(setting.script or request.script, request.module, setting.values)
     if not request.events_only and request.same:
         return same_arguments(request)
     with ended_as_interrupted(), _folder(request) as folder:

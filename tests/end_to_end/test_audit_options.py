@@ -44,7 +44,7 @@ class TestWhatOneRunIsGiven:
         assert (result.code, result.outcome) == (0, "equivalent"), str(result)
 
     def test_a_name_that_is_not_there(self) -> None:
-        refused(audit("--accumulated-set", "BATCH_SIZ=4"), "assigns no `BATCH_SIZ`", "did you mean `BATCH_SIZE`?")
+        refused(audit("--accumulated-set", "BATCH_SIZ=4"), "assigns no `BATCH_SIZ`", "did you mean `BATCH_SIZE` (line")
 
     def test_text_for_a_number(self) -> None:
         refused(audit("--accumulated-set", "BATCH_SIZE=4x"), "it is 16", "write a number")

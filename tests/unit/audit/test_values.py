@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gaverify.audit.editing import Edits, assigned, not_placed, placed
+from gaverify.audit.editing import Edits, check_values, placed
 from gaverify.errors import ProblemError
 
 SOURCE = """
@@ -68,17 +70,71 @@ class TestSource:
     def test_lines_keep_their_numbers(self) -> None:
         tree = ast.parse(SOURCE)
         before = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.stmt)]
-        assert placed(tree, ["config", "batch"], "[1,\n2]") == 1
+        assert placed(tree, "config.batch", "[1,\n2]") == 1
         assert [node.lineno for node in ast.walk(tree) if isinstance(node, ast.stmt)] == before
 
     @pytest.mark.parametrize("name", ["ABSENT", "Config.absent", "config.absent", "train.absent", "deep", "batch_size"])
     def test_what_is_not_there_is_not_placed(self, name: str) -> None:
-        assert placed(ast.parse(SOURCE), name.split("."), "1") == 0
+        assert placed(ast.parse(SOURCE), name, "1") == 0
 
     def test_a_number_does_not_become_text(self) -> None:
         with pytest.raises(ProblemError, match="it is 8 in line 3"):
-            placed(ast.parse(SOURCE), ["BATCH"], "4x", "`--set BATCH=4x`")
+            placed(ast.parse(SOURCE), "BATCH", "4x", "`--set BATCH=4x`")
 
-    def test_the_nearest_name_is_told(self) -> None:
-        assert "BATCH" in assigned(SOURCE.encode())
-        assert "did you mean `BATCH`?" in not_placed("BTACH", "train.py", assigned(SOURCE.encode()))
+    def test_a_keyword_wherever_something_is_called(self) -> None:
+        tree = ast.parse("class C:\n    n: int = 1\nx = f(C(n=2))\ndef main():\n    return data.C(n=3), C()\n")
+        assert placed(tree, "main.C.n", "7") == 1
+        assert placed(tree, "C.n", "8") == 3
+        assert ast.unparse(tree).count("8") == 3
+
+
+SCRIPT = """
+import model, torch
+settings = {"n_layer": 3}
+def main(depth=3):
+    loader = torch.utils.data.DataLoader([1], batch_size=4)
+main()
+"""
+
+
+class TestBeforeAnythingStarts:
+    @pytest.fixture(autouse=True)
+    def _files(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        Path("train.py").write_text(SCRIPT, encoding="utf-8")
+        Path("model.py").write_text("from parts.late import *\nclass GPT:\n    n_layer = 8\n", encoding="utf-8")
+        Path("parts").mkdir()
+        Path("parts/late.py").write_text("RATE = 1\n", encoding="utf-8")
+
+    @pytest.mark.parametrize(
+        ("name", "advice"),
+        [
+            ("n_layer", "did you mean `settings.n_layer` (line 3) or `model.GPT.n_layer` (line 3)?"),
+            ("model.GPT.n_layr", "did you mean `model.GPT.n_layer` (line 3)?"),
+            ("batch_size", "did you mean `DataLoader.batch_size` (line 5)?"),
+            ("main.deph", "did you mean `main.depth` (line 4)?"),
+            ("RATE", "did you mean `parts.late.RATE` (line 1)?"),
+            ("zzz", "write the name as `function.name` where it stands in a function"),
+        ],
+    )
+    def test_the_names_that_would_take_it_are_told(self, name: str, advice: str) -> None:
+        with pytest.raises(ProblemError) as raised:
+            check_values("train.py", False, [(name, "1")])
+        assert f"`train.py` assigns no `{name}`" in str(raised.value)
+        assert str(raised.value).endswith(advice)
+        with pytest.raises(ProblemError, match=re.escape(advice)):
+            check_values("train", True, [(name, "1")])
+
+    @pytest.mark.parametrize("name", ["settings.n_layer", "model.GPT.n_layer", "DataLoader.batch_size", "torch.absent"])
+    def test_what_has_a_place_or_lies_elsewhere_is_let_pass(self, name: str) -> None:
+        check_values("train.py", False, [(name, "1")])
+
+    def test_a_module_that_only_the_run_finds_is_left_to_it(self) -> None:
+        with pytest.raises(ProblemError):
+            check_values("train.py", False, [("late.RATE", "1")])
+        Path("model.py").write_text("import not_installed_here\n", encoding="utf-8")
+        check_values("train.py", False, [("late.RATE", "1")])
+
+    def test_a_script_that_cannot_be_read_is_left_to_its_run(self) -> None:
+        Path("train.py").write_text("def", encoding="utf-8")
+        check_values("train.py", False, [("zzz", "1")])
