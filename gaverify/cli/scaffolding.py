@@ -90,7 +90,8 @@ def _filled(kind: str, spec: Path, factory: Path, gaps: dict[str, str], advice: 
         "MODEL": template("parts/step" if kind == "lightning" else "parts/net").rstrip(),
         "BUILD": "Net()",
         "INPUTS": "torch.randn(batch_size, 16)",
-        "LOSS": "F.cross_entropy",
+        "STAR": "",
+        "LOSS": "F.cross_entropy(model(inputs), targets)",
         "TARGETS": "torch.randint(10, (batch_size,))",
         "CHECKPOINT": '"model.pt"',
         "NAME": "FOLDER",
@@ -99,16 +100,19 @@ def _filled(kind: str, spec: Path, factory: Path, gaps: dict[str, str], advice: 
         "FOLDER": '"path/to/folder"',
     }
     text = re.sub(r"@([A-Z]+)@", lambda gap: {**defaults, **gaps}[gap[1]], template(f"templates/{kind}"))
+    if " F." not in text and "(F." not in text:
+        text = text.replace("from torch.nn import functional as F\n", "")
     return Scaffold(f"{factory.name}:factory", text, advice)
 
 
 def _gaps(model: str, drawn: Sketch, spec: Path) -> dict[str, str]:
     place, _, attribute = model.rpartition(":")
-    top = attribute.partition(".")[0]
+    names = [attribute.partition(".")[0], *drawn.names]
     return {
-        "MODEL": f"from {_module(place, spec.parent)} import {top}",
+        "MODEL": f"from {_module(place, spec.parent)} import {', '.join(names)}",
         "BUILD": f"{attribute}({drawn.arguments})",
         "INPUTS": drawn.inputs,
+        "STAR": "*" if drawn.several else "",
         "LOSS": drawn.loss,
         "TARGETS": drawn.targets,
     }
@@ -126,10 +130,12 @@ def _module(place: str, folder: Path) -> str:
 
 
 def _advice(drawn: Sketch, kind: str) -> str:
-    if drawn.arguments:
+    if "..." in drawn.arguments:
         return f"fill in `{drawn.arguments}` and the batch"
     if kind == "checkpoint":
         return "write the checkpoint's path"
+    if drawn.guessed:
+        return f"`{drawn.arguments}` is a guess that runs, put your own in"
     return "" if drawn.tried else "put a batch in that your model takes"
 
 

@@ -71,7 +71,7 @@ size = 3
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    for module in ("nets_to_init", "sub.nets_to_init", "sub"):
+    for module in ("nets_to_init", "forwards_to_init", "sub.nets_to_init", "sub"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     (tmp_path / "nets_to_init.py").write_text(NET)
     (tmp_path / "sub").mkdir()
@@ -116,6 +116,106 @@ def test_the_factory_of_a_class_runs(
     written = (folder / "new_model.py").read_text()
     assert text in written and "@" not in re.sub(r"\S+@\S+", "", written)
     assert main(["run", "new.toml"]) == code
+
+
+FORWARDS = """\
+from __future__ import annotations
+from dataclasses import dataclass
+import torch
+from torch import nn
+
+SIZE = 20
+
+
+@dataclass
+class Config:
+    vocabulary: int = 65
+
+
+class Language(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        self.places, self.tokens = nn.Embedding(32, 8), nn.Embedding(config.vocabulary, 8)
+        self.head = nn.Linear(8, config.vocabulary)
+
+    def forward(self, idx, targets=None):
+        logits = self.head(self.tokens(idx) + self.places.weight[: idx.shape[1]])
+        if targets is None:
+            return logits[:, [-1]], None
+        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Logits(Language):
+    def forward(self, idx):
+        return {"hidden": idx.float().mean(1), "logits": self.head(self.tokens(idx))}
+
+
+class Towers(nn.Module):
+    def __init__(self, users: int, n_items: int, biased: bool, rate: float):
+        super().__init__()
+        self.users, self.items = nn.Embedding(users, 4), nn.Embedding(n_items, 4)
+
+    def forward(self, user, item):
+        return (self.users(user) * self.items(item)).sum(-1)
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(9, 4), nn.Linear(4, 3)
+
+    def forward(self, tokens, mask, lengths):
+        assert not mask.is_floating_point() and lengths.dim() == 1
+        return self.head((self.tokens(tokens) * mask.unsqueeze(-1)).sum(1) / lengths.unsqueeze(1))
+
+
+class Image(nn.Module):
+    def __init__(self, channels, classes):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(channels, 2, 5), nn.Flatten(), nn.Linear(2 * 16 * 16, classes))
+
+    def forward(self, pixels):
+        return self.layers(pixels)
+
+
+if __name__ == "__main__":
+    image = Image(1, classes=7)
+    x = torch.rand(2, 1, SIZE, SIZE)
+    print(image(x).shape)
+"""
+
+
+@pytest.mark.parametrize("kind", ["module", "dataloader"])
+@pytest.mark.parametrize(
+    ("model", "texts"),
+    [
+        ("Language", ["import Language, Config", "(config=Config())", "return model(inputs, targets=targets)[1]"]),
+        ("Logits", ['["logits"].flatten(0, 1), targets.flatten()', "torch.randint(65, (batch_size, 16))"]),
+        ("Towers", ["(users=16, n_items=16, biased=False, rate=0.1)", "model(*inputs)"]),
+        ("Masked", ["torch.ones(batch_size, 16, dtype=torch.bool)", "torch.full((batch_size,), 16)"]),
+        ("Image", ["Image(1, classes=7)", "torch.rand(batch_size, 1, 20, 20)", "torch.randint(7, "]),
+    ],
+)
+def test_what_a_forward_takes_is_read(folder: Path, model: str, texts: list[str], kind: str) -> None:
+    (folder / "forwards_to_init.py").write_text(FORWARDS)
+    assert main(["init", "new.toml", "--model", f"forwards_to_init.py:{model}", "--kind", kind]) == 0
+    written = (folder / "new_model.py").read_text()
+    assert [text for text in texts if text not in written] == []
+    assert main(["run", "new.toml"]) == 0
+
+
+def test_sizes_that_nothing_says_are_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "forwards_to_init.py").write_text(FORWARDS)
+    assert main(["init", "--model", "forwards_to_init.py:Towers"]) == 0
+    assert "is a guess that runs, put your own in" in capsys.readouterr().out
+    assert main(["init", "--model", "forwards_to_init.py:Image", "--force"]) == 0
+    assert "guess" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["lightning", "transformers", "transformers-config"])
+def test_a_template_says_first_what_to_install(folder: Path, kind: str) -> None:
+    assert main(["init", "--kind", kind]) == 0
+    assert (folder / "gaverify_model.py").read_text().startswith('"""Needs `pip install ')
 
 
 @pytest.mark.parametrize("kind", ["dict", "dataloader"])
