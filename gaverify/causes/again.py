@@ -13,7 +13,7 @@ import torch
 
 from gaverify.causes import counts, proof, state
 from gaverify.causes.bench import Bench
-from gaverify.causes.earlier import kept
+from gaverify.causes.sketches import kept
 from gaverify.passes.batching import drawn, micro_batch_sizes
 from gaverify.passes.gradients import PassProbe, full_batch_gradients
 from gaverify.passes.isolation import generator_states, seed_torch
@@ -66,6 +66,8 @@ def _second(bench: Bench) -> Bench:
         task = replace(task, batch_size=size, sizes=micro_batch_sizes(size, task.steps))
     task = replace(task, problem=problem)
     task.progress("a second batch")
+    if not bench.record.count:  # what draws nothing needs no run whose draws are recorded
+        return replace(bench, task=task, earlier=None)
     restore = generator_states()
     seed_torch(_SEED)
     try:
@@ -78,8 +80,9 @@ def _second(bench: Bench) -> Bench:
 def _weighed(second: Bench, known: Weights) -> ControlRun | None:
     """Accumulates with the weights that the repair in words gives the second batch."""
     if known.counts:
-        assert second.earlier is not None
-        found = counts.found_in(second, second.accumulated(second.earlier.full).weights)
+        earlier = second.earlier or kept(second.full_batch())
+        second = replace(second, earlier=earlier)
+        found = counts.found_in(second, second.accumulated(earlier.full).weights)
         return found.control if found is not None else None
     assert known.fit is not None
     words = {"samples": tuple(map(float, known.sizes)), "tokens": known.valid_targets}
@@ -88,8 +91,7 @@ def _weighed(second: Bench, known: Weights) -> ControlRun | None:
         there, probe = replace(second, task=replace(second.task, weighting=weighting)), None
     else:
         there, probe = second, _Times(next(c / w for c, w in zip(known.fit.weights, known.used, strict=True) if w))
-    left = there.against_full_batch(lambda full: there.accumulated(full, probe).gradients)
-    return ControlRun("with these weights", left, left <= there.rounding)
+    return there.repaired("with these weights", probe)
 
 
 class _Times(PassProbe):

@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from torch import nn
-
 from gaverify.causes import weights
 from gaverify.causes.bench import Bench
 from gaverify.causes.narrowing import released
@@ -26,17 +24,18 @@ from gaverify.causes.neutral.holding import (
     OutputHeld,
 )
 from gaverify.causes.neutral.hooks import (
+    Registry,
     WithoutHooks,
     WithoutTensorHooks,
     module_registries,
     parameter_registries,
 )
 from gaverify.causes.trace.backward_listening import GradientListener
-from gaverify.causes.trace.traces import Frame, source_line
+from gaverify.causes.trace.traces import Frame, located
 from gaverify.errors import GaverifyError
 from gaverify.passes.gradients import PassProbe
 from gaverify.records.experiment import ControlKind, ControlRun
-from gaverify.records.facts import Backward, BackwardPlace, Facts
+from gaverify.records.facts import BackwardPlace, Facts
 from gaverify.records.operations import Operation
 from gaverify.records.weights import WeightFit
 from gaverify.thresholds import SAME_IN_FLOAT32, SAME_NUMBER
@@ -54,21 +53,15 @@ class BackwardCulprit:
     control: ControlRun | None
 
 
-def ask(bench: Bench, facts: Facts, known: Backward | None = None) -> Facts:
-    """Looks for the place where gradients part, where all forwards agree, with weights that fit the losses.
-
-    Args:
-        bench: Where to run.
-        facts: What is known.
-        known: What was found in a part of the batch: nothing but that is tried.
-    """
+def ask(bench: Bench, facts: Facts) -> Facts:
+    """Looks for the place where gradients part, where all forwards agree, with weights that fit the losses."""
     if facts.forward.causes or not facts.forward.agree:
         return facts
     used = facts.weights.used
     shares = facts.forward.shares or used
-    trial = _Trial(bench.weighted(shares), facts, known.culprit if known is not None else None)
+    trial = _Trial(bench.weighted(shares), facts)
     # hooks and constants come first, because their lines are known
-    searches = dict.fromkeys(_SEARCHES.values() if known is None or known.place is None else (_SEARCHES[known.place],))
+    searches = (_parameter_hooks, _module_hooks, _tensor_hooks, _constants, _boundaries)
     places = (culprit for search in searches if (culprit := search(trial)) is not None)
     found = bench.attempt("backward", lambda: next(places, None))
     if found is None:
@@ -90,14 +83,10 @@ def ask(bench: Bench, facts: Facts, known: Backward | None = None) -> Facts:
 
 @dataclass(frozen=True)
 class _Trial:
-    """Runs controls; wrong weights beside the culprit do not hide that one helps.
-
-    `known` is the culprit that was found in a part of the batch: it is tried alone before others like it are.
-    """
+    """Runs controls; wrong weights beside the culprit do not hide that one helps."""
 
     bench: Bench
     facts: Facts
-    known: Operation | None = None
 
     def run(self, what: str, probe: PassProbe) -> ControlRun | None:
         """The control run, with the weights that were right in it; None where nothing is left to compare."""
@@ -110,90 +99,75 @@ class _Trial:
         except GaverifyError:
             return None
 
-    def narrowed(
-        self,
-        items: Sequence[T],
-        together: ControlRun,
-        control: Callable[[Sequence[T]], ControlRun | None],
-        is_it: Callable[[Operation, T], bool],
-    ) -> tuple[T, ControlRun]:
+    def needed(
+        self, items: Sequence[T], control: Callable[[Sequence[T]], ControlRun | None]
+    ) -> tuple[T, ControlRun] | None:
         """Returns the first of several things that is needed, with the control run of all that are.
 
-        Args:
-            items: What was neutralised together.
-            together: That control run.
-            control: Runs with some of them neutralised.
-            is_it: Whether one of them is the culprit that a part of the batch showed.
+        None where nothing is there, or neutralising all of it (which `control` does with some) leaves more than
+        rounding.
         """
-
-        def run(some: Sequence[T]) -> ControlRun | None:
-            return control(some) if some else None
-
-        known = [item for item in items if self.known is not None and is_it(self.known, item)]
-        alone = run(known) if len(known) < len(items) else None
-        if alone is not None and alone.rounding:
-            items, together = known, alone
-        needed = [entry.item for entry in released(items, run)] if len(items) > 1 else items
-        return needed[0], (run(needed) if len(needed) < len(items) else None) or together
+        together = control(items)
+        if together is None or not together.rounding:
+            return None
+        needed = [entry.item for entry in released(items, control)] if len(items) > 1 else items
+        return needed[0], (control(needed) if len(needed) < len(items) else None) or together
 
 
 def _parameter_hooks(trial: _Trial) -> BackwardCulprit | None:
-    hooked = {name: p for name, p in trial.bench.task.parameters.items() if any(parameter_registries(p))}
-    registries = [registry for parameter in hooked.values() for registry in parameter_registries(parameter)]
-    if not registries:
-        return None
-    without = trial.run("gradient hooks on parameters removed", WithoutHooks(registries))
-    if without is None or not without.rounding:
-        return None
-    owner = next(iter(hooked)).rpartition(".")[0]
-    module = dict(trial.bench.task.named_modules()).get(owner)
-    kind = type(module).__name__ if module is not None else ""
-    return BackwardCulprit(BackwardPlace.PARAMETER_HOOK, Operation("gradient hook", owner, kind), without)
+    named = trial.bench.task.parameters.items()
+    hooked = [(name.rpartition(".")[0], found) for name, p in named if any(found := parameter_registries(p))]
+    return _hooks(trial, hooked, BackwardPlace.PARAMETER_HOOK, "gradient hook", "parameters")
 
 
 def _module_hooks(trial: _Trial) -> BackwardCulprit | None:
-    hooked = [(path, module) for path, module in trial.bench.task.named_modules() if any(module_registries(module))]
-    if not hooked:
-        return None
-    registries = [registry for _, module in hooked for registry in module_registries(module)]
-    without = trial.run("backward hooks on modules removed", WithoutHooks(registries))
-    if without is None or not without.rounding:
-        return None
+    named = trial.bench.task.named_modules()
+    hooked = [(path, found) for path, module in named if any(found := module_registries(module))]
+    return _hooks(trial, hooked, BackwardPlace.MODULE_HOOK, "backward hook", "modules")
 
-    def control(some: Sequence[tuple[str, nn.Module]]) -> ControlRun | None:
-        names = ", ".join(f"`{path}`" for path, _ in some)
-        probe = WithoutHooks([registry for _, module in some for registry in module_registries(module)])
-        return trial.run(f"the backward hooks on {names} removed", probe)
 
-    (path, module), run = trial.narrowed(hooked, without, control, lambda known, hook: known.module == hook[0])
-    return BackwardCulprit(BackwardPlace.MODULE_HOOK, Operation("backward hook", path, type(module).__name__), run)
+_Hooked = tuple[str, list[Registry]]
+
+
+def _hooks(trial: _Trial, hooked: list[_Hooked], place: BackwardPlace, name: str, on: str) -> BackwardCulprit | None:
+    """Removes hooks: of parameters in the modules at some paths, or of these modules."""
+
+    def control(some: Sequence[_Hooked]) -> ControlRun | None:
+        what = f"the {name}s on {', '.join(f'`{path}`' for path, _ in some)}"
+        probe = WithoutHooks([registry for _, registries in some for registry in registries])
+        return trial.run(f"{what if len(some) < len(hooked) else f'{name}s on {on}'} removed", probe) if some else None
+
+    found = trial.needed(hooked, control)
+    if found is None:
+        return None
+    (path, _), run = found
+    module = dict(trial.bench.task.named_modules()).get(path)
+    kind = type(module).__name__ if module is not None else ""
+    return BackwardCulprit(place, Operation(name, path, kind), run)
 
 
 def _tensor_hooks(trial: _Trial) -> BackwardCulprit | None:
     probe = WithoutTensorHooks()
     without = trial.run("gradient hooks on tensors left out", probe)
-    if without is None or not without.rounding or not probe.frames:
+    if without is None or not without.rounding:
         return None
-    return BackwardCulprit(BackwardPlace.TENSOR_HOOK, _at("gradient hook on a tensor", probe.frames[0]), without)
+    return BackwardCulprit(BackwardPlace.TENSOR_HOOK, located("gradient hook on a tensor", probe.frames[0]), without)
 
 
 def _constants(trial: _Trial) -> BackwardCulprit | None:
-    probe = ConstantsHeld(trial.bench.task)
+    task = trial.bench.task
+    probe = ConstantsHeld(task)
     held = trial.run("what the forward cuts out of the graph held constant", probe)
-    if held is None or not held.rounding or not probe.frames:
+    if held is None or not held.rounding:
         return None
 
     def control(some: Sequence[Frame]) -> ControlRun | None:
-        return trial.run("what this line cuts out of the graph held constant", ConstantsHeld(trial.bench.task, some))
+        if len(some) == len(probe.frames):
+            return held
+        return trial.run("what this line cuts out of the graph held constant", ConstantsHeld(task, some))
 
-    line, run = trial.narrowed(probe.frames, held, control, lambda known, f: _at("", f).location == known.location)
-    return BackwardCulprit(BackwardPlace.CONSTANT, _at("constant of the batch", line), run)
-
-
-def _at(name: str, frame: Frame) -> Operation:
-    if frame is None:
-        return Operation(name)
-    return Operation(name, file=shown(frame[0]), line=frame[1], source=source_line(frame))
+    found = trial.needed(probe.frames, control)
+    return found and BackwardCulprit(BackwardPlace.CONSTANT, located("constant of the batch", found[0]), found[1])
 
 
 def _boundaries(trial: _Trial) -> BackwardCulprit | None:
@@ -215,22 +189,12 @@ def _boundaries(trial: _Trial) -> BackwardCulprit | None:
         }
         runs = (trial.run(words, held(task, position)) for words, held in what.items())
         control = next((run for run in runs if run is not None), None)
-        operation = replace(_at("backward", frame), module=listener.paths.get(call), kind=kind)
+        operation = located("backward", frame, listener.paths.get(call), kind)
         return BackwardCulprit(BackwardPlace.MODULE, operation, control)
     path = listener.paths[call]
     module = dict(task.named_modules())[path]
     control = trial.run(f"the output of `{path or '(root)'}` held constant", OutputHeld(task, module))
     return BackwardCulprit(BackwardPlace.MODULE, Operation("backward", path, type(module).__name__), control)
-
-
-_SEARCHES: dict[BackwardPlace, Callable[[_Trial], BackwardCulprit | None]] = {
-    BackwardPlace.PARAMETER_HOOK: _parameter_hooks,
-    BackwardPlace.MODULE_HOOK: _module_hooks,
-    BackwardPlace.TENSOR_HOOK: _tensor_hooks,
-    BackwardPlace.CONSTANT: _constants,
-    BackwardPlace.MODULE: _boundaries,
-    BackwardPlace.LOSS: _boundaries,
-}
 
 
 def _diverging_call(listener: GradientListener) -> int | None:

@@ -15,9 +15,8 @@ from typing import TypeVar
 
 import torch
 
-from gaverify.causes.earlier import Earlier
 from gaverify.causes.rows import ControlFailed
-from gaverify.causes.sketches import Sketches, fitted, sketched
+from gaverify.causes.sketches import Earlier, Sketches, Sums, fitted
 from gaverify.errors import GaverifyError
 from gaverify.passes.gradients import (
     Gradients,
@@ -29,6 +28,7 @@ from gaverify.passes.gradients import (
 )
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.randomness import DrawRecord
+from gaverify.passes.sketches import sketch
 from gaverify.passes.task import Task
 from gaverify.records.comparison import NotCompared
 from gaverify.records.experiment import ControlKind, ControlRun
@@ -127,6 +127,30 @@ class Bench:
         reached = frozenset(row.name for row in rows if row.reference > 0)
         return ControlRun(what, left, left <= self.rounding, right, kind, reached)
 
+    def repaired(
+        self,
+        what: str,
+        probe: PassProbe | None = None,
+        kind: ControlKind = ControlKind.HELD,
+        *,
+        fit: bool = False,
+        exactly: bool = True,
+    ) -> ControlRun:
+        """Runs the micro-batches with one probe more, against the full batch, which stays as it is."""
+        self.task.progress(f"control: {what}")
+        sketches: list[Sketches] = []
+
+        def accumulate(full: PassResult) -> Gradients:
+            if not fit:
+                return self.accumulated(full, probe).gradients
+            known = self.earlier.gradient if self.earlier is not None and full is self.earlier.full else None
+            found, accumulated = self.sketched(full, probe, known)
+            sketches.append(found)
+            return accumulated.gradients
+
+        left = self.against_full_batch(accumulate, exactly=exactly)
+        return ControlRun(what, left, left <= self.rounding, fitted(sketches) if fit else None, kind)
+
     def full_batch(self, probe: PassProbe | None = None) -> PassResult:
         """Runs the full batch, with one probe more."""
         probe = self.with_probe(probe)
@@ -162,16 +186,27 @@ class Bench:
         return relative_difference(found if found is not None else accumulate(full), full.gradients)
 
     def sketched(
-        self,
-        full: PassResult,
-        probe: PassProbe | None = None,
-        *,
-        release: bool = False,
-        target: torch.Tensor | None = None,
+        self, full: PassResult, probe: PassProbe | None = None, target: torch.Tensor | None = None
     ) -> tuple[Sketches, PassResult]:
-        """Accumulates once more, with a sketch of every micro-batch's gradient."""
-        task, state, record, probe = self.task, self.state, self.record, self.with_probe(probe)
-        return sketched(task, state, record, full, lift=self.lift, probe=probe, release=release, target=target)
+        """Accumulates once more, with a sketch of every micro-batch's gradient; `target` is the full batch's, if known.
+
+        That pass's own gradients are then freed.
+        """
+        if target is not None:
+            full.gradients = dict.fromkeys(full.gradients)
+        target = sketch(list(full.gradients.values())) if target is None else target
+        # one backward over the sum would not tell the shares apart
+        task, sums = replace(self.task, strategy="accumulate"), Sums(self.task)
+        accumulated = accumulated_gradients(
+            task,
+            self.state,
+            self.record,
+            full,
+            lift=self.lift,
+            after_backward=sums.note,
+            probe=self.with_probe(probe),
+        )
+        return sums.shares(target, accumulated.weights), accumulated
 
 
 def _any(gradients: Gradients) -> bool:

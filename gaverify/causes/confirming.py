@@ -9,24 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from fractions import Fraction
 
 import torch
 
 from gaverify.causes import backward, counts, proof, state, weights
 from gaverify.causes.bench import FORESEEN, Bench
-from gaverify.causes.earlier import kept
-from gaverify.causes.sketches import Sketches, fitted
+from gaverify.causes.sketches import Sketches, fitted, kept
 from gaverify.causes.trace.first_divergence import trace_divergences
 from gaverify.passes.task import Task
 from gaverify.records.experiment import ControlKind, ControlRun
 from gaverify.records.facts import Facts, State, Weights
 from gaverify.records.weights import WeightFit, are_shares, is_constant
-from gaverify.thresholds import AGREE_FLOAT64, CORRECT_FLOAT32, FIT_MAGNIFIES, GROUPINGS, SAME_IN_FLOAT32, TINY
+from gaverify.thresholds import AGREE_FLOAT64, CORRECT_FLOAT32, GROUPINGS, SAME_IN_FLOAT32, TINY
 from gaverify.verdict.judging import Judgement
 
 _MANY = 1 << 14  # samples, from which on float32's sums over them leave more than that of correct models
-_DENOMINATOR = 1000  # of a weight as a fraction
 
 _Confirm = Callable[[Bench, Facts, Facts], Facts]
 
@@ -97,16 +94,12 @@ def _confirm_of(found: Facts) -> _Confirm | None:
 def _begun(bench: Bench, facts: Facts, found: Facts) -> tuple[Bench, Facts]:
     """The micro-batches' own gradients as sketches, where nobody listened to them before, and the weights that fit."""
     earlier = bench.earlier or kept(bench.full_batch())
-    sketches = earlier.shares
-    if sketches is None:
-        sketches = bench.sketched(earlier.full, target=earlier.gradient)[0]
-        sketches = replace(sketches, elements=earlier.elements)
+    sketches = earlier.shares or bench.sketched(earlier.full, target=earlier.gradient)[0]
     bench = replace(bench, earlier=replace(earlier, shares=sketches))
-    fit = fitted([sketches])
     changes = State(found.state.changes) if found.state is not None else None
     facts = replace(
         facts,
-        weights=replace(facts.weights, fit=fit if bench.exact or bench.floor else _plain(fit)),
+        weights=replace(facts.weights, fit=fitted([sketches])),
         state=changes,
         repeatability=found.repeatability,
         failures=found.failures,
@@ -115,19 +108,12 @@ def _begun(bench: Bench, facts: Facts, found: Facts) -> tuple[Bench, Facts]:
     return bench, facts
 
 
-def _plain(fit: WeightFit) -> WeightFit:
-    """The fit with the fractions that its weights stand for: working precision tells only their first digits."""
-    near = [Fraction(weight).limit_denominator(_DENOMINATOR) for weight in fit.weights]
-    close = [abs(float(f) - w) <= FIT_MAGNIFIES * fit.residual * abs(w) for f, w in zip(near, fit.weights, strict=True)]
-    return replace(fit, weights=tuple(map(float, near))) if all(close) else fit
-
-
 def _of_the_part(
     fit: WeightFit, sketches: Sketches | None, known: Weights, part: Weights, floor: float
 ) -> WeightFit | None:
     """The weights that mean here what those of the part, exact in float64, mean there; None where none explain all.
 
-    Below float32 a fit tells its weights to a tenth of a percent: enough to choose among what has a meaning.
+    In working precision a fit tells its weights' first digits: enough to choose among what has a meaning.
     """
     if sketches is None or part.fit is None:
         return None
@@ -164,8 +150,8 @@ def _weights(bench: Bench, facts: Facts, found: Facts) -> Facts:
         known = replace(facts.weights, counts=seen.counts, remedy=_as_in(found.weights.remedy, seen.control))
         known = replace(known, place=found.weights.place)
         return replace(facts, weights=known, left=seen.control.left, cleared=seen.control.rounding)
-    if bench.floor and fit is not None and bench.earlier is not None:
-        fit = _of_the_part(fit, bench.earlier.shares, facts.weights, found.weights, bench.floor)
+    if not bench.exact and fit is not None and bench.earlier is not None:
+        fit = _of_the_part(fit, bench.earlier.shares, facts.weights, found.weights, _most(bench))
     if fit is None or before is None:
         return facts
     alike = bench.exact and fit.determined and weights.explains(bench, facts, fit)
@@ -197,14 +183,11 @@ def _state(bench: Bench, facts: Facts, found: Facts) -> Facts:
 
 def _backward(bench: Bench, facts: Facts, found: Facts) -> Facts:
     """Looks for the place in the backward again; the forwards agree in the part, and the losses everywhere."""
-    full, used = bench.earlier.loss if bench.earlier is not None else math.nan, facts.weights.used
+    full, used = bench.earlier.full.loss if bench.earlier is not None else math.nan, facts.weights.used
     gap = abs(sum(w * loss for w, loss in zip(used, facts.weights.losses, strict=True)) - full) / max(abs(full), TINY)
-    counted = all(math.isclose(a, b) for a, b in zip(found.forward.shares, found.weights.used, strict=True))
-    if not counted or not gap <= SAME_IN_FLOAT32:
+    if not gap <= SAME_IN_FLOAT32:
         return facts
-    forward = replace(found.forward, loss_gap=gap, shares=used)
-    known = backward.ask(bench, replace(facts, forward=forward), found.backward)
-    return known if known.backward.place is found.backward.place else facts
+    return backward.ask(bench, replace(facts, forward=replace(found.forward, loss_gap=gap, shares=used)))
 
 
 def _cause(bench: Bench, facts: Facts, found: Facts) -> Facts:
@@ -231,9 +214,9 @@ def _nothing_before(bench: Bench, facts: Facts, found: Facts) -> bool:
     differs by less than working precision tells names none.
     """
     (before,) = found.forward.causes
-    first = trace_divergences(bench, weights=facts.weights.used, valid_targets=facts.weights.valid_targets)
+    suspects, _ = trace_divergences(bench, facts.weights)
     ruled_out = {operation.place for operation in found.forward.ruled_out}
-    seen = [suspect for suspect in first.suspects if suspect.culprit.place not in ruled_out]
+    seen = [suspect for suspect in suspects if suspect.culprit.place not in ruled_out]
     return not seen or seen[0].culprit.place == before.suspect.culprit.place
 
 

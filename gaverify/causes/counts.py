@@ -19,19 +19,18 @@ from typing import Any
 import torch
 
 from gaverify.causes.bench import Bench
-from gaverify.causes.trace.operations import FunctionCalls
-from gaverify.causes.trace.traces import source_line
+from gaverify.causes.trace.operations import named_calls
+from gaverify.causes.trace.traces import located
 from gaverify.passes.addends import addends, unscaled
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import ModelState
-from gaverify.passes.modes import FunctionMode, in_transform
+from gaverify.passes.modes import in_transform
 from gaverify.passes.perturbation import moved
 from gaverify.records.experiment import ControlKind, ControlRun
 from gaverify.records.facts import Facts
-from gaverify.records.operations import FunctionKey, Operation
+from gaverify.records.operations import FunctionKey
 from gaverify.records.weights import Count, TermKind
 from gaverify.thresholds import COMPUTED_FLOAT32, SAME_NUMBER
-from gaverify.tracebacks import hands_over, shown
 
 _DIVISIONS = ("div", "div_", "true_divide", "divide")
 _PRODUCTS = ("mul", "mul_", "multiply")
@@ -73,7 +72,9 @@ def found_in(bench: Bench, used: Sequence[float]) -> Found | None:
         factors = {key: count.factors(shares) for key, count in seen.items()}
         wrong = {key: each for key, each in factors.items() if any(abs(f - 1) > SAME_NUMBER for f in each)}
         counts = tuple(seen[key].record(key) for key in wrong if any(seen[key].own_share_differs(used)))
-        control = _run(bench.weighted(shares) if added_up else bench, wrong) if counts else None
+        there = bench.weighted(shares) if added_up else bench
+        what = "the window's counts in every micro-batch"
+        control = there.repaired(what, _Rescaled(wrong), ControlKind.COUNTS) if counts else None
         if control is not None and control.rounding:
             return Found(tuple(replace(count, added_up=added_up) for count in counts), control, wrong)
     return None
@@ -116,8 +117,7 @@ class _Seen:
     def record(self, key: FunctionKey) -> Count:
         """The count with its place."""
         name, frame, _ = key
-        file, line = (shown(frame[0]), frame[1]) if frame is not None else (None, None)
-        operation, own = Operation(name, file=file, line=line, source=source_line(frame)), tuple(self.own)
+        operation, own = located(name, frame), tuple(self.own)
         if name in _PRODUCTS and self.term is None:
             return Count(operation, tuple(1 / count for count in own), 1 / self.whole, self.adds_up, times=True)
         return Count(operation, own, self.whole, self.adds_up, term=self.term)
@@ -137,11 +137,14 @@ def _listened(bench: Bench) -> dict[FunctionKey, _Seen]:
         if all(key in part.counts for part in parts)
     }
     seen = {key: count for key, count in seen.items() if any(own != count.whole for own in count.own)}
+    terms = _undivided(whole.terms, [part.terms for part in parts])
+    if not seen:
+        return terms
     weights = list(bench.task.parameters.values())
     with moved(weights, [SAME_NUMBER] * len(weights)):
         there = _heard(replace(bench, state=ModelState(bench.task.modules, (bench.task.problem.loss,))), None)
     kept = {key: count for key, count in seen.items() if there.counts.get(key) == whole.counts[key]}
-    return _undivided(whole.terms, [part.terms for part in parts]) | kept
+    return terms | kept
 
 
 def _undivided(
@@ -166,27 +169,16 @@ def _heard(bench: Bench, k: int | None) -> _Listener:
     return listener
 
 
-def _run(bench: Bench, factors: Mapping[FunctionKey, Sequence[float]]) -> ControlRun:
-    """Runs the micro-batches with the window's counts, against the full batch as it is."""
-    what = "the window's counts in every micro-batch"
-    bench.task.progress(f"control: {what}")
-    left = bench.against_full_batch(lambda full: bench.accumulated(full, _Rescaled(factors)).gradients)
-    return ControlRun(what, left, left <= bench.rounding, kind=ControlKind.COUNTS)
-
-
 class _Called(PassProbe):
     """Sees every outermost torch call of a forward by its key."""
 
     def around(self, k: int | None) -> AbstractContextManager[Any]:
         """Sees the calls of one forward; what runs in a transform is another function's."""
-        calls = FunctionCalls()
 
-        @hands_over
-        def handle(func: Any, args: Any, kwargs: Any) -> Any:
-            key = calls.key(func)
+        def called(key: FunctionKey, func: Any, args: Any, kwargs: Any) -> Any:
             return func(*args, **kwargs) if in_transform() else self.called(k, key, func, args, kwargs)
 
-        return FunctionMode(handle)
+        return named_calls(called)
 
     def called(self, k: int | None, key: FunctionKey, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs a call and returns its result, or another in its place."""

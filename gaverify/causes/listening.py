@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
-from gaverify.causes.earlier import Earlier
-from gaverify.causes.sketches import shares_of
+from gaverify.causes.sketches import Earlier, Sums
 from gaverify.passes.gradients import AfterBackward, PassProbe, PassResult
 from gaverify.passes.isolation import ModelState
-from gaverify.passes.sketches import sketch
 from gaverify.passes.task import Task
 
 
@@ -18,28 +14,22 @@ class Heard:
     """Watches the state through the micro-batches, and keeps a sketch of the gradient after each of them."""
 
     def __init__(self) -> None:
-        self._watch: PassProbe | None = None
-        self._sums: list[torch.Tensor] = []
+        self._heard: tuple[PassProbe, Sums] | None = None
 
     def begin(self, task: Task, state: ModelState) -> tuple[PassProbe, AfterBackward]:
-        """Returns what watches, and what sketches."""
+        """Returns what watches the state through the micro-batches, and what sketches."""
         from gaverify.causes.trace.state import StateWatch  # an equivalent verdict does not wait for this import
 
-        watch = StateWatch(task, state)
-        self._watch, self._sums = watch, []
-
-        def note(_: int) -> None:
-            self._sums.append(sketch([parameter.grad for parameter in task.parameters.values()]))
-
-        return watch, note
+        watch, sums = self._heard = StateWatch(task, state), Sums(task)
+        return watch, sums.note
 
     def forget(self) -> None:
         """Drops what was heard."""
-        self._watch, self._sums = None, []
+        self._heard = None
 
     def added_to(self, earlier: Earlier, accumulated: PassResult) -> Earlier:
-        """Returns the earlier pass with its micro-batches, where all of them were heard."""
-        if self._watch is None or len(self._sums) != len(accumulated.weights):
+        """Returns the earlier pass with its micro-batches, where they were heard."""
+        if self._heard is None:
             return earlier
-        shares = shares_of(self._sums, earlier.gradient, accumulated.weights, earlier.elements)
-        return replace(earlier, watch=self._watch, shares=shares)
+        watch, sums = self._heard
+        return replace(earlier, watch=watch, shares=sums.shares(earlier.gradient, accumulated.weights))

@@ -18,10 +18,10 @@ from gaverify.causes.narrowing import released
 from gaverify.causes.neutral.cached import cached_gradients
 from gaverify.causes.neutral.holding import Evaluated, ResultsHeld
 from gaverify.causes.proof import Tried
-from gaverify.causes.trace.first_divergence import Divergences, trace_divergences
+from gaverify.causes.trace.first_divergence import trace_divergences
 from gaverify.causes.trace.normalisation import normalises
 from gaverify.records.experiment import Cause, ControlKind, ControlRun
-from gaverify.records.facts import Facts, State
+from gaverify.records.facts import Facts, Forward, State
 from gaverify.records.operations import Operation, Suspect
 from gaverify.records.weights import WeightFit
 from gaverify.verdict.control import failure_sentence
@@ -39,13 +39,9 @@ def ask(bench: Bench, facts: Facts) -> Facts:
     residual = fit.residual if fit is not None and not fit.vacuous else 0.0
     search = _Search(there, facts, facts.left if control is None else control.left, residual)
     bench.attempt("first diverging operation", lambda: search.run(control.fit if control is not None else None))
-    forward = replace(facts.forward, causes=search.causes, ruled_out=tuple(search.ruled_out.values()))
-    if search.first is not None:
-        first = search.first
-        forward = replace(
-            forward, agree=first.forwards_agree, loss_gap=first.loss_gap, shares=first.shares, modules=first.modules
-        )
-    facts = replace(facts, forward=forward)
+    forward = replace(search.first or facts.forward, coupling=facts.forward.coupling)
+    ruled_out = tuple(search.ruled_out.values())
+    facts = replace(facts, forward=replace(forward, causes=search.causes, ruled_out=ruled_out))
     if search.weights is not None and search.cleared:
         facts = replace(facts, weights=replace(facts.weights, fit=search.weights, remedy=search.remedy))
     if search.counted is not None and search.cleared:
@@ -114,7 +110,7 @@ class _Search:
         self._bench, self._facts, self._residual = bench, facts, residual
         self._found: list[Tried] = []
         self.left = self._before = left
-        self.first: Divergences | None = None
+        self.first: Forward | None = None
         self.weights: WeightFit | None = None
         self.counted: counts.Found | None = None
         self.remedy: ControlRun | None = None
@@ -140,9 +136,9 @@ class _Search:
             return
         for _ in range(_ROUNDS):
             bench = self._now()
-            found = self._traced(bench)
+            suspects, found = trace_divergences(bench, self._facts.weights, foreign=self._facts.draws.foreign_differ)
             self.first = self.first or found
-            tried = self._tried(bench, found)
+            tried = self._tried(bench, suspects)
             if tried is None:
                 break
             self._found.append(tried)
@@ -221,10 +217,6 @@ class _Search:
         probes = tuple(entry.neutral for entry in entries if entry.neutral is not None)
         return bench.without(*probes)
 
-    def _traced(self, bench: Bench) -> Divergences:
-        counted, foreign = self._facts.weights, self._facts.draws.foreign_differ
-        return trace_divergences(bench, weights=counted.used, valid_targets=counted.valid_targets, foreign=foreign)
-
     def _now(self) -> Bench:
         return self._with(self._found, self._bench)
 
@@ -249,11 +241,11 @@ class _Search:
         self.left = self.remedy.left
         return True
 
-    def _tried(self, bench: Bench, found: Divergences) -> Tried | None:
+    def _tried(self, bench: Bench, suspects: list[Suspect]) -> Tried | None:
         """The first suspect whose control helps; else one that has a control, on probation; else an unproven one."""
         candidates: list[Tried] = []
         known = {entry.cause.suspect.culprit.place for entry in self._found}
-        for suspect in [s for s in found.suspects if s.culprit.place not in known][:_TRIED]:
+        for suspect in [s for s in suspects if s.culprit.place not in known][:_TRIED]:
             tried = self._try(bench, suspect)
             if tried is not None and tried.helps:
                 return tried

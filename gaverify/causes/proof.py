@@ -170,10 +170,9 @@ def _held_in_the_window(bench: Bench, probe: Held) -> ControlRun:
     The control that proves the cause has kept the value, and held it in both runs. As a repair it is right only where
     no gradient of the full batch goes through the value: this run tells.
     """
-    # what it leaves where it fails is only a length in a chart, and worth no other full batch
-    left = bench.against_full_batch(lambda full: bench.accumulated(full, probe).gradients, exactly=False)
     what = "the full batch's value as a constant in every micro-batch"
-    return ControlRun(what, left, left <= bench.rounding, kind=ControlKind.HELD_IN_WINDOW)
+    # what it leaves where it fails is only a length in a chart, and worth no other full batch
+    return bench.repaired(what, probe, ControlKind.HELD_IN_WINDOW, exactly=False)
 
 
 @contextmanager

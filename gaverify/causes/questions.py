@@ -9,8 +9,8 @@ from dataclasses import replace
 from gaverify.causes import again, backward, counts, coupling, draws, operations, state, weights
 from gaverify.causes.bench import Bench
 from gaverify.causes.confirming import confirmed
-from gaverify.causes.earlier import kept
 from gaverify.causes.listening import Heard
+from gaverify.causes.sketches import kept
 from gaverify.passes.limiting import TimeUp
 from gaverify.passes.task import Task
 from gaverify.records.facts import Facts

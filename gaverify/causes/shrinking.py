@@ -77,24 +77,18 @@ def _part_of(task: Task, judgement: Judgement, unit: float) -> Task | None:
     looked_into = judgement.few is not None or (unit == U32 and task.autocast is None)
     plain = isinstance(task.weighting, str) and looked_into
     rows = all(row.why in (None, NotCompared.UNUSED) for row in judgement.rows)
-    if not plain or not rows or not _dealt(judgement) or 2 * sum(sizes) > task.batch_size or not worth(task):
+    if not plain or not rows or 2 * sum(sizes) > task.batch_size or not worth(task):
         return None
     batch = micro_batch_of(task, 0, sum(sizes), "a part of the batch")
     problem = replace(task.problem, batch=batch, batch_size=sum(sizes))
     return replace(task, problem=problem, batch_size=sum(sizes), sizes=sizes)
 
 
-def _dealt(judgement: Judgement) -> bool:
-    """Whether every draw went to its sample without a doubt."""
-    drawn = judgement.record
-    return not (drawn.unaligned or drawn.ambiguous or drawn.inner or judgement.accumulated.foreign_draws_differ)
-
-
 def _decided(
     task: Task, part: Task, judgement: Judgement, found: Judgement, unit: float
 ) -> list[ParameterComparison] | None:
     """The records of all parameters, where the part and the whole batch show the same; None where one does not."""
-    if found.control is None or not _dealt(found):
+    if found.control is None:
         return None
     told = {row.name: row for row in found.rows}
     scale = _norm(judgement.working.values()) / max(_norm(found.working.values()), TINY)

@@ -56,8 +56,8 @@ def ask(bench: Bench, facts: Facts) -> Facts:
     state = replace(state, control=found, blamed=first, remedies=remedies)
     if found.kind is ControlKind.STATE_HELD:
         held = StateHeld(bench.task, [change.name for change in changes])
-        apart = bench.possible(lambda: bench.against_full_batch(lambda full: bench.accumulated(full, held).gradients))
-        state = replace(state, elsewhere=math.nan if apart is None else apart)
+        apart = bench.possible(lambda: bench.repaired(_WORDS[ControlKind.STATE_HELD], held))
+        state = replace(state, elsewhere=math.nan if apart is None else apart.left)
     return replace(facts, state=state, left=found.left, cleared=True)
 
 
@@ -121,8 +121,8 @@ def run_control(
     probes = [watch] if watch is not None else []
     if kind in (ControlKind.STATE_PRIMED, ControlKind.STATE_PRIMED_AND_HELD):
         probes.insert(0, _primer(bench))
-    if kind is ControlKind.STATE_RESTORED:
-        probes.append(StateRestored(bench.state))
+    if kind is ControlKind.STATE_RESTORED:  # the full batch starts from the restored state anyway
+        return bench.repaired(_WORDS[kind], StateRestored(bench.state), kind, fit=fit)
     if kind in (ControlKind.STATE_HELD, ControlKind.STATE_PRIMED_AND_HELD):
         probes.append(StateHeld(bench.task, [change.name for change in changes]))
     return bench.without(*probes).run(_WORDS[kind], fit=fit, kind=kind)
@@ -184,10 +184,11 @@ def blamed(bench: Bench, changes: tuple[StateChange, ...], left: float) -> tuple
         return changes
     ordered = sorted(changes, key=lambda c: (c.writer is not None, c.place in ("parameter", "buffer")))
     if len(changes) <= _MANY:
-        runs = {change: _held_or_none(bench, [change]) for change in reversed(ordered)}
-        enough = next((change for change, run in runs.items() if _is_enough(run)), None)
-        if enough is not None:
-            return (enough,)
+        runs = {}
+        for change in reversed(ordered):
+            runs[change] = _held_or_none(bench, [change])
+            if _is_enough(runs[change]):
+                return (change,)
         ordered = [c for c in ordered if (run := runs[c]) is None or abs(run.left - left) > SAME_IN_FLOAT32 * left]
     if not ordered or not _is_enough(_held_or_none(bench, ordered)):
         return tuple(change for change in changes if change in ordered) or changes
@@ -224,9 +225,14 @@ def _primed(bench: Bench, changes: Sequence[StateChange]) -> tuple[ControlRun | 
     change is not set once, even where it makes no difference by chance: a threshold that moves between two samples.
     """
     watch = StateWatch(bench.task, bench.state)
-    run = bench.possible(lambda: run_control(bench, ControlKind.STATE_PRIMED, watch=watch))
-    moving = {change.name for change in watch.changes()}
-    return run, tuple(change for change in changes if change.name not in moving)
+
+    def once() -> tuple[StateChange, ...]:
+        moving = {change.name for change in watch.changes()}
+        return tuple(change for change in changes if change.name not in moving)
+
+    bench.possible(lambda: bench.without(_primer(bench)).forward(watch))  # cheap, and mostly everything moves again
+    run = bench.possible(lambda: run_control(bench, ControlKind.STATE_PRIMED, watch=watch)) if once() else None
+    return run, once()
 
 
 def _primed_and_held(bench: Bench, changes: Sequence[StateChange], first: Sequence[StateChange]) -> ControlRun | None:

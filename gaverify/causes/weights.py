@@ -8,9 +8,8 @@ from dataclasses import replace
 import torch
 
 from gaverify.causes.bench import Bench
-from gaverify.causes.earlier import kept
 from gaverify.causes.neutral.state import GradientsKept
-from gaverify.causes.sketches import fitted
+from gaverify.causes.sketches import fitted, kept
 from gaverify.causes.trace.first_divergence import branches_part, reweighted_operation
 from gaverify.causes.trace.state import StateWatch
 from gaverify.passes.isolation import ModelState
@@ -25,7 +24,7 @@ from gaverify.thresholds import FIT_FLOAT32, FIT_FLOAT64, MOVED_SHARES, NO_WEIGH
 def ask(bench: Bench, facts: Facts) -> Facts:
     """Fits the weights, sees whether the full batch repeats and what state moves, and tries weights with a meaning."""
     watch = StateWatch(bench.task, bench.state)
-    found = bench.attempt("micro-batch weights", lambda: _fitted(bench, watch))
+    found = bench.attempt("micro-batch weights", lambda: _fitted(bench, facts, watch))
     facts = replace(facts, state=State(watch.changes()))
     if watch.clears_gradients:
         return _with_gradients_kept(bench, replace(facts, backward=replace(facts.backward, clearing=watch.clearing)))
@@ -81,10 +80,7 @@ def ask_place(bench: Bench, facts: Facts) -> Facts:
 
 def remedied(bench: Bench, fit: WeightFit) -> ControlRun:
     """Runs the accumulation with the fitted weights."""
-    there, what = bench.weighted(fit.weights), "with these weights"
-    there.task.progress(f"control: {what}")
-    left = there.against_full_batch(lambda full: there.accumulated(full).gradients)
-    return ControlRun(what, left, left <= there.rounding, kind=ControlKind.WEIGHTS)
+    return bench.weighted(fit.weights).repaired("with these weights", kind=ControlKind.WEIGHTS)
 
 
 def weighed(bench: Bench, facts: Facts, fit: WeightFit | None) -> WeightFit | None:
@@ -144,15 +140,20 @@ def joint_fit(bench: Bench) -> WeightFit:
     return fitted(runs)
 
 
-def _fitted(bench: Bench, watch: StateWatch) -> tuple[WeightFit, Repeatability]:
-    """Fits the weights; the full batch runs again, which tells whether it repeats."""
+def _fitted(bench: Bench, facts: Facts, watch: StateWatch) -> tuple[WeightFit, Repeatability]:
+    """Fits the weights; where they explain nothing the full batch runs again, which tells whether it repeats."""
     earlier = bench.earlier or kept(bench.full_batch(watch))
+    if earlier.shares is not None and isinstance(earlier.watch, StateWatch):
+        fit = fitted([earlier.shares])
+        if means(bench, facts, fit):  # what the micro-batches add up to exactly repeats itself
+            watch.absorb(earlier.watch)
+            return fit, Repeatability(fit.residual, fit.residual)
     full = bench.full_batch(watch)
     if isinstance(earlier.watch, StateWatch):
         watch.absorb(earlier.watch)
     norm = earlier.norm or 1.0
     again = sketch(list(full.gradients.values()))
     backward = float(torch.linalg.vector_norm(again.to(earlier.gradient.device) - earlier.gradient)) / norm
-    forward = abs(full.loss - earlier.loss) / max(abs(earlier.loss), TINY)
-    shares = earlier.shares or bench.sketched(full, watch, release=True, target=again)[0]
+    forward = abs(full.loss - earlier.full.loss) / max(abs(earlier.full.loss), TINY)
+    shares = earlier.shares or bench.sketched(full, watch, target=again)[0]
     return fitted([shares]), Repeatability(forward, backward)

@@ -20,15 +20,15 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from gaverify.causes.rows import ControlFailed, rows_for, rows_of_all
 from gaverify.causes.trace.backward_listening import applications
-from gaverify.causes.trace.operations import FunctionCalls
+from gaverify.causes.trace.operations import named_calls
 from gaverify.causes.trace.traces import DECISIONS, Frame
 from gaverify.passes.calls import Call, listening
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import mode_set
-from gaverify.passes.modes import FunctionMode, OperationMode, in_transform, operation_name
+from gaverify.passes.modes import OperationMode, in_transform, operation_name
 from gaverify.passes.task import Task
 from gaverify.records.operations import FunctionKey
-from gaverify.tracebacks import calling_frame
+from gaverify.tracebacks import calling_frame, hands_over
 
 Lend = Callable[[Hashable, Any], Any]
 """`lend(name, value)` returns what the code shall go on with, at a place that has this name in every pass."""
@@ -90,10 +90,8 @@ class ResultsHeld(Held):
 
     def places(self, k: int | None, lend: Lend) -> AbstractContextManager[Any]:
         """Sees every torch call."""
-        calls = FunctionCalls()
 
-        def handle(func: Any, args: Any, kwargs: Any) -> Any:
-            key = calls.key(func)
+        def called(key: FunctionKey, func: Any, args: Any, kwargs: Any) -> Any:
             result = func(*args, **kwargs)
             if key not in self._functions:
                 return result
@@ -103,7 +101,7 @@ class ResultsHeld(Held):
             held, in_place = lend(key, result), name.endswith("_") and not name.endswith("__")
             return _written(result, held) if in_place else held
 
-        return FunctionMode(handle)
+        return named_calls(called)
 
 
 def _written(target: Any, value: Any) -> torch.Tensor:
@@ -199,7 +197,6 @@ class ConstantsHeld(Held):
     @contextmanager
     def places(self, k: int | None, lend: Lend) -> Iterator[None]:
         """Sees every torch call, and every number that is read."""
-        calls = FunctionCalls()
         if k is None:
             self.frames = []
 
@@ -210,8 +207,7 @@ class ConstantsHeld(Held):
                 self.frames.append(frame)
             return True
 
-        def called(func: Any, args: Any, kwargs: Any) -> Any:
-            key = calls.key(func)
+        def called(key: FunctionKey, func: Any, args: Any, kwargs: Any) -> Any:
             result = func(*args, **kwargs)
             cut = isinstance(result, torch.Tensor) and result.is_floating_point() and not result.requires_grad
             with torch._C.DisableTorchFunction():
@@ -219,8 +215,15 @@ class ConstantsHeld(Held):
                 inside = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in given)
             return lend(key, result) if cut and inside and asked(key[1]) else result
 
-        with FunctionMode(called), _numbers(lend, asked):
+        with named_calls(called), _numbers(lend, asked):
             yield
+
+    @hands_over
+    def backward(self, k: int | None, loss: torch.Tensor, weight: float) -> None:
+        """Runs the backward of a forward that cuts something."""
+        if not self.frames:
+            raise ControlFailed("the forward cuts nothing out of the graph")
+        super().backward(k, loss, weight)
 
     def rows(self, k: int, kept: Any, own: Any) -> Any:
         """The full batch's number, or its tensor where that has the same shape."""

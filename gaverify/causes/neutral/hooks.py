@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from gaverify.causes.rows import ControlFailed
 from gaverify.causes.trace.traces import Frame
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.modes import FunctionMode
-from gaverify.tracebacks import calling_frame
+from gaverify.tracebacks import calling_frame, hands_over
 
 Registry = dict[int, Any]
 
@@ -56,6 +57,13 @@ class WithoutTensorHooks(PassProbe):
     def around(self, k: int | None) -> AbstractContextManager[Any]:
         """Intercepts the registrations of one pass."""
         return FunctionMode(self._called)
+
+    @hands_over
+    def backward(self, k: int | None, loss: torch.Tensor, weight: float) -> None:
+        """Runs the backward of a forward that has registered hooks."""
+        if not self.frames:
+            raise ControlFailed("no hook is registered on a tensor")
+        super().backward(k, loss, weight)
 
     def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
         if getattr(func, "__name__", "") != "register_hook":

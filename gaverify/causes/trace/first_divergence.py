@@ -6,7 +6,6 @@ Shapes: B samples, K micro-batches with samples `start` to `stop - 1`; fingerpri
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -17,57 +16,41 @@ from gaverify.causes.trace.matching import Matching
 from gaverify.causes.trace.operations import OperationTracer
 from gaverify.causes.trace.suspects import Reader
 from gaverify.causes.trace.traces import Result, Trace, goes_another_way, operation_of
+from gaverify.records.facts import Forward, Weights
 from gaverify.records.operations import ModuleDifference, Operation, Suspect
 from gaverify.thresholds import AGREE_FLOAT32, AGREE_FLOAT64, FIT_MAGNIFIES, TINY
 
 _ADDED_UP: tuple[LayoutKind, ...] = ("global",)  # layouts of what adds up over the micro-batches
 
 
-@dataclass
-class Divergences:
-    """The traces of the full batch and of the micro-batches, and what differs between them."""
-
-    full: Trace
-    suspects: list[Suspect]
-    loss_gap: float
-    shares: tuple[float, ...] = ()  # the micro-batch weights that come nearest to the full batch's loss
-    modules: tuple[ModuleDifference, ...] = ()
-
-    @property
-    def forwards_agree(self) -> bool:
-        """Whether no operation mixed samples and all forwards came to the same."""
-        return not self.suspects
-
-
-def trace_divergences(
-    bench: Bench, *, weights: Sequence[float], valid_targets: Sequence[float] = (), foreign: bool = False
-) -> Divergences:
-    """Runs every forward once, from the same state, and returns the suspects in the order of execution.
+def trace_divergences(bench: Bench, known: Weights, *, foreign: bool = False) -> tuple[list[Suspect], Forward]:
+    """Runs every forward once, from the same state; returns the suspects in the order of execution, and what agrees.
 
     A first short run of micro-batch 1 only takes shapes: comparing them with the full batch's tells in which dimension
     of each result the samples lie.
 
     Args:
         bench: Where to run, and what has been neutralised already.
-        weights: The micro-batch weights, for the gap between the full loss and their weighted sum.
-        valid_targets: Valid targets per micro-batch, where the loss counts them.
+        known: How micro-batches are weighted, for the gap between the full loss and their weighted sum.
         foreign: Generators of Python or NumPy moved differently; rows that come from outside torch are then draws.
     """
     task = bench.task
     full, parts, whole, losses = _traces(bench)
     agree = AGREE_FLOAT64 if bench.exact else AGREE_FLOAT32
     shares = [_on_host([1.0] * task.steps), _on_host([size / task.batch_size for size in task.sizes])]
-    if len(valid_targets) == task.steps and sum(valid_targets) > 0:
-        shares.append(_on_host([count / sum(valid_targets) for count in valid_targets]))
+    if len(known.valid_targets) == task.steps and sum(known.valid_targets) > 0:
+        shares.append(_on_host([count / sum(known.valid_targets) for count in known.valid_targets]))
     total = _on_host(losses)
-    candidates = [_on_host(weights), *shares]
+    candidates = [_on_host(known.used), *shares]
     gaps = [abs(float(share @ total) - whole) / max(abs(whole), TINY) for share in candidates]
     gap, nearest = min(zip(gaps, candidates, strict=True), key=lambda pair: pair[0])
     matching = Matching(full, parts, agree)
     dependence = Dependence(matching, foreign=foreign, shares=shares, agree=agree)
     reader = Reader(matching, dependence, task.batch_size)
     suspects = list(reader.suspects(shares, agree, gap <= agree))
-    return Divergences(full, suspects, gap, tuple(nearest.tolist()), tuple(_modules(matching)))
+    return suspects, Forward(
+        agree=not suspects, loss_gap=gap, shares=tuple(nearest.tolist()), modules=tuple(_modules(matching))
+    )
 
 
 def reweighted_operation(bench: Bench, used: Sequence[float], fitted: Sequence[float]) -> Operation | None:

@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 from gaverify.causes.bench import Bench
-from gaverify.causes.trace.operations import FunctionCalls
+from gaverify.causes.trace.operations import named_calls
 from gaverify.passes.calls import Call, listening
 from gaverify.passes.channels import per_channel_affine
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import generator_states
-from gaverify.passes.modes import FunctionMode
 from gaverify.passes.nesting import leaves
 from gaverify.records.operations import FunctionKey
 from gaverify.thresholds import SMALL_PART
@@ -39,7 +38,7 @@ def normalises(bench: Bench, path: str, reduction: str, functions: Collection[Fu
         return True
     if listener.same_shape and reduction in _VARIANCES and not any(True for _ in module.children()):
         return True
-    return bool(functions) and undoes_scaling(bench, path, functions)
+    return _undoes_scaling(bench, module, listener, functions)
 
 
 def _normalises_later(bench: Bench, module: nn.Module, inputs: tuple[Any, ...]) -> bool:
@@ -58,57 +57,26 @@ def _normalises_later(bench: Bench, module: nn.Module, inputs: tuple[Any, ...]) 
     return first is not None and given is not None and per_channel_affine(first, given)
 
 
-def undoes_scaling(bench: Bench, path: str, functions: Collection[FunctionKey]) -> bool:
-    """Returns whether the outputs of the module at `path` stay when what is reduced over the batch becomes 2 · it + 1.
+def _undoes_scaling(bench: Bench, module: nn.Module, before: _Listener, functions: Collection[FunctionKey]) -> bool:
+    """Whether the outputs of a module stay when what is reduced over the batch becomes 2 · it + 1.
 
     So they do where a mean is subtracted and a deviation divided by, wherever that is written. An epsilon beside the
     variance moves them a little.
 
     Args:
         bench: Where to run.
-        path: Of the module; "" is the model itself.
+        module: Whose outputs.
+        before: What listened to it in the forward as it is.
         functions: The torch calls that reduce: the first of them is given another input.
     """
-    module = dict(bench.task.named_modules())[path]
-    outputs: list[list[torch.Tensor]] = []
-    for scaled in (frozenset[FunctionKey](), frozenset(functions)):
-        listener = _Outputs(module, scaled)
+    listener = _Listener(module, functions)
+    if functions:
         bench.forward(listener)
-        if not listener.outputs or (scaled and not listener.scaled):
-            return False
-        outputs.append(listener.outputs)
-    pairs = list(zip(*outputs, strict=False))
+    if not listener.scaled or not listener.outputs:
+        return False
+    pairs = list(zip(before.outputs, listener.outputs, strict=False))
     far = math.hypot(*(float(torch.linalg.vector_norm(a - b)) for a, b in pairs))
     return far <= SMALL_PART * math.hypot(*(float(torch.linalg.vector_norm(a)) for a, _ in pairs))
-
-
-class _Outputs(PassProbe):
-    """Keeps the outputs of one module, and scales in place what the first of some torch calls is given."""
-
-    def __init__(self, module: nn.Module, functions: Collection[FunctionKey]) -> None:
-        self._module, self._functions = module, functions
-        self.outputs: list[torch.Tensor] = []
-        self.scaled = False
-
-    @contextmanager
-    def around(self, k: int | None) -> Iterator[None]:
-        """Listens for the length of a forward."""
-        calls = FunctionCalls()
-
-        def handle(func: Any, args: Any, kwargs: Any) -> Any:
-            first = args[0] if args else None
-            if calls.key(func) in self._functions and not self.scaled and isinstance(first, torch.Tensor):
-                with torch._C.DisableTorchFunction(), torch.no_grad():
-                    first.detach().mul_(2).add_(1)
-                self.scaled = True
-            return func(*args, **kwargs)
-
-        with listening({self._module: ""}, ends=self._hear, outside=""), FunctionMode(handle):
-            yield
-
-    def _hear(self, call: Call, output: Any) -> None:
-        tensors = [leaf for _, leaf in leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
-        self.outputs += [tensor.detach().clone() for tensor in tensors]
 
 
 def _first_tensor(inputs: Any) -> torch.Tensor | None:
@@ -116,24 +84,37 @@ def _first_tensor(inputs: Any) -> torch.Tensor | None:
 
 
 class _Listener(PassProbe):
-    """Looks at the input and output of one module."""
+    """Looks at the input and outputs of one module, and scales in place what the first of some torch calls is given."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, functions: Collection[FunctionKey] = ()) -> None:
+        self._module, self._functions = module, functions
         self.affine = False
         self.same_shape = False
         self.first: tuple[Any, ...] = ()
+        self.outputs: list[torch.Tensor] = []
+        self.scaled = False
 
     @contextmanager
     def around(self, k: int | None) -> Iterator[None]:
         """Listens for the length of a forward."""
-        with listening({self._module: ""}, ends=self._hear, outside=""):
+
+        def called(key: FunctionKey, func: Any, args: Any, kwargs: Any) -> Any:
+            first = args[0] if args else None
+            if key in self._functions and not self.scaled and isinstance(first, torch.Tensor):
+                with torch._C.DisableTorchFunction(), torch.no_grad():
+                    first.detach().mul_(2).add_(1)
+                self.scaled = True
+            return func(*args, **kwargs)
+
+        with listening({self._module: ""}, ends=self._hear, outside=""), named_calls(called):
             yield
 
     def _hear(self, call: Call, output: Any) -> None:
         self.first = self.first or call.args
         first, given = _first_tensor(call.args), _first_tensor(output)  # a flow hands out a determinant beside it
-        if first is not None and given is not None:
-            self.same_shape = self.same_shape or first.shape == given.shape
-            with torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction():
+            if first is not None and given is not None:
+                self.same_shape = self.same_shape or first.shape == given.shape
                 self.affine = self.affine or per_channel_affine(first, given)
+            tensors = [leaf for _, leaf in leaves(output) if isinstance(leaf, torch.Tensor)]
+            self.outputs += [tensor.detach().clone() for tensor in tensors if tensor.is_floating_point()]

@@ -6,7 +6,8 @@ Shapes: B samples, n of a micro-batch; a result with B·m rows along one dimensi
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -74,13 +75,12 @@ class OperationTracer(PassProbe):
             if value is not None
         }
         self._function: FunctionKey | None = None
-        self._calls = FunctionCalls()
 
     @contextmanager
     def around(self, k: int | None) -> Iterator[None]:
         """Listens to modules, functions and operations for the length of a forward."""
         modules = listening(self._names, self._enter, self._leave)
-        with modules as self._running, FunctionMode(self._call), OperationMode(self._operate):
+        with modules as self._running, named_calls(self._call), OperationMode(self._operate):
             yield
 
     def finish(self, loss: torch.Tensor) -> Trace:
@@ -90,9 +90,9 @@ class OperationTracer(PassProbe):
         self._storages.clear()
         return self.trace
 
-    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _call(self, key: FunctionKey, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs a torch function; the operations in it are noted as its own."""
-        before, self._function = self._function, self._calls.key(func)
+        before, self._function = self._function, key
         try:
             result = func(*args, **kwargs)
             if getattr(func, "__name__", "") in _FACTORIES:
@@ -184,17 +184,19 @@ class OperationTracer(PassProbe):
         self.trace.calls[call.position].outputs = outputs
 
 
-class FunctionCalls:
-    """Names the outermost calls of torch functions, so that a control run can find the same call again."""
+def named_calls(called: Callable[[FunctionKey, Any, Any, Any], Any]) -> FunctionMode:
+    """Returns a mode that lets `called(key, func, args, kwargs)` stand in for the outermost calls of torch functions.
 
-    def __init__(self) -> None:
-        self._seen: dict[tuple[str, Frame], int] = {}
+    By its key (name, line and occurrence) another run of the same forward finds the same call again.
+    """
+    seen: Counter[tuple[str, Frame]] = Counter()
 
-    def key(self, func: Any) -> FunctionKey:
-        """Returns the name of the call that begins now."""
+    def handle(func: Any, args: Any, kwargs: Any) -> Any:
         place = str(getattr(func, "__name__", func)), calling_frame()
-        self._seen[place] = self._seen.get(place, -1) + 1
-        return (*place, self._seen[place])
+        seen[place] += 1
+        return called((*place, seen[place] - 1), func, args, kwargs)
+
+    return FunctionMode(handle)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

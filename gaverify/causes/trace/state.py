@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gaverify.causes.trace.digests import digest, tensor_digest
-from gaverify.causes.trace.traces import Frame, source_line
+from gaverify.causes.trace.traces import Frame, located
 from gaverify.causes.trace.writes import address, writes_seen
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import OWN_ATTRIBUTES, ModelState, scripted_attributes, variables
@@ -23,7 +23,7 @@ from gaverify.passes.modes import FunctionMode
 from gaverify.passes.task import Task
 from gaverify.records.facts import StateChange
 from gaverify.records.operations import Operation
-from gaverify.tracebacks import calling_frame, hands_over, shown
+from gaverify.tracebacks import calling_frame, hands_over
 
 Getter = Callable[[], Any]
 _GRADIENT = "\0gradient"  # the name of gradients among the tensors that are watched: no state has it
@@ -188,17 +188,16 @@ class StateWatch(PassProbe):
     def _cleared(self, operation: str, frame: Frame) -> None:
         """Notes the first line that changes the gradients of earlier micro-batches."""
         if self.clearing is None and frame is not None and any(p.grad is not None for p in self._trained):
-            self.clearing = Operation(operation, file=shown(frame[0]), line=frame[1], source=source_line(frame))
+            self.clearing = located(operation, frame)
 
     def _writer(self, name: str) -> Operation | None:
         operation, frame = self._writers.get(name, ("", None))
-        file, line = (shown(frame[0]), frame[1]) if frame is not None else (None, None)
         if self._named.get(name, ("",))[0] == "closure":  # of no module
-            return Operation(operation, None, "", False, file, line)
+            return located(operation, frame)
         path = name.rpartition(".")[0]
         if path not in self._kinds:
             path = ""
-        return Operation(operation, path, self._kinds.get(path, ""), False, file, line)
+        return located(operation, frame, path, self._kinds.get(path, ""))
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -134,16 +134,15 @@ def operation_of(trace: Trace, step: TracedOperation) -> Operation:
     library = bool(chain) and chain[0].library
     # Inside a library's module the user's line is the call of it: worth naming in a module's forward only.
     named = step.frame is not None and (not library or any(not call.library for call in chain))
-    return Operation(
-        step.name,
-        known.path if known else None,
-        known.kind if known else "",
-        library,
-        shown(step.frame[0]) if named and step.frame else None,
-        step.frame[1] if named and step.frame else None,
-        source_line(step.frame) if named else "",
-        _caller(chain, step),
-    )
+    path, kind = (known.path, known.kind) if known else (None, "")
+    found = located(step.name, step.frame if named else None, path, kind)
+    return replace(found, library=library, caller=_caller(chain, step))
+
+
+def located(name: str, frame: Frame, module: str | None = None, kind: str = "") -> Operation:
+    """An operation on a line of the user's code, in a module of a class."""
+    file, line = (shown(frame[0]), frame[1]) if frame is not None else (None, None)
+    return Operation(name, module, kind, file=file, line=line, source=source_line(frame))
 
 
 def _caller(chain: Sequence[ModuleCall], step: TracedOperation) -> str:

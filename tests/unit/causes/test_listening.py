@@ -13,7 +13,7 @@ from problems import Problem, fault_codes
 from torch import nn
 
 import gaverify
-from gaverify.causes import sketches
+from gaverify.causes.bench import Bench
 from gaverify.causes.listening import Heard
 from gaverify.passes.gradients import PassProbe
 from gaverify.records.comparison import Method
@@ -27,13 +27,13 @@ def told(verdict: gaverify.Verdict) -> list[tuple[Any, ...]]:
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """The accumulated runs that were made for their sketches alone."""
     seen: list[object] = []
-    original = sketches.accumulated_gradients
+    original = Bench.sketched
 
     def accumulated(*args: Any, **kwargs: Any) -> Any:
         seen.append(args)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(sketches, "accumulated_gradients", accumulated)
+    monkeypatch.setattr(Bench, "sketched", accumulated)
     return seen
 
 
