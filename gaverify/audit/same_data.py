@@ -51,6 +51,8 @@ def check_rows(full: list[dict[str, Any]], accumulated: list[dict[str, Any]]) ->
         check = _check(path, by_path_full[path], by_path[path])
         if check is None:
             continue
+        if check.differing:
+            check = _read_as_pointers(path, by_path_full[path], by_path[path]) or check
         padded = check.padded or worst.padded
         worst = check if not worst.checked or check.differing > worst.differing else worst
         worst = replace(worst, padded=padded)
@@ -79,6 +81,16 @@ def _check(path: str, full: list[Any], accumulated: list[Any]) -> RowCheck | Non
     padded = len(left) < exactly
     left, right = _to_rounding(left, right)
     return RowCheck(len(whole), len(part), max(len(left), len(right)), path, padded)
+
+
+def _read_as_pointers(path: str, full: list[Any], accumulated: list[Any]) -> RowCheck | None:
+    """The check with numbers that count rows within a batch read as what they count, where all rows then agree."""
+    for reading in sorted({reading for rows in [*full, *accumulated] for reading in rows.get("into", ())}):
+        told = [[rows.get("into", {}).get(reading, rows) for rows in side] for side in (full, accumulated)]
+        check = _check(path, *told)
+        if check is not None and not check.differing:
+            return check
+    return None
 
 
 def _batch_dimension(full: list[Any], accumulated: list[Any]) -> int:
@@ -199,9 +211,10 @@ class Matcher:
         input are all there, but not one behind the other, they are scattered, whatever such a mask says.
         """
         best: list[Spot] = []
-        for path, prints in micro_batch.items():
-            rows = rows_of([prints], 0)
+        for path, rows in self._samples(among, micro_batch):
             spots = self._spots(among, path, rows)
+            if not spots and best and "into" in micro_batch[path]:
+                continue
             if not spots:
                 spot = self._scattered(among, path, rows)
                 if spot is not None:
@@ -214,6 +227,14 @@ class Matcher:
         spot = next((spot for spot in best if spot not in self._taken), best[0])
         self._taken.add(spot)
         return spot
+
+    def _samples(self, among: Sequence[int], micro_batch: Fingerprints) -> list[tuple[str, list[Row]]]:
+        """The inputs that have as many rows as the first that shrank; last what may count the rows of others."""
+        inputs = {path: rows_of([prints], 0) for path, prints in micro_batch.items()}
+        sizes = {path: (len(rows), {len(self._rows(at, path)) for at in among}) for path, rows in inputs.items()}
+        shrunk = next((size for size in sizes.values() if max(size[1], default=0) > size[0]), None)
+        alike = [(path, rows) for path, rows in inputs.items() if shrunk is None or sizes[path] == shrunk]
+        return sorted(alike, key=lambda pair: "into" in micro_batch[pair[0]])
 
     def _spots(self, among: Sequence[int], path: str, rows: list[Row]) -> list[Spot]:
         found = []

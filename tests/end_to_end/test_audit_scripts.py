@@ -51,6 +51,17 @@ class TestOtherScripts:
         assert (result.code, result.faults) == (0, set()), str(result)
 
     @slow
+    @pytest.mark.parametrize("form", ["", "--table"])
+    @pytest.mark.parametrize("forgotten", [False, True])
+    def test_boxes_that_count_their_images(self, form: str, forgotten: bool) -> None:
+        arguments = "--batch-size 8", "--batch-size 2 --accum 4"
+        result = audit("detection.py", *arguments, f"{form} {'--forgotten' * forgotten}".strip())
+        assert (result.code, result.faults) == ((1, {"GAV201"}) if forgotten else (0, set())), str(result)
+        assert "GAV302" not in str(result)
+        if forgotten:
+            assert result.line("GAV201") == marked("detection.py", "forgotten")
+
+    @slow
     def test_options_by_click(self) -> None:
         result = audit("train_click.py", common="--no-divide --workers 1")
         assert (result.code, result.faults) == (1, {"GAV201"}), str(result)

@@ -6,6 +6,10 @@ Rows are compared by prefix: a row that one run pads to 20 tokens and the other 
 constant tail. So the running hash after every step is kept, and where the constant tail begins; the same from the
 right, for padding on the left. Rows that the script computes (the output of another model) agree only to rounding; for
 floating point there are two projections beside the hash.
+
+Boxes, edges and nodes of several samples may lie in one list, with columns that count samples (or nodes) within their
+batch: the same box has another number in a smaller batch. So a tensor that may hold such numbers has fingerprints with
+what they may mean in their place, too: the contents of that row of another input, or of all rows of the same number.
 """
 
 from __future__ import annotations
@@ -22,6 +26,18 @@ from gaverify.passes.nesting import leaves
 _LONGEST = 4096  # steps whose running hashes are kept; longer rows are hashed whole
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio: consecutive multiples are spread evenly
 _VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_COUNTING = (
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.uint8,
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+)
+_COLUMNS = 16  # of a list, each of which may count something
+_INPUTS = 16  # tensors among which pointers are looked for; a longer list holds samples
 _INDEX = re.compile(r"\[\d+\]")
 
 Rows = dict[str, Any]
@@ -36,12 +52,13 @@ def input_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Ro
     found: dict[str, list[Rows]] = {}
     tensors = list(_tensors(args, kwargs))
     ends = _ends([tensor for _, tensor in tensors])
-    for path, tensor in tensors:
-        prints = fingerprints(tensor)
+    hashed = [fingerprints(tensor) for _, tensor in tensors]
+    pointing = [_pointing(at, tensor, hashed) for at, (_, tensor) in enumerate(tensors)]
+    for (path, tensor), prints, into in zip(tensors, hashed, pointing, strict=True):
         end = ends.get(tuple(tensor.shape[:2]))
         if end is not None and "tail" in prints:
             prints["tail"] = torch.minimum(prints["tail"], end)
-        found.setdefault(path, []).append(prints)
+        found.setdefault(path, []).append(prints | ({"into": into} if into else {}))
     return {
         path if len(parts) == 1 else f"{path} ({at})": part
         for path, parts in found.items()
@@ -91,6 +108,52 @@ def fingerprints(tensor: torch.Tensor) -> Rows:
     if values.dim() > 1:
         rows["second"] = _along(values.transpose(0, 1), prefixes=False)
     return rows
+
+
+@torch.no_grad()
+def _pointing(at: int, tensor: torch.Tensor, inputs: list[Rows]) -> dict[str, Rows]:
+    """Returns fingerprints of a list with what its numbers may mean in their place, by the reading.
+
+    Args:
+        at: Where the tensor stands among the inputs.
+        tensor: Of shape (N,), (N, C) or, as edges are, (2, N).
+        inputs: The fingerprints of all inputs of the forward.
+    """
+    if tensor.dim() > 2 or len(inputs) > _INPUTS or tensor.dtype not in _COUNTING:
+        return {}
+    values = tensor.detach().cpu()
+    values = values.unsqueeze(1) if values.dim() == 1 else values
+    edges = values.shape[0] == 2 < values.shape[1]
+    if values.shape[1] > _COLUMNS and not edges:
+        return {}
+    bits = values.contiguous().view(_VIEWS[values.element_size()]).to(torch.int64)
+    found = {}
+    for other, prints in enumerate(inputs):
+        rows = prints["hash"][:, -1]
+        counts = ((values >= 0) & (values < len(rows)) & (values == values.floor())).all(0)
+        columns = {str(column): [column] for column in counts.nonzero().flatten().tolist() if not edges}
+        if bool(counts.all()) and len(columns) != 1:
+            columns["all"] = list(range(len(counts)))
+        for name, picked in columns.items() if other != at else ():
+            numbers = values[:, picked].long()
+            for reading, contents in _meanings(numbers, rows).items():
+                used = contents[numbers.unique()]
+                if len(used.unique()) < len(used) and not edges:
+                    continue  # rows that are all the same would make all numbers the same
+                told = bits.clone()
+                told[:, picked] = contents[numbers]
+                if edges:  # nodes may be the same: how far apart they are counts, too
+                    told += _mixed(numbers - numbers[0])
+                found[f"{name} of {other}{reading}"] = fingerprints(told)
+    return found
+
+
+def _meanings(numbers: torch.Tensor, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What each number may stand for: a row, and all rows that have it, as the nodes of one graph do."""
+    meant = {"": rows}
+    if len(rows) == len(numbers) and numbers.shape[1] == 1:
+        meant[" together"] = torch.zeros_like(rows).index_add(0, numbers[:, 0], rows)
+    return meant
 
 
 def _along(values: torch.Tensor, *, prefixes: bool) -> Rows:

@@ -115,7 +115,7 @@ class ReplayingRecorder(HandRecorder):
         meta = super()._meta(reason)
         return {
             **meta,
-            "unaligned": {**meta["unaligned"], **self._loop.unaligned, **getattr(self._inputs, "unaligned", {})},
+            "unaligned": {**meta["unaligned"], **self._loop.unaligned},
             "returns_loss": self._returns_loss,
             "dealt": meta["dealt"] + self._loop.count,
             "draws": meta["draws"] + self._loop.count,

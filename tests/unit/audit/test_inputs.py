@@ -42,7 +42,6 @@ class TestGiven:
             seen.append(part.flatten().tolist())
         assert seen == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0]]
         assert not rows.any(), "the data set that they are views of was changed"
-        assert given.unaligned == {}
 
     def test_two_forwards_of_a_pass_are_told_apart(self, tmp_path: Path) -> None:
         model, kept = nn.Linear(1, 1), KeptInputs(tmp_path)
@@ -58,11 +57,10 @@ class TestGiven:
             given.after_backward()
         assert seen == [[0.0, 1.0], [10.0, 11.0], [2.0, 3.0], [12.0, 13.0]]
 
-    def test_what_has_no_counterpart_is_said_and_left_alone(self, tmp_path: Path) -> None:
+    def test_what_has_no_counterpart_is_left_alone(self, tmp_path: Path) -> None:
         given, part = GivenInputs(tmp_path), torch.ones(2, 1, device="cpu")
         given.forward(nn.Linear(1, 1), (part,), {})
         assert part.tolist() == [[1.0], [1.0]]
-        assert given.unaligned == {"inputs": "the full-batch run made fewer forwards"}
 
 
 def test_a_loss_is_a_single_number_that_can_be_differentiated() -> None:
