@@ -9,7 +9,8 @@ import problems_weights
 import pytest
 import torch
 import torch.nn.functional as F
-from problems import fault_codes, story
+from problems import fault_codes, mlp, story
+from problems_unseen import worst_group
 from torch import nn
 
 import gaverify
@@ -158,6 +159,32 @@ def test_a_repair_that_fails_on_a_second_batch_is_none(monkeypatch: pytest.Monke
         verdict = verified(loss)
         assert fault_codes(verdict) == {"GAV103"} and verdict.findings[0].proven, story(verdict)
         assert "tested" not in " ".join(finding.remedy for finding in verdict.findings)
+
+
+def worst_of_two(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The loss of the worse of two groups, each a mean of its own."""
+    inputs, classes, group = batch
+    losses = F.cross_entropy(model(inputs), classes, reduction="none")
+    masks = [(group == which).float() for which in range(2)]
+    return torch.stack([(losses * mask).sum() / mask.sum().clamp(min=1) for mask in masks]).max()
+
+
+@pytest.mark.parametrize("seed", [0, 2, 8, 9])
+def test_a_loss_that_picks_a_group_is_no_matter_of_weights_where_it_picked_the_same_by_chance(seed: int) -> None:
+    """Seed 0 picks both groups; at the others weights fit, which do not hold on the next batch, or at other weights."""
+    torch.manual_seed(seed)
+    model, batch = mlp(), (torch.randn(16, 6), torch.randint(4, (16,)), torch.randint(2, (16,)))
+    verdict = gaverify.verify(model, worst_of_two, batch, steps=2)
+    assert fault_codes(verdict) == {"GAV103"} and verdict.findings[0].proven, story(verdict)
+
+
+@pytest.mark.parametrize("seed", [19, 50])
+def test_counts_that_repair_nothing_on_a_second_batch_are_none(seed: int) -> None:
+    """The count of the group that was picked, as long as it is picked."""
+    torch.manual_seed(seed)
+    model, batch = mlp(), (torch.randn(16, 6), torch.randint(4, (16,)))
+    verdict = gaverify.verify(model, worst_group, batch, steps=4)
+    assert fault_codes(verdict) == {"GAV103"} and verdict.findings[0].proven, story(verdict)
 
 
 class Towers(nn.Module):
