@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from gaverify.records.audit_report import AuditReport
 from gaverify.records.comparison import Outcome
-from gaverify.records.findings import Acceptance, Finding
+from gaverify.records.findings import Acceptance, Finding, Location
 from gaverify.records.verdict import Verdict
 from gaverify.spec.accepting import Accept, Project
 from gaverify.tracebacks import portable
@@ -37,7 +37,7 @@ def settled(
     findings = tuple(_marked(finding, everywhere) for finding in answer.findings)
     stale = [entry for entry in entries if not any(_fits(entry, finding) for finding in answer.findings)]
     refused = [
-        f"{entry} is only suspected and may not be all that differs; `suspected = true` in its entry accepts it"
+        _refusal(entry, finding, everywhere)
         for finding in findings
         for entry in everywhere
         if finding.severity == "fault" and not finding.accepted and _fits(entry, finding)
@@ -69,32 +69,49 @@ def entries_for(findings: Iterable[Finding], reason: str) -> tuple[list[Accept],
             told = "no cause was found, and what nothing explains cannot be accepted"
             problems.append(f"{finding.code} {finding.name}: {told}")
             continue
-        entry = Accept(code=finding.code, location=_pattern(finding), reason=reason, suspected=not finding.proven)
-        entries += [entry] if entry not in entries else []
+        for place in finding.places:
+            entry = Accept(code=finding.code, location=_pattern(place), reason=reason, suspected=not finding.proven)
+            entries += [entry] if entry not in entries else []
     return entries, problems
 
 
-def _pattern(finding: Finding) -> str:
+def _pattern(place: Location | None) -> str:
     """The place of a finding as a pattern that fits it: the module; else the file, without the line, which moves.
 
     The file is named as any machine knows it: the entry is written on a desk and read in CI.
     """
-    place = finding.location
     text = "*" if place is None else place.module or (portable(place.file) if place.file else "*")
     return "".join(f"[{character}]" if character in "*?[" and text != "*" else character for character in text)
 
 
 def _marked(finding: Finding, entries: Iterable[Accept]) -> Finding:
+    """Every place of the finding has to be accepted: what is proven of all of them together is so of none alone."""
     if finding.severity != "fault":
         return finding
-    fitting = (entry for entry in entries if _fits(entry, finding) and (finding.proven or entry.suspected))
-    return replace(finding, accepted=next((entry.reason for entry in fitting), ""))
+    fitting = [entry for entry in entries if _fits(entry, finding) and (finding.proven or entry.suspected)]
+    whole = fitting and not _open(finding, fitting)
+    return replace(finding, accepted=fitting[0].reason if whole else "")
+
+
+def _open(finding: Finding, entries: Iterable[Accept]) -> list[Location | None]:
+    """The places of a finding that no entry fits."""
+    known = [entry for entry in entries if entry.code == finding.code]
+    return [place for place in finding.places if not any(_is_at(entry, place) for entry in known)]
+
+
+def _refusal(entry: Accept, finding: Finding, entries: Iterable[Accept]) -> str:
+    """Says why an entry that fits a finding does not accept it."""
+    others = _open(finding, entries)
+    if others:
+        return f"{entry} is not all that was found: {', '.join(map(str, others))} was found with it, and has no entry"
+    return f"{entry} is only suspected and may not be all that differs; `suspected = true` in its entry accepts it"
 
 
 def _fits(entry: Accept, finding: Finding) -> bool:
-    if entry.code != finding.code:
-        return False
-    place = finding.location
+    return entry.code == finding.code and any(_is_at(entry, place) for place in finding.places)
+
+
+def _is_at(entry: Accept, place: Location | None) -> bool:
     if place is None:
         return entry.location == "*"
     names = ["(root)" if place.module == "" else place.module or ""]

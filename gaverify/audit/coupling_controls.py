@@ -138,6 +138,7 @@ def _causes(bench: _Bench) -> Iterator[Cause]:
             full, accumulated = bench.both(held, first)
             control, pairs = bench.control(full, accumulated, what, kind), bench.pairs(full, accumulated)
         statistics = suspect.statistics or kind is ControlKind.FROZEN
+        control = replace(control, modules=_owners(held.frozen) if kind is ControlKind.FROZEN else ())
         yield Cause(replace(suspect, statistics=statistics), control, explained=_explained(control, whole))
         if control.rounding or control.fit is not None:
             return
@@ -187,8 +188,12 @@ def _statistics(run: Run, writers: dict[str, list[str]]) -> tuple[str, ...]:
     return tuple(key for step in stored for key in step.get("buffers", {}) if key.partition(":")[2] in names)
 
 
+def _owners(frozen: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(key.partition(":")[2].rpartition(".")[0] for key in frozen))
+
+
 def _named(frozen: tuple[str, ...]) -> str:
-    owners = list(dict.fromkeys(key.partition(":")[2].rpartition(".")[0] for key in frozen))
+    owners = _owners(frozen)
     if len(owners) > 3:
         return f"`{owners[0]}` and {len(owners) - 1} other modules with statistics in evaluation mode"
     return ", ".join(f"`{owner or '(root)'}`" for owner in owners) + " in evaluation mode"

@@ -103,9 +103,7 @@ def _controls(bench: Bench, suspect: Suspect, *, fit: bool = True) -> Iterator[_
         return kind, lambda: (bench.run(what, probe, fit=fit, kind=kind), probe)
 
     if suspect.statistics and path is not None:
-        modules = _same_kind(bench, path)
-        names = f"`{path}`" if len(modules) == 1 else f"all {len(modules)} {type(modules[0]).__name__} layers"
-        yield run(f"{names} frozen", Evaluated(modules), ControlKind.FROZEN)
+        yield ControlKind.FROZEN, lambda: _frozen(bench, path, fit=fit)
     if suspect.kind in ("matrix", "non-additive") or (suspect.kind != "random" and not suspect.in_model):
         yield ControlKind.CACHED_GRADIENTS, lambda: (cached_gradients(bench, frozenset(suspect.calls)), None)
     if suspect.frame is not None:
@@ -124,6 +122,15 @@ def _controls(bench: Bench, suspect: Suspect, *, fit: bool = True) -> Iterator[_
     module = dict(task.named_modules()).get(path) if path else None
     if suspect.in_model and module is not None:
         yield run(f"the output of `{path}` held constant", OutputHeld(task, module, suspect.outputs))
+
+
+def _frozen(bench: Bench, path: str, *, fit: bool) -> tuple[ControlRun, PassProbe]:
+    """Freezes the suspect's module and every other of its class, and names those that were not frozen before."""
+    modules = _same_kind(bench, path)
+    names = f"`{path}`" if len(modules) == 1 else f"all {len(modules)} {type(modules[0]).__name__} layers"
+    active = tuple(name for name, each in bench.task.named_modules() if each.training and each in modules)
+    run = bench.run(f"{names} frozen", probe := Evaluated(modules), fit=fit, kind=ControlKind.FROZEN)
+    return replace(run, modules=active), probe
 
 
 def _everywhere(suspect: Suspect) -> tuple[FunctionKey, ...]:

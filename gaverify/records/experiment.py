@@ -41,7 +41,8 @@ class ControlRun:
     `left` is the difference that stays, relative to the full-batch gradient's norm; `fit` the weights that would be
     right in this run, where they were asked for. `reached` names the parameters whose gradient was not zero in it:
     what is held as a constant cuts others off, and hides what diverges before it. `holds`: as a repair it gave the full
-    batch's gradient on a second batch as well, as far as one could be made.
+    batch's gradient on a second batch as well, as far as one could be made. `modules` are those that
+    it neutralised: what it proves, it proves of all of them together.
     """
 
     what: str
@@ -51,6 +52,7 @@ class ControlRun:
     kind: ControlKind = ControlKind.HELD
     reached: frozenset[str] = frozenset()
     holds: bool = True
+    modules: tuple[str, ...] = ()
 
     @property
     def repairs(self) -> bool:

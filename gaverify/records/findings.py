@@ -10,6 +10,9 @@ from gaverify.records.comparison import Outcome
 
 Severity = Literal["fault", "note"]
 
+ALSO = "also"
+"""The value of an evidence that has further places of its finding: what is proven of all together."""
+
 
 @dataclass(frozen=True)
 class Excerpt:
@@ -69,6 +72,12 @@ class Finding:
     remedy: str = ""
     proven: bool = False
     accepted: str = ""
+
+    @property
+    def places(self) -> tuple[Location | None, ...]:
+        """Where it lies, and everywhere else that it is said of."""
+        others = (place for evidence in self.evidence for place in evidence.values.get(ALSO, ()))
+        return (self.location, *(Location(**place) for place in others))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from gaverify.records.findings import Evidence, Finding
 from gaverify.records.stages import Stage, StageComparison
 from gaverify.rules.rule import judged, rule_of_loops
 from gaverify.rules.telling import told
-from gaverify.rules.wording import located, times, told_apart, weights_text
+from gaverify.rules.wording import located, place, times, told_apart, weights_text
 from gaverify.thresholds import FIT_FLOAT32, SAME_IN_FLOAT32
 
 
@@ -56,6 +56,7 @@ def _clipped(loop: Record, inside: Sequence[Event]) -> Finding:
         severity="fault" if active else "note",
         location=located([*active, *inside]),
         proven=proven or not active,
+        together=map(place, active or inside),
         all=len(window.of("clip")) if window is not None else len(here),
         number=number,
         here=len(here),
@@ -116,6 +117,7 @@ def _clipped_by_hand(loop: Record, update: UpdateComparison, edits: Sequence[Eve
         *control,
         location=located(edits),
         proven=proven,
+        together=map(place, edits),
         often=len(edits),
         number=update.number,
         by=by,
@@ -140,6 +142,7 @@ def scheduler_per_micro_batch(facts: Facts, loop: Record) -> Iterator[Finding]:
         "GAV607.inside",
         location=located(inside),
         proven=True,
+        together=map(place, inside),
         all=len(same),
         inside=len(inside),
         update=number,

@@ -57,7 +57,16 @@ def _meeting(facts: Facts, cause: Cause, what: str, remedy: str, *more: Evidence
         location=cause.suspect.culprit.location,
         remedy=in_order(facts, facts.forward.causes.index(cause), remedy),
         proven=proven(facts, cause),
+        together=_places(cause),
     )
+
+
+def _places(cause: Cause) -> Iterator[Location]:
+    """Everything that the control neutralised: layers of one class together, lines that do the same in every layer."""
+    place = cause.suspect.culprit.location
+    for module in cause.control.modules if cause.control is not None and len(cause.control.modules) > 1 else ():
+        if place is None or module != place.module:
+            yield Location(module, file=place.file if place is not None else None)
 
 
 @rule("GAV102")

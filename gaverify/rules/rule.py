@@ -9,7 +9,7 @@ from typing import Any, Generic, ParamSpec
 
 from gaverify.records.audit import Record
 from gaverify.records.facts import Facts
-from gaverify.records.findings import Evidence, Finding, Location, Severity
+from gaverify.records.findings import ALSO, Evidence, Finding, Location, Severity
 from gaverify.records.ranks import RankFacts
 
 Asked = ParamSpec("Asked")
@@ -67,11 +67,17 @@ def finding_of(
     proven: bool,
     location: Location | None = None,
     severity: Severity = "fault",
+    together: Iterable[Location | None] = (),
 ) -> Finding:
     """Returns a finding; it is `proven` only where a control run, or the numbers alone, leave no doubt.
 
-    The rule that yields it gives it its code and name.
+    The rule that yields it gives it its code and name. What it says holds of all places of `together`, `location`
+    among them: its first evidence hands the others on, for who accepts some of them.
     """
+    others = [place for place in dict.fromkeys(together) if place is not None and place != location]
+    if others and evidence:
+        also = [{"module": place.module, "file": place.file, "line": place.line} for place in others]
+        evidence = (replace(evidence[0], values={**evidence[0].values, ALSO: also}), *evidence[1:])
     return Finding("", "", severity, summary, location, evidence, remedy, proven)
 
 

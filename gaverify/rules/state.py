@@ -43,6 +43,7 @@ def _settled(facts: Facts, state: State, blamed: list[StateChange]) -> dict[str,
     """Place, proof and repair; proven where the difference falls without the changes, or without all that is named."""
     return {
         "location": blamed[0].writer.location if blamed[0].writer is not None else None,
+        "together": [change.writer.location for change in blamed if change.writer is not None],
         "proven": state.control is not None and (state.control.rounding or facts.cleared),
         "remedy": _remedy(state),
     }

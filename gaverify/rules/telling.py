@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from importlib.resources import files as resources
 from string import Formatter
@@ -55,6 +55,7 @@ def told(
     proven: bool,
     location: Location | None = None,
     severity: Severity = "fault",
+    together: Iterable[Location | None] = (),
     **values: Any,
 ) -> Finding:
     """Returns the finding whose sentences stand under a key of `words.toml`, with the values in their places.
@@ -65,6 +66,7 @@ def told(
         proven: Whether a control run, or the numbers alone, leave no doubt.
         location: Where the cause lies.
         severity: Whether it is a fault.
+        together: The places of everything that it is said of.
         values: What the sentences name, and what their evidence hands on.
     """
     code, _, kind = key.partition(".")
@@ -74,7 +76,16 @@ def told(
         Evidence(probe, label, said(sentence, **values), dict(_handed(name, values) for name in handed))
         for label, (probe, sentence, *handed) in parts.items()
     )
-    return finding_of(summary, *seen, *more, remedy=remedy, proven=proven, location=location, severity=severity)
+    return finding_of(
+        summary,
+        *seen,
+        *more,
+        remedy=remedy,
+        proven=proven,
+        location=location,
+        severity=severity,
+        together=together,
+    )
 
 
 def _handed(name: str, values: Mapping[str, Any]) -> tuple[str, Any]:

@@ -175,6 +175,7 @@ def _counted(facts: Facts, counts: tuple[Count, ...], run: ControlRun) -> Findin
         controlled("micro-batch-weights", text, left=run.left, counts=windows, **weights),
         location=counts[0].operation.location,
         proven=run.rounding,
+        together=[count.operation.location for count in counts],
         summary=words("GAV202")["summaries"][_averaged(facts)],
         largest=facts.compared.largest,
         own=own,

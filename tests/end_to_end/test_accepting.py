@@ -61,3 +61,37 @@ def test_a_baseline_refuses_what_it_cannot_write(spec: Path, capsys: pytest.Capt
     err = capsys.readouterr().err
     assert all(f"gaverify: error: {name}.toml: " in err for name in ("gone", "0", "1"))
     assert "[[accept]]" in spec.read_text()
+
+
+TWO_LAYERS = """
+import torch
+from torch import nn
+
+
+def model(second):
+    torch.manual_seed(0)
+    layer = nn.BatchNorm1d(8)
+    if second == "frozen":
+        layer.eval().train = lambda mode=True: layer
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8), layer, nn.Linear(8, 3))
+    batch = torch.randn(16, 6), torch.randint(3, (16,))
+    return net, lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]), batch
+"""
+
+
+@pytest.mark.parametrize(("second", "code"), [("plain", 1), ("frozen", 0)])
+def test_one_accepted_layer_accepts_no_other(
+    second: str, code: int, spec: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both are frozen in one control, which proves both; a layer that was frozen before is no part of it."""
+    spec.with_name("net.py").write_text(TWO_LAYERS)
+    spec.write_text(
+        'model = "net.py:model"\naccept = [{ code = "GAV101", location = "1", reason = "known" }]\n'
+        f'[model-args]\nsecond = "{second}"\n'
+    )
+    assert main(["run", str(spec), "--strict"]) == code
+    assert ("not accepted: GAV101 at `1` is not all" in capsys.readouterr().out) is bool(code)
+    spec.write_text(
+        spec.read_text().replace("accept = [", 'accept = [{ code = "GAV101", location = "4", reason = "b" }, ')
+    )
+    assert main(["run", str(spec)]) == 0

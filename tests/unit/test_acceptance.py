@@ -14,6 +14,7 @@ from gaverify.errors import SpecError
 from gaverify.records.comparison import Outcome
 from gaverify.records.findings import Finding, Location
 from gaverify.report import render
+from gaverify.rules.rule import finding_of, measured
 from gaverify.spec.accepting import Accept, Project, project_settings
 from gaverify.spec.loading import parse_spec
 
@@ -28,6 +29,17 @@ def fault(module: str | None = "backbone.bn1", code: str = "GAV101", proven: boo
 
 def verdict(*findings: Finding, outcome: Outcome = Outcome.DIVERGENT) -> samples.Verdict:
     return samples.divergent(findings=findings, outcome=outcome)
+
+
+def several(*places: Location) -> Finding:
+    """A fault that is proven of several places together."""
+    return replace(
+        finding_of("y", measured("x", "z"), remedy="", proven=True, location=places[0], together=places), code="GAV101"
+    )
+
+
+BOTH = several(Location("backbone.1", file="net.py", line=3), Location("head", file="net.py"))
+LINES = several(Location(file="net.py", line=3), Location(file="net.py", line=9))
 
 
 NOTE = Finding("GAV402", "buffer-drift", "note", "drift")
@@ -51,6 +63,13 @@ NOTE = Finding("GAV402", "buffer-drift", "note", "drift")
         ([fault("")], [entry("(root)")], 0, "the model itself"),
         ([replace(fault(), location=None)], [entry("*")], 0, "no place, any place"),
         ([replace(fault(), location=None)], [entry("?*")], 1, "no place is no name"),
+        ([BOTH], [entry()], 1, "the head was found with it"),
+        ([BOTH], [entry("head")], 1, "a part of what was found"),
+        ([BOTH], [entry(), entry("head")], 0, "each of its layers is accepted"),
+        ([BOTH], [entry("*")], 0, "any place"),
+        ([BOTH], [entry("net.py")], 0, "all of them are in this file"),
+        ([LINES], [entry("net.py:3")], 1, "another line"),
+        ([LINES], [entry("net.py:3"), entry("net.py:9")], 0, "both lines"),
         ([], [entry()], 1, "no cause was found"),
         ([NOTE], [entry()], 1, "a note explains nothing"),
     ],
@@ -133,6 +152,14 @@ def test_reports_name_what_is_accepted() -> None:
     assert "accepted" in render([made], "html")
     strict = settled(verdict(fault()), [entry(), entry("gone.*")], Project(), strict=True)
     assert ElementTree.fromstring(render([strict], "junit")).attrib["failures"] != "0"
+
+
+def test_a_part_of_a_finding_is_told_and_a_baseline_names_all_of_it() -> None:
+    made = settled(verdict(BOTH), [entry()], Project(), strict=True)
+    assert made.exit_code == 1 and not made.acceptance.stale
+    told = "GAV101 at `backbone.*` is not all that was found: `head` at net.py was found with it, and has no entry"
+    assert made.acceptance.refused == (told,)
+    assert [made.location for made in entries_for([BOTH], "why")[0]] == ["backbone.1", "head"]
 
 
 def test_why_an_entry_does_not_accept_is_told() -> None:

@@ -346,7 +346,7 @@ def test_every_finding_is_told_with_just_the_values_that_its_sentences_name() ->
             named = [field for text in sentences for _, field, _, _ in Formatter().parse(text) if field]
             handed = [name for part in parts.values() if isinstance(part, list) for name in part[2:]]
             needed |= {name.rpartition("=")[2].partition(".")[0] for name in (*named, *handed)}
-        assert kinds and given - {None, "proven", "location", "severity"} <= needed, sorted(map(str, given))
+        assert kinds and given - {None, "proven", "location", "severity", "together"} <= needed, sorted(map(str, given))
         assert None in given or needed <= given, sorted(needed)
     known = [each for code in PAGES for each in words(code).values() if "summary" in each]
     assert all(any(each is one for _, kinds in told for one in kinds) for each in known)
