@@ -8,6 +8,7 @@ comment `# planted ID`, so that a test can compare a finding's location with it.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -39,7 +40,6 @@ class Case:
         codes: Any one of these must be among the findings of severity "fault", and no other code may.
         notes: Codes of notes that must be there.
         module: The module path where the fault lies, where it lies in a library module.
-        planted: Whether a line of `build`'s file carries `# planted ID`.
     """
 
     id: str
@@ -51,37 +51,74 @@ class Case:
     codes: frozenset[str] = frozenset()
     notes: frozenset[str] = frozenset()
     module: str | None = None
-    planted: bool = False
 
     def verify(self) -> Verdict:
         """Verifies a fresh problem with the options of the case; verdicts are frozen, so each is made once."""
-        key = (self.build, self.steps, repr(sorted(self.options.items())))
+        key = (inspect.unwrap(self.build), self.steps, repr(sorted(self.options.items())))
         if key not in _VERDICTS:
             _VERDICTS[key] = gaverify.verify(self.build(), steps=self.steps, **self.options)
         return _VERDICTS[key]
 
+    def check(self) -> Verdict:
+        """Verifies, and asserts what must come out: outcome, codes and notes, and the place where it is known."""
+        verdict = self.verify()
+        told = f"{self.why}\n{story(verdict)}"
+        found = fault_codes(verdict)
+        assert verdict.outcome.value == self.outcome, told
+        assert found <= self.codes and bool(found) == bool(self.codes), f"expected {set(self.codes)}: {told}"
+        assert self.notes <= note_codes(verdict), f"expected the notes {set(self.notes)}: {told}"
+        assert verdict.divergent if self.codes else verdict.parameters, "a verdict about nothing proves nothing"
+        places = [finding.location for finding in verdict.findings if finding.code in self.codes and finding.location]
+        assert self.module is None or self.module in [place.module for place in places], told
+        lines = [(Path(place.file).name, place.line) for place in places if place.file]
+        assert not self.codes or self.planted_line is None or self.planted_line in lines, told
+        return verdict
+
     @property
-    def planted_line(self) -> tuple[str, int]:
-        """File name and number of the line that carries the marker."""
+    def planted_line(self) -> tuple[str, int] | None:
+        """File name and number of the line that carries the marker of this fault, where one does."""
         path = Path(inspect.getfile(inspect.unwrap(self.build)))
         lines = path.read_text(encoding="utf-8").splitlines()
-        numbers = [number for number, line in enumerate(lines, 1) if line.rstrip().endswith(f"# planted {self.id}")]
-        assert len(numbers) == 1, f"{path.name} has {len(numbers)} lines that end in `# planted {self.id}`"
-        return path.name, numbers[0]
+        numbers = [number for number, line in enumerate(lines, 1) if line.endswith(f"# planted {self.id}")]
+        assert len(numbers) < 2, f"{path.name} has {len(numbers)} lines that end in `# planted {self.id}`"
+        return (path.name, numbers[0]) if numbers else None
+
+
+def seeded(build: Builder) -> Builder:
+    """A builder that starts from the same seed each time."""
+
+    @functools.wraps(build)
+    def build_seeded() -> Problem:
+        torch.manual_seed(0)
+        return build()
+
+    return build_seeded
 
 
 def fault(id: str, build: Builder, codes: str, why: str, **changes: Any) -> Case:
     """A case that must diverge with one of `codes`, written "GAV101 GAV102"."""
-    notes = frozenset(changes.pop("notes", "").split())
-    return Case(
-        id=id, build=build, codes=frozenset(codes.split()), outcome="divergent", why=why, notes=notes, **changes
-    )
+    return quiet(id, build, why, codes=frozenset(codes.split()), outcome="divergent", **changes)
 
 
 def quiet(id: str, build: Builder, why: str, **changes: Any) -> Case:
-    """A case that must be equivalent without any finding of severity "fault"."""
+    """A case that must be equivalent without any finding of severity "fault"; other names are options of `verify`."""
     notes = frozenset(changes.pop("notes", "").split())
-    return Case(id=id, build=build, why=why, notes=notes, **changes)
+    own = {name: changes.pop(name) for name in [*changes] if name in Case.__dataclass_fields__}
+    return Case(id=id, build=seeded(build), why=why, notes=notes, options=changes, **own)
+
+
+def listed(cases: list[Case], **defaults: Any) -> Callable[..., Callable[[Builder], Builder]]:
+    """A decorator that adds builders, by their names, to cases that must be quiet or, with `codes`, diverge."""
+
+    def described(why: str, codes: str = "", **changes: Any) -> Callable[[Builder], Builder]:
+        def add(build: Builder) -> Builder:
+            made = functools.partial(fault, codes=codes) if codes else quiet
+            cases.append(made(build.__name__, build, why=why, **defaults, **changes))
+            return build
+
+        return add
+
+    return described
 
 
 def fault_codes(verdict: Verdict) -> set[str]:
@@ -106,6 +143,19 @@ def story(verdict: Verdict) -> str:
         f"  {finding.severity} {finding.code} {finding.summary} {finding.location}" for finding in verdict.findings
     ]
     return "\n".join([f"{verdict.outcome.value} by {verdict.method}", *rows[:6], *found])
+
+
+class Net(nn.Module):
+    """Parts by their names, and a forward that is a function of the net and its inputs."""
+
+    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(self, *inputs)
 
 
 def cross_entropy(model: nn.Module, batch: Any) -> torch.Tensor:

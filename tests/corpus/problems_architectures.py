@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from problems import Builder, Case, classified, cross_entropy, fault, quiet
+from problems import Case, Net, classified, cross_entropy, listed
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,36 +20,8 @@ from gaverify import Problem
 ARCHITECTURES: list[Case] = []
 FAULTY: list[Case] = []
 LENGTHS = (3, 5, 3, 4, 2, 2, 7, 3)
-
-
-def healthy(why: str, **changes: Any) -> Callable[[Builder], Builder]:
-    """Adds the decorated builder to the cases that must be equivalent with a note that draws were replayed."""
-
-    def add(build: Builder) -> Builder:
-        ARCHITECTURES.append(quiet(build.__name__, seeded(build), why, notes="GAV301", **changes))
-        return build
-
-    return add
-
-
-def faulty(codes: str, why: str, **changes: Any) -> Callable[[Builder], Builder]:
-    """Adds the decorated builder to the cases that must diverge with one of the codes."""
-
-    def add(build: Builder) -> Builder:
-        FAULTY.append(fault(build.__name__, seeded(build), codes, why, **changes))
-        return build
-
-    return add
-
-
-def seeded(build: Builder) -> Builder:
-    """A builder that starts from the same seed each time."""
-
-    def build_seeded() -> Problem:
-        torch.manual_seed(0)
-        return build()
-
-    return build_seeded
+healthy = listed(ARCHITECTURES, notes="GAV301")
+faulty = listed(FAULTY)
 
 
 def dropping(*parts: nn.Module) -> nn.Sequential:
@@ -85,17 +57,17 @@ def _tagging(kind: type[nn.RNNBase]) -> Problem:
     return Problem(Tagger(kind), loss, {"tokens": tokens, "lengths": lengths, "tags": tags})
 
 
-@healthy("the rows between the layers lie by time step and length", options={"weighting": "tokens"})
+@healthy("the rows between the layers lie by time step and length", weighting="tokens")
 def packed_lstm_with_dropout() -> Problem:
     return _tagging(nn.LSTM)
 
 
-@healthy("in bfloat16 rows are recognised to 8 bits", options={"weighting": "tokens", "dtype": "bfloat16"})
+@healthy("in bfloat16 rows are recognised to 8 bits", weighting="tokens", dtype="bfloat16")
 def packed_gru_in_bfloat16() -> Problem:
     return _tagging(nn.GRU)
 
 
-@faulty("GAV202", "the same tagger under uniform weights")
+@faulty("the same tagger under uniform weights", "GAV202")
 def packed_lstm_under_uniform_weights() -> Problem:
     return _tagging(nn.LSTM)
 
@@ -198,15 +170,8 @@ def dropout_behind_experts() -> Problem:
 
 
 def _rows_dropped(drop: Callable[[torch.Tensor], torch.Tensor]) -> Problem:
-    class Dropped(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.head = nn.Linear(6, 8), nn.Linear(8, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(drop(self.first(x)))
-
-    return classified(Dropped(), 6)
+    model = Net(lambda net, x: net.head(drop(net.first(x))), first=nn.Linear(6, 8), head=nn.Linear(8, 4))
+    return classified(model, 6)
 
 
 @healthy("rows sorted by their values before the dropout, and sorted back")
@@ -247,25 +212,20 @@ def folded_both_ways() -> Problem:
     return _rows_dropped(repeat)
 
 
-@healthy("edges of graphs in any order, and a mask per edge", options={"batch_size": 8})
+@healthy("edges of graphs in any order, and a mask per edge", batch_size=8)
 def masked_edges() -> Problem:
     sizes = torch.tensor([3, 5, 2, 4, 6, 3, 4, 2])
     ends = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
     graphs = [torch.randint(int(a), int(b), (2, 6)) for a, b in pairwise(ends)]
     edges = torch.cat(graphs, 1)[:, torch.randperm(48)]
 
-    class Passing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.score, self.head = nn.Linear(6, 8), nn.Linear(16, 1), nn.Linear(8, 4)
-
-        def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-            nodes, (source, target) = self.first(batch["nodes"]), batch["edges"]
-            weight = self.score(torch.cat([nodes[source], nodes[target]], 1)).exp().squeeze(1)
-            message = F.dropout(weight, 0.3)[:, None] * nodes[source]
-            nodes = nodes + torch.zeros_like(nodes).index_add(0, target, message)
-            pooled = torch.zeros(len(batch["classes"]), 8, dtype=nodes.dtype)
-            return self.head(pooled.index_add(0, batch["graph"], F.dropout(nodes, 0.1)))
+    def passing(net: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        nodes, (source, target) = net.first(batch["nodes"]), batch["edges"]
+        weight = net.score(torch.cat([nodes[source], nodes[target]], 1)).exp().squeeze(1)
+        message = F.dropout(weight, 0.3)[:, None] * nodes[source]
+        nodes = nodes + torch.zeros_like(nodes).index_add(0, target, message)
+        pooled = torch.zeros(len(batch["classes"]), 8, dtype=nodes.dtype)
+        return net.head(pooled.index_add(0, batch["graph"], F.dropout(nodes, 0.1)))
 
     def split(batch: dict[str, torch.Tensor], start: int, stop: int) -> dict[str, torch.Tensor]:
         first, last = int(ends[start]), int(ends[stop])
@@ -283,7 +243,8 @@ def masked_edges() -> Problem:
         "classes": torch.randint(4, (8,)),
         "graph": torch.repeat_interleave(torch.arange(8), sizes),
     }
-    return Problem(Passing(), lambda model, part: F.cross_entropy(model(part), part["classes"]), batch, split)
+    model = Net(passing, first=nn.Linear(6, 8), score=nn.Linear(16, 1), head=nn.Linear(8, 4))
+    return Problem(model, lambda model, part: F.cross_entropy(model(part), part["classes"]), batch, split)
 
 
 @healthy("an activation that draws and overwrites its input")
@@ -291,12 +252,12 @@ def randomised_relu_in_place() -> Problem:
     return classified(nn.Sequential(nn.Linear(6, 8), nn.RReLU(inplace=True), nn.Linear(8, 4)), 6)
 
 
-@faulty("GAV101", "dropout behind a BatchNorm: the rows really differ, and are not looked for elsewhere")
+@faulty("dropout behind a BatchNorm: the rows really differ, and are not looked for elsewhere", "GAV101")
 def dropout_behind_batch_norm() -> Problem:
     return classified(dropping(nn.BatchNorm1d(8)), 6)
 
 
-@faulty("GAV103", "partners from the other end of the batch, dropout in the model")
+@faulty("partners from the other end of the batch, dropout in the model", "GAV103")
 def mixed_pairs_with_dropout() -> Problem:
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         x, y = batch

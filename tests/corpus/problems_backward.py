@@ -45,17 +45,8 @@ class Applied(nn.Module):
 
 
 def _classifier(*between: nn.Module) -> Problem:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), *between, nn.Linear(8, 4))
     return Problem(model, cross_entropy, (torch.randn(16, 6), torch.randint(4, (16,))))
-
-
-def normalised_gradient() -> Problem:
-    return _classifier(Applied(NormalisedGradient))
-
-
-def doubled_gradient() -> Problem:
-    return _classifier(Applied(PerSample))
 
 
 def hooked_weight() -> Problem:
@@ -80,14 +71,6 @@ def normalised_in_the_loss() -> Problem:
 def _regression(loss: Any) -> Problem:
     torch.manual_seed(0)
     return Problem(mlp(classes=1), loss, (torch.randn(16, 6), torch.randn(16, 1)))
-
-
-def root_mean_squared() -> Problem:
-    return _regression(lambda model, batch: squared_error(model, batch).sqrt())
-
-
-def root_of_each() -> Problem:
-    return _regression(lambda model, batch: ((model(batch[0]) - batch[1]).square() + 1e-6).sqrt().mean())
 
 
 def masked_mean() -> Problem:
@@ -130,7 +113,6 @@ class Queue(nn.Module):
 
 
 def momentum_queue() -> Problem:
-    torch.manual_seed(0)
     return Problem(Queue(), lambda model, batch: model(batch), torch.randn(16, 2, 6))
 
 
@@ -148,14 +130,6 @@ class MovingWeights:
             pairs = list(zip(self.averages, (float(term.detach()) for term in terms), strict=True))
             self.averages = [0.9 * average + 0.1 * value for average, value in pairs]  # planted averages
         return total
-
-
-def moving_weights() -> Problem:
-    return replace(_classifier(nn.Tanh()), loss=MovingWeights(True))
-
-
-def resting_weights() -> Problem:
-    return replace(_classifier(nn.Tanh()), loss=MovingWeights(False))
 
 
 KEYS: list[torch.Tensor] = []
@@ -197,42 +171,51 @@ class Target(nn.Module):
 
 
 def target_network() -> Problem:
-    torch.manual_seed(0)
     return Problem(Target(True), lambda model, x: model(x), torch.randn(16, 6))
 
 
 def resting_target() -> Problem:
-    torch.manual_seed(0)
     return Problem(Target(False), lambda model, x: model(x), torch.randn(16, 6))
 
 
 FAULTS = (
-    fault("averages", moving_weights, "GAV403", "the next micro-batch is weighted by what this one left", planted=True),
-    fault("key-list", key_list, "GAV403", "a global list of keys grows with every forward", planted=True),
     fault(
-        "target-network",
-        target_network,
-        "GAV401",
-        "frozen parameters that the forward moves",
-        planted=True,
-        module="target",
+        "averages",
+        lambda: replace(_classifier(nn.Tanh()), loss=MovingWeights(True)),
+        "GAV403",
+        "the next micro-batch is weighted by this one",
     ),
+    fault("key-list", key_list, "GAV403", "a global list of keys grows with every forward"),
+    fault("target-network", target_network, "GAV401", "frozen parameters that the forward moves", module="target"),
     fault(
-        "backward-norm", normalised_gradient, "GAV104", "a backward divides by the norm of what reaches it", module="1"
+        "backward-norm",
+        lambda: _classifier(Applied(NormalisedGradient)),
+        "GAV104",
+        "a backward divides by what reaches it",
+        module="1",
     ),
     fault("gradient-hook", hooked_weight, "GAV104", "a hook divides by the micro-batch's norm", module="0"),
-    fault("backward-of-loss", normalised_in_the_loss, "GAV104", "the same inside the loss", planted=True),
-    fault("root-mean-squared", root_mean_squared, "GAV103", "a root of a mean is no mean, although some weights fit"),
-    fault("dice", dice, "GAV103", "a ratio of sums over the batch", planted=True),
+    fault("backward-of-loss", normalised_in_the_loss, "GAV104", "the same inside the loss"),
+    fault(
+        "root-mean-squared",
+        lambda: _regression(lambda model, batch: squared_error(model, batch).sqrt()),
+        "GAV103",
+        "a root of a mean is no mean",
+    ),
+    fault("dice", dice, "GAV103", "a ratio of sums over the batch"),
     fault("masked-mean", masked_mean, "GAV202", "a mean over what the mask leaves weighs by the mask"),
-    fault("queue", momentum_queue, "GAV401", "a micro-batch meets the keys of the one before", planted=True),
+    fault("queue", momentum_queue, "GAV401", "a micro-batch meets the keys of the one before"),
 )
 
 TWINS = (
-    quiet("averages", resting_weights, "constant weights"),
+    quiet("averages", lambda: replace(_classifier(nn.Tanh()), loss=MovingWeights(False)), "constant weights"),
     quiet("key-list", empty_key_list, "a list that stays empty"),
     quiet("target-network", resting_target, "a target that rests"),
-    quiet("backward-norm", doubled_gradient, "a backward that treats every element alike"),
+    quiet("backward-norm", lambda: _classifier(Applied(PerSample)), "a backward that treats every element alike"),
     quiet("gradient-hook", masked_by_hook, "a hook that scales by a constant"),
-    quiet("root-mean-squared", root_of_each, "the root of every sample's own error"),
+    quiet(
+        "root-mean-squared",
+        lambda: _regression(lambda model, batch: ((model(batch[0]) - batch[1]).square() + 1e-6).sqrt().mean()),
+        "the root of every sample's own error",
+    ),
 )

@@ -37,16 +37,7 @@ class Adaptive(nn.Module):
 
 
 def _adaptive(healthy: bool) -> Problem:
-    torch.manual_seed(0)
     return classified(Adaptive(healthy), 6)
-
-
-def adaptive_steps() -> Problem:
-    return _adaptive(False)
-
-
-def fixed_steps() -> Problem:
-    return _adaptive(True)
 
 
 class GraphCentring(nn.Module):
@@ -72,14 +63,6 @@ def _graphs(healthy: bool) -> Problem:
     return Problem(GraphCentring(healthy), lambda m, b: F.cross_entropy(m(b[0], b[1]), b[2]), batch)
 
 
-def graph_norm() -> Problem:
-    return _graphs(False)
-
-
-def layer_norm_of_nodes() -> Problem:
-    return _graphs(True)
-
-
 class Larger(nn.Module):
     """Divides by the larger of two deviations, the batch's and the sample's: no scaling of channels."""
 
@@ -101,14 +84,6 @@ def _images(healthy: bool) -> Problem:
     return classified(nn.Sequential(nn.Conv2d(3, 8, 3), Larger(healthy), nn.Flatten(), nn.Linear(128, 4)), 3, 6, 6)
 
 
-def larger_deviation() -> Problem:
-    return _images(False)
-
-
-def own_deviation() -> Problem:
-    return _images(True)
-
-
 class ClassWise(torch.autograd.Function):
     """A cross entropy whose backward divides by how many samples of its class the batch holds, or by the batch."""
 
@@ -128,21 +103,12 @@ class ClassWise(torch.autograd.Function):
 
 
 def _class_wise(healthy: bool) -> Problem:
-    torch.manual_seed(0)
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         logits = model(batch[0])
         return ClassWise.apply(logits, batch[1], healthy)  # planted class-wise
 
     return Problem(mlp(), loss, (torch.randn(16, 6), torch.randint(4, (16,))))
-
-
-def class_wise_backward() -> Problem:
-    return _class_wise(False)
-
-
-def sample_wise_backward() -> Problem:
-    return _class_wise(True)
 
 
 def _clearing(how: str) -> Problem:
@@ -160,30 +126,18 @@ def _clearing(how: str) -> Problem:
     return Problem(model, loss, (torch.randn(16, 6), torch.randint(4, (16,))))
 
 
-def cleared_in_the_loss() -> Problem:
-    return _clearing("loss")
-
-
-def cleared_in_a_hook() -> Problem:
-    return _clearing("hook")
-
-
-def cleared_nowhere() -> Problem:
-    return _clearing("")
-
-
 FAULTS = (
-    fault("zero-in-loss", cleared_in_the_loss, "GAV603", "no weights bring cleared gradients back"),
-    fault("zero-in-hook", cleared_in_a_hook, "GAV603", "no weights bring cleared gradients back"),
-    fault("class-wise", class_wise_backward, "GAV104", "the backward divides by the batch's counts", planted=True),
-    fault("step-size", adaptive_steps, "GAV102", "the error is a norm over the batch", planted=True),
-    fault("graph-norm", graph_norm, "GAV102", "graphs reach across the micro-batches", planted=True, module=""),
-    fault("larger-deviation", larger_deviation, "GAV101", "a variance over the batch", planted=True, module="1"),
+    fault("zero-in-loss", lambda: _clearing("loss"), "GAV603", "no weights bring cleared gradients back"),
+    fault("zero-in-hook", lambda: _clearing("hook"), "GAV603", "no weights bring cleared gradients back"),
+    fault("class-wise", lambda: _class_wise(False), "GAV104", "the backward divides by the batch's counts"),
+    fault("step-size", lambda: _adaptive(False), "GAV102", "the error is a norm over the batch"),
+    fault("graph-norm", lambda: _graphs(False), "GAV102", "graphs reach across the micro-batches", module=""),
+    fault("larger-deviation", lambda: _images(False), "GAV101", "a variance over the batch", module="1"),
 )
 TWINS = (
-    quiet("zero-nowhere", cleared_nowhere, "gradients stay"),
-    quiet("class-wise", sample_wise_backward, "the backward divides by the number of samples"),
-    quiet("step-size", fixed_steps, "the same steps for every batch"),
-    quiet("graph-norm", layer_norm_of_nodes, "each node has a mean of its own"),
-    quiet("larger-deviation", own_deviation, "each sample has a deviation of its own"),
+    quiet("zero-nowhere", lambda: _clearing(""), "gradients stay"),
+    quiet("class-wise", lambda: _class_wise(True), "the backward divides by the number of samples"),
+    quiet("step-size", lambda: _adaptive(True), "the same steps for every batch"),
+    quiet("graph-norm", lambda: _graphs(True), "each node has a mean of its own"),
+    quiet("larger-deviation", lambda: _images(True), "each sample has a deviation of its own"),
 )

@@ -46,10 +46,6 @@ def hand_written_batch_norm() -> Problem:
     return _normalised(HandWrittenNorm(8, dim=0))
 
 
-def hand_written_layer_norm() -> Problem:
-    return _normalised(HandWrittenNorm(8, dim=1))
-
-
 def _two_encoders() -> nn.ModuleDict:
     torch.manual_seed(0)
     return nn.ModuleDict({"image": mlp(6, 8, 5), "text": mlp(7, 8, 5)})
@@ -98,23 +94,13 @@ def _routed(balance: float) -> Problem:
         logits, auxiliary = model(batch[0])
         return F.cross_entropy(logits, batch[1]) + auxiliary
 
-    torch.manual_seed(0)
     return Problem(Mixture(balance), loss, (torch.randn(16, 6), torch.randint(4, (16,))))
-
-
-def balanced_experts() -> Problem:
-    return _routed(0.5)
-
-
-def unbalanced_experts() -> Problem:
-    return _routed(0.0)
 
 
 LENGTHS = (20, 9, 12, 31, 17, 8, 26, 14)
 
 
 def _waveforms() -> tuple[nn.Module, list[torch.Tensor], torch.Tensor]:
-    torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv1d(1, 4, 3, padding=1),
         nn.GroupNorm(4, 4),
@@ -134,7 +120,9 @@ def recollated_waveforms() -> Problem:
     model, waves, classes = _waveforms()
 
     def split(batch: Any, start: int, stop: int) -> Any:
-        return _collated(waves[start:stop]).to(batch[0].dtype), batch[1][start:stop]  # planted A08
+        return _collated(waves[start:stop]).to(batch[0].dtype), batch[1][
+            start:stop
+        ]  # here lies A08, which is told by its module or by the loss alone
 
     return Problem(model, cross_entropy, (_collated(waves), classes), split=split, batch_size=len(waves))
 
@@ -151,12 +139,13 @@ def _mixed(partner: Any) -> Problem:
         logits = model(0.7 * x + 0.3 * x[other])
         return 0.7 * F.cross_entropy(logits, y) + 0.3 * F.cross_entropy(logits, y[other])
 
-    torch.manual_seed(0)
     return Problem(mlp(), loss, (torch.randn(16, 6), torch.randint(4, (16,))))
 
 
 def mix_up_at_random() -> Problem:
-    return _mixed(lambda x: torch.randperm(len(x)))  # planted A09-randperm
+    return _mixed(
+        lambda x: torch.randperm(len(x))
+    )  # here lies A09-randperm, which is told by its module or by the loss alone
 
 
 def mix_up_flipped() -> Problem:
@@ -166,12 +155,7 @@ def mix_up_flipped() -> Problem:
         logits = model(mixed)
         return 0.7 * F.cross_entropy(logits, y) + 0.3 * F.cross_entropy(logits, y.flip(0))
 
-    torch.manual_seed(0)
     return Problem(mlp(), loss, (torch.randn(16, 6), torch.randint(4, (16,))))
-
-
-def mix_up_with_itself() -> Problem:
-    return _mixed(lambda x: torch.arange(len(x)))
 
 
 def _policy(whitened: bool) -> Problem:
@@ -182,16 +166,7 @@ def _policy(whitened: bool) -> Problem:
         chosen = model(x).log_softmax(1).gather(1, actions[:, None])[:, 0]
         return -(chosen * advantages).mean()
 
-    torch.manual_seed(0)
     return Problem(mlp(), loss, (torch.randn(16, 6), torch.randint(4, (16,)), torch.randn(16) * 2 + 1))
-
-
-def whitened_advantages() -> Problem:
-    return _policy(True)
-
-
-def given_advantages() -> Problem:
-    return _policy(False)
 
 
 class FrozenAtFirst(nn.Sequential):
@@ -210,12 +185,10 @@ class FrozenAtFirst(nn.Sequential):
 
 
 def unfrozen_by_train() -> Problem:
-    torch.manual_seed(0)
     return classified(FrozenAtFirst(again=False), 6)
 
 
 def frozen_after_every_train() -> Problem:
-    torch.manual_seed(0)
     return classified(FrozenAtFirst(again=True), 6)
 
 
@@ -227,12 +200,10 @@ def minibatch_deviation() -> Problem:
             spread = x.std(0).mean().expand(len(x), 1)  # planted minibatch-deviation
             return torch.cat([x, spread], 1)
 
-    torch.manual_seed(0)
     return classified(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), Deviation(), nn.Linear(9, 4)), 6)
 
 
 def image_batch_norm() -> Problem:
-    torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 4)
     )
@@ -251,7 +222,7 @@ FAULTS = (
         "A01b-untracked",
         batch_norm_without_running_statistics,
         "GAV101 GAV102",
-        "without running statistics the batch's own are used all the same",
+        "the batch's own are used all the same",
         module="1",
     ),
     fault("A01b-by-hand", hand_written_batch_norm, "GAV101 GAV102", "no class of torch.nn gives it away", module="1"),
@@ -259,44 +230,30 @@ FAULTS = (
         "A01-eval-too",
         batch_norm_without_running_statistics,
         "GAV101 GAV102",
-        "without running statistics eval mode uses the batch's own as well",
+        "eval mode uses the batch's own as well",
         module="1",
-        options={"mode": "eval"},
+        mode="eval",
     ),
-    fault(
-        "A01-one-each",
-        image_batch_norm,
-        "GAV101",
-        "BatchNorm2d silently works on micro-batches of one",
-        steps=8,
-        module="1",
-    ),
+    fault("A01-one-each", image_batch_norm, "GAV101", "it silently works on micro-batches of one", steps=8, module="1"),
     fault("A01-row-6", squared_batch_norm, "GAV101", "row 6 of the reference systems", module="1"),
-    fault("A02", contrastive, "GAV103", "a sample has fewer negatives in a micro-batch", planted=True),
-    fault("A05", balanced_experts, "GAV102 GAV103", "a product of two batch means is no mean", planted=True),
+    fault("A02", contrastive, "GAV103", "a sample has fewer negatives in a micro-batch"),
+    fault("A05", lambda: _routed(0.5), "GAV102 GAV103", "a product of two batch means is no mean"),
     fault("A08", recollated_waveforms, "GAV102 GAV103", "GroupNorm counts the padding, which depends on the batch"),
     fault("A09-randperm", mix_up_at_random, "GAV102 GAV103", "partners outside the micro-batch are lost"),
-    fault("A09-flip", mix_up_flipped, "GAV102 GAV103", "partners outside the micro-batch are lost", planted=True),
-    fault("A11", whitened_advantages, "GAV103", "mean and deviation are those of the micro-batch", planted=True),
+    fault("A09-flip", mix_up_flipped, "GAV102 GAV103", "partners outside the micro-batch are lost"),
+    fault("A11", lambda: _policy(True), "GAV103", "mean and deviation are those of the micro-batch"),
     fault("A13", unfrozen_by_train, "GAV101", "`model.train()` reaches every child", module="1"),
-    fault(
-        "minibatch-deviation",
-        minibatch_deviation,
-        "GAV102",
-        "the deviation runs over the micro-batch",
-        module="2",
-        planted=True,
-    ),
+    fault("minibatch-deviation", minibatch_deviation, "GAV102", "the deviation runs over the micro-batch", module="2"),
 )
 
 TWINS = (
-    quiet("A01", batch_norm, "frozen: the running statistics are constants", options={"mode": "eval"}),
+    quiet("A01", batch_norm, "frozen: the running statistics are constants", mode="eval"),
     quiet("A01b-untracked", group_norm, "GroupNorm looks at one sample"),
-    quiet("A01b-by-hand", hand_written_layer_norm, "the same arithmetic over the sample's own features"),
+    quiet("A01b-by-hand", lambda: _normalised(HandWrittenNorm(8, dim=1)), "the same over the sample's own features"),
     quiet("A02", paired_cosine, "each pair on its own"),
-    quiet("A05", unbalanced_experts, "routing alone is per sample"),
+    quiet("A05", lambda: _routed(0.0), "routing alone is per sample"),
     quiet("A08", sliced_waveforms, "every micro-batch keeps the padding of the full batch"),
-    quiet("A09", mix_up_with_itself, "each sample is its own partner"),
-    quiet("A11", given_advantages, "the advantages come with the batch"),
+    quiet("A09", lambda: _mixed(lambda x: torch.arange(len(x))), "each sample is its own partner"),
+    quiet("A11", lambda: _policy(False), "the advantages come with the batch"),
     quiet("A13", frozen_after_every_train, "`train()` is overridden to keep the layer frozen"),
 )

@@ -58,7 +58,7 @@ class Experts(nn.Module):
 
     def capacity(self, tokens: torch.Tensor, share: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         best = F.one_hot(chosen[:, 0], EXPERTS)
-        place = best.cumsum(0) * best  # planted capacity
+        place = best.cumsum(0) * best  # here lies capacity, which is told by its module or by the loss alone
         kept = (place * (place <= len(tokens) // EXPERTS)).sum(1) > 0
         gathered = self.weight[chosen[:, 0]]
         return torch.einsum("td,tde->te", tokens, gathered) * share[:, :1] * kept[:, None]
@@ -127,45 +127,11 @@ class Balanced(nn.Module):
 
 
 def _sentences(how: str, balance: float) -> Problem:
-    torch.manual_seed(0)
     batch = torch.randint(11, (16, 5)), torch.randint(11, (16, 5))
     return Problem(Balanced(how, balance), lambda model, b: model(*b), batch)
 
 
-def sorted_balanced() -> Problem:
-    return _sentences("sorted", 0.1)
-
-
-def sorted_alone() -> Problem:
-    return _sentences("sorted", 0.0)
-
-
-def grouped_balanced() -> Problem:
-    return _sentences("grouped", 0.1)
-
-
-def grouped_alone() -> Problem:
-    return _sentences("grouped", 0.0)
-
-
-def loop_balanced() -> Problem:
-    return _sentences("loop", 0.1)
-
-
-def loop_alone() -> Problem:
-    return _sentences("loop", 0.0)
-
-
-def capacity_alone() -> Problem:
-    return _sentences("capacity", 0.0)
-
-
-def capacity_balanced() -> Problem:
-    return _sentences("capacity", 0.1)
-
-
 def _queues(room: int, balance: float) -> Problem:
-    torch.manual_seed(0)
     batch = torch.randint(11, (16, 5)), torch.randint(11, (16, 5))
     return Problem(Queues(room, balance), lambda model, b: model(*b), batch)
 
@@ -174,36 +140,33 @@ def queues() -> Problem:
     return _queues(15, 0.0)
 
 
-def queues_balanced() -> Problem:
-    return _queues(15, 1e-3)
-
-
-def queues_with_room() -> Problem:
-    return _queues(80, 0.0)
-
-
 _ONLY = "experts without a capacity mix nothing; the balancing loss multiplies two means over the batch"
 _QUEUE = "whether a token finds room hangs on the tokens before it, in both blocks; dropout masks follow the tokens"
 FAULTS = (
-    fault("expert-queue", queues, "GAV102", _QUEUE, planted=True),
-    fault("balance", sorted_balanced, "GAV103", _ONLY, planted=True),
-    fault("balance", grouped_balanced, "GAV103", _ONLY, planted=True),
-    fault("balance", loop_balanced, "GAV103", _ONLY, planted=True),
+    fault("expert-queue", queues, "GAV102", _QUEUE),
+    fault("balance", lambda: _sentences("sorted", 0.1), "GAV103", _ONLY),
+    fault("balance", lambda: _sentences("grouped", 0.1), "GAV103", _ONLY),
+    fault("balance", lambda: _sentences("loop", 0.1), "GAV103", _ONLY),
     fault(
         "capacity",
-        capacity_alone,
+        lambda: _sentences("capacity", 0.0),
         "GAV102",
-        "a token's place in the queue of its expert hangs on the batch",
+        "a token's place in a queue hangs on the batch",
         module="experts",
     ),
 )
 TWINS = (
-    quiet("queues", queues_with_room, "every token finds room, and the experts' dropout masks follow their tokens"),
-    quiet("sorted-experts", sorted_alone, "sorting tokens by their expert changes their order alone"),
-    quiet("grouped-experts", grouped_alone, "a fused product by groups changes nothing"),
-    quiet("looped-experts", loop_alone, "each expert sees its own tokens"),
+    quiet("queues", lambda: _queues(80, 0.0), "every token finds room, and dropout masks follow their tokens"),
+    quiet("sorted-experts", lambda: _sentences("sorted", 0.0), "sorting by their expert changes their order alone"),
+    quiet("grouped-experts", lambda: _sentences("grouped", 0.0), "a fused product by groups changes nothing"),
+    quiet("looped-experts", lambda: _sentences("loop", 0.0), "each expert sees its own tokens"),
 )
 COMBINED = (
-    fault("queue-balance", queues_balanced, "GAV102 GAV103", _QUEUE),
-    fault("capacity-and-balance", capacity_balanced, "GAV102 GAV103", "both: the queue, and the balancing loss"),
+    fault("queue-balance", lambda: _queues(15, 1e-3), "GAV102 GAV103", _QUEUE),
+    fault(
+        "capacity-and-balance",
+        lambda: _sentences("capacity", 0.1),
+        "GAV102 GAV103",
+        "the queue, and the balancing loss",
+    ),
 )

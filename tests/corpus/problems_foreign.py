@@ -13,7 +13,7 @@ import numpy
 import torch
 import torch.nn.functional as F
 from problems import classified, mlp, quiet
-from problems_architectures import ARCHITECTURES, LENGTHS, dropping, faulty, healthy, seeded
+from problems_architectures import ARCHITECTURES, LENGTHS, dropping, faulty, healthy
 from torch import nn
 
 from gaverify import Problem
@@ -46,7 +46,7 @@ def _sparse(layout: torch.layout) -> Problem:
 
 
 ARCHITECTURES += [
-    quiet(name, seeded(lambda layout=layout: _sparse(layout)), "a sparse batch cannot be sliced")
+    quiet(name, lambda layout=layout: _sparse(layout), "a sparse batch cannot be sliced")
     for name, layout in {"sparse_coo_batch": torch.sparse_coo, "sparse_csr_batch": torch.sparse_csr}.items()
 ]
 
@@ -63,7 +63,7 @@ class InnerFloat32(nn.Module):
         return self.head((hidden * torch.exp(-hidden.pow(2).cumsum(1))).to(x.dtype))
 
 
-@healthy("float32 rounding inside a model that was asked for in float64", options={"dtype": "float64"})
+@healthy("float32 rounding inside a model that was asked for in float64", dtype="float64")
 def float32_inside_float64() -> Problem:
     return classified(InnerFloat32(), 6)
 
@@ -89,16 +89,16 @@ FOREIGN: dict[str, Callable[[int], Any]] = {
     "once-and-per-sample": lambda n: numpy.random.rand() + numpy.array([random.random() for _ in range(n)]),
 }
 ARCHITECTURES += [
-    quiet(name, seeded(lambda draw=draw: _noised(draw)), "draws from global generators are made again", notes="GAV301")
+    quiet(name, lambda draw=draw: _noised(draw), "draws from global generators are made again", notes="GAV301")
     for name, draw in FOREIGN.items()
 ]
 
 
-@faulty("GAV302", "one Python call draws a list for the whole batch: it has no rows that could be dealt out")
+@faulty("one Python call draws a list for the whole batch: it has no rows that could be dealt out", "GAV302")
 def python_choices() -> Problem:
     return _noised(lambda n: random.choices([1.0, 2.0, 3.0], k=n))
 
 
-@faulty("GAV302", "a permutation of the batch has no rows of its own for a micro-batch")
+@faulty("a permutation of the batch has no rows of its own for a micro-batch", "GAV302")
 def numpy_permutation() -> Problem:
     return _noised(lambda n: numpy.random.permutation(n))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from problems import Case, classified, cross_entropy, mlp, quiet
+from problems import Case, Net, classified, cross_entropy, listed, mlp
 from problems_quiet import Pooled
 from problems_weights import mean_loss
 from torch import nn
@@ -17,20 +17,7 @@ from torch.nn.utils import parametrizations, parametrize
 from gaverify import Problem
 
 LOOKALIKES: list[Case] = []
-
-
-def lookalike(why: str, **changes: Any) -> Any:
-    """Adds the decorated builder to the catalogue, under its own name."""
-
-    def add(build: Any) -> Any:
-        def seeded() -> Problem:
-            torch.manual_seed(0)
-            return build()
-
-        LOOKALIKES.append(quiet(build.__name__, seeded, why, **changes))
-        return build
-
-    return add
+lookalike = listed(LOOKALIKES)
 
 
 @lookalike("the mask hides padding of each sample")
@@ -45,15 +32,10 @@ def attention_with_padding_mask() -> Problem:
 
 @lookalike("the bias of the keys has a gradient of zero in exact arithmetic")
 def key_bias() -> Problem:
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q, self.k, self.v = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+    def attend(net: Net, x: torch.Tensor) -> torch.Tensor:
+        return ((net.q(x) @ net.k(x).mT / 8**0.5).softmax(-1) @ net.v(x)).mean(1)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return ((self.q(x) @ self.k(x).mT / 8**0.5).softmax(-1) @ self.v(x)).mean(1)
-
-    return classified(Attention(), 5, 8, size=8)
+    return classified(Net(attend, q=nn.Linear(8, 8), k=nn.Linear(8, 8), v=nn.Linear(8, 4)), 5, 8, size=8)
 
 
 @lookalike("the bias before an InstanceNorm has a gradient of zero in exact arithmetic")
@@ -93,34 +75,23 @@ def weight_norm() -> Problem:
     return classified(nn.Sequential(parametrizations.weight_norm(nn.Linear(6, 8)), nn.ReLU(), nn.Linear(8, 4)), 6)
 
 
-@lookalike("the power iteration stands still in eval mode", options={"mode": "eval"})
+@lookalike("the power iteration stands still in eval mode", mode="eval")
 def spectral_norm_in_eval() -> Problem:
     return classified(nn.Sequential(parametrizations.spectral_norm(nn.Linear(6, 8)), nn.ReLU(), nn.Linear(8, 4)), 6)
 
 
 @lookalike("a parametrisation of the weight alone")
 def symmetric_parametrisation() -> Problem:
-    class Symmetric(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.triu() + x.triu(1).mT
-
     layer = nn.Linear(6, 6)
-    parametrize.register_parametrization(layer, "weight", Symmetric())
+    parametrize.register_parametrization(layer, "weight", Net(lambda _, x: x.triu() + x.triu(1).mT))
     return classified(nn.Sequential(layer, nn.Linear(6, 4)), 6)
 
 
 @lookalike("time comes first; `split` cuts the second dimension")
 def batch_second_lstm() -> Problem:
-    class Tagger(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm, self.head = nn.LSTM(6, 5, num_layers=2, dropout=0.4), nn.Linear(5, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(self.lstm(x)[0][-1])
-
+    lstm = nn.LSTM(6, 5, num_layers=2, dropout=0.4)
     return Problem(
-        Tagger(),
+        Net(lambda net, x: net.head(net.lstm(x)[0][-1]), lstm=lstm, head=nn.Linear(5, 4)),
         cross_entropy,
         (torch.randn(7, 8, 6), torch.randint(4, (8,))),
         batch_size=8,
@@ -130,15 +101,9 @@ def batch_second_lstm() -> Problem:
 
 @lookalike("time comes first inside the model, with dropout; the batch itself leads with B")
 def batch_second_transformer() -> Problem:
-    class Encoder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.head = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3), nn.Linear(8, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(self.layer(x.transpose(0, 1)).mean(0))
-
-    return classified(Encoder(), 5, 8, size=8)
+    layer, head = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3), nn.Linear(8, 4)
+    model = Net(lambda net, x: net.head(net.layer(x.transpose(0, 1)).mean(0)), layer=layer, head=head)
+    return classified(model, 5, 8, size=8)
 
 
 @lookalike("as many time steps as samples: the dimension of the batch is not told by its size")
@@ -148,30 +113,18 @@ def as_long_as_the_batch() -> Problem:
 
 @lookalike("recurrence over time")
 def gru() -> Problem:
-    class Last(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gru = nn.GRU(6, 4, batch_first=True, bidirectional=True)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.gru(x)[0].sum((1,))
-
-    return classified(Last(), 5, 6, size=8, classes=8)
+    layer = nn.GRU(6, 4, batch_first=True, bidirectional=True)
+    return classified(Net(lambda net, x: net.gru(x)[0].sum((1,)), gru=layer), 5, 6, size=8, classes=8)
 
 
 @lookalike("packed sequences of each sample's own length")
 def packed_lstm() -> Problem:
-    class Packed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm, self.head = nn.LSTM(6, 5, batch_first=True), nn.Linear(5, 4)
-
-        def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-            packed = nn.utils.rnn.pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
-            return self.head(self.lstm(packed)[1][0][-1])
+    def last(net: Net, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        return net.head(net.lstm(packed)[1][0][-1])
 
     return Problem(
-        Packed(),
+        Net(last, lstm=nn.LSTM(6, 5, batch_first=True), head=nn.Linear(5, 4)),
         lambda m, b: F.cross_entropy(m(b[0], b[1]), b[2]),
         (torch.randn(8, 6, 6), torch.tensor([6, 2, 4, 5, 1, 3, 6, 2]), torch.randint(4, (8,))),
     )
@@ -211,28 +164,18 @@ def shared_module() -> Problem:
 
 @lookalike("complex parameters")
 def complex_parameters() -> Problem:
-    class Waves(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(6, 4, dtype=torch.complex64))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (x.to(self.weight.dtype) @ self.weight).abs()
-
-    return classified(Waves(), 6)
+    weight = nn.Parameter(torch.randn(6, 4, dtype=torch.complex64))
+    return classified(Net(lambda net, x: (x.to(net.weight.dtype) @ net.weight).abs(), weight=weight), 6)
 
 
 @lookalike("spectral layers of the same sample")
 def fourier_layer() -> Problem:
-    class Fourier(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight, self.head = nn.Parameter(torch.randn(5, dtype=torch.complex64)), nn.Linear(8, 4)
+    def filtered(net: Net, x: torch.Tensor) -> torch.Tensor:
+        return net.head(torch.fft.irfft(torch.fft.rfft(x) * net.weight, n=8))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(torch.fft.irfft(torch.fft.rfft(x) * self.weight, n=8))
-
-    return classified(Fourier(), 8)
+    return classified(
+        Net(filtered, weight=nn.Parameter(torch.randn(5, dtype=torch.complex64)), head=nn.Linear(8, 4)), 8
+    )
 
 
 @lookalike("the loss freezes the critic while the generator learns")
@@ -244,20 +187,6 @@ def requires_grad_toggles() -> Problem:
         return value
 
     return Problem(nn.ModuleDict({"generator": mlp(6, 8, 6), "critic": mlp(6, 8, 1)}), loss, torch.randn(16, 6))
-
-
-@lookalike("a tensor hook that doubles a gradient is linear")
-def tensor_hook() -> Problem:
-    problem = mean_loss()
-    problem.model[0].weight.register_hook(lambda gradient: 2 * gradient)
-    return problem
-
-
-@lookalike("a full backward hook that halves the gradient of the inputs is linear")
-def full_backward_hook() -> Problem:
-    problem = mean_loss()
-    problem.model[2].register_full_backward_hook(lambda module, inputs, outputs: tuple(0.5 * g for g in inputs))
-    return problem
 
 
 @lookalike("a forward hook that scales the outputs")
@@ -278,20 +207,15 @@ def custom_function() -> Problem:
         def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
             return gradient
 
-    class Binary(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return Sign.apply(x)
-
-    return classified(nn.Sequential(nn.Linear(6, 8), Binary(), nn.Linear(8, 4)), 6)
+    return classified(nn.Sequential(nn.Linear(6, 8), Net(lambda _, x: Sign.apply(x)), nn.Linear(8, 4)), 6)
 
 
 @lookalike("casts to float32 in the middle: the control's precision is capped unless they are lifted")
 def casts_to_float32() -> Problem:
-    class Cast(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.float().square().mean(-1, keepdim=True).add(1e-6).rsqrt().to(x.dtype) * x
+    def cast(_: Net, x: torch.Tensor) -> torch.Tensor:
+        return x.float().square().mean(-1, keepdim=True).add(1e-6).rsqrt().to(x.dtype) * x
 
-    layers = [layer for _ in range(6) for layer in (nn.Linear(8, 8), Cast())]
+    layers = [layer for _ in range(6) for layer in (nn.Linear(8, 8), Net(cast))]
     return classified(nn.Sequential(*layers, nn.Linear(8, 4)), 8)
 
 
@@ -309,16 +233,6 @@ def mapped_over_samples() -> Problem:
         return F.cross_entropy(torch.func.vmap(lambda x: model(x))(batch[0]), batch[1])
 
     return replace(mean_loss(), loss=loss)
-
-
-@lookalike("a gradient penalty differentiates twice")
-def gradient_penalty() -> Problem:
-    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        batch.requires_grad_()
-        (slope,) = torch.autograd.grad(model(batch).sum(), batch, create_graph=True)
-        return (slope.norm(dim=1) - 1).square().mean()
-
-    return Problem(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)), loss, torch.randn(16, 6))
 
 
 @lookalike("a loss with parameters of its own")

@@ -85,18 +85,6 @@ def _queued(*, inside: bool, moves: bool) -> Problem:
     return Problem(model, lambda model, b: criterion(model(b[0])), _batch())
 
 
-def queue_and_negatives() -> Problem:
-    return _queued(inside=True, moves=True)
-
-
-def queue_alone() -> Problem:
-    return _queued(inside=False, moves=True)
-
-
-def queue_still() -> Problem:
-    return _queued(inside=False, moves=False)
-
-
 def _scaled(scale: torch.Tensor | None) -> Problem:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), Scale(scale), nn.Tanh(), nn.Linear(8, 3))
@@ -104,25 +92,8 @@ def _scaled(scale: torch.Tensor | None) -> Problem:
 
 
 def _spiking(anew: bool) -> Problem:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), Membrane(anew), nn.Linear(8, 3))
     return Problem(model, lambda model, b: F.cross_entropy(model(b[0]), b[1]), _batch())
-
-
-def membrane_kept() -> Problem:
-    return _spiking(False)
-
-
-def membrane_anew() -> Problem:
-    return _spiking(True)
-
-
-def scale_of_the_first_batch() -> Problem:
-    return _scaled(None)
-
-
-def scale_from_the_start() -> Problem:
-    return _scaled(torch.ones(8))
 
 
 def _clearing(clear: Callable[[nn.Module], Any]) -> Problem:
@@ -148,10 +119,6 @@ def _filled_with_zeros(model: nn.Module) -> None:
 
 def clears() -> Problem:
     return _clearing(_set_to_none)
-
-
-def zeroes() -> Problem:
-    return _clearing(_filled_with_zeros)
 
 
 def clears_another() -> Problem:
@@ -193,18 +160,6 @@ def _caching(*, part: int, pairs: bool) -> Problem:
     return Problem(model, lambda model, x: criterion(x), torch.randn(16, 6))
 
 
-def own_cache() -> Problem:
-    return _caching(part=32, pairs=True)
-
-
-def own_cache_of_parts() -> Problem:
-    return _caching(part=2, pairs=True)
-
-
-def own_cache_alone() -> Problem:
-    return _caching(part=32, pairs=False)
-
-
 def _of_nodes(pairs: Callable[[torch.Tensor, list[int]], torch.Tensor]) -> Problem:
     """Graphs of 4 to 6 nodes, packed one behind the other; the loss is a mean over nodes, and over pairs of them."""
     model = _embedding()
@@ -226,32 +181,38 @@ def _pairs_of_a_graph(nodes: torch.Tensor, counts: list[int]) -> torch.Tensor:
     return sum((part @ part.T / 0.2).logsumexp(1).sum() for part in parts) / len(counts)
 
 
-def pairs_of_all_nodes() -> Problem:
-    return _of_nodes(_all_pairs)
-
-
-def pairs_within_graphs() -> Problem:
-    return _of_nodes(_pairs_of_a_graph)
-
-
 FAULTS = (
-    fault("own-cache", own_cache, "GAV103", "handed a micro-batch it caches that alone", planted=True),
-    fault("own-cache-of-parts", own_cache_of_parts, "GAV103", "the same in parts that are smaller still"),
-    fault("node-pairs", pairs_of_all_nodes, "GAV103", "nodes meet those of other graphs", planted=True),
-    fault("queue-moves", queue_alone, "GAV403", "later micro-batches meet the earlier ones in the queue", planted=True),
-    fault("scale-set", scale_of_the_first_batch, "GAV401", "the first micro-batch sets the scale", planted=True),
-    fault("membrane", membrane_kept, "GAV401", "the second micro-batch goes on from the first's", planted=True),
-    fault("cleared", clears, "GAV603", "each forward throws earlier gradients away", planted=True),
-    fault("zeroed", zeroes, "GAV603", "each forward writes zeros over earlier gradients", planted=True),
+    fault("own-cache", lambda: _caching(part=32, pairs=True), "GAV103", "handed a micro-batch it caches that alone"),
+    fault("own-cache-of-parts", lambda: _caching(part=2, pairs=True), "GAV103", "the same in smaller parts"),
+    fault("node-pairs", lambda: _of_nodes(_all_pairs), "GAV103", "nodes meet those of other graphs"),
+    fault(
+        "queue-moves",
+        lambda: _queued(inside=False, moves=True),
+        "GAV403",
+        "later micro-batches meet the earlier ones",
+    ),
+    fault("scale-set", lambda: _scaled(None), "GAV401", "the first micro-batch sets the scale"),
+    fault("membrane", lambda: _spiking(False), "GAV401", "the second micro-batch goes on from the first's"),
+    fault("cleared", clears, "GAV603", "each forward throws earlier gradients away"),
+    fault("zeroed", lambda: _clearing(_filled_with_zeros), "GAV603", "zeros are written over earlier gradients"),
 )
 TWINS = (
-    quiet("own-cache-alone", own_cache_alone, "a mean over samples, by whatever way its gradient comes"),
-    quiet("node-pairs-within", pairs_within_graphs, "nodes meet those of their own graph"),
-    quiet("queue-still", queue_still, "a queue that the loop moves, once per update, is a constant of the window"),
-    quiet("membrane-anew", membrane_anew, "a state that begins anew with every batch, whatever shape it ends with"),
-    quiet("scale-given", scale_from_the_start, "a scale that is there from the start is a constant"),
+    quiet("own-cache-alone", lambda: _caching(part=32, pairs=False), "a mean over samples, however its gradient comes"),
+    quiet("node-pairs-within", lambda: _of_nodes(_pairs_of_a_graph), "nodes meet those of their own graph"),
+    quiet(
+        "queue-still",
+        lambda: _queued(inside=False, moves=False),
+        "a queue that the loop moves is a constant of the window",
+    ),
+    quiet("membrane-anew", lambda: _spiking(True), "a state that begins anew with every batch"),
+    quiet("scale-given", lambda: _scaled(torch.ones(8)), "a scale that is there from the start is a constant"),
     quiet("cleared-elsewhere", clears_another, "the gradients of another model are none of this one's"),
 )
 COMBINED = (
-    fault("queue-and-negatives", queue_and_negatives, "GAV103 GAV403", "in-batch negatives, and a queue that moves"),
+    fault(
+        "queue-and-negatives",
+        lambda: _queued(inside=True, moves=True),
+        "GAV103 GAV403",
+        "negatives, and a queue that moves",
+    ),
 )

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from problems import classified, cross_entropy, language_model, mlp, quiet, squared_error, token_batch, token_loss
-from problems_weights import even_tokens, mean_loss, ragged_tail, ragged_tokens
+from problems_coupling import image_batch_norm
+from problems_weights import even_tokens, mean_loss, ragged_tokens
 from torch import nn
 
 from gaverify import Problem
@@ -33,10 +34,6 @@ def transformer(dropout: float = 0.0) -> Problem:
     return classified(Pooled(dropout), 5, 8, size=8)
 
 
-def dropout_transformer() -> Problem:
-    return transformer(0.3)
-
-
 class Windowed(nn.Module):
     """Swin-style: windows are folded into the batch, attended with a position bias, and unfolded."""
 
@@ -56,16 +53,7 @@ class Windowed(nn.Module):
 
 
 def swin_attention() -> Problem:
-    torch.manual_seed(0)
     return classified(Windowed(), 4, 4, 8, size=8)
-
-
-def batch_norm_images() -> Problem:
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 4)
-    )
-    return classified(model, 3, 6, 6, size=8)
 
 
 class FrozenBatchNorm(nn.Module):
@@ -82,7 +70,6 @@ class FrozenBatchNorm(nn.Module):
 
 
 def frozen_batch_norm() -> Problem:
-    torch.manual_seed(0)
     return classified(nn.Sequential(nn.Linear(6, 8), FrozenBatchNorm(8), nn.ReLU(), nn.Linear(8, 4)), 6)
 
 
@@ -117,7 +104,6 @@ class Tied(nn.Module):
 
 
 def tied_weights() -> Problem:
-    torch.manual_seed(0)
     return Problem(Tied(), token_loss, token_batch((6,) * 8))
 
 
@@ -137,13 +123,11 @@ def deep(depth: int = 24) -> Problem:
 
 def deep_plain() -> Problem:
     """24 layers without residuals: rounding has to pass through every one of them."""
-    torch.manual_seed(0)
     layers = [layer for _ in range(24) for layer in (nn.Linear(8, 8), nn.Tanh())]
     return classified(nn.Sequential(*layers, nn.Linear(8, 4)), 8)
 
 
 def in_bfloat16() -> Problem:
-    torch.manual_seed(0)
     return Problem(mlp().bfloat16(), cross_entropy, (torch.randn(16, 6).bfloat16(), torch.randint(4, (16,))))
 
 
@@ -181,45 +165,39 @@ def toy_linear() -> Problem:
 
 
 def causal_language_model() -> Problem:
-    torch.manual_seed(0)
     return Problem(language_model(), token_loss, token_batch((6,) * 8))
 
 
 ROWS = (
     quiet("N01-transformer", transformer, "LayerNorm looks at one position", notes=""),
     quiet("N01-swin", swin_attention, "windows are folded into the batch, samples stay apart"),
-    quiet("N03-eval", batch_norm_images, "running statistics are constants", options={"mode": "eval"}),
+    quiet("N03-eval", image_batch_norm, "running statistics are constants", mode="eval"),
     quiet("N03-frozen", frozen_batch_norm, "constants in buffers"),
-    quiet("N04", summed, "a sum over the samples needs no division", options={"weighting": "none"}),
-    quiet("N06-samples", ragged_tail, "6, 6 and 4 samples weighted n_k/N", steps=3, options={"weighting": "samples"}),
-    quiet("N06-tokens", tokens_of_the_window, "sums over all valid tokens", options={"weighting": "none"}),
-    quiet("N07", toy_linear, "a division after the loop is the same factor", options={"weighting": (0.25,) * 4}),
-    quiet("N08", mean_loss, "losses summed, one backward", options={"strategy": "summed-loss"}),
+    quiet("N04", summed, "a sum over the samples needs no division", weighting="none"),
+    quiet("N06-samples", mean_loss, "6, 6 and 4 samples weighted n_k/N", steps=3, weighting="samples"),
+    quiet("N06-tokens", tokens_of_the_window, "sums over all valid tokens", weighting="none"),
+    quiet("N07", toy_linear, "a division after the loop is the same factor", weighting=(0.25,) * 4),
+    quiet("N08", mean_loss, "losses summed, one backward", strategy="summed-loss"),
     quiet(
         "N08-dropout",
         lambda: dropout(0.5, 0.3),
         "losses summed, one backward, masks replayed",
-        options={"strategy": "summed-loss"},
+        strategy="summed-loss",
     ),
     quiet("N10", tied_weights, "both uses add to one gradient"),
     quiet("N13", deep, "24 residual blocks in float32"),
     quiet("N13-plain", deep_plain, "24 layers in float32"),
     quiet("N14", in_bfloat16, "bfloat16 rounds 4e-3"),
-    quiet("N14-deep", deep, "24 residual blocks in bfloat16", options={"dtype": "bfloat16"}),
+    quiet("N14-deep", deep, "24 residual blocks in bfloat16", dtype="bfloat16"),
     quiet("N16-one", lambda: dropout(0.5), "one layer, masks replayed", notes="GAV301"),
     quiet("N16-two", lambda: dropout(0.5, 0.5), "two layers, masks replayed", notes="GAV301"),
     quiet("N16-three", lambda: dropout(0.1, 0.5, 0.9), "three layers, masks replayed", notes="GAV301"),
     quiet("N16-p0", lambda: dropout(0.0, 0.0), "p = 0"),
-    quiet("N16-eval", lambda: dropout(0.5, 0.5), "eval mode", options={"mode": "eval"}),
-    quiet("N16-transformer", dropout_transformer, "attention draws as well", notes="GAV301"),
+    quiet("N16-eval", lambda: dropout(0.5, 0.5), "eval mode", mode="eval"),
+    quiet("N16-transformer", lambda: transformer(0.3), "attention draws as well", notes="GAV301"),
     quiet("N18", logged_four_times, "only the logged loss is off"),
-    quiet("N19", mean_loss, "constant divisor K", options={"weighting": lambda micro_batch: 0.25}),
-    quiet(
-        "N20",
-        tokens_of_the_window,
-        "already divided by the window's tokens",
-        options={"weighting": (1.0, 1.0, 1.0, 1.0)},
-    ),
+    quiet("N19", mean_loss, "constant divisor K", weighting=lambda micro_batch: 0.25),
+    quiet("N20", tokens_of_the_window, "already divided by the window's tokens", weighting=(1.0, 1.0, 1.0, 1.0)),
     quiet("N22", even_tokens, "equal counts: right on this batch only", notes="GAV901"),
     quiet("N27", in_another_order, "addition commutes but for rounding"),
     quiet("row-5", toy_linear, "squared error, B = 8, K = 4"),

@@ -3,42 +3,24 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy
 import torch
 import torch.nn.functional as F
-from problems import Case, classified, language_model, mlp, quiet
+from problems import Case, Net, classified, language_model, listed, mlp
 from torch import nn
 
 from gaverify import Problem
 
 RANDOM: list[Case] = []
+replayed = listed(RANDOM)
 
 
-def replayed(why: str, **changes: Any) -> Any:
-    """Adds the decorated builder to the catalogue, under its own name."""
-
-    def add(build: Any) -> Any:
-        def seeded() -> Problem:
-            torch.manual_seed(0)
-            return build()
-
-        RANDOM.append(quiet(build.__name__, seeded, why, **changes))
-        return build
-
-    return add
-
-
-class Lambda(nn.Module):
+def Lambda(function: Any) -> nn.Module:
     """A module around a function of one tensor."""
-
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function(x)
+    return Net(lambda _, x: function(x))
 
 
 def noisy(*functions: Any) -> Problem:
@@ -69,56 +51,34 @@ def drop_path_in_place() -> Problem:
     return classified(model, 3, 8)
 
 
+class Stack(nn.Module):
+    """Residual layers, each of which is dropped where its draw is small; the draws take turns."""
+
+    def __init__(self, *draws: Callable[[], Any]) -> None:
+        super().__init__()
+        self.layers, self.head, self.draws = nn.ModuleList(nn.Linear(8, 8) for _ in range(6)), nn.Linear(8, 4), draws
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            if self.draws[index % len(self.draws)]() > 0.4:
+                x = x + layer(x).tanh()
+        return self.head(x)
+
+
 @replayed("a layer is dropped once per forward, whatever the batch")
 def layer_drop() -> Problem:
-    class Stack(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers, self.head = nn.ModuleList(nn.Linear(8, 8) for _ in range(5)), nn.Linear(8, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                if torch.rand(()) > 0.4:
-                    x = x + layer(x).tanh()
-            return self.head(x)
-
-    return classified(Stack(), 8)
+    return classified(Stack(lambda: torch.rand(())), 8)
 
 
 @replayed("the same with Python's and NumPy's generators")
 def layer_drop_outside_torch() -> Problem:
-    class Stack(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers, self.head = nn.ModuleList(nn.Linear(8, 8) for _ in range(5)), nn.Linear(8, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                if random.random() > 0.4:
-                    x = x + layer(x).tanh()
-                if numpy.random.rand() > 0.4:
-                    x = 1.5 * x
-            return self.head(x)
-
-    return classified(Stack(), 8)
+    return classified(Stack(lambda: random.random(), lambda: numpy.random.rand()), 8)
 
 
 @replayed("the same with generators that the layers hold themselves")
 def layer_drop_with_own_generators() -> Problem:
-    class Stack(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers, self.head = nn.ModuleList(nn.Linear(8, 8) for _ in range(6)), nn.Linear(8, 4)
-            old, new = numpy.random.RandomState(0), numpy.random.default_rng(1)
-            self.draws = (old.rand, new.random, random.Random(2).random)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for index, layer in enumerate(self.layers):
-                if self.draws[index % 3]() > 0.4:
-                    x = x + layer(x).tanh()
-            return self.head(x)
-
-    return classified(Stack(), 8)
+    old, new = numpy.random.RandomState(0), numpy.random.default_rng(1)
+    return classified(Stack(old.rand, new.random, random.Random(2).random), 8)
 
 
 @replayed("slopes drawn per element", notes="GAV301")
@@ -153,21 +113,15 @@ def gaussian_noise() -> Problem:
 
 @replayed("the loss draws noise and time steps", notes="GAV301")
 def diffusion() -> Problem:
-    class Denoiser(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.time, self.inner = nn.Embedding(20, 6), mlp(6, 16, 6)
-            self.register_buffer("kept", torch.linspace(0.99, 0.01, 20))
-
-        def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-            return self.inner(x + self.time(t))
+    model = Net(lambda net, x, t: net.inner(x + net.time(t)), time=nn.Embedding(20, 6), inner=mlp(6, 16, 6))
+    model.register_buffer("kept", torch.linspace(0.99, 0.01, 20))
 
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         t = torch.randint(0, 20, (len(batch),))
         noise, kept = torch.randn_like(batch), model.kept[t][:, None]
         return F.mse_loss(model(kept.sqrt() * batch + (1 - kept).sqrt() * noise, t), noise)
 
-    return Problem(Denoiser(), loss, torch.randn(16, 6))
+    return Problem(model, loss, torch.randn(16, 6))
 
 
 @replayed("latents are drawn per sample", notes="GAV301")
@@ -202,7 +156,7 @@ def masked_autoencoder() -> Problem:
     return Problem(mlp(18, 8, 6), loss, torch.randn(8, 6, 6))
 
 
-@replayed("hidden tokens differ in number, and are weighted so", options={"weighting": "tokens"}, notes="GAV301")
+@replayed("hidden tokens differ in number, and are weighted so", weighting="tokens", notes="GAV301")
 def masked_language_model() -> Problem:
     def loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         hidden = torch.bernoulli(torch.full(tokens.shape, 0.4)).bool()

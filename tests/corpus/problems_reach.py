@@ -151,6 +151,30 @@ class _Shared:
         return scaled(model, batch, self.calls)
 
 
+class _Own:
+    """A loss with state of its own, called directly or by a method."""
+
+    def __init__(self) -> None:
+        self.calls, self.total = 0, torch.zeros(1)
+
+    def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        self.calls += 1
+        self.total += 1
+        return scaled(model, batch, int(self.total))
+
+
+@counter
+def attribute_of_an_object() -> Built:
+    held = _Own()
+    return held, lambda: held.calls + int(held.total)
+
+
+@counter
+def attribute_of_a_methods_object() -> Built:
+    held = _Own()
+    return held.__call__, lambda: held.calls
+
+
 @counter
 def attribute_of_a_class() -> Built:
     return _Shared(), lambda: _Shared.calls

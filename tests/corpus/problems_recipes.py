@@ -58,7 +58,7 @@ def variable_lengths() -> Problem:
     return Problem(mlp(), loss, samples)
 
 
-@lookalike("samples of 3, 3, 3 and 1, weighted by their number", options={"weighting": "samples"})
+@lookalike("samples of 3, 3, 3 and 1, weighted by their number", weighting="samples")
 def short_tail() -> Problem:
     return classified(mlp(), 6, size=10)
 
@@ -73,7 +73,7 @@ def sample_weights() -> Problem:
 
 @lookalike(
     "divided by the sum of the sample weights, and weighted accordingly",
-    options={"weighting": lambda micro_batch, batch: micro_batch[2].sum() / batch[2].sum()},
+    weighting=lambda micro_batch, batch: micro_batch[2].sum() / batch[2].sum(),
 )
 def normalised_sample_weights() -> Problem:
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -82,7 +82,7 @@ def normalised_sample_weights() -> Problem:
     return Problem(mlp(), loss, (torch.randn(16, 6), torch.randint(4, (16,)), torch.rand(16) + 0.1))
 
 
-@lookalike("class weights make the divisor; tokens counts them", options={"weighting": "tokens"})
+@lookalike("class weights make the divisor; tokens counts them", weighting="tokens")
 def class_weights() -> Problem:
     return replace(mean_loss(), loss=nn_loss(torch.tensor([0.2, 1.0, 2.0, 5.0])))
 
@@ -97,22 +97,22 @@ def nn_loss(weight: torch.Tensor) -> Any:
     return loss
 
 
-@lookalike("float64 throughout", options={"dtype": "float64"})
+@lookalike("float64 throughout", dtype="float64")
 def in_float64() -> Problem:
     return mean_loss()
 
 
-@lookalike("float16 throughout", options={"dtype": "float16"})
+@lookalike("float16 throughout", dtype="float16")
 def in_float16() -> Problem:
     return mean_loss()
 
 
-@lookalike("bfloat16 parameters, LayerNorm and attention", options={"dtype": "bfloat16"})
+@lookalike("bfloat16 parameters, LayerNorm and attention", dtype="bfloat16")
 def transformer_in_bfloat16() -> Problem:
     return classified(Pooled(), 5, 8, size=8)
 
 
-@lookalike("autocast rounds activations to bfloat16", options={"autocast": "bfloat16"})
+@lookalike("autocast rounds activations to bfloat16", autocast="bfloat16")
 def autocast_bfloat16() -> Problem:
     return classified(Pooled(0.2), 5, 8, size=8)
 

@@ -33,16 +33,7 @@ class NodeNorm(nn.Module):
 
 
 def _nodes(healthy: bool) -> Problem:
-    torch.manual_seed(0)
     return classified(nn.Sequential(nn.Linear(6, 8), NodeNorm(healthy), nn.Linear(8, 4)), 6)
-
-
-def node_norm() -> Problem:
-    return _nodes(False)
-
-
-def norm_of_own_nodes() -> Problem:
-    return _nodes(True)
 
 
 class Determined(nn.Module):
@@ -72,16 +63,7 @@ class Flow(nn.Module):
 
 
 def _flow(healthy: bool) -> Problem:
-    torch.manual_seed(0)
     return classified(Flow(healthy), 6)
-
-
-def flow_norm() -> Problem:
-    return _flow(False)
-
-
-def stored_flow_norm() -> Problem:
-    return _flow(True)
 
 
 class PartnerStatistics(nn.Module):
@@ -101,25 +83,16 @@ class PartnerStatistics(nn.Module):
 
 
 def _partners(healthy: bool) -> Problem:
-    torch.manual_seed(0)
     return classified(nn.Sequential(nn.Linear(6, 8), PartnerStatistics(healthy), nn.Tanh(), nn.Linear(8, 4)), 6)
 
 
-def partner_statistics() -> Problem:
-    return _partners(False)
-
-
-def own_statistics() -> Problem:
-    return _partners(True)
-
-
 FAULTS = (
-    fault("node-norm", node_norm, "GAV102", "sums that are written in place are held, too", planted=True, module="1"),
-    fault("determined", flow_norm, "GAV101", "a normalisation that hands out two tensors", planted=True, module="norm"),
-    fault("partner-statistics", partner_statistics, "GAV102", "partners enter at two places", planted=True, module="1"),
+    fault("node-norm", lambda: _nodes(False), "GAV102", "sums that are written in place are held, too", module="1"),
+    fault("determined", lambda: _flow(False), "GAV101", "a normalisation that hands out two tensors", module="norm"),
+    fault("partner-statistics", lambda: _partners(False), "GAV102", "partners enter at two places", module="1"),
 )
 TWINS = (
-    quiet("node-norm", norm_of_own_nodes, "the nodes of each sample have statistics of their own"),
-    quiet("determined", stored_flow_norm, "stored statistics"),
-    quiet("partner-statistics", own_statistics, "each sample is its own partner"),
+    quiet("node-norm", lambda: _nodes(True), "the nodes of each sample have statistics of their own"),
+    quiet("determined", lambda: _flow(True), "stored statistics"),
+    quiet("partner-statistics", lambda: _partners(True), "each sample is its own partner"),
 )

@@ -135,7 +135,7 @@ def _built(model: str, config: str, batch: Callable[[], Any], changes: dict[str,
     return build
 
 
-_TOKENS = {"options": {"weighting": "tokens"}}
+_TOKENS = {"weighting": "tokens"}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _CLIP = {
     "text_config": {**_SMALL, "max_position_embeddings": 16},

@@ -154,7 +154,6 @@ class HookInside(Body):
 
 
 def hook_on_module(healthy: bool) -> Problem:
-    torch.manual_seed(0)
     model = mlp()
     model[2].register_full_backward_hook(lambda _, inputs, __: (inputs[0] / (1.0 if healthy else inputs[0].norm()),))
     return classified(model, 6)
@@ -172,33 +171,6 @@ class Warming(nn.Module):
         return self.inner(x) * (1.0 if self.healthy else min(1.0, self.calls / 10))
 
 
-class Codebook(nn.Module):
-    """Vector quantisation whose codes follow the encoder in every forward."""
-
-    def __init__(self, follows: bool) -> None:
-        super().__init__()
-        self.encoder, self.decoder, self.follows = nn.Linear(6, 4), nn.Linear(4, 6), follows
-        self.register_buffer("codes", torch.randn(5, 4))
-        self.register_buffer("counts", torch.ones(5))
-        self.register_buffer("sums", self.codes.clone())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        z = self.encoder(x)
-        nearest = torch.cdist(z, self.codes).argmin(1)
-        quantised = self.codes[nearest]
-        if self.follows:
-            chosen = F.one_hot(nearest, 5).to(z.dtype)
-            self.counts.mul_(0.9).add_(chosen.sum(0), alpha=0.1)
-            self.sums.mul_(0.9).add_((chosen.T @ z).detach(), alpha=0.1)
-            self.codes.copy_(self.sums / self.counts[:, None])  # planted codebook
-        return F.mse_loss(self.decoder(z + (quantised - z).detach()), x) + (z - quantised).square().mean()
-
-
-def codebook(follows: bool) -> Problem:
-    torch.manual_seed(0)
-    return Problem(Codebook(follows), lambda model, x: model(x), torch.randn(16, 6))
-
-
 def spectral() -> Problem:
     """The module before parametrisations: a forward moves two buffers and keeps the weight it computed."""
     torch.manual_seed(0)
@@ -211,7 +183,6 @@ def under(loss: Any, model: nn.Module | None = None) -> Problem:
 
 
 def regression(loss: Any) -> Problem:
-    torch.manual_seed(0)
     return Problem(mlp(classes=1), loss, (torch.randn(16, 6), torch.randn(16, 1)))
 
 
@@ -284,7 +255,6 @@ def pasted(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def _recurrent(healthy: bool) -> Problem:
-    torch.manual_seed(0)
     return classified(Recurrent(healthy), 5, 6)
 
 
@@ -297,7 +267,6 @@ def _fused_attention(healthy: bool) -> Problem:
 
 
 def _normed(*between: nn.Module) -> nn.Sequential:
-    torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), *between, nn.Linear(8, 4))
 
 
@@ -388,65 +357,33 @@ def _hooked() -> Problem:
 
 _COUPLED = "GAV101 GAV102"
 FAULTS = (
-    fault(
-        "whitening",
-        lambda: body(Whitening, False),
-        _COUPLED,
-        "centred, then decorrelated: two reductions",
-        planted=True,
-    ),
-    fault("attention", lambda: _attention(False), "GAV102", "a matrix of all pairs inside the model", planted=True),
-    fault(
-        "fused-attention",
-        lambda: _fused_attention(False),
-        "GAV102",
-        "a fused kernel that could draw and does not",
-        planted=True,
-    ),
-    fault("batch-top-k", lambda: body(TopOfBatch, False), "GAV102", "one threshold for the whole batch", planted=True),
-    fault(
-        "packed-sums",
-        lambda: body(Packed, False),
-        _COUPLED,
-        "the count of samples comes from outside torch",
-        planted=True,
-    ),
-    fault(
-        "data-dependent-branch", lambda: body(Branching, False), "GAV102", "a branch on the batch's mean", planted=True
-    ),
-    fault(
-        "loop-in-the-model",
-        lambda: body(PerSampleLoop, False),
-        _COUPLED,
-        "a loop over samples reads their mean",
-        planted=True,
-    ),
+    fault("whitening", lambda: body(Whitening, False), _COUPLED, "centred, then decorrelated: two reductions"),
+    fault("attention", lambda: _attention(False), "GAV102", "a matrix of all pairs inside the model"),
+    fault("fused-attention", lambda: _fused_attention(False), "GAV102", "a fused kernel that could draw and does not"),
+    fault("batch-top-k", lambda: body(TopOfBatch, False), "GAV102", "one threshold for the whole batch"),
+    fault("packed-sums", lambda: body(Packed, False), _COUPLED, "the count of samples comes from outside torch"),
+    fault("data-dependent-branch", lambda: body(Branching, False), "GAV102", "a branch on the batch's mean"),
+    fault("loop-in-the-model", lambda: body(PerSampleLoop, False), _COUPLED, "a loop over samples reads their mean"),
     fault("batch-first", lambda: _recurrent(False), "GAV102", "samples taken for time steps", module="recurrent"),
-    fault(
-        "reversal-factor", lambda: body(Factor, False), "GAV104", "a number read out scales the backward", planted=True
-    ),
-    fault("hook-inside", lambda: body(HookInside, False), "GAV104", "a hook that the forward registers", planted=True),
+    fault("reversal-factor", lambda: body(Factor, False), "GAV104", "a number read out scales the backward"),
+    fault("hook-inside", lambda: body(HookInside, False), "GAV104", "a hook that the forward registers"),
     fault("module-hook", lambda: hook_on_module(False), "GAV104", "a backward hook divides by a norm", module="2"),
-    fault("warm-up", lambda: classified(Warming(mlp()), 6), "GAV403", "a counter scales the output", planted=True),
-    fault("codebook", lambda: codebook(True), "GAV401", "only `codes` is read, whatever feeds it", planted=True),
+    fault("warm-up", lambda: classified(Warming(mlp()), 6), "GAV403", "a counter scales the output"),
     fault("spectral-buffers", spectral, "GAV401", "the weight that is computed anew is no state", module="0"),
     fault("worst-group", lambda: under(worst_group), "GAV103", "weights fit, but they pick groups"),
     fault("largest-error", lambda: regression(largest_error), "GAV103", "one sample counts, the others do not"),
-    fault("hardest-half", lambda: under(hardest_half), "GAV103", "the hardest of the batch", planted=True),
-    fault(
-        "branch-in-loss", lambda: regression(halved_when_large), "GAV103", "weights fit by coincidence", planted=True
-    ),
-    fault("own-scale", lambda: under(own_scale), "GAV104 GAV103", "every loss is 1, its gradient is not", planted=True),
-    fault("loop-over-pairs", lambda: under(loop_over_pairs), "GAV103", "traces of different length", planted=True),
+    fault("hardest-half", lambda: under(hardest_half), "GAV103", "the hardest of the batch"),
+    fault("branch-in-loss", lambda: regression(halved_when_large), "GAV103", "weights fit by coincidence"),
+    fault("own-scale", lambda: under(own_scale), "GAV104 GAV103", "every loss is 1, its gradient is not"),
+    fault("loop-over-pairs", lambda: under(loop_over_pairs), "GAV103", "traces of different length"),
     fault(
         "gradient-penalty",
         lambda: under(lambda m, b: gradient_penalty(m, b, True)),
         "GAV103",
-        "one norm over all samples of a gradient taken in the forward",
-        planted=True,
+        "one norm over all samples' slopes",
     ),
     fault("idle-expert", sparse, "GAV202", "five micro-batches of 4 and 3 samples; some leave an expert out", steps=5),
-    fault("pasted", lambda: under(pasted), "GAV103", "inputs and labels of another sample", planted=True),
+    fault("pasted", lambda: under(pasted), "GAV103", "inputs and labels of another sample"),
 )
 
 TWINS = (
@@ -461,11 +398,10 @@ TWINS = (
     quiet("hook-inside", lambda: body(HookInside, True), "a hook that scales by a constant"),
     quiet("module-hook", lambda: hook_on_module(True), "a backward hook that divides by one"),
     quiet("warm-up", lambda: classified(Warming(mlp(), True), 6), "a counter that nothing reads"),
-    quiet("codebook", lambda: codebook(False), "fixed codes"),
     quiet("hardest-half", lambda: under(above_threshold), "a threshold that is a constant"),
     quiet("loop-over-pairs", lambda: under(loop_over_samples), "a loop whose terms are samples"),
     quiet("gradient-penalty", lambda: under(lambda m, b: gradient_penalty(m, b, False)), "a norm per sample"),
-    quiet("idle-expert", sparse, "weighted by n_k/N", steps=5, options={"weighting": "samples"}),
+    quiet("idle-expert", sparse, "weighted by n_k/N", steps=5, weighting="samples"),
     quiet("pasted", lambda: under(diagonal_only), "all pairs are computed and only the diagonal is used"),
 )
 
@@ -476,7 +412,7 @@ COMBINED = (
         lambda: classified(_normed(), 6),
         "GAV101 GAV201",
         "no division by K either",
-        options={"weighting": "none"},
+        weighting="none",
     ),
     fault("norm-and-pairs", lambda: under(_in_batch, _normed()), "GAV101 GAV103", "and in-batch negatives"),
     fault("norm-and-counter", lambda: under(cross_entropy, Warming(_normed())), "GAV101 GAV403", "and a warm-up"),
@@ -487,16 +423,10 @@ COMBINED = (
         lambda: under(cross_entropy, Warming(mlp())),
         "GAV403 GAV201",
         "no division by K",
-        options={"weighting": "none"},
+        weighting="none",
     ),
     fault("two-mixtures", lambda: under(cross_entropy, TwoMixtures()), "GAV102", "the same code twice"),
     fault("renorm", renorm, "GAV101 GAV401", "statistics of the batch, and running ones"),
-    fault(
-        "hook-and-division",
-        _hooked,
-        "GAV104 GAV201",
-        "a gradient hook, and no division by K",
-        options={"weighting": "none"},
-    ),
+    fault("hook-and-division", _hooked, "GAV104 GAV201", "a gradient hook, and no division by K", weighting="none"),
     fault("pasted-and-norm", lambda: under(pasted, _normed()), "GAV101 GAV103", "coupled inputs before a BatchNorm"),
 )

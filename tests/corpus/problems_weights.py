@@ -33,7 +33,6 @@ def mean_loss() -> Problem:
 
 
 def two_micro_batches() -> Problem:
-    torch.manual_seed(0)
     return classified(mlp(), 6, size=8)
 
 
@@ -57,17 +56,8 @@ def _counted(heeds: bool) -> Problem:
     return Problem(ForgetsTheCount(heeds), lambda model, batch: model(**batch, num_items_in_batch=48), batch)
 
 
-def ignored_count() -> Problem:
-    return _counted(False)
-
-
-def heeded_count() -> Problem:
-    return _counted(True)
-
-
 def _windowed(other: int | None) -> Problem:
     """The summed loss over the valid tokens of a window; the micro-batches carry `other` as its count."""
-    torch.manual_seed(0)
     batch = token_batch(RAGGED)
     window: dict[str, Any] = {**batch, "items": float((batch["labels"] != -100).sum())}
 
@@ -81,17 +71,8 @@ def _windowed(other: int | None) -> Problem:
     return Problem(language_model(), loss, window, split=split, batch_size=8)
 
 
-def count_of_another_window() -> Problem:
-    return _windowed(36)
-
-
-def count_of_this_window() -> Problem:
-    return _windowed(None)
-
-
 def _matched(divided: bool) -> Problem:
     """Mean over the matched targets of an image, as a detector forms it, times the number of images."""
-    torch.manual_seed(0)
     matched = torch.zeros(16, 5)
     for row, count in enumerate((5, 4, 3, 5, 1, 1, 2, 1, 2, 3, 2, 2, 5, 5, 1, 1)):
         matched[row, :count] = 1
@@ -104,24 +85,14 @@ def _matched(divided: bool) -> Problem:
     return Problem(mlp(classes=5), loss, (torch.randn(16, 6), torch.randn(16, 5), matched))
 
 
-def mean_over_matched() -> Problem:
-    return _matched(divided=False)
-
-
-def sum_over_matched() -> Problem:
-    return _matched(divided=True)
-
-
 def _elements(loss: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]) -> Problem:
     """A loss of outputs, targets and a mask over their elements, of which later samples hold more and more."""
-    torch.manual_seed(0)
     mask = torch.rand(16, 4) < torch.linspace(0.2, 0.95, 16)[:, None]
     return Problem(mlp(), lambda model, b: loss(model(b[0]), *b[1:]), (torch.randn(16, 6), torch.randn(16, 4), mask))
 
 
 def over_kinds() -> Problem:
     """A mean over the kinds that a batch holds: 4, and 2 in every micro-batch of this one, by chance."""
-    torch.manual_seed(0)
     kinds = torch.tensor([0, 1, 0, 1, 2, 3, 2, 3, 0, 2, 0, 2, 1, 3, 1, 3])
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -183,71 +154,40 @@ def sum_over_one_length() -> Problem:
         logits = model(batch["tokens"]).flatten(0, 1)
         return F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum") / batch["labels"].shape[1]
 
-    torch.manual_seed(0)
     return Problem(language_model(), loss, token_batch((6,) * 8))
-
-
-def ragged_tail() -> Problem:
-    """16 samples in micro-batches of 6, 6 and 4."""
-    return mean_loss()
 
 
 FAULTS = (
     fault("B01", ragged_tokens, "GAV202", "the mean of means weighs 3 tokens like 11"),
-    fault("B02", mean_loss, "GAV201", "four means are added", options={"weighting": "none"}),
-    fault(
-        "B04",
-        two_micro_batches,
-        "GAV201",
-        "two micro-batches divided by the configured four",
-        steps=2,
-        options={"weighting": (0.25, 0.25)},
-    ),
-    fault("B05", mean_loss, "GAV201", "divided by K twice", options={"weighting": (1 / 16,) * 4}),
-    fault(
-        "B06",
-        ignored_count,
-        "GAV201",
-        "the trainer does not divide, because the model should have",
-        options={"weighting": "none"},
-    ),
-    fault(
-        "B09",
-        count_of_another_window,
-        "GAV201",
-        "24 tokens divided by another window's 36",
-        options={"weighting": "none"},
-    ),
-    fault(
-        "B11",
-        mean_over_matched,
-        "GAV202",
-        "micro-batches hold 17, 5, 9 and 12 matched targets",
-        options={"weighting": "none"},
-    ),
-    fault("B13", ragged_tail, "GAV202", "6, 6 and 4 samples averaged equally", steps=3),
-    fault("kinds", over_kinds, "GAV201", "a factor of this window stands for a count", planted=True),
-    fault("normalised-sum", lambda: _elements(normalised_sum), "GAV202", "divided by its own weights", planted=True),
-    fault("normalised-mean", lambda: _elements(normalised_mean), "GAV202", "the same by their mean", planted=True),
-    fault("hard-examples", lambda: _elements(hard_examples), "GAV202", "a count that outputs decide", planted=True),
-    fault("summed-term", lambda: _elements(summed_beside_mean), "GAV201", "one term is a sum", planted=True),
-    fault("penalty", penalised, "GAV201", "counts K times", options={"weighting": "none"}, planted=True),
+    fault("B02", mean_loss, "GAV201", "four means are added", weighting="none"),
+    fault("B04", two_micro_batches, "GAV201", "two divided by the configured four", steps=2, weighting=(0.25, 0.25)),
+    fault("B05", mean_loss, "GAV201", "divided by K twice", weighting=(1 / 16,) * 4),
+    fault("B06", lambda: _counted(False), "GAV201", "the trainer leaves it to the model", weighting="none"),
+    fault("B09", lambda: _windowed(36), "GAV201", "divided by another window's 36", weighting="none"),
+    fault("B11", lambda: _matched(divided=False), "GAV202", "17, 5, 9 and 12 matched targets", weighting="none"),
+    fault("B13", mean_loss, "GAV202", "6, 6 and 4 samples averaged equally", steps=3),
+    fault("kinds", over_kinds, "GAV201", "a factor of this window stands for a count"),
+    fault("normalised-sum", lambda: _elements(normalised_sum), "GAV202", "divided by its own weights"),
+    fault("normalised-mean", lambda: _elements(normalised_mean), "GAV202", "the same by their mean"),
+    fault("hard-examples", lambda: _elements(hard_examples), "GAV202", "a count that outputs decide"),
+    fault("summed-term", lambda: _elements(summed_beside_mean), "GAV201", "one term is a sum"),
+    fault("penalty", penalised, "GAV201", "counts K times", weighting="none"),
     fault("positives", lambda: _elements(positives_and_elements), "GAV202", "a count per term"),
     fault("B14", sum_over_one_length, "GAV201", "a sum over the batch is already additive; / K is once too often"),
-    fault("L19", mean_loss, "GAV201", "`backward()` ran on the undivided loss", options={"weighting": "none"}),
+    fault("L19", mean_loss, "GAV201", "`backward()` ran on the undivided loss", weighting="none"),
 )
 
 TWINS = (
-    quiet("B01", ragged_tokens, "weighted by valid tokens", options={"weighting": "tokens"}),
+    quiet("B01", ragged_tokens, "weighted by valid tokens", weighting="tokens"),
     quiet("B02", mean_loss, "divided by K"),
-    quiet("B04", two_micro_batches, "divided by the two that there are", steps=2, options={"weighting": (0.5, 0.5)}),
-    quiet("B05", mean_loss, "divided once", options={"weighting": (1 / 4,) * 4}),
-    quiet("B06", heeded_count, "the model divides by the window's tokens", options={"weighting": "none"}),
-    quiet("B09", count_of_this_window, "the window's own count", options={"weighting": "none"}),
-    quiet("B11", sum_over_matched, "one constant divisor", options={"weighting": "none"}),
-    quiet("B13", ragged_tail, "weighted n_k/N", steps=3, options={"weighting": "samples"}),
+    quiet("B04", two_micro_batches, "divided by the two that there are", steps=2, weighting=(0.5, 0.5)),
+    quiet("B05", mean_loss, "divided once", weighting=(1 / 4,) * 4),
+    quiet("B06", lambda: _counted(True), "the model divides by the window's tokens", weighting="none"),
+    quiet("B09", lambda: _windowed(None), "the window's own count", weighting="none"),
+    quiet("B11", lambda: _matched(divided=True), "one constant divisor", weighting="none"),
+    quiet("B13", mean_loss, "weighted n_k/N", steps=3, weighting="samples"),
     quiet("normalised-sum", lambda: _elements(constant_weights), "weights of the samples, not normalised"),
     quiet("summed-term", lambda: _elements(averaged_beside_mean), "both terms are means"),
     quiet("penalty", lambda: penalised(mean=True), "each micro-batch adds its share"),
-    quiet("B14", sum_over_one_length, "not divided once more", options={"weighting": "none"}),
+    quiet("B14", sum_over_one_length, "not divided once more", weighting="none"),
 )

@@ -13,7 +13,7 @@ import problems_random
 import problems_recipes
 import pytest
 import torch
-from problems import Case, fault_codes, note_codes, story
+from problems import Case, fault_codes, story
 
 import gaverify
 from gaverify import Outcome
@@ -32,11 +32,7 @@ def test_every_module_of_the_corpus_adds_its_cases() -> None:
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in CASES])
 def test_is_not_flagged(case: Case) -> None:
-    verdict = case.verify()
-    assert verdict.outcome is Outcome.EQUIVALENT, f"{case.why}\n{story(verdict)}"
-    assert fault_codes(verdict) == set(), story(verdict)
-    assert case.notes <= note_codes(verdict), story(verdict)
-    assert verdict.parameters, "a verdict about nothing proves nothing"
+    case.check()
 
 
 ZERO = {case.id: case for case in CASES if case.id in ("key_bias", "bias_before_instance_norm", "listwise_ranking")}
@@ -49,20 +45,19 @@ PRECISIONS = [
 ]
 
 
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("precision", PRECISIONS, ids=lambda options: "-".join(map(str, options.values())))
 @pytest.mark.parametrize("name", sorted(ZERO))
-def test_gradient_that_is_zero_in_exact_arithmetic(name: str, precision: dict[str, str]) -> None:
+def test_gradient_that_is_zero_in_exact_arithmetic(name: str, precision: dict[str, str], seed: int) -> None:
     """Nothing but rounding is left of it, in every precision and on any data; a relative difference means nothing."""
-    for seed in range(3):
-        problem = ZERO[name].build()
-        torch.manual_seed(seed)
-        inputs, classes = problem.batch
-        problem.batch = (torch.randn_like(inputs), classes)
-        verdict = gaverify.verify(problem, steps=4, **precision)
-        assert verdict.outcome is Outcome.EQUIVALENT, f"seed {seed}\n{story(verdict)}"
-        verdict = gaverify.verify(problem, steps=4, weighting="none", **precision)
-        assert verdict.outcome is Outcome.DIVERGENT, f"seed {seed}\n{story(verdict)}"
-        assert fault_codes(verdict) == {"GAV201"}, f"seed {seed}\n{story(verdict)}"
+    problem = ZERO[name].build()
+    torch.manual_seed(seed)
+    inputs, classes = problem.batch
+    problem.batch = (torch.randn_like(inputs), classes)
+    verdict = gaverify.verify(problem, steps=4, **precision)
+    assert verdict.outcome is Outcome.EQUIVALENT, story(verdict)
+    verdict = gaverify.verify(problem, steps=4, weighting="none", **precision)
+    assert verdict.outcome is Outcome.DIVERGENT and fault_codes(verdict) == {"GAV201"}, story(verdict)
 
 
 COMPILED = """

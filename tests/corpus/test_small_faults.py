@@ -10,7 +10,7 @@ from problems_small import FAMILIES, KINDS
 import gaverify
 from gaverify import Outcome
 
-SIZES = (6e-5, 1e-5, 3e-6)
+SIZES = (6e-5, pytest.param(1e-5, marks=pytest.mark.slow), 3e-6)
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])

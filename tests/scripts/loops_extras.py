@@ -1,7 +1,7 @@
 """Trains a small classifier with what else belongs to an update: clipping, schedulers, averages, a grad scaler."""
 
 import torch
-from points import loader_for, network, options
+from points import begun, loops_of, parsed
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -126,38 +126,14 @@ def scaler_per_update(args, model, optimizer, loader):
             optimizer.zero_grad()
 
 
-LOOPS = {
-    loop.__name__: loop
-    for loop in (
-        clip_per_micro_batch,
-        clip_by_hand_per_micro_batch,
-        clip_per_update,
-        schedule_per_micro_batch,
-        schedule_per_update,
-        average_per_micro_batch,
-        average_decay_by_micro_batch,
-        average_decay_by_update,
-        scaler_per_micro_batch,
-        scaler_per_update,
-    )
-}
-
-
 def main():
-    parser = options(__doc__)
-    parser.add_argument("--loop", choices=sorted(LOOPS), required=True)
-    parser.add_argument("--clip", type=float, default=100.0, help="largest norm of the gradient")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--ignored", type=int, default=0)
-    args = parser.parse_args()
-    torch.manual_seed(args.seed)
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
-    loader = loader_for(args)
+    loops = loops_of(globals())
+    args = parsed(loops, __doc__, clip=100.0, device="cpu", ignored=0)
+    *begin, loader = begun(args)
     labels = loader.dataset.tensors[1]
     labels[: args.ignored] = criterion.ignore_index  # so many samples count for nothing, all at the beginning
     for _ in range(args.epochs):
-        LOOPS[args.loop](args, model, optimizer, loader)
+        loops[args.loop](*begin, loader)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Trains two models with an optimizer each: apart from one another, or against one another."""
 
 import torch
-from points import options
+from points import loops_of, parsed
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits as bce
 from torch.nn.functional import mse_loss
@@ -116,16 +116,11 @@ def generator_loss(generator, critic, noise, args):
     return bce(verdict, torch.ones_like(verdict)) / args.accum
 
 
-LOOPS = {loop.__name__: loop for loop in (interleaved, shifted, against, against_at_once, in_one_loop)}
-
-
 def main():
-    parser = options(__doc__)
-    parser.add_argument("--loop", choices=sorted(LOOPS), required=True)
-    parser.add_argument("--undivided", action="store_true")
-    args = parser.parse_args()
+    loops = loops_of(globals())
+    args = parsed(loops, __doc__, undivided=False)
     args.divisor = 1 if args.undivided else args.accum
-    LOOPS[args.loop](args)
+    loops[args.loop](args)
 
 
 if __name__ == "__main__":

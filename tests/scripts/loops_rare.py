@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed
-from points import loader_for, network, options
+from points import loader_for, loops_of, network, parsed
 from torch import nn
 
 criterion = nn.CrossEntropyLoss()
@@ -191,30 +191,11 @@ def clamped(args, loader):
             model.train()
 
 
-LOOPS = {
-    loop.__name__: loop
-    for loop in (
-        sums_of_its_own,
-        sharpness_aware,
-        line_search,
-        cleared_in_a_closure,
-        compiled,
-        distributed,
-        overflowing,
-        gradient_penalty,
-        dropout_in_the_loss,
-        clamped,
-    )
-}
-
-
 def main():
-    parser = options(__doc__)
-    parser.add_argument("--loop", choices=sorted(LOOPS), required=True)
-    parser.add_argument("--dropout", type=float, default=0.1)
-    args = parser.parse_args()
+    loops = loops_of(globals())
+    args = parsed(loops, __doc__, dropout=0.1)
     torch.manual_seed(args.seed)
-    LOOPS[args.loop](args, loader_for(args))
+    loops[args.loop](args, loader_for(args))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Trains a small classifier; `--loop` picks one of the right ways to accumulate that look unusual."""
 
 import torch
-from points import loader_for, network, options
+from points import begun, loops_of, parsed
 from torch import nn
 
 criterion = nn.CrossEntropyLoss()
@@ -115,37 +115,12 @@ def weighted_by_samples(args, model, optimizer, loader):
         optimizer.zero_grad()
 
 
-LOOPS = {
-    loop.__name__: loop
-    for loop in (
-        usual,
-        gradients_divided,
-        losses_summed,
-        cleared_at_start,
-        cleared_by_hand,
-        logged_loss_off,
-        constant_divisor,
-        other_order,
-        short_window_divided,
-        weighted_by_samples,
-    )
-}
-
-
 def main():
-    parser = options(__doc__)
-    parser.add_argument("--loop", choices=sorted(LOOPS), required=True)
-    parser.add_argument("--micro", type=int, default=16, help="rows of a micro-batch cut from the batch")
-    parser.add_argument("--optimizer", choices=["SGD", "Adam", "AdamW"], default="SGD")
-    parser.add_argument("--dropout", type=float, default=0.0)
-    parser.add_argument("--batchnorm", action="store_true")
-    args = parser.parse_args()
-    torch.manual_seed(args.seed)
-    model = network(args.dropout, args.batchnorm)
-    optimizer = getattr(torch.optim, args.optimizer)(model.parameters(), lr=args.lr)
-    loader = loader_for(args)
+    loops = loops_of(globals())
+    args = parsed(loops, __doc__, micro=16, optimizer="SGD", dropout=0.0, batchnorm=False)
+    begin = begun(args, args.dropout, args.batchnorm, args.optimizer)
     for _ in range(args.epochs):
-        LOOPS[args.loop](args, model, optimizer, loader)
+        loops[args.loop](*begin)
 
 
 if __name__ == "__main__":

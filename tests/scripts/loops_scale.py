@@ -1,7 +1,7 @@
 """Trains a small classifier; `--loop` picks one of the ways in which people get the scale of the loss wrong."""
 
 import torch
-from points import loader_for, network, options
+from points import begun, loops_of, parsed
 from torch import nn
 
 criterion = nn.CrossEntropyLoss()
@@ -114,35 +114,12 @@ def empty_micro_batch(args, model, optimizer, loader):
             optimizer.zero_grad()
 
 
-LOOPS = {
-    loop.__name__: loop
-    for loop in (
-        division_forgotten,
-        divided_twice,
-        scaled_after_backward,
-        penalty_undivided,
-        penalty_later,
-        penalty_divided,
-        short_window,
-        ragged_batches,
-        matched_targets,
-        empty_micro_batch,
-    )
-}
-
-
 def main():
-    parser = options(__doc__)
-    parser.add_argument("--loop", choices=sorted(LOOPS), required=True)
-    parser.add_argument("--optimizer", choices=["SGD", "Adam"], default="SGD")
-    parser.add_argument("--micro", type=int, default=16, help="rows of a micro-batch cut from the batch")
-    args = parser.parse_args()
-    torch.manual_seed(args.seed)
-    model = network()
-    optimizer = getattr(torch.optim, args.optimizer)(model.parameters(), lr=args.lr)
-    loader = loader_for(args)
+    loops = loops_of(globals())
+    args = parsed(loops, __doc__, micro=16, optimizer="SGD")
+    begin = begun(args, optimizer=args.optimizer)
     for _ in range(args.epochs):
-        LOOPS[args.loop](args, model, optimizer, loader)
+        loops[args.loop](*begin)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Trains a small classifier; `--loop` picks one of the ways in which people step or clear at the wrong place."""
 
 import torch
-from points import loader_for, network, options
+from points import begun, loops_of, parsed
 from torch import nn
 
 criterion = nn.CrossEntropyLoss()
@@ -149,34 +149,10 @@ def head_never_steps(args, model, optimizer, loader):
                 model.zero_grad()
 
 
-LOOPS = {
-    loop.__name__: loop
-    for loop in (
-        cleared_inside,
-        cleared_at_epoch,
-        leaks_into_next_epoch,
-        never_cleared,
-        all_but_the_boundary,
-        step_outside_the_if,
-        too_early,
-        decay_by_hand,
-        step_in_a_hook,
-        backward_at_the_boundary,
-        skipping,
-        head_never_steps,
-    )
-}
-
-
 def main():
-    parser = options(__doc__)
-    parser.add_argument("--loop", choices=sorted(LOOPS), required=True)
-    parser.add_argument("--skipped", type=int, default=0)
-    args = parser.parse_args()
-    torch.manual_seed(args.seed)
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
-    LOOPS[args.loop](args, model, optimizer, loader_for(args))
+    loops = loops_of(globals())
+    args = parsed(loops, __doc__, skipped=0)
+    loops[args.loop](*begun(args))
 
 
 if __name__ == "__main__":

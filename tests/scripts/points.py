@@ -1,6 +1,7 @@
 """What the classifier scripts share: labelled points, a small network, the usual options."""
 
 import argparse
+import inspect
 
 import torch
 from torch import nn
@@ -34,3 +35,25 @@ def loader_for(args, **kwargs):
 def network(dropout=0.0, batchnorm=False):
     middle = nn.BatchNorm1d(32) if batchnorm else nn.Identity()
     return nn.Sequential(nn.Linear(16, 32), middle, nn.GELU(), nn.Dropout(dropout), nn.Linear(32, 4))
+
+
+def loops_of(names):
+    """The functions of a script that begin with `args`, by their names: what its `--loop` picks from."""
+    own = {name: each for name, each in names.items() if getattr(each, "__module__", "") == names["__name__"]}
+    return {name: each for name, each in own.items() if next(iter(inspect.signature(each).parameters), "") == "args"}
+
+
+def parsed(loops, description, **more):
+    """The usual options, `--loop` and `more` of them with their defaults."""
+    parser = options(description)
+    parser.add_argument("--loop", choices=sorted(loops), required=True)
+    for name, default in more.items():
+        kind = {"action": "store_true"} if default is False else {"type": type(default), "default": default}
+        parser.add_argument(f"--{name}", **kind)
+    return parser.parse_args()
+
+
+def begun(args, dropout=0.0, batchnorm=False, optimizer="SGD"):
+    torch.manual_seed(args.seed)
+    model = network(dropout, batchnorm)
+    return args, model, getattr(torch.optim, optimizer)(model.parameters(), lr=args.lr), loader_for(args)

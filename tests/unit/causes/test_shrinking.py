@@ -1,12 +1,15 @@
-"""A divergence is judged and searched on a part of the batch, and confirmed on all of it; else the whole batch is.
-
-Shapes: B = 16 samples of 6 features in K = 4 micro-batches; the part is the first 2 + 2 of them.
-"""
+"""Controls of the bench, of a part of the batch, and what confirms them on the whole."""
 
 from __future__ import annotations
 
+import math
 import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import measured
 import problems_backward
 import problems_coupling
 import problems_losses
@@ -17,16 +20,29 @@ import problems_weights
 import pytest
 import torch
 import torch.nn.functional as F
-from problems import Case, fault_codes, story
+from problems import Case, Problem, fault_codes, mlp, squared_error, story
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 import gaverify
-from gaverify import Verdict
-from gaverify.causes import confirming, questions
+from gaverify import Finding, Verdict
+from gaverify.causes import confirming, coupling, operations, proof, questions, weights
 from gaverify.causes.bench import Bench
+from gaverify.causes.narrowing import released
+from gaverify.causes.trace import operations as tracing
+from gaverify.causes.trace.fingerprints import Layout, described
+from gaverify.cli import main
+from gaverify.errors import ProblemError
+from gaverify.passes import dispatch, terms
 from gaverify.passes.isolation import ModelState
-from gaverify.records.facts import Facts
+from gaverify.passes.randomness import DrawRecord
+from gaverify.passes.task import Task
+from gaverify.records.experiment import ControlKind, ControlRun
+from gaverify.records.facts import Facts, Repeatability
 from gaverify.verdict import window
+
+# A divergence is judged and searched on a part of the batch, and confirmed on all of it; else the whole batch is.
+
 
 _FAMILIES = (
     problems_backward,
@@ -207,3 +223,334 @@ def test_a_state_that_was_forgotten_holds_no_weights() -> None:
     state.forget()
     state.restore()
     assert held() is None
+
+
+# What counts as rounding in a control run: less where no float64 was possible and the difference itself is small.
+
+
+def bench(total: float, dtype: torch.dtype = torch.float32, *, lift: bool = False) -> Bench:
+    model = nn.Linear(2, 1, dtype=dtype, device="cpu")
+    problem = Problem(model, lambda m, b: m(b).mean(), torch.ones(4, 2, dtype=dtype, device="cpu"))
+    task = Task(
+        problem=problem,
+        parameters=dict(model.named_parameters()),
+        modules=[model],
+        batch_size=4,
+        sizes=(2, 2),
+        weighting="uniform",
+        device=torch.device("cpu"),
+    )
+    return Bench(task, ModelState([model]), DrawRecord(), lift, total=total)
+
+
+@pytest.mark.parametrize(
+    ("total", "rounding"),
+    [(0.5, 1e-4), (3e-4, 3e-6), (1e-5, 16 * 2.0**-24)],
+)
+def test_an_eighth_of_a_small_difference_is_not_rounding(total: float, rounding: float) -> None:
+    """A loss with a moving mean and deviation: restored, 4e-5 of 3e-4 stay, which are real."""
+    assert bench(total).rounding == pytest.approx(rounding)
+
+
+def test_float64_leaves_less_whatever_the_difference_is() -> None:
+    assert bench(3e-4, torch.float64).rounding == bench(0.5, lift=True).rounding == 4 * 2.0**-24
+    assert bench(3e-4, torch.float64).exact and not bench(1e-9).exact, "how small it is does not make it exact"
+
+
+# --- Release one by one: what is needed stays, what is not goes, and nothing is run that tells nothing ---------------
+
+
+def _enough(needed: set[int], runs: list[list[int]]) -> Callable[[list[int]], ControlRun]:
+    def control(some: list[int]) -> ControlRun:
+        runs.append(some)
+        missing = len(needed - set(some))
+        return ControlRun("held", 0.1 * missing, missing == 0)
+
+    return control
+
+
+@pytest.mark.parametrize("needed", [{0}, {3}, {1, 2}, {0, 1, 2, 3}])
+@pytest.mark.parametrize("size", [4, 9, 17])
+def test_what_is_needed_stays(needed: set[int], size: int) -> None:
+    found = released(list(range(size)), _enough(needed, []))
+    assert {entry.item for entry in found} == needed
+
+
+def test_what_something_makes_alone_is_noted() -> None:
+    found = released([0, 1, 2], _enough({0, 2}, []))
+    assert [(entry.item, entry.alone) for entry in found] == [(0, pytest.approx(0.1)), (2, pytest.approx(0.1))]
+
+
+def test_of_two_that_are_enough_the_last_stays() -> None:
+    def control(some: list[str]) -> ControlRun:
+        return ControlRun("held", 0.0, bool(some))
+
+    assert [entry.item for entry in released(["attribute", "buffer"], control)] == ["buffer"]
+
+
+def test_what_is_kept_is_released_for_its_number_alone() -> None:
+    runs: list[list[int]] = []
+    found = released([0, 1], _enough({1}, runs), keep=lambda item: item == 0)
+    assert [entry.item for entry in found] == [0, 1]
+    assert math.isnan(found[0].alone)
+    assert found[1].alone == pytest.approx(0.1)
+
+
+def test_a_run_that_is_impossible_keeps_the_item() -> None:
+    assert [entry.item for entry in released([0, 1], lambda _: None)] == [0, 1]
+
+
+def test_what_stays_neutralised_beside_the_items_may_be_enough() -> None:
+    assert released([7], _enough(set(), [])) == []
+    assert [entry.item for entry in released([7], _enough({7}, []))] == [7]
+
+
+def test_many_things_are_halved() -> None:
+    runs: list[list[int]] = []
+    found = released(list(range(64)), _enough({40}, runs))
+    assert [entry.item for entry in found] == [40]
+    assert len(runs) <= 14
+
+
+# --- What a part of the batch showed is looked for on the whole where it is one thing, told without a doubt ----------
+
+
+CONTROL = ControlRun("with the weights that fit", 1e-9, True, kind=ControlKind.HELD)
+FOUND = measured.divergent(weight_remedy=CONTROL, cleared=True, left=1e-9)
+NOT_ALONE = replace(FOUND, forward=replace(FOUND.forward, causes=(measured.cause(control=CONTROL),)))
+DOUBTFUL = {
+    "something is left": replace(FOUND, cleared=False),
+    "forwards that do not repeat": replace(FOUND, repeatability=Repeatability(1e-5, 0.0)),
+    "backwards that do not repeat": replace(FOUND, repeatability=Repeatability(0.0, 1e-5)),
+    "nobody asked whether they repeat": replace(FOUND, repeatability=None),
+    "draws that matter": replace(FOUND, draws=replace(FOUND.draws, control=CONTROL)),
+    "gradients that a forward clears": replace(FOUND, backward=replace(FOUND.backward, kept=CONTROL)),
+    "two causes": NOT_ALONE,
+    "a control that leaves something": replace(
+        FOUND, weights=replace(FOUND.weights, remedy=replace(CONTROL, rounding=False))
+    ),
+    "a control that failed": replace(FOUND, weights=replace(FOUND.weights, remedy=None, failure="no room")),
+}
+
+
+class Asked(Bench):
+    """A bench that says that it was asked."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __getattribute__(self, name: str) -> None:
+        raise AssertionError("the whole batch was run")
+
+
+@pytest.mark.parametrize("why", DOUBTFUL)
+def test_what_is_doubtful_in_the_part_is_not_looked_for_on_the_whole(why: str) -> None:
+    assert confirming.confirmed(Asked(), FOUND, DOUBTFUL[why]) is None
+
+
+def test_one_thing_is() -> None:
+    with pytest.raises(AssertionError, match="the whole batch was run"):
+        confirming.confirmed(Asked(), FOUND, FOUND)
+
+
+# Which line counts: the loss, and never what is the same for every batch; none where the recipe itself is wrong.
+
+
+GIVEN = [0.2575, 0.25, 0.25, 0.25]
+
+
+class Positions(nn.Module):
+    """Embedded positions are the same in every micro-batch, and so add up with weights whose sum is 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places, self.head = nn.Embedding(12, 8), nn.Embedding(5, 8), nn.Linear(8, 12)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.tokens(tokens) + self.places(torch.arange(5)))
+
+
+def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    return cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())  # planted here
+
+
+def found(ignored: bool, weighting: Any) -> Finding:
+    torch.manual_seed(0)
+    tokens = torch.randint(12, (8, 5))
+    labels = tokens.masked_fill(torch.arange(5) > torch.arange(8)[:, None] // 2, -100) if ignored else tokens
+    verdict = gaverify.verify(Problem(Positions(), loss, (tokens, labels)), steps=4, weighting=weighting)
+    (finding,) = verdict.findings
+    assert (finding.code, finding.proven) == ("GAV202", True)
+    return finding
+
+
+def test_weights_given_for_micro_batches_that_are_alike_are_no_matter_of_the_model() -> None:
+    finding = found(False, GIVEN)
+    assert finding.location is None
+    assert "the weights that were given" in finding.summary
+
+
+def test_the_loss_counts_whatever_the_weights_add_up_to() -> None:
+    with open(__file__, encoding="utf-8") as lines:
+        line = next(at for at, text in enumerate(lines, 1) if text.rstrip().endswith("# planted here"))
+    for weighting in (GIVEN, "none", "uniform"):
+        location = found(True, weighting).location
+        assert location is not None and location.line == line
+
+
+# --- A fault of gaverify's own leaves with its own exception; what the model, the loss or a kernel raises is told ----
+
+
+SINGLE = torch.ones(1)  # a constant of the user's module, so that the control meets float32 beside float64
+
+
+def planted(*_: Any, **__: Any) -> Any:
+    raise TypeError("planted")
+
+
+@pytest.mark.parametrize(
+    ("room", "name"),
+    [(coupling, "sample_coupling"), (operations, "trace_divergences"), (tracing, "described"), (proof, "ResultsHeld")],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_fault_in_a_probe_is_no_finding(room: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, name, planted)
+    with pytest.raises(TypeError, match="planted"):
+        gaverify.verify(problems_coupling.hand_written_batch_norm(), steps=4)
+
+
+def test_a_fault_in_the_mode_is_no_error_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terms, "_SLICE", None)  # multiplied by a number, by the observer of sums
+    with pytest.raises(TypeError, match="unsupported operand"):
+        gaverify.verify(problems_coupling.batch_norm(), steps=4)
+
+
+def test_a_fault_in_the_float64_control_is_no_missing_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(_: torch.Tensor) -> torch.Tensor:
+        raise ValueError("planted")  # Python turns a TypeError in an operator into one of its own
+
+    monkeypatch.setattr(dispatch, "_to_float64", wrong)
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return (model(x).mean() * SINGLE).square().sum()
+
+    torch.manual_seed(0)
+    with pytest.raises(ValueError, match="planted"):
+        gaverify.verify(Problem(mlp(), loss, torch.randn(16, 6)), steps=4)
+
+
+def test_the_command_line_leaves_with_70(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(operations, "trace_divergences", planted)
+    assert main(["run", "--model", "mlp-batchnorm", "--steps", "4"]) == 70
+    printed = capsys.readouterr()
+    assert "GAV000" not in printed.out
+    assert "fault in gaverify, not in your model" in printed.err
+
+
+class Raising(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise TypeError("in the user's backward")
+
+
+def _in_forward(model: nn.Module, batch: Any) -> torch.Tensor:
+    raise TypeError("in the user's loss")
+
+
+def _in_a_kernel(model: nn.Module, batch: Any) -> torch.Tensor:
+    return squared_error(model, (batch[0], batch[1].view(-1, 7)))
+
+
+def _in_a_draw(model: nn.Module, batch: Any) -> torch.Tensor:
+    return squared_error(model, batch) * torch.randint(5, 2, (1,))
+
+
+def _in_python_s_generator(model: nn.Module, batch: Any) -> torch.Tensor:
+    import random
+
+    return squared_error(model, batch) * random.choice([])
+
+
+def _in_backward(model: nn.Module, batch: Any) -> torch.Tensor:
+    return Raising.apply(squared_error(model, batch))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [_in_forward, _in_a_kernel, _in_a_draw, _in_python_s_generator, _in_backward],
+    ids=lambda loss: loss.__name__,
+)
+def test_what_the_users_code_raises_is_told(loss: Any) -> None:
+    batch = torch.randn(16, 6), torch.randn(16, 4)
+    with pytest.raises(ProblemError, match="the model or loss raised on the full batch"):
+        gaverify.verify(Problem(mlp(), loss, batch), steps=4)
+
+
+def test_what_a_weighting_raises_is_told() -> None:
+    problem = problems_weights.mean_loss()
+    with pytest.raises(ProblemError, match="no weight today"):
+        gaverify.verify(problem, steps=4, weighting=lambda _: (_ for _ in ()).throw(TypeError("no weight today")))
+
+
+def test_a_kernel_without_float64_is_no_fault_of_ours() -> None:
+    """The float64 control raises in the user's code; the noise floor decides then."""
+
+    class Single(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = mlp()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.dtype is torch.float64:
+                raise NotImplementedError("no kernel for double")
+            return self.layer(x)
+
+    torch.manual_seed(0)
+    problem = Problem(Single(), squared_error, (torch.randn(16, 6), torch.randn(16, 4)))
+    verdict = gaverify.verify(problem, steps=4, weighting="none")
+    assert verdict.method == "noise-floor"
+    assert fault_codes(verdict) == {"GAV201"}
+
+
+@pytest.mark.parametrize("rows", [3, 5, 7])
+def test_a_fold_that_does_not_divide_the_rows_has_no_fingerprint(rows: int) -> None:
+    assert described(torch.ones(rows, 2), Layout("rows", 0, 2))[0] is None
+    assert described(torch.ones(2 * rows, 2), Layout("rows", 0, 2))[0] is not None
+
+
+def test_a_result_with_fewer_dimensions_than_its_plan_has_no_fingerprint() -> None:
+    assert described(torch.ones(4), Layout("rows", 1))[0] is None
+    assert described(torch.tensor(1.0), Layout("rows", 0, 2))[0] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "code"), [({"weighting": "none"}, "GAV201"), ({"weighting": (0.3, 0.2, 0.25, 0.25)}, "GAV202")]
+)
+def test_a_control_that_ran_out_of_memory_keeps_the_finding(
+    options: dict[str, Any], code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_memory(*_: Any) -> Any:
+        raise ProblemError("out of memory on cpu while running the full batch")
+
+    monkeypatch.setattr(weights, "remedied", without_memory)
+    verdict = gaverify.verify(problems_weights.mean_loss(), steps=4, **options)
+    assert fault_codes(verdict) == {code}
+    (finding,) = [finding for finding in verdict.findings if finding.code == code]
+    assert not finding.proven
+    assert any("no control run was possible (out of memory on cpu" in e.statement for e in finding.evidence)
+
+
+@pytest.mark.parametrize(
+    ("options", "code"), [({"weighting": "none"}, "GAV201"), ({"weighting": (0.3, 0.2, 0.25, 0.25)}, "GAV202")]
+)
+def test_a_control_that_ran_is_proof(options: dict[str, Any], code: str) -> None:
+    verdict = gaverify.verify(problems_weights.mean_loss(), steps=4, **options)
+    (finding,) = [finding for finding in verdict.findings if finding.code == code]
+    assert finding.proven
+    assert not any("no control run" in e.statement for e in finding.evidence)

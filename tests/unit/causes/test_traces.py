@@ -1,7 +1,4 @@
-"""Matching, dependence and suspects on traces made by hand: two micro-batches of two samples each.
-
-Shapes: fingerprints of (variants, rows, 3); here the three numbers of a row are all alike.
-"""
+"""Traces of two runs, held against each other call by call, and module by module."""
 
 from __future__ import annotations
 
@@ -9,12 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
+from gaverify import Problem, verify
 from gaverify.causes.trace.dependence import Dependence
 from gaverify.causes.trace.fingerprints import Layout, described, layout_of
 from gaverify.causes.trace.matching import Matching
 from gaverify.causes.trace.suspects import Reader
 from gaverify.causes.trace.traces import ModuleCall, Result, Trace, TracedOperation, goes_another_way
+
+# --- Matching, dependence and suspects on traces made by hand: two micro-batches of two samples each -----------------
+
 
 AGREE = 1e-9
 HALVES = [torch.tensor([0.5, 0.5], dtype=torch.float64)]
@@ -234,3 +236,37 @@ def test_a_loop_over_more_samples_goes_the_same_way() -> None:
     full.add(replace(full.steps[3], inputs=(3,)))
     full.loss = 4
     assert not goes_another_way(full, part)
+
+
+# --- How far each module's outputs are apart between the full batch and the micro-batches ----------------------------
+
+
+def differences(model: nn.Module, **options: object) -> dict[str, float]:
+    generator = torch.Generator().manual_seed(0)
+    inputs, targets = torch.randn(8, 6, generator=generator), torch.randn(8, 1, generator=generator)
+    problem = Problem(model, lambda net, batch: nn.functional.mse_loss(net(batch[0]), batch[1]), (inputs, targets))
+    verdict = verify(problem, steps=4, **options)  # type: ignore[arg-type]
+    return {module.module: module.difference for module in verdict.modules}
+
+
+def net(middle: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), middle, nn.ReLU(), nn.Linear(5, 1))
+
+
+def test_values_part_at_the_batch_norm_and_stay_apart() -> None:
+    found = differences(net(nn.BatchNorm1d(5)))
+    assert list(found) == ["0", "1", "2", "3"]
+    assert found["0"] == 0 and min(found["1"], found["2"], found["3"]) > 1e-3
+
+
+def test_forwards_that_agree_differ_nowhere() -> None:
+    model = net(nn.Identity())
+    model[0].weight.register_hook(lambda gradient: gradient / gradient.norm())
+    found = differences(model)
+    assert found and set(found.values()) == {0.0}
+
+
+def test_no_search_no_modules() -> None:
+    assert differences(net(nn.LayerNorm(5))) == {}
+    assert differences(net(nn.BatchNorm1d(5)), diagnose=False) == {}

@@ -1,13 +1,26 @@
-"""What `PassMode` sees and changes during a forward and its backward."""
+"""What is seen and changed at the dispatcher: calls, factories, modes, layouts, grouped products, moved weights."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import gaverify
 from gaverify.passes.dispatch import PassMode
+from gaverify.passes.grouped import grouped_product
 from gaverify.passes.isolation import ModelState
+from gaverify.passes.layout import SampleLayout, layouts_of, taken
+from gaverify.passes.modes import FunctionMode, OperationMode, operation_name
+from gaverify.passes.perturbation import moved, rounding_share
+from gaverify.passes.precision import unit_roundoff
 from gaverify.passes.randomness import Recorder
+
+# --- What `PassMode` sees and changes during a forward and its backward ----------------------------------------------
 
 
 def mode(*modules: nn.Module, **options: bool) -> PassMode:
@@ -86,3 +99,241 @@ def test_leaving_the_mode_with_an_exception_leaves_nothing_behind() -> None:
         torch.ones(2) + 1
     assert watching.observed.target_counts == []
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+# --- Under `torch.set_default_device("cuda")` a factory that names no device makes its tensor there ------------------
+
+
+FACTORIES = {
+    "tensor",
+    "as_tensor",
+    "asarray",
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "eye",
+    "arange",
+    "linspace",
+    "logspace",
+    "rand",
+    "randn",
+    "randint",
+    "randperm",
+    "normal",
+    "empty_strided",
+    "tril_indices",
+    "triu_indices",
+    "complex",
+    "sparse_coo_tensor",
+    "hann_window",
+    "scalar_tensor",
+    "from_file",
+}
+
+
+def unplaced(source: str) -> list[str]:
+    """The factory calls of a module that name no device, as "line: call"."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    return [
+        f"{call.lineno}: {ast.unparse(call)}"
+        for call in calls
+        if isinstance(call.func, ast.Attribute)
+        and isinstance(call.func.value, ast.Name)
+        and call.func.value.id == "torch"
+        and call.func.attr in FACTORIES
+        and "device" not in {keyword.arg for keyword in call.keywords}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("torch.zeros(3)", 1),
+        ("torch.zeros(3, device=d)", 0),
+        ("f(torch.tensor([1.0], dtype=t))", 1),
+        ("torch.zeros_like(x); x.new_zeros(3); other.zeros(3)", 0),
+    ],
+)
+def test_unplaced_factories_are_found(source: str, found: int) -> None:
+    assert len(unplaced(source)) == found
+
+
+def test_every_factory_names_its_device() -> None:
+    """But those of problems that are made up: built-in models, and the batches of models that come without one."""
+    root = Path(gaverify.__file__).parent
+    paths = [path for path in sorted(root.rglob("*.py")) if not {"zoo", "loading"} & set(path.relative_to(root).parts)]
+    found = [f"{path.relative_to(root)}:{call}" for path in paths for call in unplaced(path.read_text())]
+    assert found == []
+
+
+# ---  ----------------------------------------------------------------------------------------------------------------
+
+
+def test_every_operation_goes_through_the_handler_also_in_the_backward():
+    names = []
+
+    def handle(func, args, kwargs):
+        names.append(operation_name(func))
+        return func(*args, **kwargs)
+
+    x = torch.ones(3, requires_grad=True)
+    with OperationMode(handle):
+        x.exp().sum().backward()
+    assert names[0] == "exp" and "sum" in names
+    assert "mul" in names[names.index("sum") :]  # the derivative of exp
+    names.clear()
+    x.exp()
+    assert names == []
+
+
+def test_the_caller_gets_what_the_handler_returns():
+    instead = torch.tensor([7.0])
+    with OperationMode(lambda func, args, kwargs: instead):
+        result = torch.zeros(2)
+    assert result.tolist() == [7.0]
+    with FunctionMode(lambda func, args, kwargs: "instead"):
+        assert torch.sin(instead) == "instead"
+
+
+def test_a_function_mode_sees_the_outermost_call_alone():
+    names = []
+
+    def handle(func, args, kwargs):
+        names.append(func.__name__)
+        return func(*args, **kwargs)
+
+    with FunctionMode(handle):
+        torch.nn.functional.layer_norm(torch.ones(2, 3), (3,))
+    assert names == ["ones", "layer_norm"]
+
+
+def test_nobody_else_defines_a_mode():
+    """Each mode costs a frame per operation and has to remember the same two traps; there is one of each kind."""
+    root = Path(gaverify.__file__).parent
+    found = [
+        f"{path.relative_to(root)}: {node.name}"
+        for path in sorted(root.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+        and {ast.unparse(base).rpartition(".")[2] for base in node.bases} & {"TorchDispatchMode", "TorchFunctionMode"}
+    ]
+    assert found == ["passes/modes.py: OperationMode", "passes/modes.py: FunctionMode"]
+
+
+# ---  ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("full", "micro", "found"),
+    [
+        ((8, 3), (2, 3), [SampleLayout(0, 1)]),
+        ((3, 8), (3, 2), [SampleLayout(1, 1)]),
+        ((24, 3), (6, 3), [SampleLayout(0, 3)]),
+        ((8, 8), (2, 2), [SampleLayout(0, 1), SampleLayout(1, 1)]),
+        ((8, 7), (2, 5), [SampleLayout(0, 1), SampleLayout(1, 0)]),
+        ((24, 3), (5, 3), [SampleLayout(0, 0)]),
+        ((4, 3), (4, 3), []),
+        ((8, 3), (2,), None),
+    ],
+)
+def test_the_dimension_of_the_samples_is_found(
+    full: tuple[int, ...], micro: tuple[int, ...], found: list[SampleLayout] | None
+) -> None:
+    assert layouts_of(full, micro, batch_size=8, count=2) == found
+
+
+def test_samples_are_the_outer_or_the_inner_index_of_a_folded_dimension() -> None:
+    sample = torch.arange(4)
+    layout = SampleLayout(1, fold=2)
+    outer, inner = sample.repeat_interleave(2)[None], sample.repeat(2)[None]
+    assert taken(outer, layout, 1, 3, batch_size=4).tolist() == [[1, 1, 2, 2]]
+    assert taken(inner, layout.inside, 1, 3, batch_size=4).tolist() == [[1, 2, 1, 2]]
+
+
+# --- The product by groups against one product per group, and its place in the float64 control -----------------------
+
+
+ENDS = torch.tensor([2, 2, 7], dtype=torch.int32)
+
+
+def test_rows_by_groups() -> None:
+    a, b = torch.randn(8, 3, dtype=torch.float64), torch.randn(3, 3, 5, dtype=torch.float64)
+    result = grouped_product(a, b, ENDS)
+    assert torch.equal(result, torch.cat([a[:2] @ b[0], a[2:7] @ b[2], torch.zeros(1, 5, dtype=torch.float64)]))
+
+
+def test_columns_by_groups() -> None:
+    a, b = torch.randn(3, 4, 3, dtype=torch.float64), torch.randn(3, 7, dtype=torch.float64)
+    assert torch.equal(grouped_product(a, b, ENDS), torch.cat([a[0] @ b[:, :2], a[2] @ b[:, 2:]], dim=1))
+
+
+def test_groups_that_are_summed_over() -> None:
+    a, b = torch.randn(4, 7, dtype=torch.float64), torch.randn(7, 5, dtype=torch.float64)
+    zero = torch.zeros(4, 5, dtype=torch.float64)
+    assert torch.equal(grouped_product(a, b, ENDS), torch.stack([a[:, :2] @ b[:2], zero, a[:, 2:] @ b[2:]]))
+
+
+def test_without_groups_and_with_a_bias() -> None:
+    a, b = torch.randn(2, 4, 3), torch.randn(2, 3, 5)
+    assert torch.equal(grouped_product(a, b, bias=torch.ones(5)), torch.bmm(a, b) + 1)
+
+
+@pytest.mark.skipif(not hasattr(torch.nn.functional, "grouped_mm"), reason="needs torch.nn.functional.grouped_mm")
+def test_it_computes_what_the_kernel_computes() -> None:
+    a, b = torch.randn(8, 16), torch.randn(3, 16, 32)
+    ends = torch.tensor([2, 2, 8], dtype=torch.int32)
+    torch.testing.assert_close(grouped_product(a, b, ends), torch.nn.functional.grouped_mm(a, b, offs=ends))
+
+
+# --- Weights move by what is written, each its own way, and come back bit for bit ------------------------------------
+
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_weight_moves_by_one_or_two_units_in_its_last_place(dtype: torch.dtype) -> None:
+    weight = torch.nn.Parameter(torch.randn(4096, generator=torch.Generator().manual_seed(0)).to(dtype))
+    real = torch.view_as_real(weight.data) if dtype.is_complex else weight.data
+    before = real.clone()
+    share = rounding_share(weight, 0.0)
+    assert share == 2 * unit_roundoff(dtype)
+    with moved([weight], [share]):
+        distance = ((real - before).double() / before.double()).abs()
+        part = before != 0
+        assert bool((distance[part] > 0).all()), "each of them moves"
+        assert float(distance[part].max()) <= 2.1 * share
+        assert 0.4 < float((real > before)[part].double().mean()) < 0.6, "up or down by a coin"
+    assert torch.equal(real, before)
+
+
+def test_coarser_arithmetic_than_the_weights_own_counts() -> None:
+    assert rounding_share(torch.zeros(1), 2.0**-8) == 2 * 2.0**-8
+    assert rounding_share(torch.zeros(1, dtype=torch.bfloat16), 2.0**-24) == 2 * 2.0**-8
+
+
+@pytest.mark.parametrize("share", [0.02, 0.5, 1.0])
+def test_a_share_is_that_share(share: float) -> None:
+    weight = torch.nn.Parameter(torch.arange(1.0, 65.0))
+    before = weight.detach().clone()
+    with moved([weight], [share]):
+        torch.testing.assert_close((weight.detach() - before).abs(), share * before)
+    assert torch.equal(weight.detach(), before)
+
+
+def test_seeds_move_differently_and_one_seed_alike() -> None:
+    weight = torch.nn.Parameter(torch.ones(64))
+    seen = []
+    for seed in (0, 0, 1):
+        with moved([weight], [0.5], seed):
+            seen.append(weight.detach().clone())
+    assert torch.equal(seen[0], seen[1])
+    assert not torch.equal(seen[0], seen[2])
+
+
+def test_weights_come_back_after_an_error() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(RuntimeError, match="stop"), moved([weight], [1.0]):
+        raise RuntimeError("stop")
+    assert torch.equal(weight.detach(), torch.ones(3))

@@ -1,28 +1,34 @@
-"""Nothing stays changed: neither after a verdict nor after the loss raised in the middle of one.
-
-The model of `problems_busy` changes everything that a forward can change. The tests take a picture of it, of the
-generators and of torch's flags before and after, and compare both. The last test shows that it would have moved.
-"""
+"""Nothing stays changed, whatever the loss can reach and wherever it raises, and nothing else is looked at."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import random
-from collections import OrderedDict
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy
+import problems_reach
 import pytest
 import torch
-from problems import cross_entropy, mlp
+import torch.nn.functional as F
+from problems import cross_entropy, fault_codes, mlp, story
 from problems_busy import differences, frozen_copy, picture_of_model, picture_of_world, prepared_problem
+from problems_reach import COUNTERS, GENERATORS, reach_batch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gaverify
 from gaverify import Outcome, ProblemError
-from gaverify.passes.isolation import deterministic, isolated_generators
+from gaverify.errors import InternalError
+from gaverify.passes.isolation import ModelState, containers, deterministic, isolated_generators, origins, tensors
+
+# --- Nothing stays changed: neither after a verdict nor after the loss raised in the middle of one -------------------
+
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -42,14 +48,9 @@ def _name(options: dict[str, Any]) -> str:
     return "-".join(f"{key}={value}" for key, value in options.items()) or "defaults"
 
 
-@pytest.fixture
-def prepared() -> Any:
-    return prepared_problem
-
-
 @pytest.mark.parametrize("options", OPTIONS, ids=_name)
-def test_everything_is_as_it_was(prepared: Any, options: dict[str, Any]) -> None:
-    model, loss, batch, counters = prepared()
+def test_everything_is_as_it_was(options: dict[str, Any]) -> None:
+    model, loss, batch, counters = prepared_problem()
     inputs = frozen_copy(batch)
     before, world, counted = picture_of_model(model), picture_of_world(), counters()
     verdict = gaverify.verify(model, loss, batch, steps=4, **options)
@@ -62,11 +63,11 @@ def test_everything_is_as_it_was(prepared: Any, options: dict[str, Any]) -> None
     assert not hasattr(model, "new_attribute")
 
 
-@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"trace": True}, {"mode": "eval"}], ids=_name)
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16", "trace": True, "mode": "eval"}], ids=_name)
 @pytest.mark.parametrize("fail_at", [1, 2, 3, 5, 6, 7, 11, 12, 16])
-def test_everything_is_as_it_was_after_an_exception(prepared: Any, fail_at: int, options: dict[str, Any]) -> None:
+def test_everything_is_as_it_was_after_an_exception(fail_at: int, options: dict[str, Any]) -> None:
     """Calls 1 to 5 are the working-precision runs; later ones the control, the probes and the trace."""
-    model, loss, batch, counters = prepared(fail_at)
+    model, loss, batch, counters = prepared_problem(fail_at)
     before, world, counted = picture_of_model(model), picture_of_world(), counters()
     try:
         gaverify.verify(model, loss, batch, steps=4, **options)
@@ -81,9 +82,9 @@ def test_everything_is_as_it_was_after_an_exception(prepared: Any, fail_at: int,
     assert model.head.weight is model.embedding.weight
 
 
-def test_everything_is_as_it_was_after_a_backward_that_raised(prepared: Any) -> None:
+def test_everything_is_as_it_was_after_a_backward_that_raised() -> None:
     """One backward over all losses cannot run: each forward writes to the weight that the last one has saved."""
-    model, loss, batch, counters = prepared()
+    model, loss, batch, counters = prepared_problem()
     before, world, counted = picture_of_model(model), picture_of_world(), counters()
     with pytest.raises(ProblemError, match=r"the summed loss.*inplace"):
         gaverify.verify(model, loss, batch, steps=4, strategy="summed-loss")
@@ -92,184 +93,10 @@ def test_everything_is_as_it_was_after_a_backward_that_raised(prepared: Any) -> 
     assert counters() == counted
 
 
-class Interrupts(mlp().__class__):
-    """Raises KeyboardInterrupt at its second call."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 4))
-        self.calls = iter(range(1, 100))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if next(self.calls) == 2:
-            raise KeyboardInterrupt
-        return super().forward(x)
-
-
-def test_everything_is_as_it_was_after_ctrl_c() -> None:
-    torch.manual_seed(0)
-    model, batch = Interrupts(), (torch.randn(8, 6), torch.randint(4, (8,)))
-    model.calls = iter(range(1, 100))
-    world, flags = picture_of_world(), [p.grad for p in model.parameters()]
-    with pytest.raises(KeyboardInterrupt):
-        gaverify.verify(model, cross_entropy, batch, steps=4, dtype="bfloat16", mode="eval")
-    assert differences(world, picture_of_world()) == []
-    assert [p.grad for p in model.parameters()] == flags
-    assert model.training and all(p.dtype is torch.float32 for p in model.parameters())
-
-
-def _scaling(model: nn.Module, batch: Any) -> torch.Tensor:
-    for parameter in model.parameters():
-        parameter.data.mul_(0.9)
-    return cross_entropy(model, batch)
-
-
-def _clamping(model: nn.Module, batch: Any) -> torch.Tensor:
-    for parameter in model.parameters():
-        parameter.data.clamp_(-0.1, 0.1)
-    return cross_entropy(model, batch)
-
-
-def _replaced_data(model: nn.Module, batch: Any) -> torch.Tensor:
-    for parameter in model.parameters():
-        parameter.data = parameter.data * 0.9
-    return cross_entropy(model, batch)
-
-
-def _replaced_parameter(model: nn.Module, batch: Any) -> torch.Tensor:
-    model[0].weight = nn.Parameter(model[0].weight.detach() * 0.9)
-    return cross_entropy(model, batch)
-
-
-def _out(model: nn.Module, batch: Any) -> torch.Tensor:
-    for parameter in model.parameters():
-        torch.mul(parameter.data, 0.9, out=parameter.data)
-    return cross_entropy(model, batch)
-
-
-def _foreach(model: nn.Module, batch: Any) -> torch.Tensor:
-    torch._foreach_mul_([parameter.data for parameter in model.parameters()], 0.9)
-    return cross_entropy(model, batch)
-
-
-def _stepping(model: nn.Module, batch: Any) -> torch.Tensor:
-    """An optimizer of its own, that steps on gradients of its own."""
-    copies = [nn.Parameter(parameter.data) for parameter in model.parameters()]
-    for copy in copies:
-        copy.grad = torch.ones_like(copy)
-    torch.optim.Adam(copies, fused=True).step()
-    return cross_entropy(model, batch)
-
-
-WRITES = [_scaling, _clamping, _foreach, _stepping, _replaced_data, _replaced_parameter, _out]
-
-
-@pytest.mark.parametrize("loss", WRITES)
-def test_parameters_that_the_loss_writes_to_are_restored(loss: Callable) -> None:
-    torch.manual_seed(0)
-    model, batch = mlp(), (torch.randn(8, 6), torch.randint(4, (8,)))
-    before = picture_of_model(model)
-    gaverify.verify(model, loss, batch, steps=4)
-    assert differences(before, picture_of_model(model)) == []
-
-
-class Slotted:
-    """An object without `__dict__`."""
-
-    __slots__ = ("seen",)
-
-    def __init__(self) -> None:
-        self.seen = 0
-
-
-class Foreign(nn.Module):
-    """State that is neither a tensor nor a plain container."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = mlp()
-        self.array = numpy.zeros(3)
-        self.generator, self.older = numpy.random.default_rng(1), numpy.random.RandomState(2)
-        self.python, self.slotted, self.bytes = random.Random(3), Slotted(), bytearray(2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.array += 1
-        self.slotted.seen += 1
-        self.bytes[0] += 1
-        self.generator.random(), self.older.rand(), self.python.random()
-        return self.inner(x)
-
-    def picture(self) -> dict[str, Any]:
-        return {
-            "array": self.array.tolist(),
-            "numpy Generator": str(self.generator.bit_generator.state),
-            "numpy RandomState": str(self.older.get_state()),
-            "python Random": self.python.getstate(),
-            "slots": self.slotted.seen,
-            "bytearray": bytes(self.bytes),
-        }
-
-
-def test_attributes_of_every_kind_are_restored() -> None:
-    torch.manual_seed(0)
-    model, batch = Foreign(), (torch.randn(8, 6), torch.randint(4, (8,)))
-    before = model.picture()
-    assert gaverify.verify(model, cross_entropy, batch, steps=4).outcome is Outcome.EQUIVALENT
-    assert differences(before, model.picture()) == []
-    model(batch[0])
-    assert differences(before, model.picture()) == sorted(before)
-
-
-class Counting:
-    """A loss with state of its own, called directly, by a method, or through `functools.partial`."""
-
-    def __init__(self) -> None:
-        self.calls, self.history, self.total = 0, [], torch.zeros(1)
-
-    def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        self.calls += 1
-        self.history.append(self.calls)
-        self.total += 1
-        return cross_entropy(model, batch) * min(1.0, self.calls / 10)
-
-    def method(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        return self(model, batch)
-
-
-def _through(model: nn.Module, batch: Any, counting: Counting) -> torch.Tensor:
-    return counting(model, batch)
-
-
-def _with_default(counting: Counting) -> Callable:
-    def loss(model: nn.Module, batch: Any, counting: Counting = counting) -> torch.Tensor:
-        return counting(model, batch)
-
-    return loss
-
-
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda counting: counting,
-        lambda counting: counting.method,
-        lambda counting: lambda model, batch: counting(model, batch),
-        lambda counting: functools.partial(_through, counting=counting),
-        _with_default,
-    ],
-    ids=["callable", "method", "closure", "partial", "default"],
-)
-def test_state_of_the_loss_is_restored_and_starts_equal(wrap: Callable) -> None:
-    """With K = 1 both strategies make their first call: they agree only where the counter started equal."""
-    torch.manual_seed(0)
-    counting, model, batch = Counting(), mlp(), (torch.randn(8, 6), torch.randint(4, (8,)))
-    assert gaverify.verify(model, wrap(counting), batch, steps=1).outcome is Outcome.EQUIVALENT
-    assert gaverify.verify(model, wrap(counting), batch, steps=4).outcome is Outcome.DIVERGENT
-    assert (counting.calls, counting.history, float(counting.total)) == (0, [], 0.0)
-
-
 @pytest.mark.parametrize("steps", [2, 4])
-def test_verdict_is_the_same_twice(prepared: Any, steps: int) -> None:
+def test_verdict_is_the_same_twice(steps: int) -> None:
     """What is restored is restored well enough to run again, digit for digit."""
-    model, loss, batch, _ = prepared()
+    model, loss, batch, _ = prepared_problem()
     first = gaverify.verify(model, loss, batch, steps=steps)
     second = gaverify.verify(model, loss, batch, steps=steps)
     assert first.outcome is second.outcome
@@ -367,29 +194,9 @@ def test_flags_that_the_loss_sets_are_restored(name: str, raises: bool) -> None:
         assert name in differences(world, picture_of_world()), "the test would not have noticed"
 
 
-def test_a_training_step_after_a_verification_is_the_same_as_without() -> None:
-    """The proof by use: an optimizer that holds the parameters takes the same steps, bit for bit."""
-
-    def trained(verify: bool) -> OrderedDict[str, torch.Tensor]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 4))
-        optimizer = torch.optim.AdamW(model.parameters())
-        batch = (torch.randn(8, 6), torch.randint(4, (8,)))
-        for _ in range(3):
-            if verify:
-                assert gaverify.verify(model, cross_entropy, batch, steps=2).outcome is Outcome.DIVERGENT
-            optimizer.zero_grad()
-            cross_entropy(model, batch).backward()
-            optimizer.step()
-        return OrderedDict((name, value.clone()) for name, value in model.state_dict().items())
-
-    with_it, without = trained(True), trained(False)
-    assert all(torch.equal(with_it[name], without[name]) for name in without)
-
-
-def test_the_picture_would_have_moved(prepared: Any) -> None:
+def test_the_picture_would_have_moved() -> None:
     """One plain forward and backward changes what the tests above compare."""
-    model, loss, batch, counters = prepared()
+    model, loss, batch, counters = prepared_problem()
     before, world, counted = picture_of_model(model), picture_of_world(), counters()
     model.train()
     loss(model, batch).backward()
@@ -411,3 +218,364 @@ def test_the_picture_would_have_moved(prepared: Any) -> None:
     }
     assert set(differences(world, picture_of_world())) == {"python generator", "numpy generator", "torch generator"}
     assert counters() != counted
+
+
+# --- Whatever the loss can reach starts equal in both strategies, and is as it was afterwards ------------------------
+
+
+@pytest.mark.parametrize("name", COUNTERS)
+def test_state_of_the_loss_is_restored_and_starts_equal(name: str) -> None:
+    """With K = 1 both strategies make their first call; with K = 4 the second micro-batch makes the second one."""
+    loss, read = COUNTERS[name]()
+    model, batch = reach_batch()
+    before = read()
+    verdict = gaverify.verify(model, loss, batch, steps=1)
+    assert verdict.outcome is Outcome.EQUIVALENT, story(verdict)
+    assert read() == before
+    verdict = gaverify.verify(model, loss, batch, steps=4)
+    assert verdict.outcome is Outcome.DIVERGENT, story(verdict)
+    assert read() == before
+    loss(model, batch)
+    assert read() > before, "the test would not have noticed"
+
+
+@pytest.mark.parametrize("name", COUNTERS)
+def test_state_of_the_loss_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A counter starts at its beginning, whichever tests ran before: the global of one is not there yet."""
+    monkeypatch.delattr(problems_reach, "MADE_ANEW", raising=False)
+    loss, _ = COUNTERS[name]()
+    verdict = gaverify.verify(*_arguments(loss), steps=4)
+    assert fault_codes(verdict) <= {"GAV401", "GAV403"}, story(verdict)
+    assert fault_codes(verdict), story(verdict)
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_generators_of_the_user_count_as_the_global_ones_do(name: str) -> None:
+    loss, moved = GENERATORS[name]()
+    verdict = gaverify.verify(*_arguments(loss), steps=4)
+    assert verdict.outcome is Outcome.EQUIVALENT, story(verdict)
+    assert not moved()
+    loss(*reach_batch())
+    assert moved(), "the test would not have noticed"
+
+
+def _arguments(loss: Any) -> tuple[Any, Any, Any]:
+    model, batch = reach_batch()
+    return model, loss, batch
+
+
+assert torch
+
+
+# Nothing stays changed when something raises in the middle, wherever that is: in a pass, a probe or a control run.
+
+
+Prepared = tuple[nn.Module, Callable[..., torch.Tensor], Any, Callable[[], Any]]
+
+
+class Interrupts(TorchDispatchMode):
+    """Counts operations, gaverify's own included, and raises at the n-th; not where a state is being put back."""
+
+    def __init__(self, position: int | None = None, error: type[BaseException] = KeyboardInterrupt) -> None:
+        super().__init__()
+        self.count, self.raised, self._position, self._error, self._paused = 0, False, position, error, False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._paused:
+            self.count += 1
+            if self.count == self._position:
+                self.raised = True
+                raise self._error("in the middle")
+        return func(*args, **(kwargs or {}))
+
+
+def _verified(monkeypatch: pytest.MonkeyPatch, mode: Interrupts, prepared: Prepared, options: dict[str, Any]) -> None:
+    restore = ModelState.restore
+
+    def uninterrupted(state: ModelState) -> None:
+        with mode.paused():
+            restore(state)
+
+    monkeypatch.setattr(ModelState, "restore", uninterrupted)
+    try:
+        with mode:
+            gaverify.verify(*prepared[:3], **{"steps": 3, **options})
+    except (KeyboardInterrupt, RuntimeError, ProblemError) as error:
+        assert mode.raised and "in the middle" in str(error)
+    finally:
+        monkeypatch.undo()
+
+
+def normalised() -> Prepared:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 4))
+    model[0].weight.grad = torch.ones(8, 6)
+    return model, cross_entropy, (torch.randn(12, 6), torch.randint(4, (12,))), tuple
+
+
+def contrasted() -> Prepared:
+    torch.manual_seed(0)
+    model, seen = nn.ModuleDict({"a": nn.Linear(6, 5), "b": nn.Linear(6, 5)}), []
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        seen.append(len(batch[0]))
+        similarity = F.normalize(model["a"](batch[0])) @ F.normalize(model["b"](batch[1])).T
+        return F.cross_entropy(similarity / 0.1, torch.arange(len(similarity)))
+
+    return model, loss, (torch.randn(12, 6), torch.randn(12, 6)), lambda: list(seen)
+
+
+CASES: dict[str, tuple[Callable[[], Prepared], dict[str, Any]]] = {
+    "busy": (prepared_problem, {}),
+    "busy in bfloat16, traced": (prepared_problem, {"dtype": "bfloat16", "trace": True}),
+    "statistics": (normalised, {}),
+    "negatives": (contrasted, {}),
+    "negatives, weights": (contrasted, {"weighting": "none", "mode": "eval"}),
+    "noise floor": (normalised, {"dtype": "float64"}),
+}
+
+
+def _check(monkeypatch: pytest.MonkeyPatch, name: str, error: type[BaseException], shares: list[float]) -> None:
+    build, options = CASES[name]
+    whole = Interrupts()
+    _verified(monkeypatch, whole, build(), options)
+    assert whole.count > 1000, "this verification diagnoses nothing"
+    for share in shares:
+        prepared = build()
+        model, counters = prepared[0], prepared[3]
+        before, world, counted = picture_of_model(model), picture_of_world(), counters()
+        mode = Interrupts(max(1, int(share * whole.count)), error)
+        _verified(monkeypatch, mode, prepared, options)
+        assert mode.raised, share
+        where = f"after operation {mode.count} of {whole.count}"
+        assert differences(before, picture_of_model(model)) == [], where
+        assert differences(world, picture_of_world()) == [], where
+        assert counters() == counted, where
+
+
+ERRORS = [KeyboardInterrupt, RuntimeError]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("name", CASES)
+def test_everything_is_as_it_was_wherever_it_raises(
+    monkeypatch: pytest.MonkeyPatch, name: str, error: type[BaseException]
+) -> None:
+    """Ctrl-C comes through everything; an error in a probe ends that probe alone, and the verdict goes on."""
+    golden = [0.0, *((0.6180339887 * number) % 0.98 for number in range(1, 7))]
+    _check(monkeypatch, name, error, golden)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("name", CASES)
+def test_everything_is_as_it_was_wherever_it_raises_at_many_points(
+    monkeypatch: pytest.MonkeyPatch, name: str, error: type[BaseException]
+) -> None:
+    _check(monkeypatch, name, error, [number / 101 for number in range(100)])
+
+
+# --- What is not the user's state is not followed, and what is large is not copied -----------------------------------
+
+
+CALLS = 0
+
+
+class Sample:
+    """One of many."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+
+def _seen(value: Any) -> list[Any]:
+    state = ModelState([], (lambda: value,))
+    return list(state._walk._seen.values())
+
+
+def test_entries_of_a_large_container_are_kept_but_not_followed() -> None:
+    small, large = [Sample() for _ in range(100)], [Sample() for _ in range(5000)]
+    assert sum(isinstance(value, Sample) for value in _seen(small)) == 100
+    assert not any(isinstance(value, Sample) for value in _seen(large))
+    state = ModelState([], (lambda: large,))
+    kept = list(large)
+    large.pop()
+    large[0] = None
+    state.restore()
+    assert all(one is other for one, other in zip(large, kept, strict=True))
+
+
+def test_entries_of_a_tuple_whose_class_refuses_to_be_counted_are_kept() -> None:
+    """Irreps of e3nn are a tuple whose `len` raises."""
+
+    class Uncounted(tuple[Sample, ...]):
+        def __len__(self) -> int:
+            raise NotImplementedError
+
+        def __iter__(self) -> Iterator[Sample]:
+            raise NotImplementedError
+
+    sample = Sample()
+    held = Uncounted((sample,))
+    state = ModelState([], (lambda: held,))
+    sample.seen = 3
+    state.restore()
+    assert sample.seen == 0
+
+
+def test_nothing_of_a_huge_container_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(containers, "_COPIED", 10)
+    monkeypatch.setattr(containers, "_COPIED_BYTES", 10)
+    huge: list[Any] = [list(range(11)), dict.fromkeys(range(11)), set(range(11)), bytearray(11), numpy.zeros(11)]
+    state = ModelState([], (lambda: huge,))
+    for value in huge[:3]:
+        value.clear()
+    huge[3][0], huge[4][0] = 1, 1
+    state.restore()
+    assert [len(value) for value in huge] == [0, 0, 0, 11, 11]
+    assert huge[3][0] == 1 == huge[4][0]
+
+
+def test_the_search_is_bounded_and_takes_the_nearest_first() -> None:
+    """A tree of 8^6 objects: what the loss holds directly is kept, the leaves are too many."""
+
+    class Node:
+        def __init__(self, depth: int) -> None:
+            self.children = [Node(depth - 1) for _ in range(8)] if depth else []
+            self.seen = 0
+
+    root = Node(5)
+    found = [value for value in _seen(root) if isinstance(value, Node)]
+    assert root in found and all(child in found for child in root.children)
+    assert len(found) < 20_000
+
+
+def test_large_tensors_outside_of_buffers_wait_for_a_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(tensors, "_WAITS", 100)
+    table, batch = torch.randn(200), (torch.randn(8, 6), torch.randint(4, (8,)))
+    before = table.clone()
+    state = ModelState([], (lambda: table,))
+    assert {tensors.storage(kept) for kept in _copies(state) if kept.numel() == 200} <= {tensors.storage(table)}
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        table[:100].mul_(0.9)
+        return cross_entropy(model, batch) * table.norm()
+
+    assert gaverify.verify(mlp(), loss, batch, steps=1).outcome is Outcome.EQUIVALENT
+    assert gaverify.verify(mlp(), loss, batch, steps=4).outcome is Outcome.DIVERGENT
+    assert torch.equal(table, before)
+
+
+def _copies(state: ModelState) -> list[torch.Tensor]:
+    cells = [cell.cell_contents for restore in state._tensors._restorers for cell in restore.__closure__ or ()]
+    return [value for value in cells if isinstance(value, torch.Tensor) and value.storage_offset() == 0]
+
+
+def test_parameters_are_not_copied_unless_something_writes_to_them() -> None:
+    model = nn.Linear(64, 64)
+    state = ModelState([model])
+    own = {tensors.storage(parameter) for parameter in model.parameters()}
+    assert {tensors.storage(kept) for kept in _copies(state)} <= own
+    assert state.written == ()
+    state.before_write(model.weight.data[0])
+    assert [tensor is model.weight for tensor in state.written] == [True]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [random, torch, numpy, nn.functional.relu, random.random, gaverify.verify],
+    ids=["random", "torch", "numpy", "relu", "random.random", "verify"],
+)
+def test_libraries_are_not_followed(value: Any) -> None:
+    """The function that names it, its attributes and classes, and nothing behind it."""
+    assert len(_seen(value)) < 7
+
+
+def test_whose_code_it_is() -> None:
+    assert all(map(origins.is_library, ("torch.nn.modules.linear", "numpy", "random", "builtins", "collections.abc")))
+    assert not any(map(origins.is_library, ("__main__", "transformers.models", "torchvision", "problems")))
+    nobody, own = frozenset[str](), origins.packages_of([functools.partial(pytest.raises)])
+    assert origins.is_users_function(cross_entropy, nobody)
+    assert not origins.is_users_function(functools.wraps, nobody)
+    assert not origins.is_users_function(nn.functional.relu, frozenset({"torch"}))
+    assert not origins.is_users_function(pytest.raises, nobody)
+    assert origins.is_users_function(pytest.raises, own), "an installed loss function is the user's all the same"
+    assert origins.is_users_class(Sample, nobody) and not origins.is_users_class(nn.Linear, nobody)
+    assert origins.has_own_state(Sample) and not origins.has_own_state(torch.Size)
+
+
+def test_proxies_are_not_asked() -> None:
+    """An object may answer `isinstance` and attributes as it likes, for example by importing something heavy."""
+
+    class Proxy:
+        def __getattribute__(self, name: str) -> Any:
+            raise AssertionError(f"asked for {name}")
+
+    proxy, batch = Proxy(), (torch.randn(8, 6), torch.randint(4, (8,)))
+
+    def loss(model: nn.Module, batch: Any, proxy: Any = proxy) -> torch.Tensor:
+        return cross_entropy(model, batch)
+
+    assert gaverify.verify(mlp(), loss, batch, steps=4).outcome is Outcome.EQUIVALENT
+    verdict = gaverify.verify(mlp(), loss, batch, steps=4, weighting="none")
+    assert fault_codes(verdict) == {"GAV201"}, story(verdict)
+
+
+def test_imports_inside_a_forward_stay() -> None:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        global colorsys
+        import colorsys
+
+        return cross_entropy(model, batch) * (1 + 0 * colorsys.ONE_THIRD)
+
+    globals().pop("colorsys", None)
+    gaverify.verify(mlp(), loss, (torch.randn(8, 6), torch.randint(4, (8,))), steps=4)
+    assert globals()["colorsys"].ONE_THIRD
+
+
+def test_generators_of_the_user_are_forgotten_in_the_end() -> None:
+    generator = random.Random(1)
+    first = generator.getstate()
+    with isolated_generators():
+        ModelState([], (lambda: generator,))
+        generator.random()
+    assert generator.getstate() != first, "it counts as global from when it was found, not from the start"
+    ModelState([], (lambda: generator,))
+    with isolated_generators():
+        assert gaverify.passes.isolation.foreign_generator_states()[2:] == ()
+
+
+def test_what_cannot_be_put_back_does_not_keep_the_rest_from_it() -> None:
+    held = [Sample(), numpy.zeros(3), Sample()]
+    state = ModelState([], (lambda: held,))
+    held[0].seen = held[2].seen = 1
+    held[1].flags.writeable = False
+    with pytest.raises(InternalError, match="could not be put back: ValueError"):
+        state.restore()
+    assert held[0].seen == held[2].seen == 0
+
+
+def test_the_copies_go_with_the_state() -> None:
+    """Without waiting for a garbage collection: they may be a large part of a GPU's memory."""
+    state = ModelState([nn.BatchNorm1d(4)], (lambda: CALLS,))
+    gone = weakref.ref(state._tensors)
+    gc.collect()
+    gc.disable()
+    try:
+        del state
+        assert gone() is None
+    finally:
+        gc.enable()

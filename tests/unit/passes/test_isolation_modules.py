@@ -64,6 +64,29 @@ def sets_a_parameter(model: nn.Module) -> None:
 
 
 @change
+def clamps_parameters(model: nn.Module) -> None:
+    for parameter in model.inner.parameters():
+        parameter.data.clamp_(-0.1, 0.1)
+
+
+@change
+def writes_by_out(model: nn.Module) -> None:
+    torch.mul(model.inner[0].weight.data, 0.9, out=model.inner[0].weight.data)
+
+
+@change
+def writes_to_several_at_once(model: nn.Module) -> None:
+    torch._foreach_mul_([parameter.data for parameter in model.inner.parameters()], 0.9)
+
+
+@change
+def steps_an_optimizer_of_its_own(model: nn.Module) -> None:
+    copy = nn.Parameter(model.inner[0].weight.data)
+    copy.grad = torch.ones_like(copy)
+    torch.optim.Adam([copy], fused=True).step()
+
+
+@change
 def replaces_a_parameter(model: nn.Module) -> None:
     model.spare.weight = nn.Parameter(torch.ones(2, 2))
 

