@@ -47,6 +47,7 @@ class Grounds(NamedTuple):
         working_unit: Its unit roundoff.
         floor: How far the gradient moves when each weight is rounded otherwise, or, for two samples, how far working
             precision rounds it; None where that was not measured.
+        zero: The gradient is nothing but rounding: in float64 that of two samples is zero.
     """
 
     method: Method
@@ -55,6 +56,7 @@ class Grounds(NamedTuple):
     working: float = math.nan
     working_unit: float = 0.0
     floor: float | None = None
+    zero: bool = False
 
 
 def decide(row: Difference, grounds: Grounds) -> ParameterComparison:
@@ -87,7 +89,8 @@ def limits(row: Difference, grounds: Grounds) -> tuple[float, float]:
     kernel hides from both.
     """
     if grounds.method in (Method.WORKING_PRECISION, Method.TWO_SAMPLES):
-        return _explained(row.scale, row.reference, grounds.unit, grounds.terms, grounds.floor or 0.0), math.inf
+        floor = grounds.floor or 0.0
+        return _explained(row.scale, row.reference, grounds.unit, grounds.terms, floor, grounds.zero), math.inf
     scale = max(row.scale, grounds.terms)
     smallest = FEW_UNITS * grounds.unit * scale
     if grounds.unit <= U64:
@@ -102,14 +105,17 @@ def limits(row: Difference, grounds: Grounds) -> tuple[float, float]:
     return allowed, allowed
 
 
-def _explained(scale: float, reference: float, unit: float, terms: float, floor: float = 0.0) -> float:
+def _explained(
+    scale: float, reference: float, unit: float, terms: float, floor: float = 0.0, zero: bool = False
+) -> float:
     """What is rounding without a control: a few u of the norms, and more only where no fault could hide in it.
 
     Σ|terms| and a floor may be far larger than the gradient. Σ|terms| counts where what it allows is at most 1e-5 of
-    the gradient, or where the gradient itself is no more than the rounding of its terms; a floor up to 1e-5.
+    the gradient, or where the gradient itself is no more than the rounding of its terms; a floor up to 1e-5, or where
+    the gradient is zero but for rounding.
     """
     allowed = FEW_UNITS * unit * scale
-    by_terms, by_floor = FEW_UNITS * unit * terms, min(FEW_TIMES * floor, FINE * reference)
+    by_terms, by_floor = FEW_UNITS * unit * terms, min(FEW_TIMES * floor, math.inf if zero else FINE * reference)
     if by_terms > allowed and (by_terms <= FINE * reference or scale <= by_terms):
         allowed = by_terms
     return max(allowed, by_floor)
@@ -176,16 +182,16 @@ def record(row: Difference, outcome: Outcome, method: Method, allowed: float, wo
 
 def floors_wanted(rows: Sequence[ParameterComparison]) -> bool:
     """Whether what diverges in float64 may be the rounding of a zero gradient, so that only its floor can tell."""
-    zero = zero_in_float64(rows)
+    zero = zero_in_float64(row.reference_norm for row in rows)
     return any(
         row.outcome is Outcome.DIVERGENT and max(row.reference_norm, row.accumulated_norm) <= zero for row in rows
     )
 
 
-def zero_in_float64(rows: Sequence[ParameterComparison]) -> float:
-    """Returns the norm up to which a gradient may be nothing but float64's rounding.
+def zero_in_float64(norms: Iterable[float]) -> float:
+    """Returns the norm up to which a gradient may be nothing but float64's rounding, given those of all parameters.
 
     One whose terms cancel leaves the roundoff of terms that nobody saw. Suspected up to the geometric middle between
     the largest gradient of all and that one's roundoff.
     """
-    return math.sqrt(U64) * max((row.reference_norm for row in rows if math.isfinite(row.reference_norm)), default=0.0)
+    return math.sqrt(U64) * max(filter(math.isfinite, norms), default=0.0)

@@ -351,7 +351,8 @@ def _settled(task: Task, judgement: Judgement, unit: float) -> bool:
         return not left
     open_rows = [judgement.working[row.name] for row in left]
     passes = judgement.full, judgement.accumulated
-    found = settled(task, judgement.state, judgement.record, passes, open_rows, unit)
+    rows = judgement.working.values()
+    found = settled(task, judgement.state, judgement.record, passes, rows, open_rows, unit)
     if found is None:
         return False
     decided = {row.name: row for row in found}

@@ -3,16 +3,18 @@
     float64             both samples at once against one by one: a fault of structure shows in any two samples
     working precision   both at once, against float64: their rounding, measured
 
-Only both together settle anything, and only differences below 1e-5 of the gradient. What they do not settle goes to the
-float64 control of the whole batch.
+Only both together settle anything, and only differences below 1e-5 of the gradient, or of a gradient that is zero there
+(what shifts the logits of a softmax: the bias of attention's keys). What they do not settle goes to the float64 control
+of the whole batch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -42,9 +44,22 @@ class _Only(PassProbe):
         (loss * weight if weight != 1.0 else loss).backward(inputs=self._parameters)  # type: ignore[no-untyped-call]
 
 
+class Rounding(NamedTuple):
+    """How far working precision rounds a gradient, and whether float64 leaves nothing of that."""
+
+    size: float
+    zero: bool
+
+
 def rounding_of_two_samples(
-    task: Task, state: ModelState, record: DrawRecord, full: PassResult, names: Sequence[str], share: float
-) -> dict[str, float] | None:
+    task: Task,
+    state: ModelState,
+    record: DrawRecord,
+    full: PassResult,
+    names: Sequence[str],
+    share: float,
+    zero: float,
+) -> dict[str, Rounding] | None:
     """Returns how far working precision rounds the gradient of the first two samples, for the parameters `names`.
 
     None where these samples at once and one by one have not the same gradient in float64.
@@ -56,6 +71,7 @@ def rounding_of_two_samples(
         full: The full-batch pass.
         names: The parameters whose gradients are looked at.
         share: The weight of a sample: 1/2 of a mean, 1 of a sum.
+        zero: The norm up to which a gradient may be float64's rounding.
 
     Raises:
         Exception: Whatever a kernel without float64, or a model that takes no single sample, raises.
@@ -79,19 +95,17 @@ def rounding_of_two_samples(
         task.progress("float64: two samples")
         at_once = gradients(lifted, there, 1, 1.0, lift=True)
         rows = measure(gradients(lifted, there, 2, share, lift=True), at_once)
-        if not _agree(rows):
+        if not _agree(rows, zero):
             return None
         here = {name: g if g is None else g.to(task.parameters[name].device) for name, g in rounded.items()}
-        return {row.name: row.difference for row in measure(here, at_once) if math.isfinite(row.difference)}
+        found = measure(here, at_once)
+        return {row.name: Rounding(row.difference, row.reference <= zero) for row in found if row.why is None}
 
 
-def _agree(rows: Sequence[Difference]) -> bool:
+def _agree(rows: Sequence[Difference], zero: float) -> bool:
     """Whether all rows that were measured in float64 are rounding."""
-    decided = [decide(row, Grounds(Method.FLOAT64_CONTROL, U64)) for row in rows]
-    zero = zero_in_float64(decided)
-    return all(
-        row.outcome is Outcome.EQUIVALENT or max(row.reference_norm, row.accumulated_norm) <= zero for row in decided
-    )
+    grounds = Grounds(Method.FLOAT64_CONTROL, U64)
+    return all(decide(row, grounds).outcome is Outcome.EQUIVALENT or row.scale <= zero for row in rows)
 
 
 def settled(
@@ -99,6 +113,7 @@ def settled(
     state: ModelState,
     record: DrawRecord,
     passes: tuple[PassResult, PassResult],
+    rows: Iterable[Difference],
     open_rows: Sequence[Difference],
     unit: float,
 ) -> list[ParameterComparison] | None:
@@ -112,16 +127,21 @@ def settled(
         state: Of the model before the passes.
         record: The draws.
         passes: The full batch's and the accumulated one, without their gradients.
+        rows: All parameters'.
         open_rows: What is left to decide.
         unit: Unit roundoff of the working precision.
     """
     full, accumulated = passes
-    share = _share(task, accumulated)
-    if share is None or record.inner or record.ambiguous or record.unaligned or not all(map(fine, open_rows)):
+    share, norms = _share(task, accumulated), [row.reference for row in rows]
+    small = math.sqrt(unit) * max(filter(math.isfinite, norms), default=0.0)  # what may be rounding of nothing
+    if share is None or record.inner or record.ambiguous or record.unaligned:
+        return None
+    if not all(fine(row) or row.scale <= small for row in open_rows):
         return None
     dealt = replace(record, used=set(), made={})  # what these runs do with the draws is nothing to report
     try:
-        rounding = rounding_of_two_samples(task, state, dealt, full, [row.name for row in open_rows], share)
+        names, zero = [row.name for row in open_rows], zero_in_float64(norms)
+        rounding = rounding_of_two_samples(task, state, dealt, full, names, share, zero)
     except Exception as error:  # single samples that the model does not take, a kernel without float64
         if is_own_fault(error):
             raise
@@ -129,9 +149,10 @@ def settled(
     if rounding is None or dealt.unaligned or dealt.ambiguous:
         return None
     times = 1.0 if share < 1.0 else task.batch_size / 2
-    grounds = [Grounds(Method.TWO_SAMPLES, unit, floor=times * rounding.get(row.name, 0.0)) for row in open_rows]
-    rows = [decide(row, known) for row, known in zip(open_rows, grounds, strict=True)]
-    return rows if all(row.outcome is Outcome.EQUIVALENT for row in rows) else None
+    known = [rounding.get(row.name, Rounding(0.0, zero=False)) for row in open_rows]
+    grounds = [Grounds(Method.TWO_SAMPLES, unit, floor=times * each.size, zero=each.zero) for each in known]
+    decided = [decide(row, known) for row, known in zip(open_rows, grounds, strict=True)]
+    return decided if all(row.outcome is Outcome.EQUIVALENT for row in decided) else None
 
 
 def _share(task: Task, accumulated: PassResult) -> float | None:

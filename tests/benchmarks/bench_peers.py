@@ -26,11 +26,11 @@ from pathlib import Path
 import measuring
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.testing import assert_close
 
 sys.path.insert(0, str(measuring.ROOT / "tests" / "corpus"))
 
-import bench_price
 from peers_problems import PROBLEMS, Peer, Planted
 
 import gaverify
@@ -151,11 +151,14 @@ def in_fresh_process(name: str) -> None:
 
 def _large() -> dict[str, Callable[[], object]]:
     """Each peer on the MLP with 4,096 samples; gradcheck would need a forward per parameter and is left out."""
-    problem = bench_price.mlp()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 10))
+    batch = torch.randn(4096, 256), torch.randint(10, (4096,))
+    problem = gaverify.Problem(model, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), batch)
     inputs, targets = problem.batch
 
     def by_hand() -> None:
-        bench_price.bare(problem)
+        measuring.bare(problem)
 
     def per_sample() -> None:
         from opacus.grad_sample import GradSampleModule

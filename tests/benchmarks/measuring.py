@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 4
@@ -29,6 +30,26 @@ def language_model(padding: str = "counted"):  # type: ignore[no-untyped-def]
 
     torch.manual_seed(0)
     return causal_lm.build(batch_size=8, vocab=8000, width=512, depth=8, heads=8, context=128, padding=padding)
+
+
+def bare(problem: Any, autocast: str | None = None) -> None:
+    """The full batch and the micro-batches as a user would run them, with one clone of the gradients."""
+    import torch
+
+    from gaverify.passes.batching import batch_size_of, take
+    from gaverify.passes.precision import DTYPES
+
+    model, size = problem.model, batch_size_of(problem.batch, STEPS, problem.batch_size, None)
+    kind = next(model.parameters()).device.type
+    held = None
+    for count in (1, STEPS):
+        model.zero_grad()
+        for start in range(0, size, size // count):
+            with torch.autocast(kind, DTYPES[autocast] if autocast else None, enabled=autocast is not None):
+                loss = problem.loss(model, take(problem.batch, start, start + size // count, size))
+            (loss / count).backward()
+        held = held or [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
 
 
 def seconds(run: Callable[[], object]) -> float:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from gaverify import Problem
+from gaverify.passes.limiting import TimeLimit
 from gaverify.passes.randomness import Dealer, DrawRecord, Recorder, draw_mode
 from gaverify.passes.task import loss_of
 
@@ -47,6 +48,6 @@ def _in_a_loss(work: Callable[[], Any]) -> Any:
         results.append(work())
         return torch.ones((), requires_grad=True)
 
-    task: Any = SimpleNamespace(problem=Problem(nn.Identity(), loss, None), autocasting=nullcontext)
+    task: Any = SimpleNamespace(problem=Problem(nn.Identity(), loss, None), autocasting=nullcontext, limit=TimeLimit())
     loss_of(task, None, "the batch")
     return results[0]

@@ -167,7 +167,8 @@ class Dealer:
     def _rows_of(self, draw: Draw, rows: Rows) -> Selection | None:
         known = draw.prints is not None and rows.prints is not None and draw.prints.shape == rows.prints.shape
         if self._whole and known:
-            draw.prints = rows.prints  # in the precision of this run
+            draw.prints, draw.least = rows.prints, rows.least  # in the precision of this run
+        rows = replace(rows, least=max(rows.least, draw.least))  # a part may run in another precision than the whole
         selection, guessed = by_position(draw, rows, self.record.inner)
         self.record.ambiguous = self.record.ambiguous or guessed
         return self._checked(draw, rows, selection)

@@ -25,8 +25,9 @@ class Draw:
     value: torch.Tensor
     arguments: tuple[Any, ...]
     input_shape: tuple[int, ...] | None
-    # Fingerprints of the rows that it was drawn for, and the place in the code that drew.
+    # Fingerprints of the rows that it was drawn for, how exact these are, and the place in the code that drew.
     prints: torch.Tensor | None = None
+    least: float = 0.0
     site: int = 0
     # Where the rows of the micro-batch that starts at a sample begin, and how many are handed out so far: rows that a
     # graph's nodes or a selection drew do not lie at a fixed multiple of the sample's number.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gaverify.passes.randomness.contents import fingerprint
+from gaverify.passes.randomness.contents import fingerprint, tolerance
 from gaverify.passes.randomness.draws import Draw, DrawRecord
 from gaverify.passes.randomness.foreign import recorded, states, watched
 from gaverify.passes.randomness.operations import Drawing, draws_unseen
@@ -36,8 +36,9 @@ class Recorder:
             self.known[run.before] = run.drawn.shape
             shape = tuple(run.source.shape) if run.source is not None else None
             prints = fingerprint(run.source) if run.source is not None and shape == run.drawn.shape else None
+            least = tolerance(run.source) if run.source is not None else 0.0
             value = run.drawn.detach().to(torch.bool if run.kind.mask else run.drawn.dtype, copy=True)
-            draw = Draw(run.operation, value, run.kind.asked(args), shape, prints, call_site())
+            draw = Draw(run.operation, value, run.kind.asked(args), shape, prints, least, call_site())
             self.record.draws.append(draw)
         return run.result
 

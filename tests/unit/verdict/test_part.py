@@ -153,6 +153,60 @@ def test_a_sum_over_the_samples_is_settled_as_a_mean_is() -> None:
 
 
 @pytest.mark.usefixtures("open_rows")
+def test_draws_of_two_samples_are_found_in_another_precision_than_they_were_made_in() -> None:
+    problem = quiet()
+    model = nn.Sequential(nn.Dropout(0.2), problem.model, nn.Dropout(0.2))
+    verdict = gaverify.verify(Problem(model, problem.loss, problem.batch), steps=4)
+    assert verdict.outcome is Outcome.EQUIVALENT and verdict.method == Method.TWO_SAMPLES
+
+
+class Attending(nn.Module):
+    """A layer of attention that is run twice, so that nobody knows the terms of its gradients.
+
+    The bias of the keys shifts all logits of a softmax: its gradient is zero but for rounding. `late` lets it act on
+    the batch of samples whose last feature is above zero, `own` on each sample by itself.
+    """
+
+    def __init__(self, late: float, own: float) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
+        self.late, self.own = late, own
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flags = (x[:, :1, -1:] > 0).to(x)
+        for _ in range(2):
+            key, value = self.key(x), self.value(x)
+            x = torch.softmax(self.query(x) @ key.mT, -1) @ value
+        return x.mean(1) + self.late * (flags * self.key.bias).mean(0) ** 2 + self.own * self.key.bias
+
+
+@pytest.mark.usefixtures("open_rows")
+@pytest.mark.parametrize(
+    ("late", "own", "method", "outcome"),
+    [
+        (0.0, 0.0, Method.TWO_SAMPLES, Outcome.EQUIVALENT),
+        (1e-4, 0.0, Method.FLOAT64_CONTROL, Outcome.DIVERGENT),
+        (0.0, 1e-6, Method.FLOAT64_CONTROL, Outcome.EQUIVALENT),
+    ],
+)
+def test_a_gradient_of_zero_is_settled_where_it_differs_by_no_more_than_rounding(
+    late: float, own: float, method: Method, outcome: Outcome
+) -> None:
+    torch.manual_seed(0)
+    inputs = torch.randn(16, 5, 8)
+    inputs[:, 0, -1] = torch.linspace(-2, 1, 16)
+    batch = inputs, torch.randint(8, (16,))
+    model = Attending(late, own)
+    verdict = gaverify.verify(model, lambda model, b: cross_entropy(model(b[0]), b[1]), batch, diagnose=False)
+    assert (verdict.outcome, verdict.method) == (outcome, method), verdict.parameters
+
+
+def test_no_part_is_run_where_more_differs_than_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("gaverify.verdict.part.rounding_of_two_samples")
+    assert refused(monkeypatch, quiet(), weighting="none").outcome is Outcome.DIVERGENT
+
+
+@pytest.mark.usefixtures("open_rows")
 def test_a_model_that_takes_no_single_sample_goes_to_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = quiet()
 
