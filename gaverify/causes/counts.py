@@ -169,23 +169,7 @@ def _heard(bench: Bench, k: int | None) -> _Listener:
     return listener
 
 
-class _Called(PassProbe):
-    """Sees every outermost torch call of a forward by its key."""
-
-    def around(self, k: int | None) -> AbstractContextManager[Any]:
-        """Sees the calls of one forward; what runs in a transform is another function's."""
-
-        def called(key: FunctionKey, func: Any, args: Any, kwargs: Any) -> Any:
-            return func(*args, **kwargs) if in_transform() else self.called(k, key, func, args, kwargs)
-
-        return named_calls(called)
-
-    def called(self, k: int | None, key: FunctionKey, func: Any, args: Any, kwargs: Any) -> Any:
-        """Runs a call and returns its result, or another in its place."""
-        raise NotImplementedError
-
-
-class _Listener(_Called):
+class _Listener(PassProbe):
     """Notes what each call divides by, and which calls made the terms of the loss, with their values."""
 
     def __init__(self) -> None:
@@ -201,10 +185,13 @@ class _Listener(_Called):
                 self.terms[key] = float(value)
         self._numbers.clear()
 
-    def called(self, k: int | None, key: FunctionKey, func: Any, args: Any, kwargs: Any) -> Any:
-        """Runs the call."""
+    def around(self, k: int | None) -> AbstractContextManager[Any]:
+        """Sees the calls of one forward; what runs in a transform is another function's."""
+        return named_calls(self._called)
+
+    def _called(self, key: FunctionKey, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
-        if isinstance(result, torch.Tensor) and result.is_floating_point():
+        if isinstance(result, torch.Tensor) and result.is_floating_point() and not in_transform():
             with torch._C.DisableTorchFunction(), torch.no_grad():
                 count = _count(key[0], func, args, kwargs, result)
             if count is not None and 0 < abs(count) < math.inf:
@@ -214,19 +201,23 @@ class _Listener(_Called):
         return result
 
 
-class _Rescaled(_Called):
+class _Rescaled(PassProbe):
     """Multiplies the results of some calls, each by a number per micro-batch."""
 
     def __init__(self, factors: Mapping[FunctionKey, Sequence[float]]) -> None:
         self._factors = factors
 
-    def called(self, k: int | None, key: FunctionKey, func: Any, args: Any, kwargs: Any) -> Any:
-        """Runs the call; what it writes in place is multiplied in place."""
-        result = func(*args, **kwargs)
-        if k is None or key not in self._factors:
-            return result
-        factor = self._factors[key][k]
-        return result.mul_(factor) if key[0].endswith("_") else result * factor
+    def around(self, k: int | None) -> AbstractContextManager[Any]:
+        """Sees the calls of one forward; what one writes in place is multiplied in place."""
+
+        def called(key: FunctionKey, func: Any, args: Any, kwargs: Any) -> Any:
+            result = func(*args, **kwargs)
+            if k is None or key not in self._factors:
+                return result
+            factor = self._factors[key][k]
+            return result.mul_(factor) if key[0].endswith("_") else result * factor
+
+        return named_calls(called)
 
 
 def _count(name: str, func: Callable[..., Any], args: Any, kwargs: Any, result: torch.Tensor) -> float | None:

@@ -188,11 +188,9 @@ class _Search:
                 last.neutral = probe
                 return
 
-    def final(self, bench: Bench) -> ControlRun:
-        """Runs the last control again on another bench."""
-        return self._final(self._found, bench)
-
-    def _final(self, kept: Sequence[Tried], bench: Bench) -> ControlRun:
+    def final(self, bench: Bench, kept: Sequence[Tried] | None = None) -> ControlRun:
+        """Runs the last control again on another bench, or with some of the causes neutralised alone."""
+        kept = self._found if kept is None else kept
         there = self._with(kept, bench)
         if kept and kept[-1].neutral is None:
             return cached_gradients(there, frozenset(kept[-1].cause.suspect.calls))
@@ -285,7 +283,7 @@ class _Search:
 
         def control(kept: list[Tried]) -> ControlRun | None:
             still = [entry for entry in self._found if entry in kept or entry not in entries]
-            return self._bench.attempt("release of a cause", lambda: self._final(still, self._bench))
+            return self._bench.attempt("release of a cause", lambda: self.final(self._bench, still))
 
         needed = released(sorted(entries, key=lambda e: e.helps), control, keep=lambda e: e.helps)
         for entry in needed:

@@ -2,23 +2,47 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 
-from gaverify.causes import again, backward, counts, coupling, draws, operations, state, weights
+from gaverify.causes import again, backward, counts, coupling, operations, state, weights
 from gaverify.causes.bench import Bench
 from gaverify.causes.confirming import confirmed
 from gaverify.causes.listening import Heard
 from gaverify.causes.sketches import kept
 from gaverify.passes.limiting import TimeUp
 from gaverify.passes.task import Task
+from gaverify.records.experiment import ControlKind
 from gaverify.records.facts import Facts
 from gaverify.verdict.control import in_float64
 from gaverify.verdict.judging import Judgement
 
+
+def _ask_draws(bench: Bench, facts: Facts) -> Facts:
+    """Holds every random draw at one typical value in both runs, where some could not be dealt out."""
+    if not facts.draws.unaligned:
+        return facts
+    what = "every random draw held constant"
+    control = bench.attempt("random draws", lambda: _held(bench).run(what, kind=ControlKind.DRAWS_HELD))
+    if control is None or math.isinf(control.left):
+        return facts
+    draws = replace(facts.draws, control=control)
+    return replace(facts, draws=draws, left=control.left, cleared=control.rounding)
+
+
+def _given(bench: Bench, facts: Facts) -> Bench:
+    """The bench for the questions after this one: the draws stay held where they had to be."""
+    return _held(bench) if facts.draws.control is not None else bench
+
+
+def _held(bench: Bench) -> Bench:
+    return replace(bench, record=replace(bench.record, constant=True, unaligned={}), earlier=None, live=bench)
+
+
 QUESTIONS: tuple[Callable[[Bench, Facts], Facts], ...] = (
-    draws.ask,
+    _ask_draws,
     weights.ask,
     state.ask,
     counts.ask,
@@ -58,9 +82,9 @@ def asked(task: Task, judgement: Judgement, facts: Facts, heard: Heard, found: F
             for ask in QUESTIONS:
                 if _settled(facts):
                     break
-                facts = ask(draws.given(bench, facts), facts)
+                facts = ask(_given(bench, facts), facts)
             facts = again.ask(bench, facts)
-            facts = weights.ask_place(draws.given(bench, facts), state.ask_lines(bench, facts))
+            facts = weights.ask_place(_given(bench, facts), state.ask_lines(bench, facts))
         except TimeUp:
             facts = replace(facts, stopped_after=task.limit.seconds)
     return replace(facts, cleared=facts.left <= bench.rounding, failures=bench.failures)

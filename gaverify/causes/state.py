@@ -158,7 +158,7 @@ def moved_beside(bench: Bench) -> float:
 
 
 def read_changes(changes: tuple[StateChange, ...]) -> tuple[StateChange, ...]:
-    """The changes that a forward may read: fused normalisations write running statistics and do not in training."""
+    """The changes that a forward may read: statistics that fused normalisations write in training mostly are not."""
     read = tuple(c for c in changes if c.writer is None or "batch_norm" not in c.writer.name)
     return tuple(c for c in read if not c.name.endswith("num_batches_tracked"))
 

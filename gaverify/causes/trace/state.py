@@ -107,6 +107,7 @@ class StateWatch(PassProbe):
         self._trained = list(task.parameters.values())
         self.clears_gradients = False
         self.clearing: Operation | None = None  # what changed a gradient first, with its line
+        self._reads: set[str] = set()
         self._writers: dict[str, tuple[str, Frame]] = {}
         self.writes: Counter[tuple[str, str, Frame]] = Counter()  # name, operation and line, and how often it wrote
 
@@ -123,7 +124,7 @@ class StateWatch(PassProbe):
         gradients = {address(g): _GRADIENT for p in self._trained if (g := p.grad) is not None}
         with (
             assignments(self._assigned),
-            writes_seen(addresses | gradients, self._wrote),
+            writes_seen(addresses | gradients, self._wrote, self._reads.add),
             FunctionMode(self._called),
         ):
             yield
@@ -151,6 +152,7 @@ class StateWatch(PassProbe):
         """Takes over what another watch saw of later passes of the same task."""
         self._changed |= {name: place for name, place in other._changed.items() if name not in self._changed}
         self._writers |= other._writers
+        self._reads |= other._reads
         self.clears_gradients = self.clears_gradients or other.clears_gradients
         self.clearing = self.clearing or other.clearing
 
@@ -192,6 +194,8 @@ class StateWatch(PassProbe):
 
     def _writer(self, name: str) -> Operation | None:
         operation, frame = self._writers.get(name, ("", None))
+        if "batch_norm" in operation and name in self._reads:  # statistics that are more than kept for evaluation
+            operation, frame = "", None
         if self._named.get(name, ("",))[0] == "closure":  # of no module
             return located(operation, frame)
         path = name.rpartition(".")[0]

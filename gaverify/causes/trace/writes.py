@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gaverify.causes.trace.traces import Frame
 from gaverify.passes.isolation import written_arguments, written_tensors
@@ -14,19 +14,27 @@ from gaverify.passes.modes import OperationMode, operation_name
 from gaverify.tracebacks import calling_frame
 
 
-def writes_seen(addresses: Mapping[int, str], notice: Callable[[str, str, Frame], None]) -> OperationMode:
+def writes_seen(
+    addresses: Mapping[int, str], notice: Callable[[str, str, Frame], None], read: Callable[[str], None]
+) -> OperationMode:
     """Returns a mode that tells `notice` of every write to a tensor of the state: its name, the operation, the line.
 
     Args:
         addresses: The names of the state's tensors by `address`.
         notice: Told before the write.
+        read: Told the name of what an operation is given and does not write.
     """
 
     def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for target in written_tensors(func, args, kwargs):
-            name = addresses.get(address(target))
-            if name is not None:
-                notice(name, operation_name(func), calling_frame())
+        operation, written = operation_name(func), written_tensors(func, args, kwargs)
+        if "batch_norm" in operation and any(arg is True for arg in args):  # training: its schema tells of no write
+            written = [*written, *args[3:5]]
+        for tensor in tree_leaves((args, kwargs)):
+            name = addresses.get(address(tensor)) if isinstance(tensor, torch.Tensor) else None
+            if name is not None and any(tensor is target for target in written):
+                notice(name, operation, calling_frame())
+            elif name is not None:
+                read(name)
         return func(*args, **kwargs)
 
     return OperationMode(handle)

@@ -13,6 +13,7 @@ from problems import Problem, fault_codes
 from torch import nn
 
 import gaverify
+from gaverify.causes import state
 from gaverify.causes.bench import Bench
 from gaverify.causes.listening import Heard
 from gaverify.passes.gradients import PassProbe
@@ -100,3 +101,27 @@ def test_state_that_only_micro_batches_change_is_heard() -> None:
     assert fault_codes(verdict) == {"GAV401"}
     (finding,) = [finding for finding in verdict.findings if finding.code == "GAV401"]
     assert "scale" in finding.summary
+
+
+def test_statistics_that_are_only_kept_for_evaluation_are_no_state_that_is_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(state, "run_control", lambda *_, **__: pytest.fail("tried"))
+    assert fault_codes(gaverify.verify(problems_coupling.batch_norm(), steps=4)) == {"GAV101"}
+
+
+def test_statistics_that_are_read_are_state() -> None:
+    class Reading(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.layer = nn.BatchNorm1d(6), nn.Linear(6, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            moved = self.layer(x - self.norm.running_mean)
+            self.norm(x)
+            return moved
+
+    torch.manual_seed(0)
+    problem = Problem(Reading(), lambda model, x: model(x).square().mean(), torch.randn(16, 6))
+    verdict = gaverify.verify(problem, steps=4)
+    assert fault_codes(verdict) == {"GAV401"}
