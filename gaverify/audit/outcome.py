@@ -204,6 +204,8 @@ def _differing(update: UpdateComparison) -> str:
     if update.decided is Stage.CHANGE:
         text, of = f"the changes of the weights: {text}", "change"
     ratio = f", norm ratio {update.norm_ratio:.3g}" if math.isfinite(update.norm_ratio) else ""
+    if math.isinf(whole):
+        return f"{text}; the full-batch run has no {of} at all: every one is zero"
     return (
         f"{text}; all together by {whole:.2g} of the full batch's {of}" + ratio
         if math.isfinite(whole)

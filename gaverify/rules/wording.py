@@ -204,6 +204,8 @@ def largest(facts: Facts) -> str:
 def difference(update: UpdateComparison) -> str:
     """Returns the largest difference of an update, and the ratio of the norms."""
     row = update.largest
+    if math.isinf(update.relative_difference):
+        return "every gradient of the full-batch run is zero"
     if row is None:
         return "no finite difference"
     text = f"relative difference {row.relative_difference:.1e} in `{row.name}`"

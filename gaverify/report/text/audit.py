@@ -118,7 +118,10 @@ def _stages(update: UpdateComparison) -> str:
         return ""
     parts = []
     for stage in update.stages:
-        text = f"{_STAGES[stage.stage]} {percent(stage.relative_difference)} apart"
+        far = f"{percent(stage.relative_difference)} apart"
+        text = (
+            f"{_STAGES[stage.stage]} {'zero in the full-batch run' if math.isinf(stage.relative_difference) else far}"
+        )
         parts.append(text + (f" (norm ratio {stage.norm_ratio:.4g})" if math.isfinite(stage.norm_ratio) else ""))
     return "; ".join(parts)
 

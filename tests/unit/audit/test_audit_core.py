@@ -678,6 +678,8 @@ class TestNotes:
         report = report_of(Request("train.py", ("--a",), ("--b",)), judged, findings_for(judged), (), META, {})
         said = [report.reason, *(e.statement for found in report.findings for e in found.evidence)]
         assert "nan" not in " ".join(said).lower(), said
+        assert report.reason.endswith("the full-batch run has no gradient at all: every one is zero"), report.reason
+        assert "every gradient of the full-batch run is zero" in said
 
     def test_a_gradient_on_one_side_only(self) -> None:
         row = parameter(math.nan, Outcome.DIVERGENT, why=NotCompared.MISSING_IN_ACCUMULATED)
