@@ -11,6 +11,7 @@ from gaverify.audit.ranks import RankedRun
 from gaverify.audit.reading import Run
 from gaverify.audit.running import Trial
 from gaverify.errors import ProblemError
+from gaverify.ranks.facts import with_shares
 from gaverify.records.audit import Record
 from gaverify.records.comparison import Outcome
 from gaverify.records.stages import Stage
@@ -48,10 +49,7 @@ def controlled_ranks(trial: Trial, record: Record) -> Record:
     elif ranks.at_fault and ranks.gathers and not ranks.shares_to_try:
         ranks = replace(ranks, gather_control=left(full, {"gathers": True}))
     elif ranks.at_fault:
-        for shares in ranks.shares_to_try:
-            ranks = replace(ranks, weights_control=left(full, {"shares": shares}), shares_tried=shares)
-            if ranks.is_rounding(ranks.weights_control):
-                break
+        ranks = with_shares(ranks, lambda shares: left(full, {"shares": shares}))
     return replace(record, together=ranks)
 
 

@@ -13,16 +13,13 @@ from gaverify.collective.wrapping import bare
 from gaverify.passes.fingerprints import digest_of
 from gaverify.passes.gradients import Gradients, accumulated_gradients
 from gaverify.passes.precision import buffers_apart
-from gaverify.passes.shards import is_sharded, summed_over
+from gaverify.passes.shards import is_sharded
 from gaverify.passes.sketches import sketch
 from gaverify.passes.task import Task
-from gaverify.passes.weight_fit import SINGULAR_FLOAT32, fit_weights
+from gaverify.ranks.facts import apart_by, facts_of, fitted, own_sketch, with_shares
 from gaverify.ranks.groups import of_every_rank
 from gaverify.ranks.loops import Scaled
-from gaverify.records.comparison import Outcome
-from gaverify.records.ranks import Engine, RankFacts, Traffic
-from gaverify.records.totals import relative_total
-from gaverify.records.weights import WeightFit
+from gaverify.records.ranks import Engine, RankFacts, Shares, Traffic
 from gaverify.thresholds import COMPUTED_FLOAT32
 from gaverify.verdict.comparison import left_between
 from gaverify.verdict.judging import Judgement, working_unit
@@ -46,35 +43,36 @@ def facts_of_ranks(
     member, engine = trained.member, trained.engine
     window = passes.window
     meter = passes.moved.meter
-    facts = RankFacts(
+    unit = working_unit(task, passes.full, window)
+    buffers = of_every_rank({name: b.cpu() for name, b in window.buffers.items()}, member.count, member.device)
+    facts = facts_of(
+        judgement.rows,
         ranks=member.count,
         engine=engine,
         apart=_apart(trained, window.gradients),
         window=meter.traffic,
         own=Traffic(),
         weights=None,
-        difference=relative_total((row.difference_norm, row.reference_norm) for row in judgement.rows),
-        unit=working_unit(task, passes.full, window),
-        divergent=any(row.outcome is Outcome.DIVERGENT for row in judgement.rows),
+        unit=unit,
         reduced=tuple(passes.moved.reduced),
         stepped_without=engine is Engine.FSDP2 and all(gradient is None for gradient in window.gradients.values()),
         update_bytes=_update_bytes(task, meter.reduced_in),
+        buffers_apart=buffers_apart(buffers, unit),
     )
-    buffers = of_every_rank({name: b.cpu() for name, b in window.buffers.items()}, member.count, member.device)
-    facts = replace(facts, buffers_apart=buffers_apart(buffers, facts.unit))
     if one is None:
         return facts
     together = one.accumulated.gradients
-    facts = replace(facts, from_one_process=left_between(window.gradients, together))
-    facts = replace(facts, weights=_weights(task, trained, passes, together))
+    weights = fitted(_own_gradients(task, trained, passes), together, window.gradients)
+    facts = replace(facts, from_one_process=left_between(window.gradients, together), weights=weights)
     if trained.strategy is not None:
-        facts = _of_strategy(task, trained, passes, facts)
-    for shares in facts.shares_to_try if facts.at_fault and trained.strategy is None else ():
-        own = shares[member.rank]
-        if len(own) == 1:  # one for each of its micro-batches is no share of the rank's
-            repaired, _ = replace(trained, share=own[0]).window(task, passes.state, passes.record, passes.full)
-            facts = replace(facts, weights_control=left_between(repaired.gradients, together), shares_tried=shares)
-    return facts
+        return _of_strategy(task, trained, passes, facts)
+
+    def left(shares: Shares) -> float:
+        own = replace(trained, share=shares[member.rank][0])
+        repaired, _ = own.window(task, passes.state, passes.record, passes.full)
+        return left_between(repaired.gradients, together)
+
+    return with_shares(facts, left) if facts.at_fault else facts
 
 
 def _of_strategy(task: Task, trained: Trained, passes: Passes, facts: RankFacts) -> RankFacts:
@@ -115,36 +113,13 @@ def _apart(trained: Trained, gradients: Gradients) -> float:
     digests = member.everyones("replicas", digest_of(held))
     if len(set(digests)) == 1:
         return 0.0
-    first, *others = of_every_rank(_own_sketch(held), member.count, member.device)
-    norm = float(torch.linalg.vector_norm(first))
-    far = max(float(torch.linalg.vector_norm(other - first)) for other in others)
-    return far / norm if norm else math.inf
-
-
-def _own_sketch(gradients: Gradients) -> torch.Tensor:
-    """The sketch of what this rank holds, whatever the others do."""
-    with summed_over(1, lambda numbers: numbers):
-        return sketch(list(gradients.values()))
+    return apart_by(of_every_rank(own_sketch(held), member.count, member.device))
 
 
 def _update_bytes(task: Task, reduced_in: set[torch.dtype]) -> int:
     types = [dtype for dtype in reduced_in if dtype.is_floating_point]
     each = min((dtype.itemsize for dtype in types), default=0)
     return each * sum(parameter.numel() for parameter in task.parameters.values())
-
-
-def _weights(task: Task, trained: Trained, passes: Passes, together: Gradients) -> WeightFit | None:
-    """Fits the ranks' own gradients to the one of one process, and to the one that they ended up with."""
-    columns = torch.stack(_own_gradients(task, trained, passes), dim=1)
-    names = [name for name, g in together.items() if g is not None and passes.window.gradients[name] is not None]
-    if len(names) < len(together) and any(passes.window.gradients[name] is None for name in together):
-        return None
-    target = sketch(list(together.values())) if trained.engine is Engine.FSDP2 else _own_sketch(together)
-    used = sketch(list(passes.window.gradients.values()))
-    finite = all(bool(numbers.isfinite().all()) for numbers in (columns, target, used))
-    if not finite or not bool(target.any()):
-        return None
-    return fit_weights(columns, target, used=used, singular=SINGULAR_FLOAT32)
 
 
 def _own_gradients(task: Task, trained: Trained, passes: Passes) -> list[torch.Tensor]:
@@ -160,4 +135,4 @@ def _own_gradients(task: Task, trained: Trained, passes: Passes) -> list[torch.T
         return found
     own = trained.own(task)
     result = accumulated_gradients(bare(task), passes.state, passes.record, passes.full, probe=scaled, own=own)
-    return of_every_rank(_own_sketch(result.gradients), member.count, member.device)
+    return of_every_rank(own_sketch(result.gradients), member.count, member.device)

@@ -14,9 +14,8 @@ from gaverify.passes.task import Task
 from gaverify.ranks.engines import wrapped
 from gaverify.ranks.groups import alone, joined
 from gaverify.ranks.loops import Scaled, Synchronised
-from gaverify.ranks.rank import Kept, accumulated, by_itself
 from gaverify.ranks.traffic import TrafficMeter
-from gaverify.ranks.window import Ranks, Window, on_ranks, window_of
+from gaverify.ranks.window import Kept, Ranks, Window, accumulated, by_itself, on_ranks, window_of
 from gaverify.records.ranks import Moved, Traffic
 
 

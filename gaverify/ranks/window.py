@@ -1,28 +1,37 @@
-"""One window of the ranks: what each of them is told, and the processes that they are.
+"""One window of the ranks: what each of them is told, what its process does, and what it tells.
 
-Shapes: R ranks, K micro-batches each.
+Shapes: R ranks, K micro-batches each; rank r runs the micro-batches r, R + r, 2R + r, … of the batch's K · R.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from gaverify.passes.devices import devices_of_ranks, release_memory
+from gaverify.errors import ProblemError
+from gaverify.passes.devices import backend_of, devices_of_ranks, release_memory
 from gaverify.passes.dispatch import Observed
-from gaverify.passes.gradients import PassResult
+from gaverify.passes.fingerprints import digest_of
+from gaverify.passes.gradients import PassProbe, PassResult, accumulated_gradients
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.randomness import DrawRecord
+from gaverify.passes.shards import is_sharded
+from gaverify.passes.sketches import sketch
 from gaverify.passes.task import Task
+from gaverify.ranks.engines import Reach, of_all, wrapped
 from gaverify.ranks.forking import run_forked
 from gaverify.ranks.fresh import run_fresh
-from gaverify.records.ranks import Engine, Shares
+from gaverify.ranks.groups import joined, of_every_rank
+from gaverify.ranks.loops import Alone, Synchronised
+from gaverify.ranks.traffic import TrafficMeter
+from gaverify.records.ranks import Engine, Shares, Traffic
 from gaverify.verdict.control import in_float64
 
 Result = TypeVar("Result")
@@ -83,6 +92,11 @@ class Window:
     around: Callable[[], AbstractContextManager[None]] = nullcontext
     shares: Shares = ()
 
+    @property
+    def gradients(self) -> Path:
+        """Where the gradients lie that the ranks end up with."""
+        return self.folder / "gradients.pt"
+
     @contextmanager
     def task(self, rank: int) -> Iterator[Task]:
         """Gives the task of a rank, where it computes."""
@@ -124,3 +138,111 @@ def on_ranks(work: Callable[[Window, int], Result], window: Window) -> list[Resu
     release_memory(there)
     jobs = [(name, partial(work, told, rank)) for rank, name in enumerate(names)]
     return run_fresh(jobs, there, ranks.devices, ranks.timeout)
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank tells its parent.
+
+    `digest` is of all bits of its reduced gradients, and `reduced` their sketch; `own` is the sketch of its gradients
+    before the reduction.
+    """
+
+    digest: str
+    reduced: torch.Tensor
+    own: torch.Tensor
+    window: Traffic
+    calls: Traffic
+    buffers: dict[str, torch.Tensor]
+
+
+class Kept(ModelState):
+    """A state that keeps nothing: a rank's process ends after its window."""
+
+    def __init__(self) -> None: ...
+
+    def before_write(self, tensor: torch.Tensor) -> None:
+        """Keeps nothing."""
+
+    def restore(self) -> None:
+        """Restores nothing."""
+
+
+def reported(window: Window, rank: int) -> RankReport:
+    """What the process of a rank does: join the group, run its window, leave the group."""
+    with (
+        window.task(rank) as task,
+        joined(rank, window.ranks.count, window.folder / "store", backend_of(window.ranks.devices)),
+        warnings.catch_warnings(),
+        window.around(),
+    ):
+        warnings.simplefilter("ignore")
+        return _run(window, task, rank)
+
+
+def _run(window: Window, bare: Task, rank: int) -> RankReport:
+    count, engine = window.ranks.count, window.ranks.engine
+    own = range(rank, len(bare.sizes), count)
+    calls, traffic = TrafficMeter(), TrafficMeter()
+    alone, reach = by_itself(window, bare, own, calls)
+    task = wrapped(bare, engine, reach)
+    with traffic.counting():
+        share = window.shares[rank][0] if window.shares else 1.0
+        probe = Synchronised(task, engine, own[-1], count, share)
+        together = accumulated(window, task, Kept(), own, probe)
+    whole = {name: _whole(gradient) for name, gradient in together.gradients.items()}
+    if rank == 0:
+        torch.save(whole, window.gradients)
+    return RankReport(
+        digest_of(whole),
+        sketch(list(whole.values())).cpu(),
+        sketch(list(alone.gradients.values())).cpu(),
+        traffic.traffic,
+        calls.traffic,
+        {name: buffer.cpu() for name, buffer in together.buffers.items()},
+    )
+
+
+def _whole(gradient: Any) -> torch.Tensor | None:
+    """A gradient with the shards of all ranks."""
+    return gradient.full_tensor() if gradient is not None and is_sharded(gradient) else gradient  # type: ignore[no-any-return]
+
+
+def by_itself(window: Window, task: Task, own: range, calls: TrafficMeter) -> tuple[PassResult, Reach]:
+    """Returns what a rank's own micro-batches give without an engine, and what those of all ranks reach.
+
+    Args:
+        window: What to run.
+        task: With the bare model.
+        own: The rank's micro-batches.
+        calls: Counts the collectives of the user's own code.
+    """
+    bare = Alone(task, window.ranks.count)
+    with calls.counting():
+        # a state of its own: the parent's would set the parent's number of threads again, which were not forked
+        state = ModelState(task.modules, (task.problem.loss,))
+        alone = accumulated(window, task, state, own, bare)
+    return alone, of_all(of_every_rank(bare.reach, window.ranks.count))
+
+
+def accumulated(window: Window, task: Task, state: ModelState, own: range, probe: PassProbe) -> PassResult:
+    """Returns the gradient of a rank's own micro-batches.
+
+    Raises:
+        ProblemError: The model or loss raised; the message says what to change where the wrapper is the reason.
+    """
+    try:
+        return accumulated_gradients(task, state, window.record, window.reference, probe=probe, own=own)
+    except ProblemError as error:
+        raise ProblemError(f"{error}{_hint(error)}") from error
+
+
+def _hint(error: ProblemError) -> str:
+    """What to change where the loss reads attributes that the engine's wrapper hides."""
+    cause = error.__cause__
+    if isinstance(cause, AttributeError) and "DistributedDataParallel" in str(cause):
+        return (
+            "; under DDP the loss gets the wrapper, as in training: reach the model's own attributes through "
+            "`getattr(model, 'module', model)`, and run its forward through the wrapper"
+        )
+    return ""
