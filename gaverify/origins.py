@@ -18,7 +18,7 @@ from gaverify.passes.nesting import leaves
 from gaverify.passes.problem import Problem
 from gaverify.passes.task import Task
 from gaverify.preparation import prepared, problem_of, trimmed
-from gaverify.ranks.fresh import loaded, saved
+from gaverify.ranks.launching import loaded, saved
 from gaverify.spec import Spec
 from gaverify.verdict.settings import Settings
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from gaverify.causes.investigation import collected, investigate
+from gaverify.collective.membership import is_lost
 from gaverify.collective.ranks import facts_of_ranks
 from gaverify.collective.window import Moved, OwnCollectives, Trained
 from gaverify.collective.wrapping import bare
@@ -44,6 +45,8 @@ from gaverify.verdict.control import (
 from gaverify.verdict.criteria import decide_at_once
 from gaverify.verdict.judging import Judgement, decide_by_control, judge, working_unit
 from gaverify.verdict.lost_bits import lowest_precision
+
+_PATIENCE = 10.0  # seconds, and as long again as the control took: others that fail in it fail by then
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,11 @@ def _judged(task: Task, trained: Trained, passes: Passes, exact: bool) -> Judgem
 
 
 def _controlled(task: Task, trained: Trained, judgement: Judgement, unit: float) -> bool:
-    """Whether both passes ran in float64, on every rank, and decided."""
+    """Whether both passes ran in float64, on every rank, and decided; all ranks answer alike.
+
+    Where one could not alone, such as for its memory, the others wait for it in a collective that no word ends.
+    """
+    failure, control, begun = "", None, time.monotonic()
     try:
         with in_float64(task, judgement.state) as (lifted, state):
             task.progress("float64 control")
@@ -156,9 +163,14 @@ def _controlled(task: Task, trained: Trained, judgement: Judgement, unit: float)
     except Agreed:
         raise
     except Exception as error:
-        if is_own_fault(error):
+        if is_own_fault(error) or is_lost(error):
             raise
-        judgement.control_failure = failure_sentence(error)
+        failure = failure_sentence(error)
+    within = 2 * (time.monotonic() - begun) + _PATIENCE if failure else None
+    alone = f"the float64 control failed on this rank alone: {failure}" if failure else ""
+    failures = [said for said in trained.member.everyones("control", failure, within, alone) if said]
+    if failures or control is None:
+        judgement.control_failure = failures[0]
         return False
     decide_by_control(task, judgement, control, unit)
     return True

@@ -62,14 +62,20 @@ class Member:
     _heard: dict[int, Said] = field(default_factory=dict)
     _failing: threading.Event = field(default_factory=threading.Event)
 
-    def everyones(self, stage: str, value: Any) -> list[Any]:
+    def everyones(self, stage: str, value: Any, within: float | None = None, alone: str = "") -> list[Any]:
         """Returns what each rank has to say at a stage, by rank.
+
+        Args:
+            stage: Its name, of this verification alone.
+            value: What this rank has to say; picklable.
+            within: Seconds to wait for the others; None: as long as ranks wait for each other.
+            alone: The reason where the others do not come: this rank does not take part in what they wait for.
 
         Raises:
             Agreed: A rank failed, or did not arrive in time; the sentence names it.
         """
         self.store.set(f"{stage}/{self.rank}", pickle.dumps(value))
-        limit = time.monotonic() + self.timeout
+        limit = time.monotonic() + min(self.timeout, within or self.timeout)
         found: dict[int, Any] = {}
         while len(found) < self.count:
             for rank in range(self.count):
@@ -79,7 +85,8 @@ class Member:
                 if self._said():
                     raise self.failed(Said("", own=False))
                 if time.monotonic() > limit:
-                    raise self.failed(self._late([rank for rank in range(self.count) if rank not in found]))
+                    missing = [rank for rank in range(self.count) if rank not in found]
+                    raise self.failed(Said(alone, own=True) if alone else self._late(missing))
                 time.sleep(_POLL)
         return [found[rank] for rank in range(self.count)]
 
@@ -168,8 +175,8 @@ class Member:
             except Agreed:
                 raise
             except Exception as error:
-                told = self.failed(Said("" if _is_lost(error) else str(error), own=True))
-                if is_own_fault(error) and not _is_lost(error):
+                told = self.failed(Said("" if is_lost(error) else str(error), own=True))
+                if is_own_fault(error) and not is_lost(error):
                     raise
                 raise told from error
 
@@ -209,8 +216,8 @@ def _terminations_raised(failing: threading.Event) -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _is_lost(error: BaseException | None) -> bool:
-    """Whether an error says no more than that another rank is gone."""
+def is_lost(error: BaseException | None) -> bool:
+    """Returns whether an error says no more than that another rank is gone."""
     while error is not None:
         if any(words in str(error) for words in _LOST):
             return True

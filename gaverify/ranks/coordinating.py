@@ -6,14 +6,11 @@ a group of world size 1 in the coordinator, and that of the R ranks in theirs.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
-from functools import cached_property, partial
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,8 +22,7 @@ from gaverify.passes.batching import batch_size_of
 from gaverify.passes.devices import RANKED, available_devices, with_number
 from gaverify.passes.problem import Problem
 from gaverify.ranks.engines import engine_of_word
-from gaverify.ranks.forking import run_forked
-from gaverify.ranks.fresh import run_fresh
+from gaverify.ranks.launching import Fresh, run, told
 from gaverify.ranks.window import Ranks
 from gaverify.records.ranks import Engine
 from gaverify.verdict.settings import Settings
@@ -49,18 +45,11 @@ def coordinated(
     Raises:
         GaverifyError: What `work` raised.
     """
-    with ended_as_interrupted(), working_folder("gaverify-ranks-") as folder, ExitStack() as stack:
-        relay = None
-        if progress is not None:
-            relay = Relay(progress, folder)
-            stack.callback(relay.close)
-        job = "the verification", partial(_judged, work, folder, relay.sender if relay is not None else None)
-        waiting = relay.drain if relay is not None else lambda: None
-        if afresh is None:
-            _import_compiler()
-            (answer,) = run_forked([job], waiting=waiting)
-        else:
-            (answer,) = run_fresh([job], afresh, [afresh], waiting=waiting)
+    if afresh is None:
+        _import_compiler()
+    with ended_as_interrupted(), working_folder("gaverify-ranks-") as folder:
+        job = "the verification", partial(_judged, work, folder, told if progress is not None else None)
+        (answer,) = run([job], None, progress or told, Fresh(afresh, [afresh]) if afresh is not None else None)
     return answer  # type: ignore[no-any-return]
 
 
@@ -140,46 +129,3 @@ def ranks_wanted(
     if not torch.distributed.is_available():
         raise ProblemError("this torch was built without torch.distributed; ranks cannot be run")
     return Ranks(count, engine_of_word(engine), with_number(where), timeout, needs_fresh(where))
-
-
-@dataclass(frozen=True)
-class Sender:
-    """The end of a pipe with a name that any process may write reports to; they may get lost, never block."""
-
-    path: Path
-
-    @cached_property
-    def _writing(self) -> int:
-        return os.open(self.path, os.O_WRONLY | os.O_NONBLOCK)
-
-    def __call__(self, label: str, done: int, total: int) -> None:
-        """Hands a report over; drops it where the pipe is full."""
-        with contextlib.suppress(OSError):
-            os.write(self._writing, json.dumps([label, done, total]).encode() + b"\n")
-
-
-class Relay:
-    """The other end of the pipe.
-
-    Args:
-        report: Told what arrives.
-        folder: Where the pipe shall be.
-    """
-
-    def __init__(self, report: Callable[[str, int, int], None], folder: Path) -> None:
-        self._report = report
-        self.sender = Sender(folder / "progress")
-        os.mkfifo(self.sender.path)
-        self._reading = os.open(self.sender.path, os.O_RDONLY | os.O_NONBLOCK)
-
-    def drain(self) -> None:
-        """Reports the latest that arrived."""
-        with contextlib.suppress(BlockingIOError):
-            lines = os.read(self._reading, 1 << 16).splitlines()
-            if lines:
-                with contextlib.suppress(ValueError):  # the last line may be cut
-                    self._report(*json.loads(lines[-1]))
-
-    def close(self) -> None:
-        """Frees the pipe."""
-        os.close(self._reading)

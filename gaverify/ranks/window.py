@@ -26,9 +26,8 @@ from gaverify.passes.shards import is_sharded
 from gaverify.passes.sketches import sketch
 from gaverify.passes.task import Task
 from gaverify.ranks.engines import Reach, of_all, wrapped
-from gaverify.ranks.forking import run_forked
-from gaverify.ranks.fresh import run_fresh
 from gaverify.ranks.groups import joined, of_every_rank
+from gaverify.ranks.launching import Fresh, run
 from gaverify.ranks.loops import Alone, Synchronised
 from gaverify.ranks.traffic import TrafficMeter
 from gaverify.records.ranks import Engine, Shares, Traffic
@@ -129,15 +128,14 @@ def on_ranks(work: Callable[[Window, int], Result], window: Window) -> list[Resu
     Raises:
         ProblemError: A rank raised, died, or did not end in time.
     """
-    ranks = window.ranks
-    names = [f"rank {rank} of {ranks.count}" for rank in range(ranks.count)]
-    if not ranks.fresh:
-        return run_forked([(name, partial(work, window, rank)) for rank, name in enumerate(names)], ranks.timeout)
-    assert window.made is not None
-    there, told = window.made.device, replace(window, made=None)
-    release_memory(there)
-    jobs = [(name, partial(work, told, rank)) for rank, name in enumerate(names)]
-    return run_fresh(jobs, there, ranks.devices, ranks.timeout)
+    ranks, fresh = window.ranks, None
+    if ranks.fresh:
+        assert window.made is not None
+        fresh = Fresh(window.made.device, ranks.devices)
+        release_memory(fresh.there)
+        window = replace(window, made=None)
+    jobs = [(f"rank {rank} of {ranks.count}", partial(work, window, rank)) for rank in range(ranks.count)]
+    return run(jobs, ranks.timeout, fresh=fresh)
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,8 @@ def factory(fault=""):
                 raise ValueError("no luck")
             if fault == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
+        if batch.dtype is torch.float64 and fault in ("float64", f"float64 of {rank}"):
+            raise MemoryError("no room")
         return model(batch).square().mean()
 
     return model, loss, torch.arange(32.0).reshape(8, 4)
@@ -192,6 +194,16 @@ def test_a_rank_that_fails_ends_all_with_one_sentence(tmp_path: Path, fault: str
     ranks = ranks_of(tmp_path, fault, *(("--timeout", "3") if fault == "late" else ()))
     assert [code for code, _, _ in ranks] == [2, 2], ranks
     assert "".join(err for _, _, err in ranks).count(sentence) == 1, ranks
+
+
+def test_a_float64_control_that_one_rank_lacks_is_told_by_it(tmp_path: Path) -> None:
+    """The others wait for its gradients; where all lack it, the noise floor decides on all."""
+    ranks = ranks_of(tmp_path, "float64 of 1", "--exact")
+    assert [code for code, _, _ in ranks] == [2, 2], ranks
+    words = "rank 1: the float64 control failed on this rank alone: "
+    assert "".join(err for _, _, err in ranks).count(words) == 1, ranks
+    (first, out, _), (second, _, _) = ranks_of(tmp_path, "float64", "--exact")
+    assert first == second and "noise floor" in out and "no room" in out, out
 
 
 def test_a_rank_that_dies_is_named_by_the_others(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gaverify.ranks.forking import run_forked
 from gaverify.ranks.groups import joined
+from gaverify.ranks.launching import run
 from gaverify.ranks.traffic import TrafficMeter
 from gaverify.records.events import Ending
 from gaverify.records.ranks import Engine, Traffic
@@ -45,7 +45,7 @@ def trained(folder: Path, engine: Engine, width: int, *, recorded: bool, updates
     def rank(number: int) -> Callable[[], Trained]:
         return lambda: _train(folder, number, engine, width, recorded, updates)
 
-    return run_forked([(f"rank {number}", rank(number)) for number in range(RANKS)], 120.0)
+    return run([(f"rank {number}", rank(number)) for number in range(RANKS)], 120.0)
 
 
 def _train(folder: Path, rank: int, engine: Engine, width: int, recorded: bool, updates: int) -> Trained:

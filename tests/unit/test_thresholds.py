@@ -18,7 +18,7 @@ DECIDE_NOTHING = {
     "verdict/tracing.py": "learning rates of optimizers, as torch has them",
     "causes/trace/fingerprints.py": "what values are folded at, and what stands for infinity",
     "causes/trace/matching.py": "what stands for NaN",
-    "ranks/collecting.py": "seconds",
+    "ranks/launching.py": "seconds",
     "audit/controls.py": "what losses are multiplied by in a control",
     "audit/processes.py": "seconds",
     "audit/request.py": "seconds",

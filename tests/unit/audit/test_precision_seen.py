@@ -22,8 +22,8 @@ from gaverify.passes.isolation import ModelState
 from gaverify.passes.precision import coarsest_unit, unit_roundoff
 from gaverify.passes.randomness import Recorder as RecordedDraws
 from gaverify.preparation import task_of
-from gaverify.ranks.forking import run_forked
 from gaverify.ranks.groups import joined
+from gaverify.ranks.launching import run
 from gaverify.ranks.traffic import TrafficMeter
 from gaverify.verdict.judging import working_unit
 
@@ -165,4 +165,4 @@ def _reduced(folder: Path) -> list[str]:
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
 def test_the_meter_sees_in_which_type_gradients_are_reduced(tmp_path: Path) -> None:
-    assert run_forked([("rank 0 of 1", lambda: _reduced(tmp_path))], 60.0) == [["torch.float16"]]
+    assert run([("rank 0 of 1", lambda: _reduced(tmp_path))], 60.0) == [["torch.float16"]]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -18,7 +16,6 @@ from gaverify.origins import LoadedAfresh
 from gaverify.passes.devices import backend_of
 from gaverify.preparation import settings_of_spec
 from gaverify.ranks import coordinating
-from gaverify.ranks.fresh import run_fresh
 from gaverify.spec import Spec
 from gaverify.verification import verify_spec
 
@@ -83,38 +80,6 @@ def test_a_factory_that_draws_anew_is_told(tmp_path: Path) -> None:
     twin = LoadedAfresh(settings_of_spec(spec), spec)
     with ExitStack() as stack:
         assert twin.known(twin.problem()).task(stack, CPU).steps == 4
-
-
-def _refuse() -> None:
-    raise ProblemError("the batch is too small")
-
-
-def _leave() -> None:
-    os._exit(3)
-
-
-def _sleep(seconds: float = 60.0) -> int:
-    time.sleep(seconds)
-    return os.getpid()
-
-
-@pytest.mark.slow
-def test_a_failure_ends_the_others() -> None:
-    begun = time.monotonic()
-    with pytest.raises(ProblemError, match="the batch is too small"):
-        run_fresh([("a", _sleep), ("b", _refuse)], CPU, [CPU, CPU])
-    assert time.monotonic() - begun < 50
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("job", "timeout", "words"),
-    [(_leave, None, "b left with exit code 3"), (_sleep, 3.0, "b did not end within 3 s")],
-    ids=["dies", "hangs"],
-)
-def test_a_process_that_gives_no_answer_is_told(job: Callable[[], object], timeout: float | None, words: str) -> None:
-    with pytest.raises(ProblemError, match=words):
-        run_fresh([("b", job)], CPU, [CPU], timeout)
 
 
 def test_devices_that_ranks_cannot_have_are_told() -> None:

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from gaverify.passes.devices import available_devices
-from gaverify.ranks.forking import run_forked
 from gaverify.ranks.gathering import watch_gathers
 from gaverify.ranks.groups import joined
+from gaverify.ranks.launching import run
 from gaverify.remedies import all_gather
 
 pytestmark = [
@@ -59,7 +59,7 @@ def _transposed(folder: Path, rank: int) -> list[list[float]]:
 
 
 def test_the_remedy_brings_back_gradients_that_come_transposed(tmp_path: Path) -> None:
-    found = run_forked([(f"rank {rank}", lambda rank=rank: _transposed(tmp_path, rank)) for rank in range(2)], 60.0)
+    found = run([(f"rank {rank}", lambda rank=rank: _transposed(tmp_path, rank)) for rank in range(2)], 60.0)
     whole = (torch.arange(12.0, device="cpu").reshape(3, 4) * 3).T  # of both losses
     assert found == [whole[:2].tolist(), whole[2:].tolist()]
 
@@ -70,4 +70,4 @@ def test_a_gather_by_torchs_own_names(
     tmp_path: Path, gather: Callable[[torch.Tensor], torch.Tensor], repaired: bool, gradient: float
 ) -> None:
     ranks = [(f"rank {rank}", lambda rank=rank: _gathered(tmp_path, rank, gather, repaired)) for rank in range(2)]
-    assert run_forked(ranks, 60.0) == [[5.0, 6.0, gradient, 1]] * 2
+    assert run(ranks, 60.0) == [[5.0, 6.0, gradient, 1]] * 2

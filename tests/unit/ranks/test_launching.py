@@ -1,4 +1,4 @@
-"""Forked processes: what comes back, what is raised, and that none is left."""
+"""Jobs in forked and in fresh processes: what comes back, what is raised, and that none is left."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from gaverify.errors import InternalError, ProblemError
-from gaverify.ranks.forking import run_forked
+from gaverify.ranks.launching import Fresh, run, told
+
+CPU = torch.device("cpu")
+FRESH = Fresh(CPU, [CPU, CPU])
 
 
 def _refuse() -> None:
@@ -25,6 +29,19 @@ def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _leave() -> None:
+    os._exit(3)
+
+
+def _tell() -> str:
+    told("half", 1, 2)
+    return "done"
+
+
+def _tell_through() -> str:
+    return str(run([("below", _tell)])[0])
+
+
 def _sleep() -> int:
     time.sleep(60)
     return os.getpid()
@@ -35,11 +52,11 @@ def test_results_come_in_order_whoever_is_first() -> None:
         time.sleep(0.2)
         return "slow"
 
-    assert run_forked([("a", slow), ("b", lambda: "quick")]) == ["slow", "quick"]
+    assert run([("a", slow), ("b", lambda: "quick")]) == ["slow", "quick"]
 
 
 def test_each_task_has_a_process_of_its_own() -> None:
-    pids = run_forked([("a", os.getpid), ("b", os.getpid)])
+    pids = run([("a", os.getpid), ("b", os.getpid)])
     assert len({*pids, os.getpid()}) == 3
 
 
@@ -56,7 +73,7 @@ def test_each_task_has_a_process_of_its_own() -> None:
 def test_a_failure_ends_the_others_at_once(task: object, error: type[Exception], words: str) -> None:
     begun, before = time.monotonic(), _children()
     with pytest.raises(error, match=words):
-        run_forked([("a", _sleep), ("b", task)])  # type: ignore[list-item]
+        run([("a", _sleep), ("b", task)])  # type: ignore[list-item]
     assert time.monotonic() - begun < 30
     assert _children() <= before  # those of other tests aside
 
@@ -75,12 +92,29 @@ def test_the_earliest_failure_is_told() -> None:
         raise ProblemError("the batch is too small")
 
     with pytest.raises(ProblemError, match="the batch is too small"):
-        run_forked([("later", later), ("first", first)])
+        run([("later", later), ("first", first)])
 
 
 def test_a_task_that_does_not_end_is_ended() -> None:
     with pytest.raises(ProblemError, match=r"a did not end within 0\.2 s"):
-        run_forked([("a", _sleep)], timeout=0.2)
+        run([("a", _sleep)], timeout=0.2)
+
+
+@pytest.mark.slow
+def test_what_is_told_of_forked_processes_is_told_of_fresh_ones() -> None:
+    with pytest.raises(ProblemError, match="the batch is too small"):
+        run([("a", _sleep), ("b", _refuse)], fresh=FRESH)
+    with pytest.raises(ProblemError, match="b left with exit code 3"):
+        run([("a", _sleep), ("b", _leave)], fresh=FRESH)
+    with pytest.raises(ProblemError, match="a, b did not end within 3 s"):
+        run([("a", _sleep), ("b", _sleep)], timeout=3.0, fresh=FRESH)
+
+
+@pytest.mark.parametrize("fresh", [None, pytest.param(FRESH, marks=pytest.mark.slow)], ids=["forked", "fresh"])
+def test_what_a_job_tells_is_heard_before_it_ends_and_goes_up_through_others(fresh: Fresh | None) -> None:
+    heard: list[tuple[object, ...]] = []
+    assert run([("a", _tell), ("b", _tell_through)], None, lambda *words: heard.append(words), fresh) == ["done"] * 2
+    assert heard == [("half", 1, 2)] * 2
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="reads /proc")
@@ -88,22 +122,19 @@ def test_children_end_with_a_parent_that_is_killed() -> None:
     """The middle process is killed as the system kills for memory; its own child must not go on."""
     reading, writing = os.pipe()
 
+    def leaf() -> None:
+        os.write(writing, str(os.getpid()).encode())
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(60)
+
     def middle() -> None:
-        def leaf() -> None:
-            os.write(writing, str(os.getpid()).encode())
-            time.sleep(60)
-
-        run_forked([("leaf", leaf)], waiting=_kill_when_started)
-
-    def _kill_when_started() -> None:
-        time.sleep(0.3)
-        os.kill(os.getpid(), signal.SIGKILL)
+        run([("leaf", leaf)])
 
     with pytest.raises(ProblemError, match="SIGKILL"):
-        run_forked([("middle", middle)])
-    leaf = int(os.read(reading, 32))
+        run([("middle", middle)])
+    started = int(os.read(reading, 32))
     for _ in range(100):
-        if not _runs(leaf):
+        if not _runs(started):
             break
         time.sleep(0.05)
     else:

@@ -1,0 +1,307 @@
+"""Runs jobs in processes of their own, forked or fresh, all at the same time, and brings back what they returned.
+
+A fork starts in milliseconds and shares the model and the batch with its parent. It works where there are only CPUs:
+neither CUDA nor, beside it, autograd runs in a forked process. A fresh one, behind a keeper, imports torch and builds
+the model again, which takes seconds. Its job and all that belongs to it are pickled into a file, so that it names what
+it calls, and what it takes is data. What either has to say goes through its pipe, and neither outlives its parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import math
+import os
+import pickle
+import select
+import signal
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from gaverify.children import Kept, given, private_stdout, working_folder
+from gaverify.children.output import signal_name
+from gaverify.errors import GaverifyError, InternalError, ProblemError
+from gaverify.passes.devices import select_device
+
+Job = tuple[str, Callable[[], Any]]
+"""A name for messages, and what to call; its result must be picklable."""
+
+_POLL = 0.05
+_LINGER = 0.5  # seconds: when one rank fails the others lose their connections, and may tell of that first
+_KEPT_LINES = 12  # of a traceback that a message shows
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a process gets when its parent dies
+_SIZE = struct.Struct("<Q")  # before each message in a pipe
+_FRESH = "where there is an accelerator, ranks are fresh processes"
+_ADVICE = (
+    "define what they are made of at the top level of a module that can be imported, or run `gaverify run --ranks R "
+    "--model package.module:factory`, which every process loads for itself, or hide the accelerator "
+    "(CUDA_VISIBLE_DEVICES=) and write device='cpu'"
+)
+_upwards: list[IO[bytes]] = []
+"""The pipe to whoever started this process, where `run` did."""
+_places: dict[str, str] = {}
+"""In a fresh process: the device of whoever started it, and its own."""
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """Where fresh processes compute: the tensors of their jobs lie `there`, and each shall find them on its device."""
+
+    there: torch.device
+    devices: Sequence[torch.device]
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What a job returned, or why it failed, and when (the clock of all processes is one)."""
+
+    at: float
+    value: Any = None
+    error: GaverifyError | None = None
+
+
+def told(*words: Any) -> None:
+    """Tells whoever started this process something while its job runs; nobody where `run` did not start it."""
+    _send(words)
+
+
+def run(
+    jobs: Sequence[Job],
+    timeout: float | None = None,
+    heard: Callable[..., None] = told,
+    fresh: Fresh | None = None,
+) -> list[Any]:
+    """Runs each job in a process and returns their results in order; no process is left when it returns or raises.
+
+    Args:
+        jobs: What to run; everything in them must be picklable where processes are fresh.
+        timeout: Seconds after which all are ended, their start included; None waits for ever.
+        heard: Called with what a process tells while its job runs.
+        fresh: None forks.
+
+    Raises:
+        GaverifyError: What the first job that failed raised, if it was one of gaverify's own errors.
+        InternalError: A job raised something else.
+        ProblemError: A process died, or was not done in time, or a job cannot be pickled.
+    """
+    children: list[_Child] = []
+    with ExitStack() as stack:
+        starting = _forks(jobs) if fresh is None else _starts(jobs, fresh, stack)
+        try:
+            for child in starting:
+                children.append(child)
+            return _results(children, timeout, heard)
+        finally:
+            for child in children:
+                child.process.end()
+
+
+def _results(children: Sequence[_Child], timeout: float | None, heard: Callable[..., None]) -> list[Any]:
+    limit = math.inf if timeout is None else time.monotonic() + timeout
+    busy = list(children)
+    while busy and time.monotonic() <= limit:
+        ready, _, _ = select.select([child.pipe for child in busy], [], [], _POLL)
+        for child in [child for child in busy if child.pipe in ready and child.read(heard)]:
+            busy.remove(child)
+            if child.outcome.error is not None:
+                limit = min(limit, time.monotonic() + _LINGER)
+    done = [child.outcome for child in children if child not in busy]
+    errors = {outcome.at: outcome.error for outcome in done if outcome.error is not None}
+    if errors:
+        raise errors[min(errors)]
+    if busy:
+        names = ", ".join(child.name for child in busy)
+        raise ProblemError(f"{names} did not end within {timeout:g} s, and all were ended; --timeout waits longer")
+    return [outcome.value for outcome in done]
+
+
+class _Child:
+    """A process that runs a job.
+
+    Args:
+        name: For messages.
+        pipe: Read from without waiting.
+        process: To end it.
+    """
+
+    def __init__(self, name: str, pipe: int, process: _Forked | Kept) -> None:
+        os.set_blocking(pipe, False)
+        self.name, self.pipe, self.process = name, pipe, process
+        self._received = bytearray()
+        self._said: _Outcome | None = None
+
+    def read(self, heard: Callable[..., None]) -> bool:
+        """Reads what is there; whether the other end was closed."""
+        ended = False
+        with contextlib.suppress(BlockingIOError):
+            while not ended:
+                piece = os.read(self.pipe, 1 << 20)
+                self._received += piece
+                ended = not piece
+        while len(self._received) >= _SIZE.size:
+            end = _SIZE.size + _SIZE.unpack_from(self._received)[0]
+            if end > len(self._received):
+                break
+            message = pickle.loads(self._received[_SIZE.size : end])
+            del self._received[:end]
+            if isinstance(message, _Outcome):
+                self._said = message
+            else:
+                heard(*message)
+        return ended
+
+    @property
+    def outcome(self) -> _Outcome:
+        """What it said in the end; where it said nothing, how it ended."""
+        if self._said is None:
+            words = f"{self.name} {_ending(self.process.wait())} before it was done"
+            self._said = _Outcome(time.monotonic(), error=ProblemError(words))
+        return self._said
+
+
+def _ending(code: int) -> str:
+    if code < 0:
+        return f"was ended by signal {signal_name(-code).removeprefix('signal ')}"
+    return f"left with exit code {code}"
+
+
+def _answer(pipe: IO[bytes], name: str, call: Callable[[], Any]) -> None:
+    """What every process does: runs its job, and sends the outcome through its pipe."""
+    _upwards[:] = [pipe]
+    try:
+        found = _Outcome(time.monotonic(), call())
+    except GaverifyError as error:
+        kind = InternalError if isinstance(error, InternalError) else ProblemError
+        found = _Outcome(time.monotonic(), error=kind(str(error)))
+    except BaseException as error:
+        # what the user's code raises is a ProblemError by then; anything else is a fault of ours
+        lines = "".join(traceback.format_exception(error)).rstrip().splitlines()[-_KEPT_LINES:]
+        found = _Outcome(time.monotonic(), error=InternalError("\n".join([f"{name} raised:", *lines])))
+    _send(found)
+
+
+def _send(message: Any) -> None:
+    for pipe in _upwards:
+        packed = pickle.dumps(message)
+        pipe.write(_SIZE.pack(len(packed)) + packed)
+        pipe.flush()
+
+
+class _Forked:
+    """A forked process, and the pipe that it writes to."""
+
+    def __init__(self, pid: int, pipe: int) -> None:
+        self._pid, self._pipe = pid, pipe
+        self._status: int | None = None
+
+    def wait(self) -> int:
+        """Waits until it has ended; returns its exit code, of one that a signal ended the negative number."""
+        _, self._status = os.waitpid(self._pid, 0)
+        return os.waitstatus_to_exitcode(self._status)
+
+    def end(self) -> None:
+        """Kills it."""
+        with contextlib.suppress(OSError):
+            os.close(self._pipe)
+        if self._status is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            self.wait()
+
+
+def _forks(jobs: Sequence[Job]) -> Iterator[_Child]:
+    for name, call in jobs:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        parent = os.getpid()
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid:
+            os.close(writing)
+            yield _Child(name, reading, _Forked(pid, reading))
+            continue
+        code = 1
+        try:
+            os.close(reading)
+            _settle(parent)
+            with os.fdopen(writing, "wb") as pipe:
+                _answer(pipe, name, call)
+            code = 0
+        finally:
+            os._exit(code)  # the parent's `finally` blocks and exit handlers are not this process's to run
+
+
+def _settle(parent: int) -> None:
+    """Makes the fork end with its parent, gives it streams of its own, and one thread to compute with."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # the parent died before it was asked for
+        os._exit(1)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as in the background of a script, or under nohup
+            signal.signal(number, signal.SIG_DFL)
+    # a thread of the parent, such as a progress bar's, may hold the lock of its stream at the fork, for ever here
+    sys.stdout = sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, errors="replace")
+    torch.set_num_threads(1)  # the threads of the parent's pool were not forked; waiting for them would never end
+
+
+def _starts(jobs: Sequence[Job], fresh: Fresh, stack: ExitStack) -> Iterator[_Child]:
+    file = stack.enter_context(working_folder("gaverify-ranks-")) / "jobs.pt"
+    saved(jobs, file)
+    for number, ((name, _), device) in enumerate(zip(jobs, fresh.devices, strict=True)):
+        asked = {"file": str(file), "there": str(fresh.there), "number": number, "device": str(device)}
+        kept = given("gaverify.ranks.launching", {"name": name, "job": asked})
+        assert kept.process.stdout is not None
+        yield _Child(name, kept.process.stdout.fileno(), kept)
+
+
+def saved(value: Any, file: Path) -> None:
+    """Writes what a fresh process shall load.
+
+    Raises:
+        ProblemError: A part of it cannot be pickled.
+    """
+    try:
+        torch.save(value, file)
+    except Exception as error:  # `__reduce__` of the user's classes may raise anything
+        raise ProblemError(f"{_FRESH}, to which model, loss and batch cannot be handed: {error}; {_ADVICE}") from error
+
+
+def loaded(file: Path) -> Any:
+    """Returns, in a fresh process, what was `saved` for it, on its own device.
+
+    Raises:
+        ProblemError: A class or function in it cannot be found here.
+    """
+    try:
+        return torch.load(file, map_location=_places, weights_only=False)
+    except (AttributeError, ImportError) as error:
+        raise ProblemError(f"{_FRESH}, in which one thing is missing: {error}; {_ADVICE}") from error
+
+
+def main() -> None:
+    """Runs the job that stdin names, and writes its outcome to stdout."""
+    asked = json.load(sys.stdin)
+    with os.fdopen(private_stdout(), "wb") as pipe:
+        _answer(pipe, asked["name"], lambda: _done(**asked["job"]))
+    sys.stderr.flush()
+    os._exit(0)  # what was started in this process, such as a process group after a failure, is not waited for
+
+
+def _done(file: str, number: int, there: str, device: str) -> Any:
+    torch.set_num_threads(1)  # as launchers set it: the ranks share the processor
+    select_device(torch.device(device))
+    _places[there] = device
+    return loaded(Path(file))[number][1]()
