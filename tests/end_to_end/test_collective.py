@@ -203,7 +203,7 @@ def test_a_float64_control_that_one_rank_lacks_is_told_by_it(tmp_path: Path) -> 
     words = "rank 1: the float64 control failed on this rank alone: "
     assert "".join(err for _, _, err in ranks).count(words) == 1, ranks
     (first, out, _), (second, _, _) = ranks_of(tmp_path, "float64", "--exact")
-    assert first == second and "noise floor" in out and "no room" in out, out
+    assert first == second and "decided by the noise floor" in out and "float64 was" in out, out
 
 
 def test_a_rank_that_dies_is_named_by_the_others(tmp_path: Path) -> None:
