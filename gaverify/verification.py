@@ -33,7 +33,6 @@ from gaverify.verdict.settings import Settings, Weighting, run_info
 from gaverify.verdict.tracing import traced
 
 if TYPE_CHECKING:
-    from gaverify.collective.membership import Member
     from gaverify.origins import LoadedAfresh
     from gaverify.passes.strategy import Strategy
     from gaverify.ranks.window import Ranks
@@ -163,13 +162,21 @@ def _on_ranks_or_alone(
     spec: Spec | None,
     progress: Progress | None,
 ) -> Verdict:
-    """Verifies with all ranks of a launcher, or here, or, with ranks, in a coordinator.
+    """Verifies with all ranks of a launcher, each of which returns rank 0's verdict, or here, or in a coordinator.
 
-    That is forked, or fresh where no fork can use the device.
+    The coordinator of ranks is forked, or fresh where no fork can use the device.
     """
+    started = time.perf_counter()
     with membership(timeout) as member:
         if member is not None:
-            return _by_every_rank(member, problem, settings, ranks, engine, strategy, spec, progress)
+            from gaverify.collective.verifying import Asked, verified_together
+            from gaverify.ranks.engines import engine_of_word
+
+            with member.together():
+                if ranks is not None:
+                    raise ProblemError(f"a launcher has started {member.count} ranks already: leave `ranks` out")
+                asked = Asked(problem, settings, engine_of_word(engine), strategy, fresh=spec is not None)
+                return verified_together(asked, member, progress, partial(_verdict, settings, started))
     if strategy is not None:
         raise ProblemError("a strategy of your own is run by ranks: start the program with torchrun")
     if ranks is None:
@@ -178,37 +185,11 @@ def _on_ranks_or_alone(
 
     wanted = ranks_wanted(ranks, settings, engine, timeout, problem, resolve_device(settings.device))
     if not wanted.fresh:
-        return coordinated(lambda report: _verified(problem, settings, wanted, report), progress)
+        return coordinated(partial(_verified, problem, settings, wanted), progress)
     from gaverify.origins import left
 
     with left(problem, settings, spec) as origin:
         return coordinated(partial(_verified_afresh, origin, wanted), progress, wanted.device)
-
-
-def _by_every_rank(
-    member: Member,
-    problem: Problem,
-    settings: Settings,
-    ranks: int | None,
-    engine: str | Engine,
-    strategy: Strategy | None,
-    spec: Spec | None,
-    progress: Progress | None,
-) -> Verdict:
-    """Verifies with all ranks of a process group; each returns rank 0's verdict."""
-    from gaverify.collective.verifying import Asked, verified_together
-    from gaverify.ranks.engines import engine_of_word
-
-    started = time.perf_counter()
-
-    def answer(task: Task, judgement: Judgement, facts: Facts) -> Verdict:
-        return _verdict(task, judgement, facts, settings, started)
-
-    with member.together():
-        if ranks is not None:
-            raise ProblemError(f"a launcher has started {member.count} ranks already: leave `ranks` out")
-        asked = Asked(problem, settings, engine_of_word(engine), strategy, fresh=spec is not None)
-        return verified_together(asked, member, progress, answer)
 
 
 def _verified_afresh(origin: LoadedAfresh, ranks: Ranks, progress: Progress | None) -> Verdict:
@@ -223,10 +204,10 @@ def _verified(problem: Problem, settings: Settings, ranks: Ranks | None, progres
     with ExitStack() as stack:
         task = replace(prepared(stack, problem, settings), progress=reporter(progress, settings.steps))
         judgement, facts = _judged(task, settings, ranks)
-        return _verdict(task, judgement, facts, settings, started)
+        return _verdict(settings, started, task, judgement, facts)
 
 
-def _verdict(task: Task, judgement: Judgement, facts: Facts, settings: Settings, started: float) -> Verdict:
+def _verdict(settings: Settings, started: float, task: Task, judgement: Judgement, facts: Facts) -> Verdict:
     """The answer that was judged, with its findings."""
     findings = with_excerpts(findings_for(facts))
     outcome = judgement.outcome(findings)

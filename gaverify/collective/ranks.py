@@ -16,9 +16,9 @@ from gaverify.passes.precision import buffers_apart
 from gaverify.passes.shards import is_sharded
 from gaverify.passes.sketches import sketch
 from gaverify.passes.task import Task
+from gaverify.ranks.engines import Scaled
 from gaverify.ranks.facts import apart_by, facts_of, fitted, own_sketch, with_shares
 from gaverify.ranks.groups import of_every_rank
-from gaverify.ranks.loops import Scaled
 from gaverify.records.ranks import Engine, RankFacts, Shares, Traffic
 from gaverify.thresholds import COMPUTED_FLOAT32
 from gaverify.verdict.comparison import left_between

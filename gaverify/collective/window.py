@@ -22,7 +22,7 @@ from gaverify.passes.modes import OperationMode
 from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.strategy import Strategy, gradients_of_strategy
 from gaverify.passes.task import Task
-from gaverify.ranks.loops import Scaled, Synchronised
+from gaverify.ranks.engines import Scaled, Synchronised
 from gaverify.ranks.traffic import TrafficMeter
 from gaverify.records.ranks import Collective, Engine
 from gaverify.tracebacks import Owner, hands_over, owner_of, shown

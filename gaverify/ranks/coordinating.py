@@ -33,7 +33,7 @@ Progress = Callable[[str, int, int], None]
 
 
 def coordinated(
-    work: Callable[[Progress | None], Answer], progress: Progress | None, afresh: torch.device | None = None
+    work: Callable[[Progress], Answer], progress: Progress | None, afresh: torch.device | None = None
 ) -> Answer:
     """Returns what `work` returns in a process of its own; it is given a `progress` that reports in this one.
 
@@ -48,8 +48,9 @@ def coordinated(
     if afresh is None:
         _import_compiler()
     with ended_as_interrupted(), working_folder("gaverify-ranks-") as folder:
-        job = "the verification", partial(_judged, work, folder, told if progress is not None else None)
-        (answer,) = run([job], None, progress or told, Fresh(afresh, [afresh]) if afresh is not None else None)
+        job = "the verification", partial(_judged, work, folder)
+        fresh = Fresh(afresh, [afresh]) if afresh is not None else None
+        (answer,) = run([job], heard=progress or (lambda *words: None), fresh=fresh)
     return answer  # type: ignore[no-any-return]
 
 
@@ -68,10 +69,10 @@ def _import_compiler() -> None:
             os.rmdir(made)
 
 
-def _judged(work: Callable[[Progress | None], Answer], folder: Path, progress: Progress | None) -> Answer:
+def _judged(work: Callable[[Progress], Answer], folder: Path) -> Answer:
     # temporary files of a process that is killed would stay; the folder around them goes with this one
     tempfile.tempdir = str(folder)
-    return work(progress)
+    return work(told)
 
 
 def needs_fresh(device: torch.device) -> bool:

@@ -18,7 +18,8 @@ from gaverify.children import working_folder
 _LOOPBACK = "lo"
 
 
-class joined:
+@contextmanager
+def joined(rank: int, ranks: int, store: Path, backend: str = "gloo") -> Iterator[None]:
     """Enters the process group of the ranks on this machine, through a file: no port can be taken.
 
     Args:
@@ -27,24 +28,16 @@ class joined:
         store: A path that exists for this run only.
         backend: As `torch.distributed` names it.
     """
-
-    def __init__(self, rank: int, ranks: int, store: Path, backend: str = "gloo") -> None:
-        self._rank, self._ranks, self._store, self._backend = rank, ranks, store, backend
-
-    def __enter__(self) -> None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
-        os.environ |= {
-            "RANK": str(self._rank),
-            "LOCAL_RANK": str(self._rank),
-            "WORLD_SIZE": str(self._ranks),
-            "LOCAL_WORLD_SIZE": str(self._ranks),
-        }
-        store = FileStore(str(self._store), self._ranks)
-        dist.init_process_group(self._backend, store=store, rank=self._rank, world_size=self._ranks)
-
-    def __exit__(self, kind: Any, *exception: Any) -> None:
-        if kind is None:  # after a failure the other ranks must not lose their connections before it has been told
-            dist.destroy_process_group()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+    }
+    dist.init_process_group(backend, store=FileStore(str(store), ranks), rank=rank, world_size=ranks)
+    yield
+    dist.destroy_process_group()  # not after a failure, which has to be told before others lose their connections
 
 
 @contextmanager

@@ -11,9 +11,8 @@ from gaverify.passes.devices import backend_of
 from gaverify.passes.gradients import PassProbe, full_batch_gradients
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.task import Task
-from gaverify.ranks.engines import wrapped
+from gaverify.ranks.engines import Scaled, Synchronised, wrapped
 from gaverify.ranks.groups import alone, joined
-from gaverify.ranks.loops import Scaled, Synchronised
 from gaverify.ranks.traffic import TrafficMeter
 from gaverify.ranks.window import Kept, Ranks, Window, accumulated, by_itself, on_ranks, window_of
 from gaverify.records.ranks import Moved, Traffic

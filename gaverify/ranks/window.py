@@ -25,10 +25,9 @@ from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.shards import is_sharded
 from gaverify.passes.sketches import sketch
 from gaverify.passes.task import Task
-from gaverify.ranks.engines import Reach, of_all, wrapped
+from gaverify.ranks.engines import Alone, Reach, Synchronised, of_all, wrapped
 from gaverify.ranks.groups import joined, of_every_rank
 from gaverify.ranks.launching import Fresh, run
-from gaverify.ranks.loops import Alone, Synchronised
 from gaverify.ranks.traffic import TrafficMeter
 from gaverify.records.ranks import Engine, Shares, Traffic
 from gaverify.verdict.control import in_float64

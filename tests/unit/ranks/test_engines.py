@@ -8,8 +8,7 @@ from torch import nn
 
 from gaverify.passes.problem import Problem
 from gaverify.passes.task import Task
-from gaverify.ranks.engines import Reach, blocks, of_all
-from gaverify.ranks.loops import Alone
+from gaverify.ranks.engines import Alone, Reach, blocks, of_all
 
 
 class _Branches(nn.Module):
