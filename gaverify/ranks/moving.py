@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 
 from gaverify.children import working_folder
 from gaverify.passes.batching import micro_batch_sizes
-from gaverify.passes.devices import backend_of
 from gaverify.passes.gradients import PassProbe, full_batch_gradients
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.task import Task
-from gaverify.ranks.engines import Scaled, Synchronised, wrapped
-from gaverify.ranks.groups import alone, joined
+from gaverify.ranks.engines import Scaled, Synchronised
+from gaverify.ranks.groups import alone
 from gaverify.ranks.traffic import TrafficMeter
-from gaverify.ranks.window import Kept, Ranks, Window, accumulated, by_itself, on_ranks, window_of
+from gaverify.ranks.window import Ranks, Window, accumulated, entered, on_ranks, window_of
 from gaverify.records.ranks import Moved, Traffic
 
 
@@ -45,17 +43,9 @@ def _order(traffic: Traffic) -> tuple[int, int]:
 
 def _counted(window: Window, rank: int) -> tuple[Traffic, Traffic]:
     """What the process of a rank does: windows that do not count, then one of each kind."""
-    count, engine = window.ranks.count, window.ranks.engine
-    with (
-        window.task(rank) as bare,
-        joined(rank, count, window.folder / "store", backend_of(window.ranks.devices)),
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore")
-        own = range(rank, len(bare.sizes), count)
-        _, reach = by_itself(window, bare, own, TrafficMeter())
-        task = wrapped(bare, engine, reach)
-        once = Synchronised(task, engine, own[-1], count)
+    count = window.ranks.count
+    with entered(window, rank) as (task, own, _, _):
+        once = Synchronised(task, window.ranks.engine, own[-1], count)
         for _ in range(2):  # DDP sorts its buckets anew when the window after its first reduction reduces
             _window(window, task, own, once)
         # the last micro-batch of `once` leaves FSDP2's reduction on, as `Scaled` needs it
@@ -65,5 +55,5 @@ def _counted(window: Window, rank: int) -> tuple[Traffic, Traffic]:
 def _window(window: Window, task: Task, own: range, probe: PassProbe) -> Traffic:
     meter = TrafficMeter()
     with meter.counting():
-        accumulated(window, task, Kept(), own, probe)
+        accumulated(window, task, own, probe)
     return meter.traffic

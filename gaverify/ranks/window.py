@@ -25,7 +25,7 @@ from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.shards import is_sharded
 from gaverify.passes.sketches import sketch
 from gaverify.passes.task import Task
-from gaverify.ranks.engines import Alone, Reach, Synchronised, of_all, wrapped
+from gaverify.ranks.engines import Alone, Synchronised, of_all, wrapped
 from gaverify.ranks.groups import joined, of_every_rank
 from gaverify.ranks.launching import Fresh, run
 from gaverify.ranks.traffic import TrafficMeter
@@ -153,7 +153,7 @@ class RankReport:
     buffers: dict[str, torch.Tensor]
 
 
-class Kept(ModelState):
+class _Kept(ModelState):
     """A state that keeps nothing: a rank's process ends after its window."""
 
     def __init__(self) -> None: ...
@@ -167,27 +167,13 @@ class Kept(ModelState):
 
 def reported(window: Window, rank: int) -> RankReport:
     """What the process of a rank does: join the group, run its window, leave the group."""
-    with (
-        window.task(rank) as task,
-        joined(rank, window.ranks.count, window.folder / "store", backend_of(window.ranks.devices)),
-        warnings.catch_warnings(),
-        window.around(),
-    ):
-        warnings.simplefilter("ignore")
-        return _run(window, task, rank)
-
-
-def _run(window: Window, bare: Task, rank: int) -> RankReport:
-    count, engine = window.ranks.count, window.ranks.engine
-    own = range(rank, len(bare.sizes), count)
-    calls, traffic = TrafficMeter(), TrafficMeter()
-    alone, reach = by_itself(window, bare, own, calls)
-    task = wrapped(bare, engine, reach)
-    with traffic.counting():
-        share = window.shares[rank][0] if window.shares else 1.0
-        probe = Synchronised(task, engine, own[-1], count, share)
-        together = accumulated(window, task, Kept(), own, probe)
-    whole = {name: _whole(gradient) for name, gradient in together.gradients.items()}
+    traffic = TrafficMeter()
+    with entered(window, rank) as (task, own, alone, calls):
+        with traffic.counting():
+            share = window.shares[rank][0] if window.shares else 1.0
+            probe = Synchronised(task, window.ranks.engine, own[-1], window.ranks.count, share)
+            together = accumulated(window, task, own, probe)
+        whole = {name: _whole(gradient) for name, gradient in together.gradients.items()}
     if rank == 0:
         torch.save(whole, window.gradients)
     return RankReport(
@@ -195,7 +181,7 @@ def _run(window: Window, bare: Task, rank: int) -> RankReport:
         sketch(list(whole.values())).cpu(),
         sketch(list(alone.gradients.values())).cpu(),
         traffic.traffic,
-        calls.traffic,
+        calls,
         {name: buffer.cpu() for name, buffer in together.buffers.items()},
     )
 
@@ -205,31 +191,37 @@ def _whole(gradient: Any) -> torch.Tensor | None:
     return gradient.full_tensor() if gradient is not None and is_sharded(gradient) else gradient  # type: ignore[no-any-return]
 
 
-def by_itself(window: Window, task: Task, own: range, calls: TrafficMeter) -> tuple[PassResult, Reach]:
-    """Returns what a rank's own micro-batches give without an engine, and what those of all ranks reach.
+@contextmanager
+def entered(window: Window, rank: int) -> Iterator[tuple[Task, range, PassResult, Traffic]]:
+    """Joins the ranks' group, and runs a rank's micro-batches without an engine, to learn what those of all reach.
 
-    Args:
-        window: What to run.
-        task: With the bare model.
-        own: The rank's micro-batches.
-        calls: Counts the collectives of the user's own code.
+    Gives the task under the engine, the rank's micro-batches, what they gave alone, and what the user's own code sent.
     """
-    bare = Alone(task, window.ranks.count)
-    with calls.counting():
-        # a state of its own: the parent's would set the parent's number of threads again, which were not forked
-        state = ModelState(task.modules, (task.problem.loss,))
-        alone = accumulated(window, task, state, own, bare)
-    return alone, of_all(of_every_rank(bare.reach, window.ranks.count))
+    count, calls = window.ranks.count, TrafficMeter()
+    with (
+        window.task(rank) as bare,
+        joined(rank, count, window.folder / "store", backend_of(window.ranks.devices)),
+        warnings.catch_warnings(),
+        window.around(),
+    ):
+        warnings.simplefilter("ignore")
+        own, probe = range(rank, len(bare.sizes), count), Alone(bare, count)
+        with calls.counting():
+            # a state of its own: the parent's would set the parent's number of threads again, which were not forked
+            alone = accumulated(window, bare, own, probe, ModelState(bare.modules, (bare.problem.loss,)))
+        yield wrapped(bare, window.ranks.engine, of_all(of_every_rank(probe.reach, count))), own, alone, calls.traffic
 
 
-def accumulated(window: Window, task: Task, state: ModelState, own: range, probe: PassProbe) -> PassResult:
-    """Returns the gradient of a rank's own micro-batches.
+def accumulated(
+    window: Window, task: Task, own: range, probe: PassProbe, state: ModelState | None = None
+) -> PassResult:
+    """Returns the gradient of a rank's own micro-batches; without a state nothing is restored.
 
     Raises:
         ProblemError: The model or loss raised; the message says what to change where the wrapper is the reason.
     """
     try:
-        return accumulated_gradients(task, state, window.record, window.reference, probe=probe, own=own)
+        return accumulated_gradients(task, state or _Kept(), window.record, window.reference, probe=probe, own=own)
     except ProblemError as error:
         raise ProblemError(f"{error}{_hint(error)}") from error
 
