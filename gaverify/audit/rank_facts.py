@@ -51,6 +51,10 @@ def rank_facts(full: Run, accumulated: RankedRun, update: UpdateComparison, unit
     engine = Engine(accumulated.meta["engine"]) if accumulated.meta["engine"] else None
     own = [{at: _total(samples, at) for at in samples.steps} for samples in ranks]
     window = [event for event in accumulated.ranks[0].events if event.update == 1 and event.kind == "backward"]
+    # of trained tensors, which the script makes in its forwards and losses
+    gathers = sum(len(event.values.get("gathers", ())) for event in window)
+    fed = [run.rows_of(run.samples(first), reached=False) for run in accumulated.ranks]
+    checks = [check_rows(one, other) for one, other in combinations(fed, 2)]
     facts = RankFacts(
         ranks=len(ranks),
         engine=engine,
@@ -58,7 +62,7 @@ def rank_facts(full: Run, accumulated: RankedRun, update: UpdateComparison, unit
         summed_apart=apart(accumulated, first, "summed"),
         started_apart=apart(accumulated, first, "before"),
         window=_traffic(window),
-        own=_gathered(window),
+        own=Traffic({Collective.GATHER: gathers} if gathers else {}),  # their bytes are not counted
         weights=None,
         difference=difference,
         unit=unit,
@@ -72,7 +76,7 @@ def rank_facts(full: Run, accumulated: RankedRun, update: UpdateComparison, unit
         else tuple(event.values.get("reduced", 0) for event in window),
         stepped_without=sharded and not any(run.gradients(first) for run in accumulated.ranks),
         shards=_shares(full, accumulated, first) if sharded else (),
-        fed_alike=_fed_alike([run.rows_of(run.samples(first), reached=False) for run in accumulated.ranks]),
+        fed_alike=any(check.checked and check.same for check in checks),
         tensor_parallel=accumulated.meta["tensor_parallel"],
         targets=_targets(accumulated),
         altered=_altered(accumulated.samples(first)),
@@ -133,18 +137,6 @@ def _targets(accumulated: RankedRun) -> tuple[tuple[int, ...], ...]:
         window = [event for event in run.events if event.update == 1 and event.kind == "backward"]
         found.append(tuple(max((count for count, _ in e.values.get("targets", ())), default=0) for e in window))
     return tuple(found) if all(counts and all(counts) for counts in found) else ()
-
-
-def _fed_alike(rows: Sequence[list[dict[str, Any]]]) -> bool:
-    """Whether two ranks were fed the same rows, by their fingerprints."""
-    checks = [check_rows(one, other) for one, other in combinations(rows, 2)]
-    return any(check.checked and check.same for check in checks)
-
-
-def _gathered(backwards: Sequence[Event]) -> Traffic:
-    """The gathers of trained tensors that the script made in its forwards and losses; their bytes are not counted."""
-    gathers = sum(len(event.values.get("gathers", ())) for event in backwards)
-    return Traffic({Collective.GATHER: gathers} if gathers else {})
 
 
 def _mean_left(whole: Samples, own: Sequence[Mapping[int, torch.Tensor]]) -> float:

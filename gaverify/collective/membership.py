@@ -86,7 +86,8 @@ class Member:
                     raise self.failed(Said("", own=False))
                 if time.monotonic() > limit:
                     missing = [rank for rank in range(self.count) if rank not in found]
-                    raise self.failed(Said(alone, own=True) if alone else self._late(missing))
+                    late = f"{_ranks(missing)} did not arrive within {self.timeout:g} s: every rank has to call this"
+                    raise self.failed(Said(alone or late, own=bool(alone)))
                 time.sleep(_POLL)
         return [found[rank] for rank in range(self.count)]
 
@@ -150,10 +151,6 @@ class Member:
             return _sentence(own, self.count) or others[0]
         missing = [rank for rank in range(self.count) if rank not in said]
         return f"{_ranks(missing)} ended before there was a verdict" if missing else "the ranks lost each other"
-
-    def _late(self, missing: Sequence[int]) -> Said:
-        late = f"{_ranks(missing)} did not arrive within {self.timeout:g} s: every rank has to call this"
-        return Said(late, own=False)
 
     @contextmanager
     def together(self) -> Iterator[None]:

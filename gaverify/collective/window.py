@@ -65,23 +65,19 @@ class Trained:
         moved, own = Moved(TrafficMeter(), []), self.own(task)
         with moved.meter.counting(), _backwards_noted(moved):
             if self.strategy is not None:
-                cut = self._merged(task) if self.merged else task
+                each = task.steps // self.member.count if self.merged else 1
+                sizes = tuple(sum(task.sizes[at : at + each]) for at in range(0, task.steps, each))
+                cut = replace(task, sizes=sizes)
                 result = gradients_of_strategy(cut, state, record, self.strategy, self.own(cut))
             else:
-                probe = self._probe(task, own)
+                count = self.member.count
+                probe: PassProbe = Scaled(count, self.share)
+                if self.engine is not None:
+                    probe = Synchronised(task, self.engine, own[-1], count, self.share)
                 result = accumulated_gradients(task, state, record, full, lift=lift, probe=probe, own=own)
         if self.strategy is not None and not moved.reduced:
             raise ProblemError("the strategy never calls backward: no gradient is there to compare")
         return result, moved
-
-    def _merged(self, task: Task) -> Task:
-        steps = task.steps // self.member.count
-        return replace(task, sizes=tuple(sum(task.sizes[at : at + steps]) for at in range(0, task.steps, steps)))
-
-    def _probe(self, task: Task, own: range) -> PassProbe:
-        if self.engine is None:
-            return Scaled(self.member.count, self.share)
-        return Synchronised(task, self.engine, own[-1], self.member.count, self.share)
 
 
 @contextmanager

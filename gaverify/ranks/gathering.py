@@ -59,17 +59,13 @@ def watch_gathers(note: Callable[[], None], *, with_gradient: bool) -> None:
     _put({name: watched(name) for name in plain})
 
 
-def _homes() -> tuple[Any, ...]:
-    return dist, dist.distributed_c10d
-
-
 def _known() -> dict[str, Gather]:
     return {name: getattr(dist, name) for name in _NAMES if hasattr(dist, name)}
 
 
 def _put(functions: Mapping[str, Gather]) -> None:
     for name, function in functions.items():
-        for home in _homes():
+        for home in (dist, dist.distributed_c10d):
             setattr(home, name, function)
 
 
