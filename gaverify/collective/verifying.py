@@ -12,7 +12,7 @@ import torch
 from gaverify.collective.flow import judge_together
 from gaverify.collective.membership import Member
 from gaverify.collective.window import Trained
-from gaverify.collective.wrapping import description, engine_of, under
+from gaverify.collective.wrapping import description, under, users_engine
 from gaverify.errors import Agreed
 from gaverify.passes.batching import batch_size_of, micro_batch_sizes
 from gaverify.passes.fingerprints import digest_of
@@ -68,7 +68,7 @@ def verified_together(
         described = member.everyones("model", (tuple(task.parameters), description(task), settings.seed))
         odd = next((rank for rank, found in enumerate(described) if found != described[0]), None)
         member.agree("alike", _other_model(odd, described) if odd is not None else "")
-        engine = engine_of(task.modules)
+        engine = users_engine(task.modules)
         if engine is None and asked.strategy is None:
             engine = asked.engine
             member.agree("wrapping", "" if asked.fresh or engine is Engine.DDP else _WRAP_IT)

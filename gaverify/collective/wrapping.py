@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
@@ -11,33 +10,28 @@ from gaverify.errors import ProblemError
 from gaverify.passes.fingerprints import digest_of
 from gaverify.passes.shards import is_sharded
 from gaverify.passes.task import Task
-from gaverify.passes.wrappers import sharded_modules
+from gaverify.passes.wrappers import engine_of, flattened, tensor_parallel
 from gaverify.ranks.engines import Reach, blocks, wrapped
 from gaverify.records.ranks import Engine
 
 
-def engine_of(modules: list[nn.Module]) -> Engine | None:
+def users_engine(modules: list[nn.Module]) -> Engine | None:
     """Returns the engine that the user's code put the modules under; None where it used none.
 
     Raises:
         ProblemError: Another one did.
     """
-    kinds = {type(module).__name__ for root in modules for module in root.modules()}
-    if "FullyShardedDataParallel" in kinds:
+    if flattened(modules):
         raise ProblemError(
             "the model is under FullyShardedDataParallel (FSDP1), whose flat parameters are not compared shard by "
             "shard; use `fully_shard` (FSDP2), or give the plain model"
         )
-    sharded = bool(sharded_modules(modules))
-    tensors: list[Any] = [p for root in modules for p in root.parameters() if is_sharded(p)]
-    if any(sum(place.is_shard() for place in tensor.placements) > 1 for tensor in tensors) or (tensors and not sharded):
+    if tensor_parallel(modules, [parameter for root in modules for parameter in root.parameters()]):
         raise ProblemError(
             "layers of the model are split over ranks (tensor parallelism), which are not compared yet; "
             "verify the model without it"
         )
-    if sharded:
-        return Engine.FSDP2
-    return Engine.DDP if "DistributedDataParallel" in kinds else None
+    return engine_of(modules)
 
 
 def under(task: Task, engine: Engine) -> Task:

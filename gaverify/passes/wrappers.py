@@ -1,4 +1,4 @@
-"""Wrapped models in another precision: what `fully_shard` and DistributedDataParallel made of their parameters.
+"""Wrapped models: under which engine they are, and what that made of their parameters in another precision.
 
 What a sharded module gathers into, and what it gathers from, are buffers that it made at its first forward, in the
 precision of then. They are put aside with the policy, and made again. DistributedDataParallel listens to nodes of the
@@ -7,7 +7,8 @@ graph that torch lets go of when a parameter changes its type: it would never re
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,6 +18,7 @@ from torch import nn
 
 from gaverify.errors import ProblemError
 from gaverify.passes.shards import is_sharded
+from gaverify.records.ranks import Engine
 
 _live: WeakKeyDictionary[nn.Module, tuple[Any, Any]] = WeakKeyDictionary()
 """The reducer, and its logger, of each module whose reducer was renewed: a state that was taken before has the old."""
@@ -26,6 +28,28 @@ _MADE = ("_sharded_param_data", "all_gather_outputs", "_unsharded_param", "_shar
 def sharded_modules(modules: list[nn.Module]) -> list[Any]:
     """Returns the modules that `fully_shard` was called on."""
     return [module for root in modules for module in root.modules() if hasattr(module, "set_requires_gradient_sync")]
+
+
+def engine_of(models: Iterable[nn.Module]) -> Engine | None:
+    """Returns what reduces the gradients of models, `fsdp2` before `ddp`, by its switches; None where nothing does."""
+    modules = [module for model in models for module in model.modules()]
+    switches = {"set_requires_gradient_sync": Engine.FSDP2, "require_backward_grad_sync": Engine.DDP}
+    return next((engine for name, engine in switches.items() if any(hasattr(m, name) for m in modules)), None)
+
+
+def tensor_parallel(models: Sequence[nn.Module], parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether ranks hold parts of the same layers: shards that `fully_shard` has not made, or not alone."""
+    kept: list[Any] = [parameter.data for parameter in parameters if is_sharded(parameter.data)]
+    most = 1 if engine_of(models) is Engine.FSDP2 else 0
+    return any(sum(not placement.is_replicate() for placement in data.placements) > most for data in kept)
+
+
+def flattened(models: Iterable[nn.Module]) -> bool:
+    """Whether one of these models is cut by FSDP's first version, into flat pieces that are no parameter's shard."""
+    fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")  # where nobody imported it is none
+    return fsdp is not None and any(
+        isinstance(module, fsdp.FullyShardedDataParallel) for model in models for module in model.modules()
+    )
 
 
 def settle(modules: list[nn.Module]) -> None:

@@ -6,7 +6,6 @@ Shapes: S sampled elements of an optimizer's gradients.
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -119,34 +118,12 @@ def addends_of(parameters: Sequence[torch.Tensor]) -> dict[int, int]:
     return found
 
 
-def engine_of(models: Iterable[torch.nn.Module]) -> str | None:
-    """Returns what reduces the gradients of these models, `fsdp2` before `ddp`, by its switches; None where nothing."""
-    modules = [module for model in models for module in model.modules()]
-    switches = {"set_requires_gradient_sync": "fsdp2", "require_backward_grad_sync": "ddp"}
-    return next((engine for name, engine in switches.items() if any(hasattr(m, name) for m in modules)), None)
-
-
-def tensor_parallel(models: Sequence[torch.nn.Module], parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether ranks hold parts of the same layers: shards that `fully_shard` has not made, or not alone."""
-    kept: list[Any] = [parameter.data for parameter in parameters if is_sharded(parameter.data)]
-    most = 1 if engine_of(models) == "fsdp2" else 0
-    return any(sum(not placement.is_replicate() for placement in data.placements) > most for data in kept)
-
-
 def shards_alone(
     tensors: Mapping[str, Mapping[int, torch.Tensor]], parameters: Sequence[torch.Tensor]
 ) -> dict[str, dict[int, torch.Tensor]]:
     """Returns the members, by position, whose parameters are sharded: every rank holds the whole of all others."""
     sharded = {at for at, parameter in enumerate(parameters) if hasattr(parameter.data, "placements")}
     return {kind: {at: value for at, value in own.items() if at in sharded} for kind, own in tensors.items()}
-
-
-def flattened(models: Iterable[torch.nn.Module]) -> bool:
-    """Whether one of these models is cut by FSDP's first version, into flat pieces that are no parameter's shard."""
-    fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")  # where nobody imported it is none
-    return fsdp is not None and any(
-        isinstance(module, fsdp.FullyShardedDataParallel) for model in models for module in model.modules()
-    )
 
 
 def place_in_group() -> tuple[int, int]:

@@ -27,19 +27,12 @@ from gaverify.audit.recording.names import Names
 from gaverify.audit.recording.outputs import Outputs
 from gaverify.audit.recording.places import user_place
 from gaverify.audit.recording.precision import Roundoff
-from gaverify.audit.recording.ranks import (
-    OwnGradients,
-    engine_of,
-    flattened,
-    leave_together,
-    local_shapes,
-    shards_of,
-    tensor_parallel,
-)
+from gaverify.audit.recording.ranks import OwnGradients, leave_together, local_shapes, shards_of
 from gaverify.audit.recording.storage import Storage, leave
 from gaverify.audit.recording.update import Forward, Update
 from gaverify.audit.recording.values import out_of_sight, undisturbed
 from gaverify.audit.recording.watching import Watch
+from gaverify.passes.wrappers import engine_of, flattened, tensor_parallel
 from gaverify.ranks.traffic import TrafficMeter
 from gaverify.records.events import Ending, Event, Kind
 from gaverify.tracebacks import Place
