@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from gaverify.audit.editing import PLACED, Edits
 from gaverify.audit.job import RECORDER_FAILED, SCRIPT_FAILED, Job
-from gaverify.audit.launch import ERROR, INTERNAL, RANK, command, entering, folder_for, launched
+from gaverify.audit.launch import ERROR, INTERNAL, RANK, entering, folder_for, launched, program
 from gaverify.children.output import cause_of
 from gaverify.errors import ProblemError
 from gaverify.records.events import Ending
@@ -44,7 +44,9 @@ def main(path: str) -> NoReturn:
         _give_up(error, folder)
     reason, status, code = Ending.SCRIPT, 0, ""
     try:
-        edits = _changed_values(job, folder)
+        edits = Edits(job.values, job.script if job.module else "", folder / PLACED)
+        if edits.wanted:
+            edits.install()
         _seed(job)
         _run(job, edits)
     except ProblemError as error:
@@ -100,7 +102,8 @@ def _meeting(job: Job) -> list[Path]:
 
 def _launch(job: Job, path: Path) -> NoReturn:
     """Becomes the launcher, all of whose Python processes enter the recorder."""
-    words = command(job.launcher, job.script, job.module, job.arguments)
+    first, *words = job.launcher
+    words = [program(first), *words, *(["-m"] if job.module else []), job.script, *job.arguments]
     os.environ |= entering(path, os.environ)
     os.execv(words[0], words)
 
@@ -153,14 +156,6 @@ def _seed(job: Job) -> None:
 
         numpy.random.seed(job.seed)
     torch.manual_seed(job.seed)
-
-
-def _changed_values(job: Job, folder: Path) -> Edits:
-    """Sees to it that the run finds its own values in the source."""
-    edits = Edits(job.values, job.script if job.module else "", folder / PLACED)
-    if edits.wanted:
-        edits.install()
-    return edits
 
 
 def _run(job: Job, edits: Edits) -> None:

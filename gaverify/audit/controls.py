@@ -1,10 +1,12 @@
 """Controls of an audit: further runs that decide what the comparison alone leaves open.
 
-Each asks the record whether it is called for, makes runs with one thing changed, and returns what they tell.
+Each asks the record whether it is called for, makes runs with one thing changed, and returns what they tell. The last
+two decide by the weights: by what steps, or a script that moves them itself, make of the gradients.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -12,17 +14,21 @@ from typing import Any
 import torch
 
 from gaverify.audit.fitting import fit_gradients, fitted_terms
+from gaverify.audit.judgement import working_unit
 from gaverify.audit.outcome import is_explained
 from gaverify.audit.rank_facts import left_by
+from gaverify.audit.reading import Run
 from gaverify.audit.running import Trial
+from gaverify.audit.stages import compare_changes
 from gaverify.records.audit import Overwritten, Record, UpdateComparison
 from gaverify.records.comparison import Outcome
 from gaverify.records.facts import facts_of_loop
-from gaverify.records.stages import Stage
-from gaverify.records.windows import rounds_of
+from gaverify.records.stages import Stage, StageComparison
+from gaverify.records.windows import common_rounds, rounds_of
 from gaverify.rules.calls import clipped_inside
 from gaverify.rules.scale import weights_of
-from gaverify.thresholds import SMALLEST_FAULT, U32
+from gaverify.thresholds import FIT_FLOAT32, MANY_UNITS, SMALLEST_FAULT, TENTH, U32
+from gaverify.verdict.criteria import floors_allowed
 
 _SMALL = U32  # no gradient of a loss this much smaller meets a limit; a power of two rounds nothing
 _OTHERWISE = ((1, 1.3), (2, 1.7), (3, 2.9))  # directions of weights, and what losses are multiplied by
@@ -54,7 +60,7 @@ def unclipped(trial: Trial, record: Record) -> Record:
     """
     if not any(update.unclear for update in record.updates) and not clipped_inside(facts_of_loop(record)):
         return record
-    control = trial.changed(shrink=_SMALL, part="unclipped").compared(unclipped=True)
+    control = trial.changed(shrink=_SMALL, shown_as="unclipped").compared(unclipped=True)
     small = tuple(replace(update, decided=Stage.UNCLIPPED) for update in control)
     known = {update.number: update for update in small if update.judged}
     updates = tuple(
@@ -99,7 +105,7 @@ def by_terms(trial: Trial, record: Record) -> Record:
         return record
     alone = []
     for term in range(1, count + 1):
-        change: dict[str, Any] = {"term": term, "part": "terms", "updates": update.number}
+        change: dict[str, Any] = {"term": term, "shown_as": "terms", "updates": update.number}
         whole = trial.jobs("full" if update.number == 1 else "perturbed", **change)
         full, accumulated = trial.runner.runs(whole, trial.jobs("accumulated", **change))
         alone.append((full, accumulated))
@@ -148,3 +154,89 @@ def with_steps_undone(trial: Trial, record: Record) -> Record:
         target = {at: part * fit.factor for at, part in target.items()}
         fit = fit_gradients(target, stretches, used, increments)
     return replace(record, steps_undone=fit)
+
+
+def on_its_own(trial: Trial, record: Record) -> Record:
+    """The control for a step that makes something else of the same gradient: with the script's own gradients.
+
+    Updates whose weights change alike then have no fault. Their gradients differ by a factor that the step takes out
+    again: a step that divides by K, a lower rate.
+    """
+    if trial.options.get("by_hand") or not any(update.other_step for update in record.updates):
+        return record
+    full, own = trial.full, trial.again("accumulated", lead=False)
+    settled = tuple(_settled(update, full, own) for update in trial.compared(own))
+    pairs = zip(record.updates, settled, strict=False)
+    found = any(after.step_takes_factor and before.other_step for before, after in pairs)
+    return replace(record, updates=settled) if found else record
+
+
+def by_change(trial: Trial, record: Record) -> Record:
+    """The control for a script that moves its weights itself: the full batch again, with losses half as large.
+
+    Weights that change otherwise for half the gradient (SGD) show what the script makes of `.grad` in its step, and of
+    sums that it keeps elsewhere. Those that do not (Adam, a sign, a norm) show nothing of its size. Nor is it asked
+    for where their change tells what the gradients do.
+    """
+    if not trial.options.get("by_hand"):
+        return record
+    full, accumulated = trial.full, trial.accumulated
+    changes = [(update, _change(update, full, accumulated)) for update in record.updates]
+    if not any(
+        change is not None and (update.decided is Stage.CHANGE or change.outcome is not update.outcome)
+        for update, change in changes
+    ):
+        return record
+    half = trial.again("full", shrink=0.5, shown_as="unclipped")
+    return replace(record, updates=decided_by_change(record.updates, full, accumulated, half))
+
+
+def decided_by_change(
+    updates: tuple[UpdateComparison, ...], full: Run, accumulated: Run, half: Run
+) -> tuple[UpdateComparison, ...]:
+    """Returns the updates of a script that moves its weights itself, with what their change tells.
+
+    Args:
+        updates: The comparisons of what the script was seen to use.
+        full: The full-batch run.
+        accumulated: The accumulated run.
+        half: The full-batch run with losses half as large.
+    """
+    first = common_rounds(full.events, half.events)[0]
+    halved = compare_changes(full.samples(first), half.samples(first), working_unit(full))
+    if halved is None or halved.outcome is not Outcome.DIVERGENT or halved.relative_difference < TENTH:
+        return tuple(
+            replace(update, outcome=Outcome.INCONCLUSIVE, unclear=True) if update.decided is Stage.CHANGE else update
+            for update in updates
+        )
+    found = []
+    for update in updates:
+        change = _change(update, full, accumulated)
+        if update.decided is Stage.CHANGE or change is None:
+            found.append(update)
+        elif update.outcome is Outcome.EQUIVALENT and change.outcome is Outcome.DIVERGENT:
+            found.append(replace(update, stages=(*update.stages, change)))
+        else:
+            found.append(_settled(update, full, accumulated))
+    return tuple(found)
+
+
+def _change(update: UpdateComparison, full: Run, own: Run, left: float = 0.0) -> StageComparison | None:
+    """How far the weights change otherwise in an update, but for what a factor leaves; None where it is not judged."""
+    if not update.judged:
+        return None
+    unit, round_ = working_unit(full), common_rounds(full.events, own.events)[update.number - 1]
+    noise = max(MANY_UNITS * unit, floors_allowed(unit) * update.noise) + left
+    return compare_changes(full.samples(round_), own.samples(round_), unit, noise)
+
+
+def _settled(update: UpdateComparison, full: Run, own: Run) -> UpdateComparison:
+    """Returns an update, as equivalent where its gradient differs by a factor and its weights change alike."""
+    left = update.fit.factor_residual if update.fit is not None else math.inf
+    if update.outcome is not Outcome.DIVERGENT or not left < FIT_FLOAT32:
+        return update
+    change = _change(update, full, own, left)
+    if change is None or change.outcome is not Outcome.EQUIVALENT:
+        return update
+    stages = (*update.stages, change)
+    return replace(update, outcome=Outcome.EQUIVALENT, step_takes_factor=True, stages=stages)

@@ -60,11 +60,6 @@ def pairs_of(full: Run, accumulated: Run, update: int = 1) -> list[Pair | None]:
     return pairs
 
 
-def spots_of(pairs: Sequence[Pair | None]) -> tuple[tuple[int, tuple[int, ...]] | None, ...]:
-    """Returns for every forward the number of the full batch's and the places of its rows in that."""
-    return tuple(None if pair is None else (pair[0]["number"], tuple(pair[2])) for pair in pairs)
-
-
 def outputs_of(run: Run) -> list[Forward]:
     """Returns what the modules of the update that was listened to gave."""
     path = run.folder / "outputs.pt"

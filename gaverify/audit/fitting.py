@@ -110,12 +110,8 @@ def _feels_samples(samples: Samples, tolerance: float) -> bool:
 def add_up(whole: Samples, parts: Sequence[Samples], tolerance: float) -> bool:
     """Whether the gradients of the parts are together that of the whole, for every optimizer."""
     for at, gradient in whole.summed.items():
-        members = [part.summed.get(at) for part in parts]
-        known = [member for member in members if member is not None and len(member) == len(gradient)]
-        if len(known) < len(members):
-            return False
-        left = torch.linalg.vector_norm(gradient - torch.stack(known).sum(0))
-        scale = sum(float(torch.linalg.vector_norm(member)) for member in known)
-        if not float(left) <= tolerance * scale:
+        members = [part.summed[at] for part in parts if len(part.summed.get(at, ())) == len(gradient)]
+        left = float((gradient - sum(members)).norm())
+        if len(members) < len(parts) or not left <= tolerance * sum(float(member.norm()) for member in members):
             return False
     return bool(whole.steps)

@@ -22,7 +22,7 @@ from gaverify.records.audit import Record
 from gaverify.records.audit_report import AuditReport
 from gaverify.records.events import ledger_of
 from gaverify.records.facts import facts_of_loop
-from gaverify.records.windows import common_rounds, numbered, windows_of
+from gaverify.records.windows import windows_of
 from gaverify.rules import findings_for
 from gaverify.sources import with_excerpts
 
@@ -179,8 +179,7 @@ class _Audit:
         from gaverify.audit.judgement import working_unit  # the first to need torch
 
         begun = time.monotonic()
-        full, accumulated = trial.full, trial.accumulated
-        numbers = numbered(common_rounds(full.events, accumulated.events))
+        full, accumulated, numbers = trial.full, trial.accumulated, trial.numbers
         record = Record(
             windows_of(accumulated.events, numbers),
             ledger_of(accumulated.events),
@@ -200,10 +199,17 @@ class _Audit:
 
     def _controlled(self, trial: Trial, record: Record) -> Record:
         """What further runs show, those that the record calls for; a script that fails under one shows nothing."""
-        from gaverify.audit.controls import by_terms, floored, overwritten, unclipped, with_steps_undone
+        from gaverify.audit.controls import (
+            by_change,
+            by_terms,
+            floored,
+            on_its_own,
+            overwritten,
+            unclipped,
+            with_steps_undone,
+        )
         from gaverify.audit.coupling_controls import coupled
         from gaverify.audit.rank_controls import controlled_ranks, with_rank_facts
-        from gaverify.audit.settling import by_change, on_its_own
 
         alone = () if self._request.ranked else (with_steps_undone, overwritten, by_terms)
         together = floored, with_rank_facts, unclipped, by_change, on_its_own, controlled_ranks

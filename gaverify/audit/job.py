@@ -78,7 +78,7 @@ class Job:
         shrink: What every backward pass multiplies its losses' gradients by.
         term: Number of the one term of each loss that is differentiated, from 1; 0 differentiates the whole.
         cleared: Clear the gradients before every backward pass, and look for the line that writes them.
-        part: What a control is called in the report, where it is none of the runs that it repeats; empty: by its role.
+        shown_as: What a control is called in the report; empty for the runs that are compared, which have their role.
         world: Rank, number of ranks and port of the rendezvous, where the script is started as a launcher would.
         launcher: The words of the command that starts the script's processes; empty where gaverify runs it itself.
     """
@@ -110,7 +110,7 @@ class Job:
     term: int = 0
     coins: int = 0
     cleared: bool = False
-    part: str = ""
+    shown_as: str = ""
     world: tuple[int, int, int] | None = None
     launcher: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()

@@ -13,7 +13,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -94,15 +94,6 @@ def program(word: str, option: str = "--launcher") -> str:
             f'{option} "torchrun --nproc-per-node 2"'
         )
     return found
-
-
-def command(launcher: Sequence[str], script: str, module: bool, arguments: Sequence[str]) -> list[str]:
-    """Returns the whole command that a launcher's words, the script and its arguments make.
-
-    Raises:
-        SpecError: There is no such launcher.
-    """
-    return [program(launcher[0]), *launcher[1:], *(["-m"] if module else []), script, *arguments]
 
 
 ERROR, INTERNAL, RANK, META = "error.txt", "internal.txt", "rank.txt", "meta.json"

@@ -116,13 +116,9 @@ def _decided(request: Request, record: Record, findings: tuple[Finding, ...]) ->
         return Outcome.INCONCLUSIVE, _compared(record) + suspected
     if not record.updates:
         return Outcome.INCONCLUSIVE, "nothing was compared: the runs have no update in common"
-    told = (
-        _fewer(request, record)
-        + _hidden(record)
-        + _in_both_runs(record)
-        + record.epochs
-        + _launched_alone(request, record)
-    )
+    made = len(record.updates)
+    fewer = f"; the runs have {made} of the {request.updates} wanted updates in common" * (made < request.updates)
+    told = fewer + _hidden(record) + _in_both_runs(record) + record.epochs + _launched_alone(request, record)
     return Outcome.EQUIVALENT, _compared(record).rstrip("; ") + told
 
 
@@ -230,10 +226,3 @@ def _compared(record: Record) -> str:
             "(it divides, or its rate is lower): the weights change alike, to rounding; "
         )
     return f"{names}: {len(rows)} of {len(rows)} gradients agree to rounding; "
-
-
-def _fewer(request: Request, record: Record) -> str:
-    missing = request.updates - len(record.updates)
-    if missing <= 0:
-        return ""
-    return f"; the runs have {len(record.updates)} of the {request.updates} wanted updates in common"

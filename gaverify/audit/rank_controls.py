@@ -15,17 +15,16 @@ from gaverify.ranks.facts import with_shares
 from gaverify.records.audit import Record
 from gaverify.records.comparison import Outcome
 from gaverify.records.stages import Stage
-from gaverify.records.windows import common_rounds, numbered, windows_of
+from gaverify.records.windows import windows_of
 
 
 def with_rank_facts(trial: Trial, record: Record) -> Record:
     """Returns the record with what its ranks did."""
-    full, accumulated = trial.full, trial.accumulated
+    accumulated = trial.accumulated
     if not isinstance(accumulated, RankedRun) or not record.updates:
         return record
-    numbers = numbered(common_rounds(full.events, accumulated.events))
-    facts = rank_facts(full, accumulated, record.updates[0], record.unit)
-    windows = tuple(windows_of(run.events, numbers) for run in accumulated.ranks[1:])
+    facts = rank_facts(trial.full, accumulated, record.updates[0], record.unit)
+    windows = tuple(windows_of(run.events, trial.numbers) for run in accumulated.ranks[1:])
     return replace(record, together=facts, rank_windows=windows)
 
 
@@ -62,8 +61,8 @@ def _differs_at_the_step(record: Record) -> bool:
 def _left(trial: Trial, full: Run | None, change: Mapping[str, Any], *, summed: bool) -> float:
     """What a changed run of the ranks leaves; against a full-batch run with the same change where `full` is None."""
     try:
-        full = full or trial.again("full", part="ranks", **change)
-        accumulated = trial.again("accumulated", source=full, part="ranks", **change)
+        full = full or trial.again("full", shown_as="ranks", **change)
+        accumulated = trial.again("accumulated", source=full, shown_as="ranks", **change)
     except ProblemError:
         return float("nan")
     return left_by(full, accumulated, summed=summed)

@@ -156,15 +156,10 @@ class Request:
                 f"--launcher: `{changed[0]}` cannot be changed in the source of processes that a launcher starts; use "
                 "arguments or variables (--full-env)"
             )
-        problems += self._launcher_problems()
-        return problems
-
-    def _launcher_problems(self) -> list[str]:
-        problems: list[str] = []
-        for option, words in (("--launcher", self.launcher), ("--full-launcher", self.full_launcher)):
+        for name, words in (("--launcher", self.launcher), ("--full-launcher", self.full_launcher)):
             if words:
                 try:
-                    program(words[0], option)
+                    program(words[0], name)
                 except SpecError as error:
                     problems += error.problems
         return problems

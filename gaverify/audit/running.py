@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gaverify.audit.checks import check_parameters, check_ranks, check_updates
 from gaverify.audit.ending import Child, NoView
 from gaverify.audit.job import COMPILED, Files, Job, Role
 from gaverify.audit.launch import free_port, ranks_of
-from gaverify.audit.processes import run_jobs
+from gaverify.audit.processes import check_parameters, check_ranks, check_updates, run_jobs
 from gaverify.audit.request import Request
 from gaverify.errors import ProblemError
 from gaverify.records.audit import UpdateComparison
 from gaverify.records.audit_report import RunSummary
+from gaverify.records.windows import common_rounds, numbered
 
 if TYPE_CHECKING:
     from gaverify.audit.reading import Run
@@ -134,7 +134,7 @@ class Runner:
         self._done += len(jobs)
         runs = [[Run(child.job.role, at, child.seconds) for at in ranks_of(child.folder)] for child in children]
         for child, members in zip(children, runs, strict=True):
-            self.timings[child.job.part or child.job.role] = child.seconds
+            self.timings[child.job.shown_as or child.job.role] = child.seconds
             self.summaries.append(_summary(child, members))
             for run in members:
                 check_updates(child, run)
@@ -190,6 +190,7 @@ class Trial:
         self.runner, self.full, self.options = runner, full, options
         accumulated, self.perturbed = runner.runs(self.jobs("accumulated"), self._moved())
         self.accumulated = accumulated.beside(full)
+        self.numbers = numbered(common_rounds(full.events, self.accumulated.events))
 
     def jobs(self, role: Role, *, source: Run | None = None, **changed: Any) -> list[Job]:
         """Returns the jobs of a control: of the run that plays a role, with other fields of `Job`.
@@ -253,4 +254,4 @@ def _summary(child: Child, members: list[Run]) -> RunSummary:
             *given,
         ]
     )
-    return RunSummary(job.part or job.role, child.command, run.updates, child.seconds, disk, ended, how)
+    return RunSummary(job.shown_as or job.role, child.command, run.updates, child.seconds, disk, ended, how)

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
         ("advantages", "GAV103", "advantages"),
         ("attention", "GAV102", "attention"),
         ("chained", "GAV101", "chained"),
+        ("criterion", "GAV103", "made"),
         ("against_reference", "GAV103", "against_reference"),
     ],
 )

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 def contrastive(found, others, scale):
     logits = scale * F.normalize(found, dim=1) @ F.normalize(others, dim=1).T  # here: contrastive
-    return F.cross_entropy(logits, torch.arange(len(logits)))
+    return F.cross_entropy(logits, torch.arange(len(logits)))  # here: made
 
 
 class Towers(nn.Module):
@@ -40,6 +40,17 @@ class Attending(nn.Module):
         return self.head(mixed.mean(1))
 
 
+class Criterion(nn.Module):
+    """A loss with something to train: it hands out nothing for each row."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(5.0))
+
+    def forward(self, left, right):
+        return contrastive(left, right, self.scale)
+
+
 class Chained(nn.ModuleList):
     """Two models of like names that the script calls one behind the other."""
 
@@ -62,6 +73,11 @@ def attention(model, features, labels):
 def chained(model, features, labels):
     encoder, head = model
     return F.cross_entropy(head(encoder(features)), labels)  # here: chained
+
+
+def criterion(model, features, labels):
+    towers, loss = model
+    return loss(*towers(features))
 
 
 def advantages(model, features, labels):
@@ -106,14 +122,17 @@ def plain(args, model, optimizer, loader, loss_of):
             optimizer.zero_grad()
 
 
-LOSSES = {loss.__name__: loss for loss in (compared, scored, attention, chained, advantages, against_reference)}
+LOSSES = {
+    loss.__name__: loss for loss in (compared, scored, attention, chained, criterion, advantages, against_reference)
+}
 
 if __name__ == "__main__":
     parser = options(__doc__)
     parser.add_argument("--loop", choices=[*LOSSES, "cached"], default="compared")
     args = parser.parse_args()
     torch.manual_seed(args.seed)
-    model = {"scored": Scored, "attention": Attending, "chained": Chained}.get(args.loop, Towers)()
+    models = {"scored": Scored, "attention": Attending, "chained": Chained}
+    model = nn.ModuleList([Towers(), Criterion()]) if args.loop == "criterion" else models.get(args.loop, Towers)()
     REFERENCE = copy.deepcopy(model).requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
     loader = loader_for(args)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from recorded import NAMES, numbers, run_of, together
 
-from gaverify.audit.checks import check_parameters
 from gaverify.audit.judgement import farthest_change, settings_apart
+from gaverify.audit.processes import check_parameters
 from gaverify.audit.rank_facts import rank_facts
 from gaverify.audit.ranks import RankedRun
 from gaverify.audit.reading import Run

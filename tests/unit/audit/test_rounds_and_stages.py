@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from recorded import numbers, run_of
 
+from gaverify.audit.controls import decided_by_change
 from gaverify.audit.judgement import _drifted as drifted_in
 from gaverify.audit.reading import Samples
-from gaverify.audit.settling import decided_by_change
 from gaverify.records.audit import Record, RowCheck, UpdateComparison
 from gaverify.records.comparison import Method, Outcome, ParameterComparison
 from gaverify.records.events import Event, ledger_of

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gaverify.audit.checks import check_updates
+from gaverify.audit.processes import check_updates
 from gaverify.audit.recording.session import started_processes
 from gaverify.errors import ProblemError
 from gaverify.records.events import Event
