@@ -126,24 +126,21 @@ class _Audit:
 
     def _ways(self, record: Record, full: Run) -> list[dict[str, Any]]:
         """The fields of `Job` with which the runs may be given the same data, those that change least first."""
-        if self._request.ranked:
-            drew = full.meta["loop_draws"] or self.main.meta["loop_draws"]
-            return self._ranked_ways(record, full) if drew and replay_helps(record, full.meta, self.main.meta) else []
-        ways = []
-        if replay_helps(record, full.meta, self.main.meta):
+        helps, ways = replay_helps(record, full.meta, self.main.meta), []
+        if self._request.ranked:  # what their loops draw is dealt to them; their loaders hand out samples as they do
+            from gaverify.audit.replay.ordering import orders
+
+            if not helps or not (full.meta["loop_draws"] or self.main.meta["loop_draws"]):
+                return []
+            same = record.updates[0].data.same
+            return [{"replay": True, "order": order} for order in orders(full, self.main, same=same)]
+        if helps:
             ways.append({"replay": True})
             if full.meta["loaders"]:  # their collation may draw, which would be other draws for micro-batches
                 ways.append({"replay": True, "collated": True})
         if inputs_help(record, full.meta):
             ways.append({"replay": True, "inputs": True})
         return ways
-
-    def _ranked_ways(self, record: Record, full: Run) -> list[dict[str, Any]]:
-        """What the loops of ranks draw is dealt to them; their loaders hand out their samples as they do."""
-        from gaverify.audit.replay.ordering import orders
-
-        same = record.updates[0].data.same
-        return [{"replay": True, "order": order} for order in orders(full, self.main, same=same)]
 
     def _epochs(self) -> str:
         unseen = self.main.meta["loaders"] and not self.main.meta["epochs"]
