@@ -32,6 +32,7 @@ from gaverify.tracebacks import hands_over
 T = TypeVar("T")
 
 _SEEDS = (1, 2, 3, 4, 5)  # of the second batch's rows and draws, and of those behind it
+_FIXED = ("uniform", "samples", "none")  # weightings that are the same for every batch of these sizes
 _TRIED = 3  # batches on which weights without a meaning of their own have to hold
 
 
@@ -148,10 +149,12 @@ def _weighed(second: Bench, known: Weights) -> ControlRun | None:
     if known.counts:
         earlier = second.earlier or kept(second.full_batch())
         second = replace(second, earlier=earlier)
-        plain = second.accumulated(earlier.full)
-        found = counts.found_in(second, plain.weights)
+        fixed = second.task.weighting in _FIXED and second.task.sizes == known.sizes
+        plain = None if fixed else second.accumulated(earlier.full)
+        found = counts.found_in(second, known.used if plain is None else plain.weights)
         if found is not None:
             return found.control
+        plain = plain or second.accumulated(earlier.full)
         left = second.against_full_batch(lambda _: plain.gradients)
         # rounding: nothing counts otherwise there; a micro-batch that holds nothing to count has no mean either
         told = left > second.rounding and all(map(math.isfinite, plain.micro_losses))
