@@ -243,10 +243,11 @@ def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
     of = next((of for of, each in amounts if shares(weights, each, loop.tolerance)), "")
     kind, table = of or _kind(update, weights), words("GAV202")
     usual = ", ".join(f"{min(weights) / weight:.3g}" for weight in weights[:12]) if all(weights) else ""
+    proven = kind == "running-sum" or _adds_up(multipliers, loop.tolerance)
     yield told(
         "GAV202.update",
         location=backward_place(facts, update.number),
-        proven=True,
+        proven=proven,
         summary=table["summaries"].get(kind, table["summaries"]["equally"]),
         update=update,
         where=where,
@@ -256,9 +257,9 @@ def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
         multipliers=list(fit.multipliers),
         meaning=said(table["meanings"].get(kind, ""), usual=usual),
         altogether=_altogether(multipliers, loop.tolerance) if of else "",
-        unsure=_unsure(fit),
+        unsure=_unsure(fit) + ("" if proven else table["unproven"]["moving"]),
         remedy=table["remedies_in_loops"].get(kind, table["remedies"]["share"]),
-        multiply=_multiply(loop, fit) if all(weights) else "",
+        multiply=_multiply(loop, fit) if all(weights) and proven else "",
     )
 
 
@@ -277,6 +278,17 @@ def _seen(fit: WeightFit, update: UpdateComparison) -> tuple[float, ...]:
     if fit.determined or len(counts) != len(fit.multipliers) or not any(counts):
         return fit.multipliers
     return tuple(multiplier if count else 0.0 for multiplier, count in zip(fit.multipliers, counts, strict=True))
+
+
+def _adds_up(multipliers: tuple[float, ...], tolerance: float) -> bool:
+    """Whether right weights add up to 1: the script's count 1, K or 1/K times together.
+
+    Those that make up for a divisor of each micro-batch's own that is no count of it (a moving average, which the next
+    forward finds moved) add up to something else: a fit alone does not tell the two apart.
+    """
+    total = sum(multipliers)
+    steps = len(multipliers)
+    return any(math.isclose(total, known, rel_tol=tolerance) for known in (1.0, steps, steps * steps))
 
 
 def _altogether(multipliers: tuple[float, ...], tolerance: float) -> str:

@@ -361,6 +361,19 @@ class TestWeights:
             statement = found.evidence[1].statement
             assert found.code == "GAV202" and said in statement and ("beside that" in statement) == bool(said)
 
+    @pytest.mark.parametrize(
+        ("times", "proven"), [(1.0, True), (0.25, True), (4.0, True), (0.86, False), (3.43, False)]
+    )
+    def test_weights_that_add_up_to_no_mean_may_be_a_number_that_moves(self, times: float, proven: bool) -> None:
+        """A moving average divides by 90, 81, 74 and 66: a mean of counts would make up for K, 1 or 1/K in all."""
+        counted = (90.0, 81.0, 74.0, 66.0)
+        right = tuple(4 * times * count / sum(counted) for count in counted)
+        moved = update(ratio=1.2, fit=fit(0.9, 0.3, right=right), counted=counted)
+        (found,) = findings_for(record(RIGHT, "BSZ BSZ", updates=(moved,)))
+        assert found.code == "GAV202" and found.proven is proven
+        assert ("multiply the losses by" in found.remedy) is proven
+        assert ("moves from forward to forward" in found.evidence[1].statement) is not proven
+
     def test_a_running_sum_repeats_micro_batches(self) -> None:
         repeated = update(ratio=2.1, fit=fit(1.5, 0.4, right=(1e-8, -2e-8, 3e-8, 1.0)))
         (found,) = findings_for(record(RIGHT, "BSZ BSZ", updates=(repeated,)))
