@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 """What torch's allocators say; the CPU's raises a plain RuntimeError."""
@@ -13,6 +14,11 @@ _NO_SUCH_SIZE = (
     "Overflow when unpack",
 )
 """What torch says of a shape whose number of bytes does not even fit an integer."""
+
+
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Returns the known word that is most alike, for "did you mean"; "" where none is alike enough."""
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)), "")
 
 
 def text_of(error: BaseException) -> str:

@@ -20,8 +20,8 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from gaverify.errors import ProblemError
-from gaverify.loading.texts import nearest, parsed
+from gaverify.errors import ProblemError, nearest
+from gaverify.loading.texts import parsed
 
 PLACED = "placed.txt"
 """Name of the file in a run's folder that holds the names of values that found their place."""

@@ -6,7 +6,6 @@ a function in a file of its own, and a name in `COMMANDS`.
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 import warnings
@@ -25,6 +24,7 @@ from gaverify.cli.reporting import report
 from gaverify.cli.running import run
 from gaverify.cli.scaffolding import init
 from gaverify.cli.streams import open_closed_streams, silence
+from gaverify.errors import nearest
 
 COMMANDS: tuple[click.Command, ...] = (
     run,
@@ -52,9 +52,9 @@ class _Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args[0] not in self.commands and not args[0].startswith("-"):
-            near = difflib.get_close_matches(args[0], self.commands, n=1)
+            near = nearest(args[0], self.commands)
             known = ", ".join(self.commands)
-            advice = f"did you mean `{near[0]}`?" if near else f"the commands are {known}"
+            advice = f"did you mean `{near}`?" if near else f"the commands are {known}"
             ctx.fail(f"there is no command `{args[0]}`; {advice}")
         return super().resolve_command(ctx, args)
 

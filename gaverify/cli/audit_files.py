@@ -6,7 +6,6 @@ The keys are the command's own options without their dashes, so that a new optio
 
 from __future__ import annotations
 
-import difflib
 import os
 import shlex
 import tomllib
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from gaverify.errors import SpecError
+from gaverify.errors import SpecError, nearest
 from gaverify.text_files import text_of_file
 
 if TYPE_CHECKING:
@@ -112,8 +111,8 @@ def _key(param: click.Parameter) -> str:
 
 
 def _unknown(key: str, known: Mapping[str, click.Parameter]) -> str:
-    near = difflib.get_close_matches(key.replace("_", "-"), [*known, *_OWN], n=1)
-    advice = f"did you mean `{near[0]}`?" if near else f"the keys are {', '.join([*known, *_OWN])}"
+    near = nearest(key.replace("_", "-"), [*known, *_OWN])
+    advice = f"did you mean `{near}`?" if near else f"the keys are {', '.join([*known, *_OWN])}"
     return f"$.{key}: unknown key; {advice}"
 
 

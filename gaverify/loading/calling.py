@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gaverify.errors import GaverifyError, ProblemError, SpecError, exit_call, is_out_of_memory
+from gaverify.errors import GaverifyError, ProblemError, SpecError, exit_call, is_out_of_memory, nearest
 from gaverify.loading.importing import described, raised_at
 
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
@@ -89,8 +88,8 @@ def _parameters(factory: Callable[..., Any]) -> tuple[list[str], bool, list[str]
 def _unknown(argument: str, name: str, accepted: list[str]) -> str:
     if not accepted:
         return f"`{name}` takes no argument `{argument}`, nor any other"
-    near = difflib.get_close_matches(argument, accepted, n=1)
-    advice = f"did you mean `{near[0]}`? It" if near else "it"
+    near = nearest(argument, accepted)
+    advice = f"did you mean `{near}`? It" if near else "it"
     return f"`{name}` takes no argument `{argument}`; {advice} takes {', '.join(f'`{word}`' for word in accepted)}"
 
 

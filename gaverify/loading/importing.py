@@ -14,9 +14,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from gaverify.errors import ProblemError, SpecError, exit_call, text_of
+from gaverify.errors import ProblemError, SpecError, exit_call, nearest, text_of
 from gaverify.loading.aliases import alias
-from gaverify.loading.texts import first_function, nearest, no_attribute, parsed
+from gaverify.loading.texts import first_function, no_attribute, parsed
 from gaverify.tracebacks import shown, user_frame
 
 _FOLDERS: set[str] = set()  # those that `_put_first` has put first in this process

@@ -5,14 +5,13 @@ Shapes: B samples, C classes, D any further dimensions.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
 
-from gaverify.errors import ProblemError, SpecError
+from gaverify.errors import ProblemError, SpecError, nearest
 
 # What takes more than an input and a target; the value says what.
 _MORE = {
@@ -103,8 +102,8 @@ def find_loss(name: str) -> LossKind:
         )
     word = name.lower().removesuffix("loss").strip("_")
     short = {known.removesuffix("_loss").replace("_", ""): known for known in _KINDS}
-    near = difflib.get_close_matches(word.replace("_", ""), short, n=1)
-    advice = f"did you mean `{short[near[0]]}`?" if near else f"they are {', '.join(_KINDS)}"
+    near = nearest(word.replace("_", ""), short)
+    advice = f"did you mean `{short[near]}`?" if near else f"they are {', '.join(_KINDS)}"
     raise SpecError(f"torch.nn.functional has no loss `{name}` of an input and a target; {advice}", "loss")
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import ast
-import difflib
-from collections.abc import Iterable
 from pathlib import Path
 
-from gaverify.errors import SpecError
+from gaverify.errors import SpecError, nearest
 
 _MAKERS = ("globals", "exec", "vars", "setattr")
 """Names whose use may define further names of a module while it runs."""
@@ -59,9 +57,3 @@ def _listed(names: list[str]) -> str:
         return "nothing that could be called"
     shown = ", ".join(f"`{name}`" for name in names[:8])
     return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
-
-
-def nearest(name: str, names: Iterable[str]) -> str:
-    """Returns the name that is most alike; "" where none is."""
-    near = difflib.get_close_matches(name, list(names), n=1)
-    return near[0] if near else ""

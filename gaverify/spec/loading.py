@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import tomllib
@@ -12,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from gaverify.errors import SpecError
+from gaverify.errors import SpecError, nearest
 from gaverify.launched import launched
 from gaverify.spec.accepting import entry_problems
 from gaverify.spec.fields import Spec, conflicts
@@ -199,11 +198,9 @@ def _normalise(table: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]
         field = key.replace("-", "_")
         if field not in Spec.model_fields:
             missing = ["model"] if "model" not in table else []  # what lacks is likelier than what is there
-            near = difflib.get_close_matches(field.lower(), missing, cutoff=0.8) or difflib.get_close_matches(
-                field.lower(), Spec.model_fields, n=1
-            )
+            near = nearest(field.lower(), missing, 0.8) or nearest(field.lower(), Spec.model_fields)
             known = ", ".join(name.replace("_", "-") for name in Spec.model_fields)
-            advice = f"did you mean `{near[0].replace('_', '-')}`?" if near else f"the keys are {known}"
+            advice = f"did you mean `{near.replace('_', '-')}`?" if near else f"the keys are {known}"
             problems.append(f"$.{key}: unknown key; {advice}")
         elif field in values:
             problems.append(f"$.{key}: stands here twice, also as `{written[field]}`; keep one")

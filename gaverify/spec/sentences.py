@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Sequence
 from typing import Any
 
-from gaverify.errors import SpecError
+from gaverify.errors import SpecError, nearest
 from gaverify.spec.fields import Spec
 
 
@@ -30,8 +29,8 @@ def sentence(field: str, key: str, kind: str, value: Any, *, option: bool) -> st
     table = field == "model_args" and not key
     expected = "a table of names and values" if table else Spec.model_fields[field].description or ""
     words = re.findall(r'"([^"]+)"', expected)
-    near = difflib.get_close_matches(value.lower(), words, n=1, cutoff=0.5) if isinstance(value, str) else []
-    return f"must be {expected}, got {_shown(value)}; " + (f'did you mean "{near[0]}"?' if near else advice)
+    near = nearest(value.lower(), words, 0.5) if isinstance(value, str) else ""
+    return f"must be {expected}, got {_shown(value)}; " + (f'did you mean "{near}"?' if near else advice)
 
 
 def _shown(value: Any) -> str:

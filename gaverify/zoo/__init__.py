@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 
-from gaverify.errors import SpecError
+from gaverify.errors import SpecError, nearest
 
 
 @dataclass(frozen=True)
@@ -69,9 +68,9 @@ def find_builtin(name: str) -> Builtin:
     known = {builtin.name: builtin for builtin in BUILTINS}
     if name in known:
         return known[name]
-    near = difflib.get_close_matches(name.lower().replace("_", "-"), known, n=1, cutoff=0.5)
+    near = nearest(name.lower().replace("_", "-"), known, 0.5)
     if near:
-        raise SpecError(f"there is no built-in `{name}`; did you mean `{near[0]}`?", "model")
+        raise SpecError(f"there is no built-in `{name}`; did you mean `{near}`?", "model")
     raise SpecError(
         f"there is no built-in `{name}`; the built-ins are {', '.join(known)}, "
         "and your own model is `package.module:factory` or `file.py:factory`",

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-
-from gaverify.errors import ProblemError
+from gaverify.errors import ProblemError, nearest
 
 
 def at_least(least: int, **arguments: int) -> None:
@@ -25,8 +23,8 @@ def one_of(choices: tuple[str, ...], **arguments: str) -> None:
     """Raises `ProblemError` for the first argument that is none of the words."""
     for name, value in arguments.items():
         if value not in choices:
-            near = difflib.get_close_matches(value, choices, n=1)
-            advice = f'; did you mean "{near[0]}"?' if near else ""
+            near = nearest(value, choices)
+            advice = f'; did you mean "{near}"?' if near else ""
             words = " or ".join(f'"{choice}"' for choice in choices)
             raise ProblemError(f'model argument `{name}` must be {words}, got "{value}"{advice}')
 

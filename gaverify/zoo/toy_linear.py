@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from gaverify.passes.problem import Problem
+from gaverify.zoo.mlp import regression_loss
 
 
 def build(batch_size: int = 2) -> Problem:
@@ -23,9 +21,4 @@ def build(batch_size: int = 2) -> Problem:
     with torch.no_grad():
         model.weight.fill_(1.0)
     x = torch.tensor([4.0, 2.0, *(2.0 * n for n in range(3, batch_size + 1))])[:batch_size].unsqueeze(1)
-    return Problem(model, _loss, (x, 2 * x), name="toy-linear")
-
-
-def _loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    x, targets = batch
-    return F.mse_loss(model(x), targets)
+    return Problem(model, regression_loss, (x, 2 * x), name="toy-linear")
