@@ -28,8 +28,3 @@ def test_where_samples_meet_is_named_and_proven(loop: str, code: str, line: str)
     assert found["proven"] and result.line(code) == marked(SCRIPT, line), str(result)
     if code == "GAV103":
         assert "cached gradient" in found["remedy"] and "tested" in found["remedy"]
-
-
-def test_a_cached_gradient_is_right() -> None:
-    result = audit(SCRIPT, FULL, ACCUMULATED, "--loop cached")
-    assert (result.code, result.outcome, result.faults) == (0, "equivalent", set()), str(result)

@@ -24,14 +24,3 @@ def test_a_mean_of_means_is_named_with_its_shares(precision: str) -> None:
     assert (result.code, result.faults) == (1, {"GAV202"}), str(result)
     assert result.line("GAV202") == marked(SCRIPT, "low")
     assert result.finding("GAV202")["remedy"].startswith("sum the losses and divide by what the whole window counts")
-
-
-@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-def test_a_forgotten_division_shows_behind_clipping(precision: str) -> None:
-    result = audit(SCRIPT, common=f"--precision {precision} --fault undivided --clip 0.1")
-    assert (result.code, result.faults) == (1, {"GAV201"}), str(result)
-
-
-def test_batch_statistics_are_no_matter_of_weights() -> None:
-    result = audit(SCRIPT, common="--fault statistics")
-    assert (result.code, result.faults) == (1, {"GAV101"}), str(result)

@@ -7,46 +7,12 @@ from audits import audit, marked
 
 pytestmark = pytest.mark.slow
 SCRIPT = "train_drawing.py"
-DRAWN = ["diffusion", "mixed", "crops", "one_by_one", "ahead", "shuffled", "augmented", "stream", "sharded", "bucketed"]
-
-
-@pytest.mark.parametrize("loop", DRAWN)
-def test_the_right_loop_is_equivalent(loop: str) -> None:
-    result = audit(SCRIPT, common=f"--loop {loop}")
-    assert (result.code, result.faults) == (0, set()), str(result)
-
-
-@pytest.mark.parametrize("loop", ["diffusion", "ahead", "shuffled"])  # by the loop, ahead of it, by a loader
-def test_a_forgotten_division_is_found(loop: str) -> None:
-    result = audit(SCRIPT, common=f"--loop {loop} --undivided")
-    assert (result.code, result.faults) == (1, {"GAV201"}), str(result)
-    assert result.line("GAV201") == marked(SCRIPT, "backward") or loop == "ahead"
 
 
 def test_a_later_shuffle_is_the_full_batchs() -> None:
     result = audit(SCRIPT, common="--loop epochs", options=("--updates", "8"))
     assert (result.code, result.faults) == (0, set()), str(result)
     assert [update["judged"] for update in result.document["updates"]] == [True] * 8
-
-
-@pytest.mark.parametrize("loop", ["shuffled", "augmented"])
-def test_workers_draw_for_themselves(loop: str) -> None:
-    result = audit(SCRIPT, common=f"--loop {loop} --workers 2")
-    assert (result.code, result.faults) == (0, set()), str(result)
-
-
-class TestDrawsOfACollateFunction:
-    """Masks that are drawn when a batch is collated would be others for its micro-batches: they are its rows."""
-
-    def test_the_right_loop_is_equivalent(self) -> None:
-        result = audit(SCRIPT, common="--loop masked")
-        assert (result.code, result.faults) == (0, set()), str(result)
-        assert "rows of the full batch's batches, and padded like those" in result.document["reason"]
-
-    def test_a_forgotten_division_is_found(self) -> None:
-        result = audit(SCRIPT, common="--loop masked --undivided")
-        assert (result.code, result.faults) == (1, {"GAV201"}), str(result)
-        assert result.line("GAV201") == marked(SCRIPT, "backward")
 
 
 def test_partners_from_the_whole_batch_are_told_with_their_line() -> None:
@@ -63,10 +29,6 @@ class TestWithoutALoader:
         result = audit("train_slices.py", "--batch-size 8", "--batch-size 2 --accum 4", f"--loop {loop}")
         assert (result.code, result.outcome, result.faults) == (0, "equivalent", set()), str(result)
         assert "with the full-batch run's inputs" in {run["how"] for run in result.document["runs"]}
-
-    def test_a_forgotten_division_is_found(self) -> None:
-        result = audit("train_slices.py", "--batch-size 8", "--batch-size 2 --accum 4", "--undivided")
-        assert (result.code, result.faults) == (1, {"GAV201"}), str(result)
 
     def test_targets_outside_the_forward_are_left_alone(self) -> None:
         result = audit("train_slices.py", "--batch-size 8", "--batch-size 2 --accum 4", "--loop outside")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from audits import SCRIPTS, audit, events_of, folder, marked
+from audits import audit, events_of, marked
 
 STEPS, EXTRAS, RIGHT, RARE = "loops_steps.py", "loops_extras.py", "loops_right.py", "loops_rare.py"
 slow = pytest.mark.slow
@@ -35,20 +35,9 @@ class TestReferenceSystems:
         assert result.faults <= {"GAV605", "GAV201"}, str(result)
         assert result.update(1)["outcome"] == "equivalent"
 
-    @slow
-    def test_divided_by_the_window_it_agrees(self) -> None:
-        result = audit("digits.py", "--batch-size 128 --accum 1", "--batch-size 32 --accum 4", "--divide window")
-        assert (result.code, result.faults) == (0, set()), str(result)
-
 
 class TestOtherScripts:
     """Other ways to write a script: modules, click, two optimizers, checkpointing."""
-
-    @slow
-    def test_a_module_with_relative_imports(self) -> None:
-        with folder(SCRIPTS / "project"):
-            result = audit("training.train", "--batch-size 16", "--batch-size 4 --accum 4")
-        assert (result.code, result.faults) == (0, set()), str(result)
 
     @slow
     @pytest.mark.parametrize("form", ["", "--table"])
@@ -60,23 +49,6 @@ class TestOtherScripts:
         assert "GAV302" not in str(result)
         if forgotten:
             assert result.line("GAV201") == marked("detection.py", "forgotten")
-
-    @slow
-    def test_options_by_click(self) -> None:
-        result = audit("train_click.py", common="--no-divide --workers 1")
-        assert (result.code, result.faults) == (1, {"GAV201"}), str(result)
-        assert result.line("GAV201") == marked("train_click.py", "divide")
-
-    @slow
-    def test_a_gan_with_two_optimizers(self) -> None:
-        result = audit("train_gan.py", options=("--updates", "4"))
-        assert (result.code, result.faults) == (0, set()), str(result)
-
-    @slow
-    def test_a_gan_whose_generator_is_not_divided(self) -> None:
-        result = audit("train_gan.py", common="--divide discriminator", options=("--updates", "4"))
-        assert (result.code, result.faults) == (1, {"GAV201"}), str(result)
-        assert result.line("GAV201") == marked("train_gan.py", "generator")
 
     @slow
     def test_checkpointed_blocks_with_dropout(self) -> None:
@@ -94,19 +66,6 @@ def test_micro_batches_without_a_backward_pass_are_named() -> None:
         result = audit(STEPS, common=f"--loop skipping --skipped {window}")
         assert (result.code, result.faults) == (1, {"GAV203"}), str(result)
         assert result.line("GAV203") == marked("loops_steps.py", "skipping")
-
-
-@slow
-def test_steps_in_hooks_are_undone_as_others_are() -> None:
-    result = audit(STEPS, common="--loop step_in_a_hook")
-    assert (result.code, result.faults) == (1, {"GAV601"}), str(result)
-    assert result.finding("GAV601")["proven"] and result.line("GAV601") == marked(STEPS, "step_in_a_hook")
-
-
-@slow
-def test_an_optimizer_that_steps_in_one_run_only_is_named() -> None:
-    result = audit(STEPS, common="--loop head_never_steps")
-    assert (result.code, result.faults) == (1, {"GAV502"}), str(result)
 
 
 @slow
