@@ -1,4 +1,4 @@
-"""`gaverify init`, `models` and `schema`."""
+"""init, models and schema: what is written is run, for every kind of model."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import json
 import re
 import sys
 import types
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from gaverify.cli import main
-from gaverify.cli.scaffolding import template
+from gaverify.cli.scaffolding import KINDS, template
 from gaverify.spec import Spec, load_specs
 from gaverify.zoo import Builtin
+
+# --- `gaverify init`, `models` and `schema` --------------------------------------------------------------------------
 
 
 def test_init_writes_a_spec_that_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,3 +61,321 @@ def test_models(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     assert main(["models"]) == 0
     out = capsys.readouterr().out
     assert "577" in out and "[16]" in out and max(map(len, out.splitlines())) <= 80
+
+
+# --- `gaverify init --model`: the spec and the factory that it writes are run, for every kind of model ---------------
+
+
+NET = """\
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+class Image(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+
+
+class Words(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Embedding(11, 6), nn.Flatten(), nn.Linear(96, 1))
+
+
+class Step(Net):
+    def training_step(self, batch):
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+
+class Sized(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+
+
+class Particular(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bilinear = nn.Bilinear(2, 2, 2)
+
+
+class Settings:
+    pass
+
+
+def make(batch_size=8):
+    return Net(), lambda m, b: m(b).mean(), torch.randn(batch_size, 7)
+
+
+built = Net()
+size = 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for module in ("nets_to_init", "forwards_to_init", "sub.nets_to_init", "sub"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    (tmp_path / "nets_to_init.py").write_text(NET)
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "nets_to_init.py").write_text(NET)
+    return tmp_path
+
+
+def net_of_the_template() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 10))
+
+
+def test_every_kind_has_a_template_and_every_template_a_kind() -> None:
+    there = {entry.name for entry in files("gaverify.cli").joinpath("templates").iterdir()}
+    assert there == {f"{kind}.txt" for kind in KINDS}
+
+
+@pytest.mark.parametrize("kind", ["module", "dict", "dataloader", "checkpoint"])
+def test_a_template_runs_as_it_is(folder: Path, kind: str) -> None:
+    names = {f"module.layers.{name}": tensor for name, tensor in net_of_the_template().state_dict().items()}
+    torch.save({"epoch": 3, "state_dict": names}, folder / "model.pt")
+    assert main(["init", "--kind", kind]) == 0
+    assert main(["run", "gaverify.toml"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "text", "code"),
+    [
+        ("nets_to_init.py:Net", "torch.randn(batch_size, 7)", 0),
+        ("nets_to_init:Net", "torch.randint(3, (batch_size,))", 0),
+        ("sub/nets_to_init.py:Net", "from sub.nets_to_init import Net", 0),
+        ("nets_to_init.py:Image", "F.mse_loss", 1),
+        ("nets_to_init.py:Words", "torch.randint(11, (batch_size, 16))", 0),
+        ("nets_to_init.py:Step", "from nets_to_init import Step", 0),
+    ],
+)
+def test_the_factory_of_a_class_runs(
+    folder: Path, model: str, text: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The convolution has a BatchNorm: what init writes must not hide it."""
+    assert main(["init", "new.toml", "--model", model]) == 0
+    assert "Next: gaverify run new.toml" in capsys.readouterr().out
+    written = (folder / "new_model.py").read_text()
+    assert text in written and "@" not in re.sub(r"\S+@\S+", "", written)
+    assert main(["run", "new.toml"]) == code
+
+
+FORWARDS = """\
+from __future__ import annotations
+from dataclasses import dataclass
+import torch
+from torch import nn
+
+SIZE = 20
+
+
+@dataclass
+class Config:
+    vocabulary: int = 65
+
+
+class Language(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        self.places, self.tokens = nn.Embedding(32, 8), nn.Embedding(config.vocabulary, 8)
+        self.head = nn.Linear(8, config.vocabulary)
+
+    def forward(self, idx, targets=None):
+        logits = self.head(self.tokens(idx) + self.places.weight[: idx.shape[1]])
+        if targets is None:
+            return logits[:, [-1]], None
+        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Logits(Language):
+    def forward(self, idx):
+        return {"hidden": idx.float().mean(1), "logits": self.head(self.tokens(idx))}
+
+
+class Towers(nn.Module):
+    def __init__(self, users: int, n_items: int, biased: bool, rate: float):
+        super().__init__()
+        self.users, self.items = nn.Embedding(users, 4), nn.Embedding(n_items, 4)
+
+    def forward(self, user, item):
+        return (self.users(user) * self.items(item)).sum(-1)
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(9, 4), nn.Linear(4, 3)
+
+    def forward(self, tokens, mask, lengths):
+        assert not mask.is_floating_point() and lengths.dim() == 1
+        return self.head((self.tokens(tokens) * mask.unsqueeze(-1)).sum(1) / lengths.unsqueeze(1))
+
+
+class Image(nn.Module):
+    def __init__(self, channels, classes):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(channels, 2, 5), nn.Flatten(), nn.Linear(2 * 16 * 16, classes))
+
+    def forward(self, pixels):
+        return self.layers(pixels)
+
+
+if __name__ == "__main__":
+    image = Image(1, classes=7)
+    x = torch.rand(2, 1, SIZE, SIZE)
+    print(image(x).shape)
+"""
+
+
+@pytest.mark.parametrize("kind", ["module", "dataloader"])
+@pytest.mark.parametrize(
+    ("model", "texts"),
+    [
+        ("Language", ["import Language, Config", "(config=Config())", "return model(inputs, targets=targets)[1]"]),
+        ("Logits", ['["logits"].flatten(0, 1), targets.flatten()', "torch.randint(65, (batch_size, 16))"]),
+        ("Towers", ["(users=16, n_items=16, biased=False, rate=0.1)", "model(*inputs)"]),
+        ("Masked", ["torch.ones(batch_size, 16, dtype=torch.bool)", "torch.full((batch_size,), 16)"]),
+        ("Image", ["Image(1, classes=7)", "torch.rand(batch_size, 1, 20, 20)", "torch.randint(7, "]),
+    ],
+)
+def test_what_a_forward_takes_is_read(folder: Path, model: str, texts: list[str], kind: str) -> None:
+    (folder / "forwards_to_init.py").write_text(FORWARDS)
+    assert main(["init", "new.toml", "--model", f"forwards_to_init.py:{model}", "--kind", kind]) == 0
+    written = (folder / "new_model.py").read_text()
+    assert [text for text in texts if text not in written] == []
+    assert main(["run", "new.toml"]) == 0
+
+
+def test_sizes_that_nothing_says_are_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "forwards_to_init.py").write_text(FORWARDS)
+    assert main(["init", "--model", "forwards_to_init.py:Towers"]) == 0
+    assert "is a guess that runs, put your own in" in capsys.readouterr().out
+    assert main(["init", "--model", "forwards_to_init.py:Image", "--force"]) == 0
+    assert "guess" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["lightning", "transformers", "transformers-config"])
+def test_a_template_says_first_what_to_install(folder: Path, kind: str) -> None:
+    assert main(["init", "--kind", kind]) == 0
+    assert (folder / "gaverify_model.py").read_text().startswith('"""Needs `pip install ')
+
+
+@pytest.mark.parametrize("kind", ["dict", "dataloader"])
+def test_a_kind_may_be_wished(folder: Path, kind: str) -> None:
+    assert main(["init", "--model", "nets_to_init.py:Net", "--kind", kind]) == 0
+    assert main(["run", "gaverify.toml"]) == 0
+
+
+@pytest.mark.parametrize("model", ["mlp", "nets_to_init.py:make"])
+def test_what_needs_no_factory_gets_none(folder: Path, model: str) -> None:
+    assert main(["init", "--model", model]) == 0
+    assert not (folder / "gaverify_model.py").exists()
+    assert main(["run", "gaverify.toml"]) == 0
+
+
+def test_a_checkpoint_is_described(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save(net_of_the_template().state_dict(prefix="layers."), folder / "last.pt")
+    assert main(["init", "--model", "last.pt"]) == 0
+    written = (folder / "gaverify_model.py").read_text()
+    assert "layers.0.weight: [32, 16]" in written and 'CHECKPOINT = "last.pt"' in written
+    assert "put the class in that the checkpoint belongs to" in capsys.readouterr().out
+    assert main(["run", "gaverify.toml"]) == 0  # the stand-in is this checkpoint's class
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        ("nets_to_init.py:Sized", "fill in `width=...`"),
+        ("nets_to_init.py:Particular", "a batch in that your model takes"),
+    ],
+)
+def test_what_is_not_known_is_told(folder: Path, model: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "--model", model]) == 0
+    assert told in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model", "mlpp"], "did you mean `mlp`?"),
+        (["--model", "nets_to_init.py:Nett"], "did you mean `Net`?"),
+        (["--model", "nets_to_init.py:Settings"], "is a class, but not of torch.nn.Module"),
+        (["--model", "nets_to_init.py:built"], "is a Net; name a class or a function that returns it"),
+        (["--model", "nets_to_init.py:size"], "is an int; name a class or a function that returns it"),
+        (["--model", "nets_to_init.py:Net", "--kind", "transformers"], "is a class; give `--model` the folder"),
+        (["--model", "nets_to_init.py:Net", "sub/deep.toml", "--kind", "wrong"], "Invalid value for '--kind'"),
+    ],
+)
+def test_nothing_is_written_for_what_is_not_there(
+    folder: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(folder.rglob("*.*"))
+    assert main(["init", *words]) == 2
+    assert said in capsys.readouterr().err
+    assert [path for path in sorted(folder.rglob("*.*")) if "__pycache__" not in str(path)] == before
+
+
+def test_a_factory_that_exists_is_not_overwritten(folder: Path) -> None:
+    (folder / "gaverify_model.py").write_text("mine")
+    assert main(["init", "--kind", "module"]) == 2
+    assert (folder / "gaverify_model.py").read_text() == "mine" and not (folder / "gaverify.toml").exists()
+    assert main(["init", "--kind", "module", "--force"]) == 0
+    assert main(["run", "gaverify.toml"]) == 0
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize("kind", ["lightning", "transformers-config"])
+def test_a_template_that_needs_a_package_runs(folder: Path, kind: str) -> None:
+    pytest.importorskip("lightning" if kind == "lightning" else "transformers")
+    assert main(["init", "--kind", kind]) == 0
+    assert main(["run", "gaverify.toml"]) == (0 if kind == "lightning" else 1)
+    if kind != "lightning":
+        assert main(["run", "gaverify.toml", "--weighting", "tokens"]) == 0
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize("with_tokenizer", [False, True])
+def test_a_folder_of_transformers(folder: Path, with_tokenizer: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=300, n_positions=128)
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder / "saved")
+    if with_tokenizer:
+        from tokenizers import Tokenizer, models, pre_tokenizers
+
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        vocabulary = {letter: number for number, letter in enumerate(["<end>", *sorted(alphabet)])}
+        plain = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+        plain.pre_tokenizer = pre_tokenizers.ByteLevel()
+        fast = transformers.PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<end>")
+        fast.save_pretrained(folder / "saved")
+    assert main(["init", "--model", "saved"]) == 0
+    assert (folder / "gaverify_model.py").exists() is with_tokenizer
+    assert main(["run", "gaverify.toml"]) == 1, "rows of different length, averaged equally"
+    assert "GAV202" in capsys.readouterr().out
+    assert main(["run", "gaverify.toml", "--weighting", "tokens"]) == 0
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize(
+    "architecture", ["BertForSequenceClassification", "T5ForConditionalGeneration", "ViTForImageClassification"]
+)
+def test_models_by_folder_get_a_batch_that_fits(folder: Path, architecture: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    kind = getattr(transformers, architecture)
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    small |= {"d_model": 16, "d_ff": 32, "num_layers": 1, "num_heads": 2, "d_kv": 8, "vocab_size": 99, "image_size": 32}
+    config = kind.config_class(**small, decoder_start_token_id=0)
+    config.architectures = [architecture]
+    config.save_pretrained(folder / "saved")  # no weights: they are random
+    # a verdict, whichever: labels of different length diverge where the loss averages over tokens
+    assert main(["run", "--model", "saved", "--weighting", "samples", "--no-diagnose"]) in (0, 1)

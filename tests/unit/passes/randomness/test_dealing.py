@@ -1,4 +1,6 @@
-"""Micro-batches are dealt the full batch's draws; what cannot be dealt is said, never passed over."""
+"""Random draws: kept as they are made, selected, and dealt to the samples that they belong to."""
+
+from __future__ import annotations
 
 import random
 from functools import partial
@@ -9,6 +11,19 @@ from drawing import dealt, recorded
 from torch import nn
 
 from gaverify.passes.randomness import Dealer, Recomputing, draw_mode
+from gaverify.passes.randomness.contents import LOOSE, differ, fingerprint, matching_rows, tolerance
+from gaverify.passes.randomness.draws import Draw
+from gaverify.passes.randomness.selection import (
+    Rows,
+    by_contents,
+    by_position,
+    doubtful,
+    hand_out,
+    taken_from,
+    withdraw,
+)
+
+# --- Micro-batches are dealt the full batch's draws; what cannot be dealt is said, never passed over -----------------
 
 
 @pytest.mark.parametrize(
@@ -151,3 +166,179 @@ def test_the_second_reading_makes_pythons_draws_from_their_samples_states() -> N
             parts += dealt(record, partial(loop, 2), start, stop)
         assert (parts == whole[:4]) is inner
     assert record.sliced
+
+
+# --- The full batch's draws are kept: which, how often, and with what they were drawn for ----------------------------
+
+
+@pytest.mark.parametrize(
+    ("draw", "operation", "shape"),
+    [
+        (lambda: torch.rand(4, 3), "rand", (4, 3)),
+        (lambda: torch.randn(4, 3), "randn", (4, 3)),
+        (lambda: torch.randint(0, 9, (4,)), "randint", (4,)),
+        (lambda: torch.randperm(4), "randperm", (4,)),
+        (lambda: torch.empty(4, 2).normal_(), "normal", (4, 2)),
+        (lambda: torch.empty(4, 2).exponential_(), "exponential", (4, 2)),
+        (lambda: torch.bernoulli(torch.full((4, 2), 0.5)), "bernoulli", (4, 2)),
+        (lambda: torch.multinomial(torch.ones(4, 5), 2), "multinomial", (4, 2)),
+    ],
+)
+def test_a_draw_is_kept_with_its_result(draw, operation, shape) -> None:
+    results = []
+    torch.manual_seed(0)
+    record = recorded(lambda: results.append(draw()))
+    (kept,) = record.draws
+    assert kept.operation == operation
+    assert tuple(kept.value.shape) == shape
+    assert torch.equal(kept.value.to(results[0].dtype), results[0])
+
+
+def test_a_kept_draw_does_not_change_with_the_tensor_it_was_drawn_into() -> None:
+    noise = torch.empty(4)
+    record = recorded(lambda: noise.normal_().mul_(0))
+    assert not noise.any()
+    assert record.draws[0].value.any()
+
+
+def test_what_draws_nothing_is_not_kept() -> None:
+    assert recorded(lambda: torch.ones(4, 3).exp()).draws == []
+    assert recorded(lambda: nn.Dropout(0.0)(torch.ones(4, 3))).draws == []
+    assert recorded(lambda: nn.Dropout(0.5).eval()(torch.ones(4, 3))).draws == []
+
+
+def test_a_draw_that_a_recomputation_repeats_is_one_draw() -> None:
+    def twice() -> None:
+        state = torch.get_rng_state()
+        torch.rand(4)
+        torch.set_rng_state(state)
+        torch.rand(4)
+
+    assert len(recorded(twice).draws) == 1
+    assert len(recorded(lambda: [torch.rand(4), torch.rand(4)]).draws) == 2
+
+
+def test_a_dropout_is_kept_with_the_rows_it_was_drawn_for() -> None:
+    inputs = torch.randn(4, 6, requires_grad=True)
+    (kept,) = recorded(lambda: nn.Dropout(0.5)(inputs)).draws
+    assert kept.value.dtype is torch.bool
+    assert kept.prints is None or kept.prints.shape == (4,)
+
+
+def test_draws_of_python_are_kept_with_their_state() -> None:
+    random.seed(3)
+    record = recorded(lambda: [random.random(), random.gauss(0, 1)])
+    assert [draw.call.name for draw in record.foreign] == ["random", "gauss"]
+    assert set(record.foreign_end) >= {"random"}
+    assert recorded(lambda: None).foreign == []
+    assert random.random.__name__ == "random" and random.random.__self__ is random._inst  # put back
+
+
+# --- Which rows of the full batch's draw are a micro-batch's: by their place, by their contents ----------------------
+
+
+def drawn(*shape: int, source: torch.Tensor | None = None) -> Draw:
+    value = torch.arange(torch.Size(shape).numel()).view(shape)
+    return Draw("rand", value, (), None, fingerprint(source) if source is not None else None)
+
+
+def rows(micro_batch: tuple[int, int], size: int, *shape: int, source: torch.Tensor | None = None) -> Rows:
+    prints = fingerprint(source) if source is not None else None
+    return Rows(micro_batch, size, torch.Size(shape), prints, 1e-4)
+
+
+def taken(draw: Draw, wanted: Rows, inner: bool = False) -> list | None:
+    selection, _ = by_position(draw, wanted, inner)
+    return None if selection is None else taken_from(draw.value, selection).tolist()
+
+
+def test_a_row_per_sample_lies_at_the_samples_place() -> None:
+    assert taken(drawn(6), rows((2, 4), 6, 2)) == [2, 3]
+    assert taken(drawn(3, 6), rows((2, 4), 6, 3, 2)) == [[2, 3], [8, 9], [14, 15]]
+
+
+def test_a_draw_of_the_same_shape_is_repeated() -> None:
+    assert taken(drawn(5), rows((2, 4), 6, 5)) == [0, 1, 2, 3, 4]
+
+
+def test_folded_rows_are_read_with_the_batch_outside_or_inside() -> None:
+    draw = drawn(12)
+    assert [taken(draw, rows((start, start + 2), 6, 4)) for start in (0, 2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert taken(drawn(12), rows((2, 4), 6, 4), inner=True) == [2, 3, 8, 9]
+    assert by_position(drawn(12), rows((2, 4), 6, 4), False)[1], "without contents the fold's order is a guess"
+
+
+@pytest.mark.parametrize("inner", [True, False])
+def test_contents_tell_how_rows_are_folded(inner: bool) -> None:
+    samples = torch.randn(6, 2, 7, generator=torch.Generator().manual_seed(0))  # two heads per sample
+    order = (lambda t: t.transpose(0, 1).reshape(-1, 7)) if inner else (lambda t: t.reshape(-1, 7))
+    draw = drawn(12, 7, source=order(samples))
+    wanted = rows((2, 4), 6, 4, 7, source=order(samples[2:4]))
+    by_position(draw, rows((0, 2), 6, 4, 7, source=order(samples[:2])), not inner)  # the micro-batches come in order
+    selection, guessed = by_position(draw, wanted, not inner)
+    assert not guessed
+    assert doubtful(draw, wanted, selection).item() is False
+
+
+def test_shapes_that_do_not_correspond_have_no_rows() -> None:
+    assert by_position(drawn(6, 2), rows((2, 4), 6, 2), False)[0] is None
+    assert by_position(drawn(6), rows((2, 4), 6, 9), False)[0] is None
+
+
+def test_selected_rows_follow_each_other_and_can_be_withdrawn() -> None:
+    """Five of six samples passed a mask: the micro-batches' rows lie one behind the other."""
+    draw = drawn(5)
+    first, second = rows((0, 3), 6, 2), rows((3, 6), 6, 3)
+    assert taken(draw, first) == [0, 1]
+    assert taken(draw, second) == [2, 3, 4]
+    assert draw.dealt == 5
+    withdraw(draw, second)
+    assert draw.dealt == 2
+
+
+def test_rows_are_found_by_contents_wherever_they_lie() -> None:
+    source = torch.randn(6, 9)
+    draw = drawn(6, 9, source=source)
+    order = torch.tensor([5, 1, 3])
+    selection = by_contents(draw, rows((0, 3), 6, 3, 9, source=source[order]))
+    assert selection is not None and selection[0][1].tolist() == [5, 1, 3]
+    assert by_contents(draw, rows((0, 3), 6, 3, 9, source=torch.randn(3, 9))) is None
+    assert by_contents(drawn(6, 9), rows((0, 3), 6, 3, 9, source=source[order])) is None
+
+
+def test_equal_rows_are_handed_out_once_each() -> None:
+    source = torch.ones(4, 5)
+    draw = drawn(4, 5, source=source)
+    found = []
+    for micro_batch in ((0, 2), (2, 4)):
+        selection = by_contents(draw, rows(micro_batch, 4, 2, 5, source=source[:2]))
+        assert selection is not None
+        hand_out(draw, selection)
+        found += selection[0][1].tolist()
+    assert found == [0, 1, 2, 3]
+
+
+def test_rows_at_the_wrong_place_are_in_doubt() -> None:
+    source = torch.randn(6, 9)
+    draw = drawn(6, 9, source=source)
+    here = [(0, slice(2, 4))]
+    assert not doubtful(draw, rows((2, 4), 6, 2, 9, source=source[2:4]), here)
+    assert doubtful(draw, rows((2, 4), 6, 2, 9, source=source[:2]), here)
+    assert doubtful(draw, rows((2, 4), 6, 2, 9), here) is None
+
+
+def test_rows_that_rounding_changed_are_the_same_and_others_are_not() -> None:
+    source = torch.randn(50, 30)
+    noisy = source * (1 + 1e-6 * torch.randn_like(source))
+    assert not differ(fingerprint(noisy), fingerprint(source), tolerance(source))
+    assert differ(fingerprint(noisy.flip(0)), fingerprint(source), tolerance(source))
+    found = matching_rows(fingerprint(source), fingerprint(noisy[[7, 3]]), 0, [], tolerance(source))
+    assert found is not None and found.tolist() == [7, 3]
+
+
+def test_a_loose_match_has_to_stand_out() -> None:
+    """Under the tolerance of lower precision, a row that two others are about as near to belongs to neither."""
+    full = torch.tensor([[1.0], [1.04], [9.0]])
+    assert matching_rows(full, torch.tensor([[1.02]]), 0, [], LOOSE) is None
+    found = matching_rows(full, torch.tensor([[8.9]]), 0, [], LOOSE)
+    assert found is not None and found.tolist() == [2]
