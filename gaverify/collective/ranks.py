@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gaverify.collective.window import Trained, always_reducing
-from gaverify.collective.wrapping import bare
+from gaverify.collective.window import Trained, always_reducing, bare
 from gaverify.passes.fingerprints import digest_of
 from gaverify.passes.gradients import Gradients, accumulated_gradients
 from gaverify.passes.precision import buffers_apart

@@ -11,8 +11,7 @@ import torch
 
 from gaverify.collective.flow import judge_together
 from gaverify.collective.membership import Member
-from gaverify.collective.window import Trained
-from gaverify.collective.wrapping import description, under, users_engine
+from gaverify.collective.window import Trained, description, under, users_engine
 from gaverify.errors import Agreed
 from gaverify.passes.batching import batch_size_of, micro_batch_sizes
 from gaverify.passes.fingerprints import digest_of
