@@ -120,7 +120,7 @@ def factory(fault=""):
         if rank == 1 and len(calls) > 1:
             if fault == "raises":
                 raise ValueError("no luck")
-            if fault == "dies":
+            if fault == "dies" or (fault == "dies in float64" and batch.dtype is torch.float64):
                 os.kill(os.getpid(), signal.SIGKILL)
         if batch.dtype is torch.float64 and fault in ("float64", f"float64 of {rank}"):
             raise MemoryError("no room")
@@ -206,6 +206,7 @@ def test_a_float64_control_that_one_rank_lacks_is_told_by_it(tmp_path: Path) -> 
     assert first == second and "decided by the noise floor" in out and "float64 was" in out, out
 
 
-def test_a_rank_that_dies_is_named_by_the_others(tmp_path: Path) -> None:
-    (code, _, err), (dead, _, _) = ranks_of(tmp_path, "dies")
+@pytest.mark.parametrize(("fault", "options"), [("dies", ()), ("dies in float64", ("--exact",))])
+def test_a_rank_that_dies_is_named_by_the_others(tmp_path: Path, fault: str, options: tuple[str, ...]) -> None:
+    (code, _, err), (dead, _, _) = ranks_of(tmp_path, fault, *options)
     assert (code, dead) == (2, -signal.SIGKILL) and "rank 1 ended before there was a verdict" in err
