@@ -206,7 +206,7 @@ def test_a_float64_control_that_one_rank_lacks_is_told_by_it(tmp_path: Path) -> 
     assert first == second and "decided by the noise floor" in out and "float64 was" in out, out
 
 
-@pytest.mark.parametrize(("fault", "options"), [("dies", ()), ("dies in float64", ("--exact",))])
+@pytest.mark.parametrize(("fault", "options"), [("dies", ()), ("dies in float64", ("--exact", "--engine", "fsdp2"))])
 def test_a_rank_that_dies_is_named_by_the_others(tmp_path: Path, fault: str, options: tuple[str, ...]) -> None:
     (code, _, err), (dead, _, _) = ranks_of(tmp_path, fault, *options)
     assert (code, dead) == (2, -signal.SIGKILL) and "rank 1 ended before there was a verdict" in err
