@@ -115,16 +115,16 @@ class StateWatch(PassProbe):
     def around(self, k: int | None) -> Iterator[None]:
         """Compares the state before and after one forward and its backward."""
         before = self._digests()
-        addresses = {
+        kept = {
             address(value): name
             for name, (_, get) in self._named.items()
             if issubclass(type(value := get()), torch.Tensor)
-        } | self._parameters
+        }
         self._gradients = self._stamps()
         gradients = {address(g): _GRADIENT for p in self._trained if (g := p.grad) is not None}
         with (
             assignments(self._assigned),
-            writes_seen(addresses | gradients, self._wrote, self._reads.add),
+            writes_seen(kept | self._parameters | gradients, self._wrote, kept, self._reads.add),
             FunctionMode(self._called),
         ):
             yield

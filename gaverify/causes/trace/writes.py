@@ -15,25 +15,31 @@ from gaverify.tracebacks import calling_frame
 
 
 def writes_seen(
-    addresses: Mapping[int, str], notice: Callable[[str, str, Frame], None], read: Callable[[str], None]
+    addresses: Mapping[int, str],
+    notice: Callable[[str, str, Frame], None],
+    kept: Mapping[int, str],
+    read: Callable[[str], None],
 ) -> OperationMode:
     """Returns a mode that tells `notice` of every write to a tensor of the state: its name, the operation, the line.
 
     Args:
         addresses: The names of the state's tensors by `address`.
         notice: Told before the write.
-        read: Told the name of what an operation is given and does not write.
+        kept: Those of them that are no parameters.
+        read: Told the name of one of these that an operation is given and does not write.
     """
 
     def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        operation, written = operation_name(func), written_tensors(func, args, kwargs)
-        if "batch_norm" in operation and any(arg is True for arg in args):  # training: its schema tells of no write
-            written = [*written, *args[3:5]]
-        for tensor in tree_leaves((args, kwargs)):
-            name = addresses.get(address(tensor)) if isinstance(tensor, torch.Tensor) else None
-            if name is not None and any(tensor is target for target in written):
-                notice(name, operation, calling_frame())
-            elif name is not None:
+        written = written_tensors(func, args, kwargs)
+        if "batch_norm" in func.__name__ and any(arg is True for arg in args):  # training: its schema tells of no write
+            written = [*written, *(arg for arg in args[3:5] if isinstance(arg, torch.Tensor))]
+        for target in written:
+            name = addresses.get(address(target))
+            if name is not None:
+                notice(name, operation_name(func), calling_frame())
+        for tensor in tree_leaves((args, kwargs)) if kept else ():
+            name = kept.get(address(tensor)) if isinstance(tensor, torch.Tensor) else None
+            if name is not None and not any(tensor is target for target in written):
                 read(name)
         return func(*args, **kwargs)
 
