@@ -127,6 +127,15 @@ def calling_frame(least: Owner = Owner.LIBRARY) -> Place | None:
     return None
 
 
+def user_place() -> Place | None:
+    """Returns file and line of the innermost frame of the user's code; None where only libraries are on the stack.
+
+    The path is absolute: a script may change its folder before anybody reads the record.
+    """
+    place = calling_frame(Owner.USER)
+    return None if place is None else (os.path.abspath(place[0]), place[1])
+
+
 class LineHunt:
     """Finds the line after which something has changed, by asking after every line of the user's code.
 

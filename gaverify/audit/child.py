@@ -87,7 +87,7 @@ def _keep_under_guard(job: Job, folder: Path) -> None:
     from gaverify.audit.outputs.guard import Guard, tell_of_saving
 
     def told(name: str) -> None:
-        from gaverify.audit.recording.places import user_place
+        from gaverify.tracebacks import user_place
 
         (folder / "refused.json").write_text(json.dumps([name, user_place()]), encoding="utf-8")
 
@@ -131,11 +131,11 @@ def _note(error: BaseException, folder: Path) -> None:
 def installed(job: Job, folder: Path) -> Recorder:
     """Returns the recorder of this process, in its place between the script and torch."""
     from gaverify.audit.recording.patches import install
+    from gaverify.audit.recording.recorder import Recorder
     from gaverify.audit.recording.storage import Storage
-    from gaverify.audit.replay.recorder import ReplayingRecorder
     from gaverify.tracebacks import set_home
 
-    recorder = ReplayingRecorder(job, Storage(folder))
+    recorder = Recorder(job, Storage(folder))
     install(recorder)
     set_home(os.getcwd() if job.module else os.path.dirname(os.path.abspath(job.script)))
     return recorder

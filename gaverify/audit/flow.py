@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from gaverify.audit.editing import check_values
 from gaverify.audit.outcome import is_explained, report_of, same_arguments
-from gaverify.audit.replay.deciding import inputs_help, parts_of, replay_helps
+from gaverify.audit.replay import inputs_help, orders, parts_of, replay_helps
 from gaverify.audit.request import RECORDED, Request, kept, written
 from gaverify.audit.running import Progress, Runner, Trial
 from gaverify.children import ended_as_interrupted, working_folder
@@ -128,8 +128,6 @@ class _Audit:
         """The fields of `Job` with which the runs may be given the same data, those that change least first."""
         helps, ways = replay_helps(record, full.meta, self.main.meta), []
         if self._request.ranked:  # what their loops draw is dealt to them; their loaders hand out samples as they do
-            from gaverify.audit.replay.ordering import orders
-
             if not helps or not (full.meta["loop_draws"] or self.main.meta["loop_draws"]):
                 return []
             same = record.updates[0].data.same

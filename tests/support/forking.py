@@ -25,7 +25,7 @@ from gaverify.children import Kept, keeper, started
 
 _SERVER = Path(__file__).with_name("fork_server.py")
 # Every optimizer imports `torch._dynamo`, which takes as long as torch; the rest is imported before any script runs.
-_IMPORTED = ("torch._dynamo", "gaverify.audit.recording.patches", "gaverify.audit.replay.recorder")
+_IMPORTED = ("torch._dynamo", "gaverify.audit.recording.patches")
 _READ_AT_START = (
     *("PYTHON", "LD_", "LC_", "LANG", "TZ", "MALLOC_"),
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ATEN_", "TORCH_", "TORCHDYNAMO_"),

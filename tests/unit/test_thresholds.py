@@ -24,7 +24,7 @@ DECIDE_NOTHING = {
     "audit/request.py": "seconds",
     "audit/recording/outputs.py": "what values are moved by",
     "audit/recording/ranks.py": "seconds",
-    "audit/recording/recorder.py": "seconds",
+    "audit/recording/steps.py": "seconds",
     "audit/recording/watching.py": "what stands for NaN",
 }
 

@@ -9,12 +9,14 @@ gradient's size (Adam, a sign) shows nothing of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from gaverify.audit.recording.sampling import Sample
-from gaverify.audit.recording.values import plain
+from gaverify.audit.recording.values import copied
+from gaverify.tracebacks import Place
 
 _CERTAIN = 2
 """Moves of the weights after which a script without an optimizer is taken to move them itself."""
@@ -38,7 +40,7 @@ class ByHand:
     @torch.no_grad()
     def take(self) -> None:
         """Keeps the weights as they are."""
-        self._before = [_copied(parameter) for parameter in self.param_groups[0]["params"]]
+        self._before = [copied(parameter) for parameter in self.param_groups[0]["params"]]
 
     @torch.no_grad()
     def change(self) -> list[torch.Tensor | None]:
@@ -57,6 +59,16 @@ class ByHand:
             if old is not None:
                 parameter.data.copy_(old)
         self._before = self._older
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A call of `autograd.grad` for parameters: what it gave each optimizer, at the sampled elements."""
+
+    place: Place | None
+    reached: list[int]
+    targets: list[tuple[int, int]]
+    changes: dict[int, torch.Tensor]
 
 
 class Unannounced:
@@ -91,8 +103,3 @@ class Unannounced:
             self.moves += 1
             self._differentiated = False
         self._samples[id(module)] = (module, sample, now)
-
-
-def _copied(parameter: torch.Tensor) -> torch.Tensor | None:
-    values = plain(parameter)
-    return None if values is None else values.clone()

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from gaverify.audit.recording.followers import Followers
+from gaverify.audit.recording.averages import Followers
 from gaverify.audit.recording.watching import Seen, Watch
 from gaverify.thresholds import ONE_FACTOR
 from gaverify.tracebacks import LineHunt, Owner, Place

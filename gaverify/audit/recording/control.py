@@ -1,13 +1,77 @@
-"""The runs that change something on purpose: weights moved by their roundoff, steps undone, losses multiplied."""
+"""The runs that change something on purpose: losses multiplied, one term alone, weights moved, steps undone or led.
+
+A run is led along the full-batch run: its optimizers step with that run's gradients, and have its buffers after it. The
+accumulated run's own gradients are recorded first. Then its optimizers are given the full batch's for the one step, so
+that its next update starts from the full-batch run's weights and optimizer state, and is judged for what it does
+itself. What the step makes of the same gradients is compared as well: a step that divides by K shows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
+from gaverify.audit.job import Job
+from gaverify.audit.recording.losses import Terms
+from gaverify.audit.recording.names import Names
+from gaverify.audit.recording.ranks import frozen, owners_of, place_in_group, synchronised
+from gaverify.audit.recording.storage import Storage
+from gaverify.audit.recording.values import copied, plain, same
+from gaverify.audit.recording.watching import Watched
 from gaverify.passes.perturbation import Coins, move, rounding_share
+
+
+class Control:
+    """What a run changes in each pass; nothing, unless its job asks for it.
+
+    Args:
+        job: The run.
+        names: The script's models.
+    """
+
+    def __init__(self, job: Job, names: Names) -> None:
+        self._job, self._names = job, names
+        if job.math_kernels:  # draws inside a fused kernel cannot be replayed
+            from torch.nn.attention import SDPBackend, sdpa_kernel
+
+            self._kernels = sdpa_kernel(SDPBackend.MATH)
+            self._kernels.__enter__()  # for good: it ends when nobody holds it
+
+    def forward(self, module: nn.Module) -> AbstractContextManager[None]:
+        """What a forward runs in: DDP asks in its forward whether it shall reduce."""
+        if self._job.frozen:
+            buffers = [value for name, value in self._names.buffers().items() if name in self._job.frozen]
+            return frozen(owners_of(buffers, self._names.models))
+        return synchronised([module]) if self._job.synchronise else nullcontext()
+
+    @contextmanager
+    def backward(self, roots: Any, number: int, terms: Terms) -> Iterator[None]:
+        """What a backward pass runs in, of which there were `number` before it."""
+        with (
+            self.shrunk(roots, number),
+            terms.only(self._job.term) if self._job.term else nullcontext(),
+            synchronised(self._names.models) if self._job.synchronise else nullcontext(),
+        ):
+            yield
+
+    @contextmanager
+    def shrunk(self, roots: torch.Tensor | Sequence[torch.Tensor], number: int) -> Iterator[None]:
+        """Multiplies what is differentiated, and so every gradient; a power of two rounds nothing."""
+        own = self._job.shares[place_in_group()[0]] if self._job.shares else (1.0,)
+        factor = self._job.shrink * own[number % len(own)]
+        several = [roots] if isinstance(roots, torch.Tensor) else roots
+        changed = [root for root in several if root.requires_grad] if factor != 1.0 else []
+        hooks = [root.register_hook(lambda gradient: gradient * factor) for root in changed]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 class Perturbation:
@@ -32,18 +96,6 @@ class Perturbation:
             move(parameter, rounding_share(parameter, self._unit), self._coins)
 
 
-@contextmanager
-def shrunk(losses: torch.Tensor | Sequence[torch.Tensor], factor: float) -> Iterator[None]:
-    """Multiplies what a backward pass starts from, and so every gradient; a power of two rounds nothing."""
-    roots = [losses] if isinstance(losses, torch.Tensor) else list(losses)
-    hooks = [root.register_hook(lambda gradient: gradient * factor) for root in roots if root.requires_grad]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
 class Held:
     """Undoes an optimizer's step: the weights as they were before it."""
 
@@ -62,10 +114,91 @@ class Held:
         self._kept = []
 
 
-def use_math_kernels() -> None:
-    """Runs attention unfused in this process: draws inside a fused kernel cannot be replayed."""
-    torch.backends.cuda.enable_flash_sdp(False)
-    torch.backends.cuda.enable_mem_efficient_sdp(False)
-    if hasattr(torch.backends.cuda, "enable_cudnn_sdp"):
-        torch.backends.cuda.enable_cudnn_sdp(False)
-    torch.backends.cuda.enable_math_sdp(True)
+class Lead:
+    """Puts the full-batch run's gradients in place for a step, and the script's own back after it.
+
+    Args:
+        source: The folder of the full-batch run; None leads nothing.
+    """
+
+    def __init__(self, source: Path | None) -> None:
+        self._source = source
+        self._lent: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = []
+
+    def lend(self, entry: Watched) -> bool:
+        """Puts the gradients of the same step of the same optimizer in place; returns whether it could."""
+        path = self._source / f"gradients-{entry.index}-{entry.steps}.pt" if self._source is not None else None
+        if path is None or not path.exists() or getattr(entry.optimizer, "grad_scale", None) is not None:
+            return False
+        stored = torch.load(path, mmap=True, weights_only=True)
+        parameters = entry.sample.parameters
+        lent = [_placed(parameter, stored.get(at)) for at, parameter in enumerate(parameters)]
+        if any(new is None and at in stored for at, new in enumerate(lent)):
+            return False
+        for parameter, new in zip(parameters, lent, strict=True):
+            self._lent.append((parameter, parameter.grad, new))
+            parameter.grad = new
+        return True
+
+    def put_back(self) -> bool:
+        """Puts back what the script had, but where the step or a hook of it has removed or replaced the gradient.
+
+        Returns:
+            Whether the step was led.
+        """
+        led = bool(self._lent)
+        for parameter, own, new in self._lent:
+            if parameter.grad is new:
+                parameter.grad = own
+        self._lent = []
+        return led
+
+
+def _placed(parameter: torch.Tensor, stored: torch.Tensor | None) -> torch.Tensor | None:
+    """A stored gradient where the parameter is; None where it does not fit."""
+    if stored is None or type(parameter) not in (torch.Tensor, torch.nn.Parameter):
+        return None
+    if stored.shape != parameter.shape or stored.dtype is not (
+        parameter.dtype if parameter.grad is None else parameter.grad.dtype
+    ):
+        return None
+    return stored.to(parameter.device)
+
+
+class Buffers:
+    """Keeps what a step leaves in the buffers of the script's models, or puts the full-batch run's there.
+
+    Running statistics, queues and power iterations go on after each micro-batch, so that a later update would start
+    from other buffers than the full batch's and be judged for what an earlier one did.
+
+    Args:
+        source: The folder of the full-batch run; None where this is that run.
+    """
+
+    def __init__(self, source: Path | None) -> None:
+        self._source = source
+        self._known: dict[str, torch.Tensor | None] = {}  # as they were when they were last seen
+
+    def know(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Takes buffers as they are before the first forward: what never changes is not written."""
+        for name, buffer in buffers.items():
+            if name not in self._known:
+                self._known[name] = copied(buffer)
+
+    def keep(self, storage: Storage, step: str, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Writes the buffers that have changed since they were last written."""
+        readable = {name: value for name, buffer in buffers.items() if (value := plain(buffer)) is not None}
+        changed = {name: value for name, value in readable.items() if not same(self._known.get(name), value)}
+        if changed:
+            storage.tensors(f"buffers-{step}", changed)
+        self._known |= {name: copied(value) for name, value in changed.items()}
+
+    def put(self, step: str, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Puts in place what the full-batch run's buffers were after the same step."""
+        path = self._source / f"buffers-{step}.pt" if self._source is not None else None
+        if path is None or not path.exists():
+            return
+        for name, value in torch.load(path, map_location="cpu", mmap=True, weights_only=True).items():
+            own = plain(buffers[name]) if name in buffers else None
+            if own is not None and own.shape == value.shape and own.dtype is value.dtype:
+                own.copy_(value)

@@ -228,11 +228,7 @@ def _batch_rows(full: Shapes, micro: Shapes) -> tuple[int, int] | None:
     return (full[0][0], micro[0][0]) if full and micro and full[0][0] == micro[0][0] else None
 
 
-_GATHER = 0x8040201008040201 - (1 << 64)  # moves bit 8 i to bit 63 - i
-_EIGHTS = torch.tensor(
-    [[at >> (7 - bit) & 1 for bit in range(8)] for at in range(256)], dtype=torch.uint8, device="cpu"
-)
-_EIGHTS = _EIGHTS.view(torch.int64).flatten()
+_BITS = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device="cpu")
 
 
 def packed(value: torch.Tensor) -> Any:
@@ -240,8 +236,7 @@ def packed(value: torch.Tensor) -> Any:
     if value.dtype is not torch.bool:
         return value
     flat = torch.nn.functional.pad(value.detach().cpu().flatten(), (0, -value.numel() % 8))
-    eights = flat.view(torch.uint8).view(torch.int64)  # eight bytes of 0 or 1; the product gathers them in the last
-    return ((eights * _GATHER) >> 56).to(torch.uint8), tuple(value.shape), value.device
+    return (flat.view(-1, 8) * _BITS).sum(1, dtype=torch.uint8), tuple(value.shape), value.device
 
 
 def unpacked(stored: Any) -> Any:
@@ -249,5 +244,4 @@ def unpacked(stored: Any) -> Any:
     if isinstance(stored, torch.Tensor):
         return stored
     bits, shape, device = stored
-    eights = _EIGHTS[bits.to(torch.int64)]
-    return eights.view(torch.uint8).view(torch.bool)[: math.prod(shape)].view(shape).to(device)
+    return ((bits[:, None] & _BITS) != 0).flatten()[: math.prod(shape)].view(shape).to(device)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gaverify.passes.nesting import leaves
+from gaverify.audit.recording.values import tensors_in
 from gaverify.passes.walks import reached
 from gaverify.tracebacks import Owner, Place, owner_of
 
@@ -36,8 +36,8 @@ def parameters_behind(roots: Iterable[Any], ends: Collection[Any]) -> list[torch
         roots: Operations.
         ends: Operations behind which nothing is looked at.
     """
-    leaves = (getattr(node, "variable", None) for node in behind(roots, ends))
-    return [leaf for leaf in leaves if leaf is not None]
+    found = (getattr(node, "variable", None) for node in behind(roots, ends))
+    return [leaf for leaf in found if leaf is not None]
 
 
 def meetings(
@@ -108,7 +108,7 @@ class Reach:
 
     def listen(self, output: Any, forward: int) -> None:
         """Listens at the result of the forward with this number; one whose result hides its graph counts as reached."""
-        results = [leaf for _, leaf in leaves(output, "") if isinstance(leaf, torch.Tensor)]
+        results = tensors_in(output)
         nodes = [result.grad_fn for result in results if result.grad_fn is not None]
         for node in nodes[:_MOST]:
             node.register_prehook(lambda *_: self._reached.add(forward))
@@ -140,7 +140,7 @@ def ends_in_parameters(roots: Any) -> bool:
     Args:
         roots: A tensor, or several in any nesting.
     """
-    tensors = [leaf for _, leaf in leaves(roots, "") if isinstance(leaf, torch.Tensor)]
+    tensors = tensors_in(roots)
     if any(isinstance(tensor, torch.nn.Parameter) for tensor in tensors):
         return True
     return any(

@@ -22,9 +22,9 @@ from gaverify.audit.job import SCRIPT
 from gaverify.audit.recording.graph import parameters_behind
 from gaverify.audit.recording.names import paths_in
 from gaverify.audit.recording.rows import input_shapes
-from gaverify.audit.recording.values import plain
+from gaverify.audit.recording.values import plain, tensors_in
 from gaverify.passes.calls import Call, listening
-from gaverify.passes.nesting import changed, leaves
+from gaverify.passes.nesting import changed
 
 Spots = Sequence[tuple[int, Sequence[int]] | None]
 _FILE = "held"
@@ -83,8 +83,7 @@ class Holding:
     def differentiated(self, roots: Any) -> None:
         """A backward pass begins: what the held code itself trains is known while there is a graph."""
         if SCRIPT in self._held and self._source is not None:
-            tensors = (leaf for _, leaf in leaves(roots, "") if isinstance(leaf, torch.Tensor))
-            self._know(tensor.grad_fn for tensor in tensors)
+            self._know(tensor.grad_fn for tensor in tensors_in(roots))
 
     def own(self, parameters: Sequence[torch.Tensor]) -> list[int]:
         """Returns the positions of those parameters that the held code reads without a call of a module."""

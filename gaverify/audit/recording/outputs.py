@@ -16,14 +16,13 @@ from torch import nn
 from gaverify.audit.job import SCRIPT
 from gaverify.audit.recording.graph import meetings
 from gaverify.audit.recording.names import paths_in
-from gaverify.audit.recording.places import user_place
 from gaverify.audit.recording.rows import input_shapes
-from gaverify.audit.recording.values import plain
+from gaverify.audit.recording.values import plain, same, tensors_in
 from gaverify.passes.calls import Call, listening
 from gaverify.passes.channels import per_channel_affine
 from gaverify.passes.fingerprints import real_numbers, summaries
 from gaverify.passes.nesting import changed, leaves, rebuilt
-from gaverify.tracebacks import Place
+from gaverify.tracebacks import Place, user_place
 
 _MOST = 64  # tensors of one call that are looked at
 
@@ -61,9 +60,10 @@ class Outputs:
     def meetings(self, roots: Any) -> list[Place]:
         """Returns the lines between the models and what is differentiated in which rows meet."""
         with self._work():
-            tensors = [leaf for _, leaf in leaves(roots, "") if isinstance(leaf, torch.Tensor)]
             counts = {forward["rows"] * times for forward in self.forwards for times in (1, 2)} - {0, 1, 2}
-            return meetings([tensor.grad_fn for tensor in tensors], self._handed_out, counts, may_meet=self._small)
+            return meetings(
+                [tensor.grad_fn for tensor in tensors_in(roots)], self._handed_out, counts, may_meet=self._small
+            )
 
     def _begins(self, inner: dict[str, _Inner], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with self._work():
@@ -95,7 +95,7 @@ class Outputs:
                     "outputs": _rows(tensors),
                     "numbers": any(tensor.numel() == 1 and tensor.requires_grad for _, tensor in tensors),
                     "gradients": gradients,
-                    "changed": [n for n, value in _state(call.module).items() if not _same(value, before.get(n))],
+                    "changed": [n for n, value in _state(call.module).items() if not same(before.get(n), value)],
                     "scales": first is not None and result is not None and per_channel_affine(first, result),
                 }
             )
@@ -140,10 +140,6 @@ def _state(module: nn.Module) -> dict[str, torch.Tensor]:
     """Copies of a module's own buffers: the kernel of BatchNorm moves its statistics without raising `_version`."""
     buffers = {name: plain(buffer) for name, buffer in module.named_buffers(recurse=False)}
     return {name: values.clone() for name, values in buffers.items() if values is not None}
-
-
-def _same(value: torch.Tensor, before: torch.Tensor | None) -> bool:
-    return before is not None and before.shape == value.shape and torch.equal(before, value)
 
 
 def _rows(tensors: list[tuple[str, torch.Tensor]]) -> dict[str, Any]:

@@ -19,27 +19,24 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from gaverify.audit.recording.hand_recorder import HandRecorder
 from gaverify.audit.recording.recorder import Recorder
 from gaverify.audit.recording.values import on_meta
 from gaverify.audit.recording.watching import rates_of
+from gaverify.passes.walks import reached
 
-Around = Callable[..., AbstractContextManager[None]]
+Around = Callable[..., AbstractContextManager[Callable[[Any], None] | None] | None]
 
 
-def install(recorder: HandRecorder) -> None:
+def install(recorder: Recorder) -> None:
     """Puts the recorder into this process, before the script imports anything; it stays until the process ends."""
+    recorder.loaders.install()
     _gathers(recorder)
     _optimizers(recorder)
     _forwards(recorder)
-    # `Tensor.backward` calls `autograd.backward`, and checkpointing calls that from inside: one backward pass.
-    backward = [False]
+    _backwards(recorder)
     owner: Any
-    for owner in (torch.Tensor, torch.autograd):
-        _surround(owner, "backward", _passes(recorder), recorder, backward)
     for owner in (Optimizer, nn.Module):
         _surround(owner, "zero_grad", lambda *_, **__: recorder.zero_grad(), recorder, [False])
-    _differentiation(recorder, backward)
     _clipping(recorder)
     _schedulers(recorder)
     _scalers(recorder)
@@ -62,29 +59,51 @@ def _replace(owner: Any, name: str, call: Callable[..., Any]) -> None:
 def _surround(owner: Any, name: str, around: Around, recorder: Recorder, running: list[bool]) -> None:
     """Replaces a function by one that runs it inside `around`, which is given the same arguments.
 
-    A call while one is `running` runs as it is.
+    What that gives, if anything, is called with the result. A call while one is `running` runs as it is, and so does
+    one that `around` has nothing for.
     """
 
     def surrounded(original: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or running[0] or recorder.off:
+        aside = torch.compiler.is_compiling() or running[0] or recorder.off
+        context = None if aside else around(*args, **kwargs)
+        if context is None:
             return original(*args, **kwargs)
         running[0] = True
         try:
-            with around(*args, **kwargs):
-                return original(*args, **kwargs)
+            with context as ended:
+                result = original(*args, **kwargs)
+                if ended is not None:
+                    ended(result)
+                return result
         finally:
             running[0] = False
 
     _replace(owner, name, surrounded)
 
 
-def _passes(recorder: Recorder) -> Around:
-    """Surrounds a backward pass, but not one that only counts operations: it belongs to no update."""
+def _backwards(recorder: Recorder) -> None:
+    """Surrounds backward passes, but not those that only count operations: they belong to no update.
 
-    def around(tensors: Any, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
-        return nullcontext() if on_meta(tensors) else recorder.backward(tensors, *args, **kwargs)
+    `autograd.grad` counts where it is asked for the gradients of parameters.
+    """
+    running = [False]  # `Tensor.backward` calls `autograd.backward`, and checkpointing that from inside: one pass
+    owner: Any
 
-    return around
+    def passes(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        return None if on_meta(tensors) else recorder.backward(tensors, *args, **kwargs)
+
+    for owner in (torch.Tensor, torch.autograd):
+        _surround(owner, "backward", passes, recorder, running)
+
+    def around(outputs: Any, inputs: list[Any], *_: Any, **__: Any) -> Any:
+        wanted = any(isinstance(tensor, nn.Parameter) for tensor in inputs)
+        return recorder.differentiation(outputs, inputs) if wanted else None
+
+    def listed(original: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(outputs, [inputs] if isinstance(inputs, torch.Tensor) else list(inputs), *args, **kwargs)
+
+    _surround(torch.autograd, "grad", around, recorder, running)
+    _replace(torch.autograd, "grad", listed)  # a generator of parameters can be read once
 
 
 def _gathers(recorder: Recorder) -> None:
@@ -131,49 +150,20 @@ def _forwards(recorder: Recorder) -> None:
     nn.Module.__call__ = call  # type: ignore[method-assign]
 
 
-def _differentiation(recorder: HandRecorder, running: list[bool]) -> None:
-    """Wraps `autograd.grad` where it is asked for the gradients of parameters."""
-
-    def grad(original: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        several = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
-        parameters = any(isinstance(tensor, nn.Parameter) for tensor in several)
-        if torch.compiler.is_compiling() or running[0] or recorder.off or not parameters:
-            return original(outputs, several, *args, **kwargs)
-        running[0] = True
-        try:
-            with recorder.differentiation(outputs, several) as ended:
-                result = original(outputs, several, *args, **kwargs)
-                ended(result)
-                return result
-        finally:
-            running[0] = False
-
-    _replace(torch.autograd, "grad", grad)
-
-
 def _clipping(recorder: Recorder) -> None:
     from torch.nn.utils import clip_grad
 
-    running = [False]  # `clip_grad_norm_` calls `clip_grads_with_norm_`
-
-    def clip(original: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or running[0] or recorder.off:
-            return original(*args, **kwargs)
-        given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
+    def clipped(call: Any, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(call).bind_partial(*args, **kwargs).arguments
         limit = given.get("max_norm", given.get("clip_value"))
-        running[0] = True
-        try:
-            known = float(limit) if isinstance(limit, (int, float)) else None
-            with recorder.clip(original.__name__, known) as ended:
-                result = original(*args, **kwargs)
-                ended(given.get("total_norm") if result is None else result)
-                return result
-        finally:
-            running[0] = False
+        known = float(limit) if isinstance(limit, (int, float)) else None
+        return recorder.clip(call.__name__, known, given.get("total_norm"))
 
+    running = [False]  # `clip_grad_norm_` calls `clip_grads_with_norm_`
     for name in ("clip_grads_with_norm_", "clip_grad_norm_", "clip_grad_value_", "clip_grad_norm"):
         if hasattr(clip_grad, name):
-            _replace(clip_grad, name, clip)
+            around = functools.partial(clipped, getattr(clip_grad, name))
+            _surround(clip_grad, name, around, recorder, running)
             setattr(torch.nn.utils, name, getattr(clip_grad, name))
 
 
@@ -181,17 +171,23 @@ def _schedulers(recorder: Recorder) -> None:
     """Wraps `step` of every scheduler class, those of the script as they are defined."""
     nested = [0]
 
+    def step(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        nested[0] += 1
+        try:
+            result = original(self, *args, **kwargs)
+        finally:
+            nested[0] -= 1
+        if not nested[0] and not recorder.off:
+            recorder.simple("scheduler", scheduler=id(self), lr=rates_of(self.optimizer))
+        return result
+
     def wrap(kind: Any) -> None:
         if "step" in vars(kind):
-            _replace(kind, "step", _scheduler_step(recorder, nested))
-
-    def wrap_all(kind: Any) -> None:
-        wrap(kind)
-        for child in kind.__subclasses__():
-            wrap_all(child)
+            _replace(kind, "step", step)
 
     base: Any = lr_scheduler.LRScheduler
-    wrap_all(base)
+    for known in reached([base], type.__subclasses__):
+        wrap(known)
 
     def first(initial: Any, self: Any) -> None:
         nested[0] += 1  # a scheduler steps once while it is made
@@ -206,20 +202,6 @@ def _schedulers(recorder: Recorder) -> None:
 
     _replace(base, "_initial_step", first)
     base.__init_subclass__ = classmethod(subclassed)  # type: ignore[arg-type]
-
-
-def _scheduler_step(recorder: Recorder, nested: list[int]) -> Any:
-    def step(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        nested[0] += 1
-        try:
-            result = original(self, *args, **kwargs)
-        finally:
-            nested[0] -= 1
-        if not nested[0] and not recorder.off:
-            recorder.simple("scheduler", scheduler=id(self), lr=rates_of(self.optimizer))
-        return result
-
-    return step
 
 
 def _scalers(recorder: Recorder) -> None:
@@ -262,11 +244,10 @@ def _losses(recorder: Recorder) -> None:
 def _averages(recorder: Recorder) -> None:
     from torch.optim.swa_utils import AveragedModel
 
-    def update(original: Any, self: Any, model: Any) -> None:
-        with nullcontext() if recorder.off else recorder.average(self.module, model):
-            original(self, model)
+    def around(average: Any, model: Any) -> Any:
+        return recorder.average(average.module, model)
 
-    _replace(AveragedModel, "update_parameters", update)
+    _surround(AveragedModel, "update_parameters", around, recorder, [False])
 
 
 def _loads(recorder: Recorder) -> None:

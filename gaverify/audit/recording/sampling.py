@@ -6,6 +6,8 @@ holds for every element, hence for any choice of them; and the same elements are
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from gaverify.audit.recording.values import plain
@@ -44,13 +46,11 @@ class Sample:
 
     def weights(self) -> torch.Tensor:
         """Returns the elements of the parameters as float64 on the CPU."""
-        return self.read(list(self.parameters))
+        return self.read(self.parameters)
 
     def elements(self, at: int, values: torch.Tensor) -> torch.Tensor:
         """Returns the chosen elements of a gradient of the parameter at a position, as float64 on the CPU."""
-        dense = values.to_dense() if values.layout is not torch.strided else values
-        chosen = dense.reshape(-1)[self._positions[at]]
-        return (chosen.abs() if chosen.is_complex() else chosen).to("cpu", torch.float64)
+        return read([(values, self._positions[at])])[0]
 
     def stretches(self) -> torch.Tensor:
         """Returns for each sampled element how many elements of its parameter it stands for."""
@@ -58,24 +58,27 @@ class Sample:
         parts = [torch.full((size,), count / max(size, 1), dtype=torch.float64, device="cpu") for count, size in pairs]
         return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64, device="cpu")
 
-    @torch.no_grad()
-    def read(self, tensors: list[torch.Tensor | None]) -> torch.Tensor:
+    def read(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Returns the elements of tensors of the parameters' shapes as float64 on the CPU; zero where there is none."""
-        parts = []
-        for tensor, position in zip(tensors, self._positions, strict=True):
-            values = plain(tensor) if tensor is not None and len(position) else None
-            if values is None:
-                parts.append(torch.zeros(len(position), dtype=torch.float64, device="cpu"))
-                continue
-            dense = values.to_dense() if values.layout is not torch.strided else values
-            chosen = dense.reshape(-1)[position]
-            parts.append(chosen.abs() if chosen.is_complex() else chosen)
-        if not parts:
-            return torch.zeros(0, dtype=torch.float64, device="cpu")
-        # One transfer where all parameters live on one device.
-        if len({(part.device, part.dtype) for part in parts}) == 1:
-            return torch.cat(parts).to(torch.float64).cpu()
-        return torch.cat([part.to("cpu", torch.float64) for part in parts])
+        parts = read(list(zip(tensors, self._positions, strict=True)))
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64, device="cpu")
+
+
+@torch.no_grad()
+def read(pairs: Sequence[tuple[torch.Tensor | None, torch.Tensor]]) -> list[torch.Tensor]:
+    """Returns the chosen elements of every tensor as float64 on the CPU; of one device and type in one transfer."""
+    parts = []
+    for tensor, chosen in pairs:
+        values = plain(tensor) if tensor is not None and len(chosen) else None
+        if values is None:
+            parts.append(torch.zeros(len(chosen), dtype=torch.float64, device="cpu"))
+            continue
+        dense = values.to_dense() if values.layout is not torch.strided else values
+        elements = dense.reshape(-1)[chosen.to(values.device)]
+        parts.append(elements.abs() if elements.is_complex() else elements)
+    if len({(part.device, part.dtype) for part in parts}) == 1:
+        return list(torch.cat(parts).to(torch.float64).cpu().split([len(part) for part in parts]))
+    return [part.to("cpu", torch.float64) for part in parts]
 
 
 def positions(ordinal: int, numel: int, total: int) -> torch.Tensor:

@@ -1,10 +1,11 @@
-"""The state of a recorded run: its update, its events, and how it ends."""
+"""The state of a recorded run: who listens to it, its update, its events, and what its closing record holds."""
 
 from __future__ import annotations
 
 import copy
 import multiprocessing.process
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,27 +16,30 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from gaverify.audit.job import Job
+from gaverify.audit.recording.averages import Followers
+from gaverify.audit.recording.by_hand import Unannounced, Waiting
 from gaverify.audit.recording.changes import Changes
-from gaverify.audit.recording.control import Held, Perturbation, use_math_kernels
-from gaverify.audit.recording.dividing import Weight
+from gaverify.audit.recording.control import Buffers, Control, Held, Lead, Perturbation
 from gaverify.audit.recording.draws import draws_of
-from gaverify.audit.recording.followers import Followers
 from gaverify.audit.recording.graph import Reach, keep_lines
 from gaverify.audit.recording.holding import Holding
-from gaverify.audit.recording.leading import Buffers, Lead
-from gaverify.audit.recording.names import Names
+from gaverify.audit.recording.inputs import GivenInputs, KeptInputs
+from gaverify.audit.recording.loop import DealtLoopDraws, KeptLoopDraws, Loop
+from gaverify.audit.recording.losses import Weight
+from gaverify.audit.recording.names import Names, Roundoff
 from gaverify.audit.recording.outputs import Outputs
-from gaverify.audit.recording.places import user_place
-from gaverify.audit.recording.precision import Roundoff
-from gaverify.audit.recording.ranks import OwnGradients, leave_together, local_shapes, shards_of
-from gaverify.audit.recording.storage import Storage, leave
+from gaverify.audit.recording.ranks import OwnGradients, local_shapes, shards_of
+from gaverify.audit.recording.samples import GivenSamples, KeptSamples, Loaders
+from gaverify.audit.recording.storage import Storage
 from gaverify.audit.recording.update import Forward, Update
 from gaverify.audit.recording.values import out_of_sight, undisturbed
 from gaverify.audit.recording.watching import Watch
 from gaverify.passes.wrappers import engine_of, flattened, tensor_parallel
 from gaverify.ranks.traffic import TrafficMeter
 from gaverify.records.events import Ending, Event, Kind
-from gaverify.tracebacks import Place
+from gaverify.tracebacks import Place, user_place
+
+_BY_THE_SCRIPT = "weights moved by the script itself"
 
 
 class Session:
@@ -86,8 +90,33 @@ class Session:
         self._outputs: Outputs | None = None
         self._holding: Holding | None = None
         self._listen_to(1)
-        if job.math_kernels:
-            use_math_kernels()
+        self._control = Control(job, self.names)
+        self._unannounced = Unannounced()
+        self._waiting: list[Waiting] = []
+        self._had_gradients = False  # whether any step had something to use
+        self._by_change = False  # whether the change of the weights stood for the gradient of any
+        self._loop = Loop()
+        self._inputs: KeptInputs | GivenInputs | None = None
+        self.loaders = Loaders(self._loop.paused)
+        if job.replay:
+            self._replay(storage.folder, Path(job.source) if job.source else None)
+        self._returns_loss = True  # every forward with something to train
+
+    def _replay(self, folder: Path, source: Path | None) -> None:
+        """Keeps what lies outside the model, samples and draws of the loop, or takes them from the full-batch run."""
+        job = self.job
+        if source is None:
+            self._loop = KeptLoopDraws(folder)
+            tail = job.tail / job.parts if job.tail else 0.0
+            self.loaders = KeptSamples(folder, self._loop.paused, tail, collated=job.collated)
+        else:
+            self._loop = DealtLoopDraws(source, job.parts, turns=job.order == "turns")
+            # in parts: a whole batch and the short one behind it
+            length = (job.parts + job.tail if job.parts > 1 else 2) if job.tail else None
+            given = GivenSamples(source, job.parts, self._loop.paused, length, collated=job.collated)
+            self.loaders = Loaders(self._loop.paused) if job.order else given
+        if job.inputs:
+            self._inputs = KeptInputs(folder) if source is None else GivenInputs(source)
 
     @property
     def off(self) -> bool:
@@ -102,32 +131,6 @@ class Session:
             self.left_out[why] = self.left_out.get(why, 0) + 1
         return bool(why)
 
-    def finish(self, reason: Ending, status: int, code: str = "") -> None:
-        """Writes everything and ends the process; one that failed waits for no other rank.
-
-        Args:
-            reason: Why it ends.
-            status: Its exit status.
-            code: What the script gave `sys.exit`, as Python writes it.
-        """
-        with self._lock:
-            self.close(reason, code)
-            if self.job.meeting is not None and not status:
-                leave_together(self.job.meeting, self.rank, self.ranks)
-            leave(status)
-
-    def close(self, reason: Ending, code: str = "") -> None:
-        """Writes everything, once; nothing is recorded any more."""
-        with self._work():
-            if self._closed:
-                return
-            self._closed = True
-            self._changes.settle()
-            self._changes.note_averages()
-            self._close_update()
-            self._event("end", reason=reason.value)
-            self.storage.finish({**self._meta(reason), "status": code})
-
     @contextmanager
     def _work(self) -> Iterator[None]:
         """Runs the recorder's own code: one thread at a time, unrecorded, its failures never the script's."""
@@ -141,34 +144,6 @@ class Session:
             finally:
                 self._busy = before or self._closed
 
-    def _begin(self) -> None:
-        """A new forward or backward: what was done after the last step is over."""
-        self._changes.settle()
-        self._changes.note_averages()
-        self._changes.note_settings()
-        if self._complete:
-            self._stop()
-        self._close_update()
-
-    def _close_update(self) -> None:
-        """Ends the update whose step has been made, once something new begins."""
-        if not self._update.steps:
-            return
-        number = self._update.number
-        if self.job.role != "events":
-            self._update.write(self.storage, {at: self.watch.of(at).steps for at in self._update.steps})
-        if self._outputs is not None:
-            self.storage.tensors("outputs", self._outputs.forwards)
-        if self._holding is not None:
-            own = {at: self._holding.own(self.watch.parameters(at)) for at in range(len(self.watch))}
-            self.storage.tensors("held", self._holding.kept() if self.job.source is None else own)
-        self._listen_to(number + 1)
-        self._draws.close(number)
-        open_forwards = [forward for entry in self.watch.entries() for forward in entry.forwards]
-        oldest = min(open_forwards, default=self._numbers["forward"])
-        self._forwards = [forward for forward in self._forwards if forward.number >= oldest]
-        self._update = Update(number + 1)
-
     def _listen_to(self, update: int) -> None:
         """Begins to listen to modules, or to hold code, where it is this update's that are asked for; else ends it."""
         job, this = self.job, update == self.job.at
@@ -180,39 +155,48 @@ class Session:
         file, line = place or user_place() or (None, None)
         self.storage.event(Event(kind, self._update.number, file, line, values))
 
-    def _stop(self) -> None:
-        self.finish(Ending.UPDATES, 0)
-
     def _meta(self, reason: Ending) -> dict[str, Any]:
+        indices = range(len(self.watch))
+        owned = [self.watch.parameters(index) for index in indices]
+        kinds = [type(entry.optimizer).__name__ for entry in self.watch]
+        drawn, models = self._draws.summary(), self.names.models
         return {
-            **self._draws.summary(),
+            "fused": drawn["fused"],
+            "draws": drawn["draws"] + self._loop.count,
+            "dealt": drawn["dealt"] + self._loop.count,
+            "unaligned": {**drawn["unaligned"], **self._loop.unaligned},
+            "loop_draws": self._loop.moved,
+            "returns_loss": self._returns_loss,
+            "epochs": self.loaders.ended,
+            "loaders": self.loaders.count,
+            "by_hand": not self.steps and self._unannounced.moves > 0,
+            "had_gradients": self._had_gradients,
+            "by_change": self._by_change,
+            "compiled": _compiled(),
             "reason": reason.value,
             "left_out": self.left_out,
             "elsewhere": self.elsewhere,
             "processes": started_processes(),
             "rank": self.rank,
             "ranks": self.ranks,
-            "shards": [shards_of(self.watch.parameters(index)) for index in range(len(self.watch))],
-            "local": [local_shapes(self.watch.parameters(index)) for index in range(len(self.watch))],
-            "addends": [self._addends.get(index, {}) for index in range(len(self.watch))],
-            "flattened": flattened(self.names.models),
-            "engine": engine_of(self.names.models),
-            "tensor_parallel": tensor_parallel(self.names.models, self.watch.all_parameters()),
+            "shards": [shards_of(parameters) for parameters in owned],
+            "local": [local_shapes(parameters) for parameters in owned],
+            "addends": [self._addends.get(index, {}) for index in indices],
+            "flattened": flattened(models),
+            "engine": engine_of(models),
+            "tensor_parallel": tensor_parallel(models, self.watch.all_parameters()),
             "updates": self._update.number - 1,
             "setter": self._setter,
             "unit": self.roundoff.unit,
             "working": self.roundoff.describe(),
-            "modules": [type(model).__name__ for model in self.names.models],
+            "modules": [type(model).__name__ for model in models],
             "parameters": [
-                [
-                    (self.names.key(parameter, index, ordinal), list(_shape(parameter)))
-                    for ordinal, parameter in enumerate(
-                        self.watch.parameters(index) if index not in self._parts else ()
-                    )
-                ]
-                for index in range(len(self.watch))
+                [(self.names.key(parameter, index, at), _shape(parameter)) for at, parameter in enumerate(owned[index])]
+                if index not in self._parts
+                else []
+                for index in indices
             ],
-            "optimizers": [type(self.watch.of(index).optimizer).__name__ for index in range(len(self.watch))],
+            "optimizers": [_BY_THE_SCRIPT] if self.job.by_hand else kinds,
             "torch": torch.__version__,
         }
 
@@ -226,3 +210,9 @@ def started_processes() -> int:
 def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
     """Returns a parameter's shape; a lazy module's has none before its first forward."""
     return () if is_lazy(parameter) else tuple(parameter.shape)
+
+
+def _compiled() -> bool:
+    """Whether the script has compiled anything: steps inside a compiled graph are not seen."""
+    module = sys.modules.get("torch._dynamo.utils")
+    return module is not None and bool(module.counters["frames"].get("ok", 0))

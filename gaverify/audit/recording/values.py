@@ -1,9 +1,9 @@
-"""What can be read of a script's tensors, and when nothing can be: shadows of tensors, transforms, traces."""
+"""What can be read of a script's tensors, and when nothing can be (shadows, transforms, traces); and copies."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gaverify.passes.modes import in_transform
+from gaverify.passes.nesting import leaves
 
 CAPTURED = "CUDA graph capture, whose replays are seen at the optimizer's steps alone"
 """Stands among what hides calls."""
@@ -34,6 +35,11 @@ def plain(tensor: torch.Tensor) -> torch.Tensor | None:
     if tensor.is_meta or tensor.is_nested or tensor.is_quantized or _in_a_transform(tensor):
         return None
     return tensor.detach()
+
+
+def tensors_in(nested: Any) -> list[torch.Tensor]:
+    """Returns the tensors in nested containers, in order."""
+    return [leaf for _, leaf in leaves(nested, "") if isinstance(leaf, torch.Tensor)]
 
 
 def out_of_sight() -> str:
@@ -73,3 +79,54 @@ def _in_a_transform(tensor: torch.Tensor) -> bool:
 def _is_fake(tensor: torch.Tensor) -> bool:
     module = sys.modules.get("torch._subclasses.fake_tensor")  # where nobody imported it there are none
     return module is not None and isinstance(tensor, module.FakeTensor)
+
+
+class Kept:
+    """The gradients of some parameters as they were when this was made.
+
+    Each is a copy: one more set of them from the last backward pass to the step. Torch's lazy clones share memory until
+    one side is written to, but CUDA's fused kernels (clipping, unscaling, optimizers) write without asking; what was
+    kept would be the clipped gradient, and a forgotten division would be equivalent.
+
+    Args:
+        parameters: Those whose `.grad` is kept.
+        sampled: A few elements of all of them, as `Sample.gradients` reads them.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], sampled: torch.Tensor) -> None:
+        self.sampled = sampled
+        self.gradients = [None if parameter.grad is None else copied(parameter.grad) for parameter in parameters]
+
+    def differs(self, gradients: Sequence[torch.Tensor | None], sampled: torch.Tensor) -> bool:
+        """Whether any element of the gradients has changed since; NaN that stays NaN has not.
+
+        Args:
+            gradients: Those of the same parameters as they are later.
+            sampled: The same elements of them.
+        """
+        if not torch.equal(sampled, self.sampled):
+            return True
+        unequal: dict[torch.device, list[torch.Tensor]] = {}
+        for now, kept in zip(gradients, self.gradients, strict=True):
+            if now is None or kept is None:
+                if (now is None) != (kept is None):
+                    return True
+            else:
+                if now.shape != kept.shape or now.layout is not kept.layout or now.dtype is not kept.dtype:
+                    return True
+                if now.layout is torch.strided:
+                    unequal.setdefault(now.device, []).append(((now != kept) & ((now == now) | (kept == kept))).any())
+        return any(bool(torch.stack(found).any()) for found in unequal.values())  # one transfer per device
+
+
+def copied(gradient: torch.Tensor) -> torch.Tensor | None:
+    """Returns values as they are now; None where there is nothing to read."""
+    values = plain(gradient)
+    return None if values is None else values.clone()
+
+
+def same(before: torch.Tensor | None, now: torch.Tensor) -> bool:
+    """Whether values are what they were, of the same shape and type."""
+    if before is None or before.shape != now.shape or before.dtype is not now.dtype:
+        return False
+    return torch.equal(before, now)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from gaverify.audit.recording.keeping import Kept
 from gaverify.audit.recording.sampling import Sample
+from gaverify.audit.recording.values import Kept
 
 
 @dataclass
@@ -57,6 +57,11 @@ class Watched:
         """Whether no gradient is left."""
         return not bool(self.gradients.any())
 
+    def receive(self, backward: int, change: torch.Tensor | None, forwards: Iterable[int]) -> None:
+        """Notes what a backward pass has added, and the forwards that it reached; None where it added nothing."""
+        self.increments.append(Increment(backward, torch.zeros_like(self.gradients) if change is None else change))
+        self.forwards |= set(forwards)
+
     def keep(self) -> None:
         """Keeps the gradients as they are now."""
         self.summed, self.used = Kept(self.sample.parameters, self.gradients), None
@@ -90,6 +95,10 @@ class Watch:
     def __len__(self) -> int:
         return len(self._optimizers)
 
+    def __iter__(self) -> Iterator[Watched]:
+        """The sampled state of every optimizer; see `of`."""
+        return map(self.of, range(len(self._optimizers)))
+
     def add(self, optimizer: Any) -> int:
         """Notes an optimizer and returns its number."""
         for at, known in enumerate(self._optimizers):
@@ -98,18 +107,14 @@ class Watch:
         self._optimizers.append(optimizer)
         return len(self._optimizers) - 1
 
-    def optimizer(self, index: int) -> Any:
-        """Returns the optimizer with this number."""
-        return self._optimizers[index]
-
     def parameters(self, index: int) -> list[torch.Tensor]:
         """Returns the parameters of an optimizer in the order of its groups."""
         return parameters_of(self._optimizers[index])
 
     def all_parameters(self) -> Iterator[torch.Tensor]:
         """Yields the parameters of all optimizers."""
-        for index in range(len(self._optimizers)):
-            yield from self.parameters(index)
+        for optimizer in self._optimizers:
+            yield from parameters_of(optimizer)
 
     def of(self, index: int) -> Watched:
         """Returns the sampled state of an optimizer; parameters that were added later join here."""
@@ -152,16 +157,15 @@ class Watch:
     def look(self) -> Seen:
         """Compares everything with the last look and remembers how it is now."""
         seen = Seen()
-        for index in range(len(self._optimizers)):
-            entry = self.of(index)
+        for entry in self:
+            index, had = entry.index, not entry.cleared
             gradients, weights = entry.sample.gradients(), entry.sample.weights()
-            if not same(gradients, entry.gradients):
-                had = not entry.cleared
+            if not unmoved(gradients, entry.gradients):
                 seen.changed[index] = gradients - entry.gradients
                 entry.gradients = gradients
                 if had and entry.cleared:
                     seen.cleared.append(index)
-            if not same(weights, entry.weights):
+            if not unmoved(weights, entry.weights):
                 seen.moved[index], entry.weights = entry.weights, weights
         return seen
 
@@ -175,18 +179,15 @@ class Watch:
 
     def differs(self) -> bool:
         """Whether weights moved or gradients vanished since the last look; remembers nothing."""
-        for index in range(len(self._optimizers)):
-            entry = self.of(index)
-            if not same(entry.sample.weights(), entry.weights):
-                return True
-            if not entry.cleared and not bool(entry.sample.gradients().any()):
-                return True
-        return False
+        return any(
+            not unmoved(entry.sample.weights(), entry.weights)
+            or (not entry.cleared and not bool(entry.sample.gradients().any()))
+            for entry in self
+        )
 
     def edited(self) -> bool:
         """Whether gradients are no longer those of the last look; remembers nothing."""
-        entries = map(self.of, range(len(self._optimizers)))
-        return any(not same(entry.sample.gradients(), entry.gradients) for entry in entries)
+        return any(not unmoved(entry.sample.gradients(), entry.gradients) for entry in self)
 
 
 def parameters_of(optimizer: Any) -> list[torch.Tensor]:
@@ -194,7 +195,7 @@ def parameters_of(optimizer: Any) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+def unmoved(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two samples are equal; NaN equals NaN."""
     return bool(torch.equal(a, b)) or bool(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)))
 

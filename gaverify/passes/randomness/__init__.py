@@ -14,7 +14,7 @@ their contents, folded rows with the batch as inner index. It covers loops over 
 tokens they were sent, sequences that are packed by length, and Python's and NumPy's generators (`foreign`).
 
 What is special about an operation stands in one table (`operations`). The draws of a training script's loop are no
-pass's: an audit keeps their values and deals them out by their place in the loop (`audit/replay`).
+pass's: an audit keeps their values and deals them out by their place in the loop (`audit/recording`).
 """
 
 from gaverify.passes.randomness.dealing import Dealer

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gaverify.audit.recording.averages import Average
-from gaverify.audit.recording.leading import Buffers
+from gaverify.audit.recording.control import Buffers
 from gaverify.audit.recording.storage import Storage
 
 

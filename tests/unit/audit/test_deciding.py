@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gaverify.audit.replay.deciding import parts_of
+from gaverify.audit.replay import parts_of
 from gaverify.records.audit import Record
 from gaverify.records.events import Event, Ledger
 from gaverify.records.windows import Window

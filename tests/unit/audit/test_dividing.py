@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from gaverify.audit.recording.dividing import Weight
+from gaverify.audit.recording.losses import Weight
 
 STEPS, VALID, ROWS, KINDS = 4, 5, 8, 3
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from gaverify.audit.recording.followers import Followers, Move
+from gaverify.audit.recording.averages import Followers, Move
 from gaverify.audit.recording.watching import Watch
 
 DECAY = 0.9

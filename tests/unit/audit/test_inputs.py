@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from gaverify.audit.replay.inputs import GivenInputs, KeptInputs, cuts_of, has_loss
+from gaverify.audit.recording.inputs import GivenInputs, KeptInputs, cuts_of, has_loss
 
 
 class TestCuts:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gaverify.audit.recording.rows import input_rows
-from gaverify.audit.replay.ordering import orders
+from gaverify.audit.replay import orders
 
 SAMPLES = torch.arange(48.0, device="cpu").reshape(8, 6).sin()
 

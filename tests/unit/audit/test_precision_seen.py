@@ -14,7 +14,7 @@ from torch import nn
 import gaverify
 from gaverify.audit.job import Job
 from gaverify.audit.recording.draws import draw_mode
-from gaverify.audit.recording.precision import Roundoff
+from gaverify.audit.recording.names import Roundoff
 from gaverify.audit.recording.recorder import Recorder
 from gaverify.audit.recording.storage import Storage
 from gaverify.passes.gradients import full_batch_gradients

@@ -12,17 +12,17 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from gaverify.audit.recording.dealing import Counterparts, LoopDraw, Share, Unalignable
 from gaverify.audit.recording.rows import input_rows
-from gaverify.audit.replay.dealing import Counterparts, Kept, Share, Unalignable
-from gaverify.audit.replay.samples import GivenSamples, KeptSamples
+from gaverify.audit.recording.samples import GivenSamples, KeptSamples
 from gaverify.audit.same_data import check_rows
 
 
-def draws(*shapes: tuple[int, ...], steps: tuple[int, ...] = (), intervals: tuple[int, ...] = ()) -> list[Kept]:
+def draws(*shapes: tuple[int, ...], steps: tuple[int, ...] = (), intervals: tuple[int, ...] = ()) -> list[LoopDraw]:
     """Draws of one place; a window and a backward pass each, where nothing else is said."""
     numbers = range(len(shapes))
     return [
-        Kept("here", steps[at] if steps else at, intervals[at] if intervals else at, "randn", shape, at)
+        LoopDraw("here", steps[at] if steps else at, intervals[at] if intervals else at, "randn", shape, at)
         for at, shape in zip(numbers, shapes, strict=True)
     ]
 

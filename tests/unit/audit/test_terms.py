@@ -8,7 +8,7 @@ from torch import nn
 
 from gaverify.audit.fitting import add_up, fit_gradients
 from gaverify.audit.reading import Samples
-from gaverify.audit.recording.terms import MOST, Terms
+from gaverify.audit.recording.losses import MOST, Terms
 
 
 def weight() -> nn.Parameter:

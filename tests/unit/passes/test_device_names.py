@@ -19,7 +19,7 @@ NAMED = {
     "passes/precision.py": "the backends of torch's precision switches",
     "pytest_plugin.py": "the names of pytest's marks",
     "audit/recording/values.py": "graphs that are captured, which torch asks of CUDA",
-    "audit/replay/samples.py": "whether torch pins memory is asked of CUDA alone",
+    "audit/recording/samples.py": "whether torch pins memory is asked of CUDA alone",
     "cli/options.py": "the words that completion offers",
 }
 

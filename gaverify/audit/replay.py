@@ -1,13 +1,23 @@
-"""Whether the runs are made once more with the data and draws of the full-batch run. No torch."""
+"""Whether the runs are made once more with the data and draws of the full-batch run, and how ranks share them.
+
+A first audit watches. Where its runs did not see the same samples, or drew numbers outside the model's forwards, the
+runs are made again: the full-batch run keeps what its loaders gave and what its loop drew, and the others are given the
+rows of the same samples.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from gaverify.records.audit import Record
 from gaverify.records.windows import Window
 from gaverify.thresholds import CUT, STARTED_APART
+
+if TYPE_CHECKING:
+    from gaverify.audit.reading import Run
+
+Order = Literal["turns", "blocks"]
 
 
 def replay_helps(record: Record, full: Mapping[str, Any], accumulated: Mapping[str, Any]) -> bool:
@@ -68,3 +78,23 @@ def _first_rows(windows: Sequence[Window]) -> int:
     """The rows of a run's first forward; 0 where that has none."""
     forwards = windows[0].of("forward") if windows else ()
     return int(forwards[0].values.get("rows") or 0) if forwards else 0
+
+
+def orders(full: Run, accumulated: Run, *, same: bool) -> tuple[Order, ...]:
+    """Returns the orders in which ranks may share the samples of a batch, the likelier first.
+
+    Args:
+        full: The full-batch run.
+        accumulated: That of the ranks.
+        same: Both fed the same rows to their models, so that the rows tell the order. Else the draws are among them,
+            and a replay in the wrong order will have other rows.
+    """
+    from gaverify.audit.same_data import Matcher  # which needs torch
+
+    if not same:
+        return "turns", "blocks"
+    last, rows = getattr(accumulated, "ranks", (accumulated,))[-1].rows(1), full.rows(1)
+    spot = Matcher(rows).find(range(len(rows)), last[0]) if last else None
+    if spot is None:
+        return ()
+    return ("turns",) if spot.scattered else ("blocks",)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from gaverify.passes.nesting import leaves
+from gaverify.audit.recording.values import tensors_in
 
 Key = tuple[int, bool, int]
 """A model in the order of first calls, whether it is in training mode, and how many such forwards the pass has had."""
@@ -120,11 +120,10 @@ def cuts_of(own: list[tuple[int, ...]], full: list[tuple[int, ...]]) -> tuple[li
 
 def has_loss(output: Any) -> bool:
     """Whether a forward returns a single number that can be differentiated: its loss."""
-    results = [leaf for _, leaf in leaves(output, "") if isinstance(leaf, torch.Tensor)]
-    return any(result.dim() == 0 and result.requires_grad for result in results)
+    return any(result.dim() == 0 and result.requires_grad for result in tensors_in(output))
 
 
 def _given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """The tensors that the script hands over, without those that gradients flow through."""
-    found = [leaf for _, leaf in leaves((args, dict(kwargs)), "") if isinstance(leaf, torch.Tensor)]
+    found = tensors_in((args, dict(kwargs)))
     return [tensor for tensor in found if type(tensor) is torch.Tensor and tensor.grad_fn is None and tensor.dim() > 0]

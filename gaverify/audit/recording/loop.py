@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from gaverify.audit.recording.places import user_place
+from gaverify.audit.recording.dealing import Counterparts, LoopDraw, Share, Unalignable
 from gaverify.audit.recording.ranks import place_in_group
-from gaverify.audit.replay.dealing import Counterparts, Kept, Share, Unalignable
 from gaverify.passes.isolation.generators import foreign_generator_states, torch_generator_states
 from gaverify.passes.randomness import draw_mode, foreign
 from gaverify.passes.randomness.operations import Drawing
 from gaverify.passes.randomness.sites import loop_site
+from gaverify.tracebacks import user_place
 
 _ORDERS = ("randperm", "permutation", "shuffle")
 """What draws an order of the batch, of which some of its samples have no part of their own."""
@@ -171,7 +171,7 @@ class KeptLoopDraws(LoopDraws):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self._folder = folder
-        self._draws: list[Kept] = []
+        self._draws: list[LoopDraw] = []
         self._rows: dict[int, int] = {}
 
     def forward(self, rows: int | None) -> None:
@@ -192,7 +192,7 @@ class KeptLoopDraws(LoopDraws):
             except Exception:
                 return
         self.count += 1
-        self._draws.append(Kept(loop_site(), self.steps, self.backwards, operation, shape, value))
+        self._draws.append(LoopDraw(loop_site(), self.steps, self.backwards, operation, shape, value))
 
 
 class DealtLoopDraws(LoopDraws):

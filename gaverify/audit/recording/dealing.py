@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
-class Kept:
+class LoopDraw:
     """A draw of the full-batch run.
 
     Args:
@@ -46,7 +46,7 @@ class Kept:
 class Part(NamedTuple):
     """The part of a draw that belongs to a micro-batch, every `step`-th row; a dimension of −1 means all of it."""
 
-    draw: Kept
+    draw: LoopDraw
     dim: int = -1
     start: int = 0
     size: int = 0
@@ -76,7 +76,7 @@ class Unalignable(Exception):
 class _Row:
     """Every m-th draw of a place."""
 
-    def __init__(self, draws: Sequence[Kept]) -> None:
+    def __init__(self, draws: Sequence[LoopDraw]) -> None:
         self._draws = draws
         self._at = self._taken = 0
         self._visits: Counter[int] = Counter()
@@ -110,7 +110,7 @@ class _Row:
 
 
 class _Place:
-    def __init__(self, draws: Sequence[Kept], rows: Mapping[int, int]) -> None:
+    def __init__(self, draws: Sequence[LoopDraw], rows: Mapping[int, int]) -> None:
         self._draws, self._visits = draws, 0
         counts = Counter(draw.interval for draw in draws)
         self._rows = [_Row(draws[at :: min(counts.values())]) for at in range(min(counts.values()))]
@@ -143,10 +143,10 @@ class Counterparts:
         parts: Micro-batches per batch of the full-batch run; 0 where that is not known.
     """
 
-    def __init__(self, draws: Sequence[Kept], rows: Mapping[int, int], parts: int) -> None:
+    def __init__(self, draws: Sequence[LoopDraw], rows: Mapping[int, int], parts: int) -> None:
         self._parts = parts
         self.steps = max((draw.steps for draw in draws), default=-1) + 1
-        by_place: dict[Hashable, list[Kept]] = {}
+        by_place: dict[Hashable, list[LoopDraw]] = {}
         for draw in draws:
             by_place.setdefault(draw.place, []).append(draw)
         self._places = {place: _Place(members, rows) for place, members in by_place.items()}

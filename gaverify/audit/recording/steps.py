@@ -1,0 +1,272 @@
+"""Steps and updates: what an optimizer uses, what the script does without one, and how a recorded run ends.
+
+A gradient from `autograd.grad` may be for anything, a penalty or a norm that is only looked at. So such a pass waits:
+it counts as a backward pass once a step uses gradients that no backward pass gave.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from gaverify.audit.recording.ranks import addends_of, leave_together, place_in_group, shards_alone
+from gaverify.audit.recording.session import Session
+from gaverify.audit.recording.storage import leave
+from gaverify.audit.recording.update import Forward, Update
+from gaverify.audit.recording.watching import Watched, parameters_of
+from gaverify.passes.shards import is_sharded
+from gaverify.records.events import Ending
+from gaverify.tracebacks import Place, user_place
+
+GRACE = 2.0
+"""Seconds that a script has after its last update for what belongs to it: `zero_grad`, `scheduler.step`, `update`."""
+
+
+class Steps(Session):
+    """The script's updates: the steps of its optimizers, and those that it makes itself."""
+
+    def optimizer_made(self, optimizer: Any) -> None:
+        """Notes a new optimizer, with which the loop begins; where the script moves its weights itself none counts."""
+        if not self.job.by_hand:
+            with self._work():
+                self.watch.add(optimizer)
+                if self._perturbation is not None and self.job.perturb_early:
+                    self._perturbation.move(self.watch.all_parameters())
+        self._loop.start()
+
+    def step_begins(self, optimizer: Any, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
+        """Before an optimizer's step; returns a closure to use in place of the script's, if that has one."""
+        if self.job.by_hand or self.off:
+            return None
+        with self._loop.paused():
+            if self._is_inner(optimizer):
+                self._inner.append(optimizer)
+                self._parts.add(self.watch.add(optimizer))
+                return None
+            self._outer, place = optimizer, user_place()
+            if closure is None:
+                self._before_step(optimizer, place, lead=True)
+                return None
+
+        def recorded() -> Any:
+            result = closure()
+            if self._searching is None:
+                self._before_step(optimizer, place, lead=False)
+                self._searching = optimizer  # later evaluations of a line search are not at the window's weights
+            return result
+
+        return recorded
+
+    def step_ended(self, optimizer: Any) -> None:
+        """After an optimizer's step."""
+        with self._loop.paused():
+            if not self.job.by_hand:
+                self._after_step(optimizer)
+        if not self.off:
+            self._loop.after_step()
+
+    def finish(self, reason: Ending, status: int, code: str = "") -> None:
+        """Writes everything and ends the process; one that failed waits for no other rank.
+
+        Args:
+            reason: Why it ends.
+            status: Its exit status.
+            code: What the script gave `sys.exit`, as Python writes it.
+        """
+        with self._lock:
+            self.close(reason, code)
+            if self.job.meeting is not None and not status:
+                leave_together(self.job.meeting, self.rank, self.ranks)
+            leave(status)
+
+    def close(self, reason: Ending, code: str = "") -> None:
+        """Writes everything, once; nothing is recorded any more."""
+        with self._work():
+            self._loop.close()
+            if self._closed:
+                return
+            self._settle_by_hand()
+            self._closed = True
+            self._changes.settle()
+            self._changes.note_averages()
+            self._close_update()
+            self._event("end", reason=reason.value)
+            self.storage.finish({**self._meta(reason), "status": code})
+
+    # -- what lies behind them ---------------------------------------------------------------------------------------
+
+    def _after_step(self, optimizer: Any) -> None:
+        if self._inner and self._inner[-1] is optimizer:
+            self._inner.pop()
+            return
+        if self._outer is optimizer:
+            self._outer = None
+        if self._searching is optimizer:
+            self._searching = None
+        if self.off:
+            return
+        with self._work():
+            if self._held is not None:
+                self._held.put_back()
+            led = self._lead.put_back()
+            self._changes.know_settings()
+            self.watch.look()
+            entry = self.watch.of(self.watch.add(optimizer))
+            buffers, step = self.names.buffers(), f"{entry.index}-{entry.steps}"
+            self._update.stepped(entry, buffers, led)
+            if self.job.role == "full":
+                self._buffers.keep(self.storage, step, buffers)
+            elif led:
+                self._buffers.put(step, buffers)
+            self._end_if_complete()
+
+    def _before_step(self, optimizer: Any, place: Place | None, lead: bool) -> None:
+        with self._work():
+            index = self.watch.add(optimizer)
+            self._count_waiting(self.watch.of(index))
+            if self._update.steps and not self._update.joins(index):
+                if self._complete:
+                    self._stop()
+                self._close_update()
+            seen = self.watch.look()
+            self._changes.note(seen, "backward" if self._in_backward else "between")
+            self._changes.note_averages()
+            self._averages.search()
+            self.steps += 1
+            entry = self.watch.of(index)
+            entry.steps += 1
+            self._event("step", place, optimizer=index, inside=self._in_backward, by_hand=index in seen.changed)
+            self.rank, self.ranks = max((self.rank, self.ranks), place_in_group(), key=lambda place: place[1])
+            self._open_window(entry, lambda forwards: self._update.capture(entry, forwards))
+            if lead:
+                self._lead.lend(entry)
+            if self._held is not None:
+                self._held.take(self.watch.parameters(index))
+            self._had_gradients = self._had_gradients or not entry.cleared
+
+    def _is_inner(self, optimizer: Any) -> bool:
+        """Whether a step is a part of another optimizer's, which holds all its parameters: a wrapper's, or a shard's.
+
+        The wrapper's step is then the script's, with what it does to the gradients before it.
+        """
+        if self._outer is None or self._outer is optimizer:
+            return False
+        held = {id(parameter) for parameter in parameters_of(self._outer)}
+        return all(id(parameter) in held for parameter in parameters_of(optimizer))
+
+    def _open_window(self, entry: Watched, capture: Callable[[list[Forward]], Mapping[str, Mapping[int, Any]]]) -> None:
+        """Stores what a step is made of, and opens the next window of its optimizer.
+
+        What was cleared before the step and used by another optimizer's is that one's: a GAN's generator loss also
+        reaches the discriminator.
+        """
+        entry.increments = [part for part in entry.increments if not (part.cleared and part.backward in self._used)]
+        self._used |= {part.backward for part in entry.increments if not part.cleared}
+        forwards = [forward for forward in self._forwards if forward.number in entry.forwards]
+        stored = self.job.role not in ("events", "frozen") and self._update.number <= max(self.job.updates, 1)
+        self._addends[entry.index] = addends_of(entry.sample.parameters)
+        tensors = capture(forwards)
+        if self.rank and self.job.role != "full":
+            tensors = shards_alone(tensors, entry.sample.parameters)  # of replicas, those of rank 0 are read
+        if stored:
+            shared = self.ranks if any(map(is_sharded, entry.sample.parameters)) else 1
+            left = max(self.job.updates, 1) - self._update.number + 1
+            self.storage.reserve((value for members in tensors.values() for value in members.values()), left * shared)
+        for kind, members in tensors.items() if stored else ():
+            self.storage.tensors(f"{kind}-{entry.index}-{entry.steps}", members)
+        entry.pending, entry.increments, entry.forwards = 0, [], set()
+        entry.summed = entry.used = None
+
+    def _settle_by_hand(self) -> None:
+        """Records the steps that the script has made itself since the last look."""
+        if not self.job.by_hand:
+            return
+        self._changes.settle()
+        seen = self.watch.look()
+        for index, before in seen.moved.items():
+            self._step_by_hand(self.watch.of(index), before)
+        self._changes.note(replace(seen, moved={}), "between")
+
+    def _step_by_hand(self, entry: Watched, before: torch.Tensor) -> None:
+        hand, self._had_gradients = entry.optimizer, True
+        change = hand.change()
+        self._count_waiting(entry)
+        if not entry.increments:
+            return  # nothing was differentiated: weights that were loaded, say
+        if self._update.steps and not self._update.joins(entry.index):
+            self._close_update()
+        self.steps += 1
+        entry.steps += 1
+        self._event("step", self._changes.found or (None, None), optimizer=entry.index, inside=False, by_hand=True)
+        if entry.summed is None or any(part.cleared for part in entry.increments):  # its sums lie elsewhere
+            self._by_change = True
+            self._open_window(entry, lambda forwards: self._update.take(entry, forwards, before, change))
+        else:
+            self._open_window(entry, lambda forwards: self._update.capture(entry, forwards, before))
+        self._update.stepped(entry, self.names.buffers(), led=False)
+        if entry.cleared:  # the script keeps its sums elsewhere: nothing is left that a later step could use again
+            self._event("cleared", (None, None), cleared=[entry.index])
+        if self._held is not None:
+            hand.back()
+            self.watch.look()
+        self._end_if_complete()
+
+    def _count_waiting(self, entry: Watched) -> None:
+        """The passes that wait count as backward passes where no backward pass gave what the step is made of."""
+        alone = all(part.cleared for part in entry.increments)
+        counted = [part for part in self._waiting if entry.index in part.changes and alone]
+        self._waiting = [part for part in self._waiting if entry.index not in part.changes]
+        for part in counted:
+            self._numbers["backward"] += 1
+            number = self._numbers["backward"]
+            for index, change in part.changes.items():
+                other = self.watch.of(index)
+                other.pending += 1
+                other.receive(number, change, part.reached)
+            touched = sorted(part.changes)
+            self._event("backward", part.place, touched=touched, targets=part.targets, forwards=part.reached)
+        if counted:
+            self._targets.clear()
+
+    def _begin(self) -> None:
+        """A new forward or backward: what was done after the last step is over."""
+        self._changes.settle()
+        self._changes.note_averages()
+        self._changes.note_settings()
+        if self._complete:
+            self._stop()
+        self._close_update()
+
+    def _close_update(self) -> None:
+        """Ends the update whose step has been made, once something new begins."""
+        if not self._update.steps:
+            return
+        number = self._update.number
+        if self.job.role != "events":
+            self._update.write(self.storage, {at: self.watch.of(at).steps for at in self._update.steps})
+        if self._outputs is not None:
+            self.storage.tensors("outputs", self._outputs.forwards)
+        if self._holding is not None:
+            own = {at: self._holding.own(self.watch.parameters(at)) for at in range(len(self.watch))}
+            self.storage.tensors("held", self._holding.kept() if self.job.source is None else own)
+        self._listen_to(number + 1)
+        self._draws.close(number)
+        open_forwards = [forward for entry in self.watch.entries() for forward in entry.forwards]
+        oldest = min(open_forwards, default=self._numbers["forward"])
+        self._forwards = [forward for forward in self._forwards if forward.number >= oldest]
+        self._update = Update(number + 1)
+
+    def _end_if_complete(self) -> None:
+        """Sees to it that the script ends soon if it has made all updates that were asked for."""
+        if self.job.updates and self._update.number >= self.job.updates and not self._complete:
+            self._complete = True
+            timer = threading.Timer(GRACE, self._stop)
+            timer.daemon = True
+            timer.start()
+
+    def _stop(self) -> None:
+        self.finish(Ending.UPDATES, 0)
