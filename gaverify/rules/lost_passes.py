@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from gaverify.records.audit import Overwritten, Record
+from gaverify.records.audit import Record
 from gaverify.records.comparison import Outcome
 from gaverify.records.events import LostPasses
 from gaverify.records.facts import Facts
@@ -116,7 +116,9 @@ def gradients_cleared_inside_window(facts: Facts) -> Iterator[Finding]:
         yield from _by_the_forward(facts)
         return
     if loop.overwritten is not None:
-        yield _set(loop, loop.overwritten)
+        # each backward pass writes its gradients over those of the passes before it
+        left, location = loop.overwritten.left, line_of(loop.overwritten.file, loop.overwritten.line)
+        yield told("GAV603.set", location=location, proven=True, update=loop.divergent, left=left)
         return
     losses = cleared_inside(loop)
     if not losses:
@@ -131,12 +133,6 @@ def gradients_cleared_inside_window(facts: Facts) -> Iterator[Finding]:
         lost=[loss.window for loss in losses],
         **counted(loop.windows),
     )
-
-
-def _set(loop: Record, found: Overwritten) -> Finding:
-    """A finding where each backward pass writes its gradients over those of the passes before it."""
-    location = line_of(found.file, found.line)
-    return told("GAV603.set", location=location, proven=True, update=loop.divergent, left=found.left)
 
 
 def _by_the_forward(facts: Facts) -> Iterator[Finding]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from gaverify.records.audit import Record
-from gaverify.records.facts import Draws, Facts
+from gaverify.records.facts import Facts
 from gaverify.records.findings import Finding, Location
 from gaverify.rules.controls import control, first_operation, left_by, proven, rest_of
 from gaverify.rules.rule import controlled, finding_of, measured, rule
@@ -16,17 +15,14 @@ from gaverify.rules.wording import listed
 @rule("GAV301")
 def aligned_randomness(facts: Facts) -> Iterator[Finding]:
     """Yields a note where random draws were dealt out per sample, and one where a draw has no row per sample."""
-    if facts.draws.dealt > 0:
-        yield _dealt(facts.draws)
+    draws = facts.draws
+    if draws.dealt > 0:
+        were = "was" if draws.count == 1 else "were"
+        yield told("GAV301.dealt", severity="note", proven=True, draws=draws.count, dealt=draws.dealt, were=were)
     # rows that are not the full batch's may be as many as those by chance: what could not be dealt out is no value
-    shared = {name: place for name, place in facts.draws.shared.items() if name not in facts.draws.unaligned}
+    shared = {name: place for name, place in draws.shared.items() if name not in draws.unaligned}
     if shared and facts.steps > 1:
         yield _shared(facts, shared)
-
-
-def _dealt(draws: Draws) -> Finding:
-    were = "was" if draws.count == 1 else "were"
-    return told("GAV301.dealt", severity="note", proven=True, draws=draws.count, dealt=draws.dealt, were=were)
 
 
 def _shared(facts: Facts, draws: Mapping[str, tuple[str, int] | None]) -> Finding:
@@ -98,16 +94,11 @@ def explained(facts: Facts) -> bool:
 @rule("GAV303")
 def unrepeatable_backward(facts: Facts) -> Iterator[Finding]:
     """Yields a fault where two runs of one batch agree in the loss alone, a note where a script does not repeat."""
-    if facts.loop is not None:
-        yield from _script(facts.loop)
+    # nothing is proven about accumulation where equal runs of a script differ: it may only want a seed
+    updates = facts.loop.updates if facts.loop is not None else ()
+    for update in [update for update in updates if update.unrepeatable][:1]:
+        yield told("GAV303.script", severity="note", proven=True, update=update)
     twice = facts.repeatability
     if twice is None or not twice.backward > facts.repeats or twice.forward > facts.repeats:
         return
     yield told("GAV303.run", proven=True, **vars(twice))
-
-
-def _script(loop: Record) -> Iterator[Finding]:
-    """Nothing is proven about accumulation where equal runs of a script differ: it may only want a seed."""
-    update = next((update for update in loop.updates if update.unrepeatable), None)
-    if update is not None:
-        yield told("GAV303.script", severity="note", proven=True, update=update)

@@ -9,7 +9,7 @@ from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.experiment import ControlRun
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
-from gaverify.records.weights import LossTerm, TermKind, WeightFit
+from gaverify.records.weights import TermKind, WeightFit
 from gaverify.records.windows import Window
 from gaverify.rules.controls import beside, in_order
 from gaverify.rules.rule import controlled, judged, rule, rule_of_loops
@@ -151,7 +151,8 @@ def _of_terms(loop: Record, update: UpdateComparison) -> Iterator[Finding]:
     for term, factor in factors.items():
         if factor is None:
             continue
-        alike = [other for other, own in factors.items() if own is None and _agrees(other, loop.tolerance)]
+        fits = [other.fit for other, own in factors.items() if own is None]
+        alike = [fit for fit in fits if fit.factor_residual <= loop.tolerance and abs(fit.factor - 1) < loop.tolerance]
         yield told(
             "GAV201.term",
             location=line_of(term.file, term.line),
@@ -164,10 +165,6 @@ def _of_terms(loop: Record, update: UpdateComparison) -> Iterator[Finding]:
             others=f"; {count(len(alike), 'other term')} counted rightly" if alike else "",
             right=exact([1 / factor], loop.tolerance),
         )
-
-
-def _agrees(term: LossTerm, tolerance: float) -> bool:
-    return term.fit.factor_residual <= tolerance and abs(term.fit.factor - 1) < tolerance
 
 
 def _of_some(facts: Facts, loop: Record, update: UpdateComparison) -> Iterator[Finding]:
