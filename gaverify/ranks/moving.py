@@ -12,7 +12,7 @@ from gaverify.passes.task import Task
 from gaverify.ranks.engines import Scaled, Synchronised
 from gaverify.ranks.groups import alone
 from gaverify.ranks.traffic import TrafficMeter
-from gaverify.ranks.window import Ranks, Window, accumulated, entered, on_ranks, window_of
+from gaverify.ranks.window import Ranks, Window, accumulated, on_ranks, under_engine, window_of
 from gaverify.records.ranks import Moved, Traffic
 
 
@@ -44,12 +44,15 @@ def _order(traffic: Traffic) -> tuple[int, int]:
 def _counted(window: Window, rank: int) -> tuple[Traffic, Traffic]:
     """What the process of a rank does: windows that do not count, then one of each kind."""
     count = window.ranks.count
-    with entered(window, rank) as (task, own, _, _):
+
+    def counted(task: Task, own: range) -> tuple[Traffic, Traffic]:
         once = Synchronised(task, window.ranks.engine, own[-1], count)
         for _ in range(2):  # DDP sorts its buckets anew when the window after its first reduction reduces
             _window(window, task, own, once)
         # the last micro-batch of `once` leaves FSDP2's reduction on, as `Scaled` needs it
         return _window(window, task, own, once), _window(window, task, own, Scaled(count))
+
+    return under_engine(window, rank, counted)[0]
 
 
 def _window(window: Window, task: Task, own: range, probe: PassProbe) -> Traffic:

@@ -168,12 +168,15 @@ class _Kept(ModelState):
 def reported(window: Window, rank: int) -> RankReport:
     """What the process of a rank does: join the group, run its window, leave the group."""
     traffic = TrafficMeter()
-    with entered(window, rank) as (task, own, alone, calls):
+
+    def reduced(task: Task, own: range) -> tuple[dict[str, torch.Tensor | None], PassResult]:
         with traffic.counting():
             share = window.shares[rank][0] if window.shares else 1.0
             probe = Synchronised(task, window.ranks.engine, own[-1], window.ranks.count, share)
             together = accumulated(window, task, own, probe)
-        whole = {name: _whole(gradient) for name, gradient in together.gradients.items()}
+        return {name: _whole(gradient) for name, gradient in together.gradients.items()}, together
+
+    (whole, together), alone, calls = under_engine(window, rank, reduced)
     if rank == 0:
         torch.save(whole, window.gradients)
     return RankReport(
@@ -191,11 +194,16 @@ def _whole(gradient: Any) -> torch.Tensor | None:
     return gradient.full_tensor() if gradient is not None and is_sharded(gradient) else gradient  # type: ignore[no-any-return]
 
 
-@contextmanager
-def entered(window: Window, rank: int) -> Iterator[tuple[Task, range, PassResult, Traffic]]:
+def under_engine(
+    window: Window, rank: int, work: Callable[[Task, range], Result]
+) -> tuple[Result, PassResult, Traffic]:
     """Joins the ranks' group, and runs a rank's micro-batches without an engine, to learn what those of all reach.
 
-    Gives the task under the engine, the rank's micro-batches, what they gave alone, and what the user's own code sent.
+    Then `work` gets the task under the engine, and the rank's micro-batches. It must not keep the task: the engine
+    holds the group, and one that lives on when the group is left waits for the group's threads for ever.
+
+    Returns:
+        What `work` returned, what the micro-batches gave alone, and what the user's own code sent.
     """
     count, calls = window.ranks.count, TrafficMeter()
     with (
@@ -209,7 +217,8 @@ def entered(window: Window, rank: int) -> Iterator[tuple[Task, range, PassResult
         with calls.counting():
             # a state of its own: the parent's would set the parent's number of threads again, which were not forked
             alone = accumulated(window, bare, own, probe, ModelState(bare.modules, (bare.problem.loss,)))
-        yield wrapped(bare, window.ranks.engine, of_all(of_every_rank(probe.reach, count))), own, alone, calls.traffic
+        reach = of_all(of_every_rank(probe.reach, count))
+        return work(wrapped(bare, window.ranks.engine, reach), own), alone, calls.traffic
 
 
 def accumulated(

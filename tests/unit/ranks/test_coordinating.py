@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -10,6 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+
+import gaverify
 
 WAITS = """
 import sys, tempfile, time
@@ -76,3 +81,18 @@ def test_what_the_caller_ignores_ends_no_rank(folder: Path) -> None:
         os.killpg(process.pid, number)
     process.communicate(timeout=30)
     assert process.returncode == 0 and list(folder.iterdir()) == []
+
+
+def test_no_engine_outlives_the_group_that_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that dies after its rank has left the group waits for the group's threads, sometimes for ever."""
+    leave = torch.distributed.destroy_process_group
+
+    def left() -> None:
+        kept = [held for held in gc.get_objects() if isinstance(held, nn.parallel.DistributedDataParallel)]
+        assert not kept
+        leave()
+
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", left)
+    batch = torch.randn(8, 4), torch.randint(3, (8,))
+    verdict = gaverify.verify(nn.Linear(4, 3), nn.CrossEntropyLoss(), batch, steps=2, ranks=2)
+    assert verdict.outcome is gaverify.Outcome.EQUIVALENT
