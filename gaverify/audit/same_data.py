@@ -98,7 +98,7 @@ def _batch_dimension(full: list[Any], accumulated: list[Any]) -> int:
     for dim in (0, 1):
         shapes = [[rows["shape"] for rows in side] for side in (full, accumulated)]
         sizes = [{shape[dim] if len(shape) > dim else -1 for shape in side} for side in shapes]
-        if sizes[0] != sizes[1]:
+        if sizes[0] != sizes[1] and -1 not in sizes[0] | sizes[1]:
             return dim
     return 0
 

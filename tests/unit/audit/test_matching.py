@@ -48,6 +48,11 @@ def test_rows_that_are_not_there_have_no_spot() -> None:
     assert matcher.find([0], prints(torch.stack([SAMPLES[0], SAMPLES[3] + 1]))) is None
 
 
+def test_tensors_of_other_dimensions_are_other_samples() -> None:
+    assert not check_rows([prints(SAMPLES[:, 0])], [prints(SAMPLES)]).same
+    assert not check_rows([prints(SAMPLES)], [prints(SAMPLES[:, 0])]).same
+
+
 def boxes(start: int, stop: int, each: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
     """The images from `start` to `stop`, and their boxes, of which each begins with the number of its image."""
     count = (stop - start) * each
@@ -89,6 +94,10 @@ class TestNumbersWithinABatch:
         ones, labels = torch.ones(8, 1), torch.tensor([0, 1, 0, 1, 0, 1, 0, 1])
         fed = [prints(SAMPLES[:4], ones[:4], labels[:4]), prints(SAMPLES[4:], ones[4:], 1 - labels[4:])]
         assert not check_rows([prints(SAMPLES, ones, 0 * labels)], fed).same
+
+    def test_numbers_that_count_in_one_run_alone_are_other_samples(self) -> None:
+        labels = torch.arange(4)
+        assert not check_rows([prints(SAMPLES[:4], labels)], [prints(SAMPLES[4:], labels + 10)]).same
 
     def test_numbers_that_count_nothing_are_compared_as_they_are(self) -> None:
         labels = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3])
