@@ -77,6 +77,7 @@ def _undivided(facts: Facts, run: ControlRun, kind: TermKind) -> Finding:
         judged("micro-batch-weights", "with other weights of this term the difference", run.left, run.rounding),
         location=counts[0].operation.location,
         proven=run.rounding,
+        together=[count.operation.location for count in counts],
         places=places(counts),
         what=said(words("GAV201")["terms"][kind.name.lower()], times=sum(facts.weights.used)),
         largest=facts.compared.largest,

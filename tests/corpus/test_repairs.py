@@ -216,6 +216,21 @@ def _count_and_sum(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> torc
     return 0.5 * problems_weights.hard_examples(x, y, mask) + 0.01 * x.square().sum()
 
 
+def test_summed_terms_on_two_lines_are_both_handed_on() -> None:
+    def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        found = model(batch[0])
+        first = 0.1 * found.square().sum()
+        second = 0.1 * found.abs().sum()
+        return (found - batch[1]).square().mean() + first + second
+
+    torch.manual_seed(0)
+    verdict = gaverify.verify(nn.Linear(6, 4), loss, (torch.randn(16, 6), torch.randn(16, 4)))
+    (finding,) = [finding for finding in verdict.findings if finding.code == "GAV201"]
+    assert finding.location is not None and finding.location.line is not None
+    (also,) = [place for seen in finding.evidence for place in seen.values.get("also", ())]
+    assert abs(also["line"] - finding.location.line) == 1, finding
+
+
 def test_a_summed_term_is_not_hidden_by_a_control_that_holds_what_it_is_a_sum_of() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
