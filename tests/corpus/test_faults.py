@@ -18,6 +18,7 @@ import problems_traps
 import problems_unseen
 import problems_weights
 import pytest
+import readme
 import torch
 from problems import Case, fault_codes, note_codes, story
 
@@ -55,6 +56,12 @@ def test_planted_fault_raises_its_code_and_no_other_and_its_twin_is_quiet(case: 
 def test_every_marker_is_that_of_a_fault(family: ModuleType) -> None:
     markers = re.findall(r"# planted (\S+)$", Path(family.__file__ or "").read_text(encoding="utf-8"), re.MULTILINE)
     assert set(markers) <= {case.id for case in (*family.FAULTS, *getattr(family, "COMBINED", ()))}
+
+
+def test_fault_table_is_what_is_found_now() -> None:
+    shown = readme.FAULTS.read_text(encoding="utf-8").partition("<!-- faults -->\n")[2].partition("<!-- /faults -->")[0]
+    assert readme.skeleton(readme.fault_table()) == readme.skeleton(shown)
+    assert "FLAGGED" not in shown
 
 
 def test_forgotten_division_names_its_factor() -> None:

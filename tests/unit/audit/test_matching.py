@@ -1,13 +1,22 @@
-"""Where the rows of a micro-batch lie in the full batch, told by their contents."""
+"""Which steps of two runs belong together, and where the rows of a micro-batch lie in the full batch."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
+from gaverify.audit.recording.graph import ends_in_parameters
+from gaverify.audit.recording.inputs import GivenInputs, KeptInputs, cuts_of, has_loss
+from gaverify.audit.recording.names import Names
 from gaverify.audit.recording.rows import input_rows
+from gaverify.audit.replay import orders
 from gaverify.audit.same_data import Matcher, Spot, check_rows
 
 SAMPLES = torch.arange(48.0).reshape(8, 6).sin()
@@ -119,3 +128,140 @@ class TestNumbersWithinABatch:
         assert not check_rows([whole], [graphs(0, 2), graphs(2, 4)]).same
         ring[1, 2] = 1
         assert not check_rows([graphs(0, 4)], [whole]).same
+
+
+SAMPLES_ORDERING = torch.arange(48.0, device="cpu").reshape(8, 6).sin()
+
+
+@dataclass
+class Fed:
+    """A run that fed these rows, and the runs of its ranks."""
+
+    forwards: list[torch.Tensor]
+    ranks: tuple[Any, ...] = ()
+
+    def rows(self, update: int) -> list[dict[str, Any]]:
+        return [input_rows((rows,), {}) for rows in self.forwards]
+
+
+@pytest.mark.parametrize(
+    ("second", "order"),
+    [(SAMPLES_ORDERING[1:4:2], ("turns",)), (SAMPLES_ORDERING[2:4], ("blocks",)), (SAMPLES_ORDERING[2:4] + 1, ())],
+)
+def test_rows_tell_the_order(second: torch.Tensor, order: tuple[str, ...]) -> None:
+    ranks = Fed([SAMPLES_ORDERING[:2]]), Fed([second])
+    assert orders(Fed([SAMPLES_ORDERING]), Fed([], ranks), same=True) == order  # type: ignore[arg-type]
+
+
+def test_rows_with_draws_among_them_tell_it_once_they_are_replayed() -> None:
+    assert orders(Fed([]), Fed([]), same=False) == ("turns", "blocks")  # type: ignore[arg-type]
+
+
+class TestCuts:
+    def test_rows_of_the_first_dimension(self) -> None:
+        assert cuts_of([(2, 4), (2,)], [(8, 4), (8,)]) == ([0, 0], 2, 8)
+
+    def test_columns_and_a_table_that_all_share(self) -> None:
+        assert cuts_of([(5, 2), (5, 5)], [(5, 8), (5, 5)]) == ([1, None], 2, 8)
+
+    def test_padding_follows_the_batch(self) -> None:
+        assert cuts_of([(2, 17)], [(8, 20)]) == ([0], 2, 8)
+
+    def test_a_repetition_is_not_cut(self) -> None:
+        assert cuts_of([(8, 4)], [(8, 4)]) == ([None], 1, 1)
+
+    def test_shapes_that_do_not_fit(self) -> None:
+        assert cuts_of([(2, 4)], [(8, 4), (8,)]) is None
+        assert cuts_of([(2, 4), (3,)], [(8, 4), (8,)]) is None
+        assert cuts_of([(9, 4)], [(8, 4)]) is None
+
+
+class TestGiven:
+    def test_micro_batches_get_the_rows_one_behind_the_other(self, tmp_path: Path) -> None:
+        model, kept = nn.Linear(1, 1), KeptInputs(tmp_path)
+        whole = torch.arange(8.0, device="cpu").view(8, 1)
+        for part in whole.split(4):
+            kept.forward(model, (part,), {})
+            kept.after_backward()
+        given, rows = GivenInputs(tmp_path), torch.zeros(8, 1, device="cpu")
+        seen = []
+        for part in rows.split(2):
+            given.forward(model, (part,), {})
+            given.after_backward()
+            seen.append(part.flatten().tolist())
+        assert seen == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0]]
+        assert not rows.any(), "the data set that they are views of was changed"
+
+    def test_two_forwards_of_a_pass_are_told_apart(self, tmp_path: Path) -> None:
+        model, kept = nn.Linear(1, 1), KeptInputs(tmp_path)
+        for start in (0.0, 10.0):
+            kept.forward(model, (torch.arange(start, start + 4, device="cpu").view(4, 1),), {})
+        kept.after_backward()
+        given, seen = GivenInputs(tmp_path), []
+        for _ in range(2):
+            for _ in range(2):
+                part = torch.zeros(2, 1, device="cpu")
+                given.forward(model, (), {"x": part})
+                seen.append(part.flatten().tolist())
+            given.after_backward()
+        assert seen == [[0.0, 1.0], [10.0, 11.0], [2.0, 3.0], [12.0, 13.0]]
+
+    def test_what_has_no_counterpart_is_left_alone(self, tmp_path: Path) -> None:
+        given, part = GivenInputs(tmp_path), torch.ones(2, 1, device="cpu")
+        given.forward(nn.Linear(1, 1), (part,), {})
+        assert part.tolist() == [[1.0], [1.0]]
+
+
+def test_a_loss_is_a_single_number_that_can_be_differentiated() -> None:
+    weight = torch.ones(3, device="cpu", requires_grad=True)
+    assert has_loss({"loss": weight.sum(), "logits": weight * 2})
+    assert not has_loss((weight * 2, torch.zeros((), device="cpu")))
+
+
+class TestEndsInParameters:
+    def test_a_loss_of_the_model_does(self) -> None:
+        assert ends_in_parameters(nn.Linear(2, 1)(torch.ones(3, 2, device="cpu")).sum())
+
+    def test_one_that_counts_nothing_does_too(self) -> None:
+        assert ends_in_parameters([nn.Linear(2, 1)(torch.ones(3, 2, device="cpu")).sum() * 0.0])
+
+    def test_a_parameter_itself_does(self) -> None:
+        assert ends_in_parameters((nn.Parameter(torch.ones((), device="cpu")),))
+
+    def test_weights_that_a_call_was_given_do_not(self) -> None:
+        model = nn.Linear(2, 1)
+        weights = {name: weight.detach().requires_grad_() for name, weight in model.named_parameters()}
+        assert not ends_in_parameters(functional_call(model, weights, (torch.ones(3, 2, device="cpu"),)).sum())
+
+    def test_weights_made_of_parameters_do(self) -> None:
+        model = nn.Linear(2, 1)
+        weights = {name: weight - 0.1 for name, weight in model.named_parameters()}
+        assert ends_in_parameters(functional_call(model, weights, (torch.ones(3, 2, device="cpu"),)).sum())
+
+    def test_inputs_do_not(self) -> None:
+        model = nn.Linear(2, 1).requires_grad_(False)
+        assert not ends_in_parameters(model(torch.ones(3, 2, device="cpu", requires_grad=True)).sum())
+
+    def test_a_function_that_hides_parameters_counts_as_one_that_does(self) -> None:
+        inputs = torch.ones(3, 2, device="cpu", requires_grad=True)
+        assert ends_in_parameters(checkpoint(nn.Linear(2, 1), inputs, use_reentrant=True).sum())
+
+
+class TestNames:
+    def test_a_call_with_other_weights_leaves_the_names_to_the_model_itself(self) -> None:
+        names, model, found = Names(), nn.Linear(2, 1), []
+
+        class Noted(nn.Module):
+            def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+                found.append(names.add(self))
+                return inputs
+
+        outer = Noted()
+        outer.inner = model
+        weights = {name: weight.detach().clone() for name, weight in outer.named_parameters()}
+        weights = {name: weight.requires_grad_() for name, weight in weights.items()}
+        functional_call(outer, weights, (torch.ones(1, 2, device="cpu"),))
+        outer(torch.ones(1, 2, device="cpu"))
+        assert found == [True, True]
+        assert names.models == [outer]
+        assert names.key(model.weight, 0, 0) == "0:inner.weight"

@@ -1,4 +1,8 @@
-"""Which part of the full batch's draws and samples a micro-batch is given."""
+"""Which part of the full batch's draws and samples a micro-batch is given; windows and stages of an update.
+
+A loop is a letter per call: `F` and `G` backward passes of a first and a second model, `B` one that reaches both, `1`
+and `2` the steps of their optimizers, `y` and `z` clear their gradients; `f` is a forward alone.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,24 @@ from typing import Any
 
 import pytest
 import torch
+from recorded import numbers, run_of
 from torch.utils.data import DataLoader, IterableDataset
 
+from gaverify.audit.controls import decided_by_change
+from gaverify.audit.judgement import _drifted as drifted_in
+from gaverify.audit.reading import Samples
 from gaverify.audit.recording.dealing import Counterparts, LoopDraw, Share, Unalignable
 from gaverify.audit.recording.rows import input_rows
 from gaverify.audit.recording.samples import GivenSamples, KeptSamples
 from gaverify.audit.same_data import check_rows
+from gaverify.records.audit import Record, RowCheck, UpdateComparison
+from gaverify.records.comparison import Method, Outcome, ParameterComparison
+from gaverify.records.events import Event, ledger_of
+from gaverify.records.facts import facts_of_loop
+from gaverify.records.stages import SettingDifference, Stage, StageComparison
+from gaverify.records.weights import WeightFit
+from gaverify.records.windows import Window, common_rounds, numbered, rounds_of, windows_of
+from gaverify.rules import findings_for
 
 
 def draws(*shapes: tuple[int, ...], steps: tuple[int, ...] = (), intervals: tuple[int, ...] = ()) -> list[LoopDraw]:
@@ -210,3 +226,180 @@ class TestRaggedLabels:
 
     def test_another_label_is_another_sample(self) -> None:
         assert not check_rows([self._rows(5, 3, 7, 4)], [self._rows(5, 3), self._rows(7, 4, seed=1)]).same
+
+
+TOUCHED = {"F": [0], "G": [1], "B": [0, 1], "f": []}
+
+
+def loop(text: str) -> list[Event]:
+    """Events of a loop; each backward pass follows a forward of two rows that it reaches."""
+    events: list[Event] = []
+    update, stepped, number = 1, False, 0
+    for letter in text.replace(" ", ""):
+        if letter in TOUCHED:
+            update, stepped, number = update + stepped, False, number + 1
+            events.append(Event("forward", update, values={"rows": 2, "model": 0, "number": number}))
+            if letter != "f":
+                events.append(Event("backward", update, values={"touched": TOUCHED[letter], "forwards": [number]}))
+        elif letter in "12":
+            events.append(Event("step", update, values={"optimizer": int(letter) - 1, "inside": False}))
+            stepped = True
+        else:
+            events.append(Event("zero_grad", update, values={"cleared": ["yz".index(letter)]}))
+    return events
+
+
+def counts(windows: tuple[Window, ...]) -> list[tuple[int, int]]:
+    return [(window.backwards, window.rows) for window in windows if window.complete]
+
+
+class TestRounds:
+    def test_steps_of_one_update_are_compared_together(self) -> None:
+        assert rounds_of(loop("BB12 BB12")) == (((0, 1), (1, 1)), ((0, 2), (1, 2)))
+
+    def test_steps_that_the_runs_group_otherwise_are_compared_one_by_one(self) -> None:
+        """The full batch's critic steps before the generator's loss; with accumulation both step at the end."""
+        full, accumulated = loop("F1G2 F1G2"), loop("FGFG12 FGFG12")
+        assert common_rounds(full, accumulated) == (((0, 1),), ((1, 1),), ((0, 2),), ((1, 2),))
+
+    def test_an_optimizer_that_steps_in_one_run_only_stays_in_its_round(self) -> None:
+        assert common_rounds(loop("B12 B12"), loop("BB1 BB1")) == rounds_of(loop("B12 B12"))
+
+
+class TestWindowsOfSeveralOptimizers:
+    def test_each_optimizer_has_its_own_passes_and_rows(self) -> None:
+        """S11: two models that step at the end of their own windows."""
+        events = loop("FGFGFGF1yG2z FGFGFGF1yG2z")
+        assert counts(windows_of(events)) == [(4, 8)] * 4
+
+    def test_a_window_that_spans_the_other_ones_step(self) -> None:
+        events = loop("FF1yGG FF1yGG2z")
+        assert counts(windows_of(events)) == [(2, 4), (2, 4), (4, 8)]
+
+    def test_passes_that_the_other_optimizer_used_and_this_one_cleared_are_not_its_own(self) -> None:
+        """A generator's loss reaches the critic's gradients, which are cleared before they are used."""
+        events = loop("zFF1y zBB2 yFF1")
+        assert counts(windows_of(events)) == [(2, 4), (2, 4), (2, 4)]
+
+    def test_steps_are_numbered_as_the_full_batch_numbers_them(self) -> None:
+        full, accumulated = loop("F1G2"), loop("FGFG12")
+        rounds = common_rounds(full, accumulated)
+        windows = windows_of(accumulated, numbered(rounds))
+        assert [window.number for window in windows] == [1, 2] and counts(windows) == [(2, 4), (2, 4)]
+
+
+def update(number: int = 1, **fields: Any) -> UpdateComparison:
+    row = ParameterComparison("weight", (4,), Outcome.EQUIVALENT, Method.NOISE_FLOOR, 1.0, 1.0, 0.0, 1e-5, 0.0, None)
+    values: dict[str, Any] = {"judged": True, "data": RowCheck(8, 8), "backwards": 4, "sizes": (2,) * 4}
+    return UpdateComparison(number, **{"outcome": Outcome.EQUIVALENT, "parameters": (row,), **values, **fields})
+
+
+def found(compared: UpdateComparison, text: str = "FFFF1 FFFF1") -> list[str]:
+    events = loop(text)
+    record = Record(windows_of(events), ledger_of(events), windows_of(loop("F1 F1")), (compared,))
+    return [finding.code for finding in findings_for(facts_of_loop(record)) if finding.code == "GAV609"]
+
+
+class TestSettings:
+    RATE = SettingDifference(0, 0, "lr", 0.1, 0.09)
+
+    def test_another_rate_at_the_same_update_is_a_finding(self) -> None:
+        assert found(update(settings=(self.RATE,))) == ["GAV609"]
+
+    def test_numbers_are_shown_with_the_digits_that_differ(self) -> None:
+        near = SettingDifference(0, 0, "lr", 0.01, 0.0100002)
+        events = loop("FFFF1 FFFF1")
+        known = Record(windows_of(events), ledger_of(events), windows_of(loop("F1 F1")), (update(settings=(near,)),))
+        finding = next(found for found in findings_for(facts_of_loop(known)) if found.code == "GAV609")
+        assert "`lr` 0.0100002, in the full-batch run 0.01" in finding.evidence[0].statement
+
+    def test_a_setting_of_another_rank_is_told_as_its(self) -> None:
+        events, other = loop("FFFF1 FFFF1"), SettingDifference(0, 0, "lr", 0.1, 0.2, rank=1)
+        known = Record(windows_of(events), ledger_of(events), windows_of(loop("F1 F1")), (update(settings=(other,)),))
+        finding = next(found for found in findings_for(facts_of_loop(known)) if found.code == "GAV609")
+        assert "`lr` 0.2 in rank 1, in the full-batch run 0.1" in finding.evidence[0].statement
+        assert "every rank" in finding.remedy
+
+    def test_equal_settings_are_none(self) -> None:
+        assert found(update()) == []
+
+    def test_runs_that_started_apart_tell_nothing(self) -> None:
+        assert found(update(settings=(self.RATE,), judged=False)) == []
+
+    def test_a_rate_that_takes_the_gradients_factor_out_is_meant(self) -> None:
+        """S12: the sum is K times too large and the rate K times lower."""
+        assert found(update(settings=(self.RATE,), step_takes_factor=True)) == []
+
+    @pytest.mark.parametrize(("outcome", "codes"), [(Outcome.DIVERGENT, ["GAV609"]), (Outcome.EQUIVALENT, [])])
+    def test_a_step_that_makes_something_else_of_the_same_gradient(self, outcome: Outcome, codes: list[str]) -> None:
+        assert found(update(stages=(StageComparison(Stage.CHANGE, outcome, 0.75, 0.25),))) == codes
+
+
+class TestMicroBatchesThatDropOut:
+    """`if loss is bad: continue` leaves a forward without its backward pass."""
+
+    @pytest.mark.parametrize(("text", "codes"), [("FfFF1y FFFF1y", []), ("FFF1y FFFF1y", ["GAV602"])])
+    def test_a_pass_that_the_first_window_left_out_is_none_that_the_second_has_too_many(
+        self, text: str, codes: list[str]
+    ) -> None:
+        events = loop(text)
+        record = Record(windows_of(events), ledger_of(events))
+        assert [finding.code for finding in findings_for(facts_of_loop(record))] == codes
+
+    @pytest.mark.parametrize(
+        ("text", "residual", "codes"),
+        [("FFfF1y", 0.4, ["GAV203"]), ("FFfF1y", 1e-7, ["GAV202"]), ("FFF1y", 0.4, ["GAV000"])],
+        ids=["drops out", "weights explain it", "none drops out"],
+    )
+    def test_it_is_named_where_no_weights_explain_the_difference(
+        self, text: str, residual: float, codes: list[str]
+    ) -> None:
+        row = update().parameters[0]._replace(outcome=Outcome.DIVERGENT, difference_norm=0.4)
+        fit = WeightFit((1.0, 1.2, 0.8), residual, used=(1.0,) * 3, factor=0.9, factor_residual=0.4)
+        differs = update(fit=fit, outcome=Outcome.DIVERGENT, parameters=(row,))
+        events, whole = loop(text), loop("F1y")
+        record = Record(windows_of(events), ledger_of(events), windows_of(whole), (differs,))
+        assert [finding.code for finding in findings_for(facts_of_loop(record))] == codes
+
+
+class TestWeightsThatAScriptMovesItself:
+    """A step that answers to the gradient's size shows what it makes of it; one that does not shows nothing."""
+
+    START = numbers(1.0, 1.0, 1.0, 1.0, 1.0)
+
+    def decided(self, folder: Path, moved: float, half: float, **fields: Any) -> UpdateComparison:
+        given = numbers(1.0, 2.0, 3.0, 4.0, 5.0)
+        told = {"unit": 2.0**-24}
+        runs = [
+            run_of(folder / name, given, given, told=told, weights=self.START - change)
+            for name, change in (("full", 0.1), ("accumulated", moved), ("half", half))
+        ]
+        return decided_by_change((update(**fields),), *runs)[0]
+
+    @pytest.mark.parametrize(
+        ("half", "outcome"), [(0.05, Outcome.EQUIVALENT), (0.1, Outcome.INCONCLUSIVE), (0.095, Outcome.INCONCLUSIVE)]
+    )
+    def test_without_gradients_the_change_alone(self, tmp_path: Path, half: float, outcome: Outcome) -> None:
+        assert self.decided(tmp_path, 0.1, half, decided=Stage.CHANGE).outcome is outcome
+
+    @pytest.mark.parametrize(("moved", "half", "said"), [(0.4, 0.05, True), (0.1, 0.05, False), (0.4, 0.1, False)])
+    def test_another_change_of_the_same_gradient(self, tmp_path: Path, moved: float, half: float, said: bool) -> None:
+        stages = self.decided(tmp_path, moved, half).stages
+        assert [stage.outcome for stage in stages] == [Outcome.DIVERGENT] * said
+
+    @pytest.mark.parametrize(("half", "takes"), [(0.05, True), (0.1, False)])
+    def test_a_factor_that_the_step_takes_out(self, tmp_path: Path, half: float, takes: bool) -> None:
+        fit = WeightFit((0.25,) * 4, 1e-7, used=(1.0,) * 4, factor=4.0, factor_residual=1e-7)
+        row = update().parameters[0]._replace(outcome=Outcome.DIVERGENT)
+        found = self.decided(tmp_path, 0.1, half, fit=fit, parameters=(row,), outcome=Outcome.DIVERGENT)
+        assert found.step_takes_factor is takes and (found.outcome is Outcome.EQUIVALENT) is takes
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "drifted"),
+    [("0:mask", 1.0, ()), ("0:inner.mask", 1.0, ()), ("0:inner.mask", 2.0, ("mask",)), ("0:other", 2.0, ())],
+    ids=["as it is", "behind a wrapper", "changed behind a wrapper", "another one"],
+)
+def test_a_buffer_that_a_wrapper_calls_otherwise_has_not_drifted(name: str, value: float, drifted: tuple[str]) -> None:
+    sides = [Samples({0: {"buffers": {at: numbers(v)}}}) for at, v in (("0:mask", 1.0), (name, value))]
+    assert drifted_in(*sides, 2.0**-24) == drifted

@@ -1,7 +1,9 @@
-"""`--help` is quick: it imports nothing heavy, for the group and for every command."""
+"""`--help` and `doctor`: quick, known here, and offering what they read; the collector rests around them."""
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import os
 import re
 import subprocess
@@ -9,10 +11,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from gaverify.cli import COMMANDS, cli
+from gaverify import checkup
+from gaverify.cli import COMMANDS, cli, main
+from gaverify.cli.collector import paused
 from gaverify.cli.options import _OPTIONS
+from gaverify.records.comparison import Outcome
 from gaverify.spec import Spec
+from gaverify.zoo import BUILTINS
 
 ROOT = Path(__file__).parents[3]
 HEAVY = ("torch", "rich", "pydantic", "numpy")
@@ -104,3 +111,117 @@ def test_completion(words: str, offered: list[str]) -> None:
         env={**os.environ, **variables, "_GAVERIFY_COMPLETE": "bash_complete", "PYTHONPATH": str(ROOT)},
     )
     assert (done.returncode, done.stdout.split()) == (0, [f"plain,{word}" for word in offered])
+
+
+def test_everything_is_as_known(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "mlp-batchnorm" in out and "divergent (GAV101), as known" in out and "WRONG" not in out
+    assert torch.__version__ in out and out.endswith("would be seen on this machine.\n")
+
+
+def test_every_builtin_is_there_and_some_are_at_fault() -> None:
+    assert {known.model for known in checkup.KNOWN} == {builtin.name for builtin in BUILTINS}
+    assert {known.outcome for known in checkup.KNOWN} == {Outcome.EQUIVALENT, Outcome.DIVERGENT}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"outcome": Outcome.EQUIVALENT, "codes": frozenset()}, "divergent (GAV101); known is equivalent"),
+        ({"codes": frozenset({"GAV102"})}, "divergent (GAV101); known is divergent (GAV102)"),
+        ({"options": {"steps": 99}}, "divergent (GAV101) expected, but: steps = 99"),
+    ],
+)
+def test_a_verdict_that_is_not_as_known_is_told(
+    changes: dict[str, object], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = next(known for known in checkup.KNOWN if known.model == "mlp-batchnorm")
+    monkeypatch.setattr(checkup, "KNOWN", (dataclasses.replace(known, **changes),))  # type: ignore[arg-type]
+    assert main(["doctor"]) == 70
+    out = capsys.readouterr().out
+    assert "WRONG" in out and said in " ".join(out.split()) and "1 of these are not as they should be" in out
+
+
+def test_what_is_not_installed_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = dataclasses.replace(checkup.KNOWN[0], needs="no_such_package")
+    assert checkup.verified(known, torch.device("cpu"))[1:] == ("left out: `no_such_package` is not installed", None)
+
+
+def test_what_a_device_cannot_do_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        raise RuntimeError("no kernel for float64\nand more")
+
+    monkeypatch.setattr(checkup, "_backward", refuses)
+    lines = {subject: (found, fine) for subject, found, fine in checkup.support(torch.device("cpu"))}
+    assert lines["float64"] == ("for the control run: no kernel for float64", False)
+    monkeypatch.setattr(checkup, "_backward", lambda device, dtype: torch.rand(3))
+    lines = {subject: (found, fine) for subject, found, fine in checkup.support(torch.device("cpu"))}
+    assert lines["repeatable"] == ("the same backward twice, bit for bit: no", False)
+
+
+def test_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--device", "cuda:99"]) == 2
+    assert "there is no device `cuda:99` here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--reference", "--expect"])
+def test_an_option_that_profile_does_not_read_is_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "--model", "mlp", option, "word"]) == 2
+    assert option in capsys.readouterr().err
+
+
+def test_the_help_names_what_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "--autocast" in text
+    assert "--memory" in text
+    assert "--reference" not in text
+
+
+def test_an_unknown_name_is_answered_before_a_process_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("gaverify.profiling.launching.given", None)
+    assert main(["profile", "--model", "nope"]) == 2
+    assert "there is no built-in `nope`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_pause_ends_as_it_began(enabled: bool) -> None:
+    before = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with pytest.raises(KeyError), paused():
+            assert not gc.isenabled()
+            raise KeyError
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if before else gc.disable)()
+
+
+def test_a_caller_of_main_keeps_what_the_collector_sees() -> None:
+    frozen = gc.get_freeze_count()
+    assert main(["rules"]) == 0
+    assert gc.get_freeze_count() == frozen
+
+
+def test_the_own_process_ends_without_a_last_look() -> None:
+    code = "import gc; from gaverify.cli import main; main(); print(gc.get_freeze_count())"
+    done = subprocess.run([sys.executable, "-c", code, "rules"], check=True, capture_output=True, text=True)
+    assert int(done.stdout.split()[-1]) > 1000
+
+
+def test_the_model_of_a_run_is_collected(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A factory sees a collector that works."""
+    (tmp_path / "seeing.py").write_text(
+        "import gc\nfrom gaverify.zoo.mlp import build as inner\n"
+        "def build():\n    assert gc.isenabled()\n    return inner()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "gaverify", "run", "--model", "seeing.py:build"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr

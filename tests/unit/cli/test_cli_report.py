@@ -1,15 +1,19 @@
-"""`gaverify report`: saved documents as pages, two side by side, and every wrong input with a sentence."""
+"""`gaverify report` and its files: saved documents as pages, two side by side; options of audits in files."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import samples
 
 from gaverify.cli import main
+from gaverify.cli.audit_files import options_files, read_options
+from gaverify.cli.auditing import audit
+from gaverify.errors import SpecError
 from gaverify.report import FORMATS, render
 
 
@@ -129,3 +133,119 @@ def test_wrong_input_gets_a_sentence(
     captured = capsys.readouterr()
     assert sentence in captured.err and captured.out == ""
     assert sorted(tmp_path.iterdir()) == before
+
+
+LOOP = """
+import argparse, torch
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch-size", type=int, default=8)
+parser.add_argument("--accum", type=int, default=1)
+parser.add_argument("--forget", action="store_true")
+args = parser.parse_args()
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for i, x in enumerate(torch.randn(32, 4).split(args.batch_size)):
+    loss = model(x).square().mean()
+    (loss if args.forget else loss / args.accum).backward()
+    if (i + 1) % args.accum == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+PAIR = 'full = "--batch-size 8 --accum 1"\naccumulated = ["--batch-size", 2, "--accum", 4]\nupdates = 1\n'
+
+
+def read(folder: Path, text: str) -> dict[str, Any]:
+    file = folder / "a.toml"
+    file.write_text(text)
+    return read_options(file, audit.params).given
+
+
+def test_keys_are_the_commands_options(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    given = read(
+        tmp_path,
+        f'script = "train.py"\narguments = "--a \'b c\'"\nin-place = true\nseed = 3\n{PAIR}'
+        "[set]\nBATCH = 8\nFLAG = true\n",
+    )
+    assert given["script"] == str(tmp_path / "train.py")
+    assert given["full"] == "--batch-size 8 --accum 1" and given["accumulated"] == "--batch-size 2 --accum 4"
+    assert (given["arguments"], given["in_place"], given["seed"]) == (("--a", "b c"), True, "3")
+    assert given["both_set"] == ("BATCH=8", "FLAG=true")
+    assert given["events_only"] is False and given["full_env"] == () and given["steps"] is None
+    assert read(tmp_path, 'module = "a.b"\n')["module"] == "a.b"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", '$.script: is missing; write `script = "train.py"`'),
+        ('script = "a"\nacumulated = "x"', "$.acumulated: unknown key; did you mean `accumulated`?"),
+        ('script = "a"\noutput = "x"', "$.output: unknown key"),
+        ('script = "a"\nset = "x=1"', "$.set: must be a table of names and values"),
+        ('script = "a"\nin-place = "yes"', "$.in-place: must be true or false"),
+        ('script = "a"\nfull = { a = 1 }', "$.full: must be text, a number or a list of them"),
+        ('script = "a"\narguments = "\'"', "cannot be split into arguments"),
+        ('script = "a"\nexpect = "red"', "$.expect: must be one of"),
+        ('script = "a"\naccept = [{ code = "GAV101" }]', "`reason` is missing"),
+        ("script = ", "not TOML"),
+        ('model = "mlp"\nsteps = 4', "is a spec, not the options of an audit; run it with `gaverify run`"),
+    ],
+)
+def test_wrong_files_get_a_sentence(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        read(tmp_path, text)
+    assert words in str(caught.value)
+
+
+def test_a_script_is_no_options_file(tmp_path: Path) -> None:
+    assert options_files(["train.py", "a.toml"]) == [] and options_files([]) == []
+    for name in "ba":
+        (tmp_path / f"{name}.toml").write_text("")
+    assert [file.name for file in options_files([str(tmp_path), str(tmp_path / "b.toml")])] == ["a.toml", "b.toml"]
+    package = tmp_path / "package"
+    package.mkdir()
+    with pytest.raises(SpecError, match=r"nor a \*\.toml"):
+        options_files([str(package)])
+    (package / "__main__.py").write_text("")
+    assert options_files([str(package)]) == []
+
+
+def test_what_is_wrong_is_told_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.toml").write_text('script = "gone.py"\nfull = "--b 8"\naccumulated = "--b 2"\n')
+    (tmp_path / "b.toml").write_text("scrip = 1\n")
+    assert main(["audit", ".", "--output", "all.xml", "--output", "all.json"]) == 2
+    out, err = capsys.readouterr()
+    assert "error: a.toml: the script `gone.py` is not there" in err and "command line" not in err + out
+    assert all(entry["source"] not in entry["message"] for entry in json.loads(Path("all.json").read_text())["errors"])
+    assert (tmp_path / "all.xml").read_text().count("<testsuite ") == 2
+
+
+@pytest.mark.slow
+def test_files_are_audited_and_accept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").write_text(LOOP)
+    (tmp_path / "right.toml").write_text(f'script = "train.py"\n{PAIR}')
+    wrong = f'script = "train.py"\narguments = ["--forget"]\n{PAIR}'
+    (tmp_path / "wrong.toml").write_text(wrong)
+    (tmp_path / "broken.toml").write_text("scrip = 1")
+    report = tmp_path / "out" / "all.json"
+    report.parent.mkdir()
+    assert main(["audit", str(tmp_path), "--output", str(report)]) == 2
+    out, err = capsys.readouterr()
+    assert "$.scrip: unknown key" in err and "3 runs: " in out
+    assert {Path(e["source"]).name: e["message"][:7] for e in json.loads(report.read_text())["errors"]} == {
+        "broken.toml": "$.scrip"
+    }
+    document = json.loads(report.read_text())
+    outcomes = {Path(made["source"]).name: made["outcome"] for made in document["audits"]}
+    assert outcomes == {"right.toml": "equivalent", "wrong.toml": "divergent"}
+    (tmp_path / "broken.toml").unlink()
+    assert main(["audit", str(tmp_path)]) == 1
+    (tmp_path / "wrong.toml").write_text(f'{wrong}accept = [{{ code = "GAV201", location = "*", reason = "known" }}]\n')
+    assert main(["audit", str(tmp_path)]) == 0
+    assert "(accepted)" in capsys.readouterr().out
+    assert main(["audit", str(tmp_path / "right.toml"), "--seed", "1"]) == 2
+    assert "leave out --seed" in capsys.readouterr().err

@@ -1,8 +1,36 @@
+"""Precision and devices: switches that are read and restored, weights that are lifted, and no device by its name."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from gaverify.passes.precision import buffers_differ, converted, dtype_like, short_name, unit_roundoff
+import gaverify
+from gaverify import Outcome, Problem, ProblemError
+from gaverify.passes.gradients import PassProbe, accumulated_gradients, full_batch_gradients
+from gaverify.passes.isolation import ModelState
+from gaverify.passes.isolation.flags import PRECISION, flag_states
+from gaverify.passes.lifting import LiftedWeights
+from gaverify.passes.precision import (
+    buffers_differ,
+    converted,
+    dtype_like,
+    rounded_products,
+    rounded_unit,
+    short_name,
+    unit_roundoff,
+)
+from gaverify.passes.task import Task
+from gaverify.report import render
+from gaverify.verdict.control import in_float64
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -73,3 +101,291 @@ def test_buffers_differ_by_more_than_the_rounding_of_a_running_average() -> None
         assert not buffers_differ(full * (1 + units * u), full, unit_roundoff(torch.bfloat16))
     assert buffers_differ(full.to_sparse() * 2, full.to_sparse(), u)
     assert buffers_differ(full[:3], full, u) and not buffers_differ(torch.zeros(4), torch.zeros(4), u)
+
+
+SWITCHES = [(backend, op) for backend in ("cuda", "mkldnn") for op in ("all", "matmul", "conv", "rnn")]
+newer = pytest.mark.skipif(not hasattr(torch._C, "_get_fp32_precision_getter"), reason="torch before 2.9")
+
+SETTINGS = {
+    "older": lambda: torch.set_float32_matmul_precision("high"),
+    "older, on cuda": lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True),
+    "older, cudnn": lambda: setattr(torch.backends.cudnn, "allow_tf32", False),
+    "newer": lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+    "newer, convolutions": lambda: setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee"),
+    "newer, everywhere": lambda: setattr(torch.backends, "fp32_precision", "tf32"),
+    "newer, on the host": lambda: setattr(torch.backends.mkldnn.matmul, "fp32_precision", "bf16"),
+}
+
+
+def state() -> tuple:
+    """What holds, whichever generation says it; the older switches cannot always be read."""
+    read = torch._C._get_fp32_precision_getter
+    older = []
+    for ask in (torch.get_float32_matmul_precision, lambda: torch.backends.cudnn.allow_tf32):
+        try:
+            older.append(ask())
+        except RuntimeError:
+            older.append("unreadable")
+    return (read("generic", "all"), *(read(*switch) for switch in SWITCHES), *older)
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was():
+    with kept():
+        yield
+
+
+@contextmanager
+def kept():
+    """Puts back what torch starts with, by hand."""
+    before = state()
+    yield
+    write = torch._C._set_fp32_precision_setter
+    for switch in [("generic", "all"), *SWITCHES]:
+        write(*switch, "none")
+    write("cuda", "conv", "tf32")
+    write("cuda", "rnn", "tf32")
+    torch.backends.cudnn.allow_tf32 = True
+    torch.set_float32_matmul_precision("highest")
+    write("cuda", "matmul", "none")
+    write("mkldnn", "matmul", "none")
+    assert state() == before
+
+
+def _problem(forward=lambda: None) -> gaverify.Problem:
+    torch.manual_seed(0)
+
+    def loss(model, batch):
+        forward()
+        return model(batch).square().mean()
+
+    return gaverify.Problem(nn.Linear(3, 2), loss, torch.randn(8, 3))
+
+
+@newer
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_verify_runs_under_every_switch_and_leaves_it(setting: str) -> None:
+    SETTINGS[setting]()
+    before = state()
+    assert gaverify.verify(_problem()).outcome is Outcome.EQUIVALENT
+    assert state() == before
+
+
+@newer
+@pytest.mark.parametrize("first", [None, *SETTINGS])
+@pytest.mark.parametrize("then", SETTINGS)
+def test_what_a_forward_switches_is_put_back(first: str | None, then: str) -> None:
+    if first is not None:
+        SETTINGS[first]()
+    before = state()
+    gaverify.verify(_problem(SETTINGS[then]))
+    # what an older switch says behind newer ones that contradict it decides nothing, and nobody can read it
+    assert all(now == was for now, was in zip(state(), before, strict=True) if was != "unreadable")
+
+
+@newer
+def test_a_narrow_switch_inherits_again_after_it_was_restored() -> None:
+    restore = flag_states(PRECISION)
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    restore()
+    torch.backends.fp32_precision = "tf32"
+    assert torch.backends.mkldnn.matmul.fp32_precision == "tf32"
+
+
+@newer
+def test_rounded_products_are_said_and_their_unit_roundoff_followed() -> None:
+    device = torch.device("cuda", 0)
+    assert rounded_products(device, {"matmul"}) == {}
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    assert rounded_products(device, {"matmul"}) == {"matmul": "tf32"}
+    assert rounded_products(device, set()) == {}, "no product ran"
+    assert rounded_unit({"matmul": "tf32"}) == 2.0**-11 and rounded_unit({}) == 0.0
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    verdict = gaverify.verify(_problem())
+    assert verdict.run.rounded == ("matmul bf16",)
+    assert "float32 (matmul bf16)" in render([verdict], "text")
+
+
+@newer
+def test_nothing_is_said_where_nothing_is_rounded() -> None:
+    verdict = gaverify.verify(_problem())
+    assert verdict.run.rounded == ()
+    assert "float32, autocast" in render([verdict], "text")
+
+
+# Where a name is part of torch's own switches, of a released document, or of the list of kinds.
+NAMED = {
+    "passes/devices.py": "the list of kinds",
+    "passes/isolation/flags.py": "torch's precision and attention switches, which carry the name",
+    "records/profile.py": "a released word of the document",
+    "records/prediction.py": "a released word of the document",
+    "report/text/profile.py": "a released word of the document",
+    "profiling/measuring.py": "a released word of the document",
+    "passes/precision.py": "the backends of torch's precision switches",
+    "pytest_plugin.py": "the names of pytest's marks",
+    "audit/recording/values.py": "graphs that are captured, which torch asks of CUDA",
+    "audit/recording/samples.py": "whether torch pins memory is asked of CUDA alone",
+    "cli/options.py": "the words that completion offers",
+}
+
+
+def names_of_devices(source: str) -> list[str]:
+    """Uses of `torch.cuda`, and strings that begin with an accelerator's name; prose does not begin with it."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and node.attr in ("cuda", "xpu", "mps") and isinstance(node.value, ast.Name):
+            found.append(f"{node.lineno}: {ast.unparse(node)}")
+        text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+        if text.partition(":")[0].partition("-")[0] in ("cuda", "xpu", "mps"):
+            found.append(f"{node.lineno}: {text!r}")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("torch.cuda.synchronize()", 1),
+        ("x.to('cuda:0')", 1),
+        ("device.type == 'mps'", 1),
+        ("'write cuda, or cpu'", 0),
+        ("x.cuda()", 1),
+        ("torch.get_device_module(device).synchronize()", 0),
+    ],
+)
+def test_names_are_found(source: str, count: int) -> None:
+    assert len(names_of_devices(source)) == count
+
+
+def test_devices_are_not_asked_for_by_name() -> None:
+    root = Path(gaverify.__file__).parent
+    found = {
+        str(path.relative_to(root)): names
+        for path in sorted(root.rglob("*.py"))
+        if "zoo" not in path.parts and (names := names_of_devices(path.read_text()))
+    }
+    assert {path: names for path, names in found.items() if path not in NAMED} == {}
+    assert NAMED.keys() <= found.keys(), "an exception that is no longer needed"
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_a_model_without_numbers_gets_a_sentence(device: str | None) -> None:
+    model = torch.nn.Linear(4, 2, device="meta")
+    with pytest.raises(gaverify.ProblemError, match="`meta` device, where tensors have no numbers"):
+        gaverify.verify(model, lambda m, x: m(x).sum(), torch.randn(4, 4), steps=2, device=device)
+
+
+class Sequence(nn.Module):
+    """Tied embeddings, a recurrence, attention, a weight that is computed, and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(20, 8), nn.Linear(8, 20)
+        self.out.weight = self.embed.weight
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.frozen(self.normed(self.block(self.lstm(self.embed(x))[0])))).mean(1)
+
+
+class Image(nn.Module):
+    """Convolutions, a norm in a checkpoint that is run again, and a bare parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.up = nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ConvTranspose2d(8, 4, 3)
+        self.scale, self.out = nn.Parameter(torch.rand(4, 1, 1)), nn.Linear(4, 5)
+        self.register_buffer("shift", torch.rand(4, 1, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = checkpoint(lambda y: torch.relu(self.norm(self.first(y))), x, use_reentrant=False)
+        return self.out((self.up(hidden) * self.scale + self.shift).to(self.scale.dtype).mean((2, 3)))
+
+
+class Spectral(nn.Module):
+    """Complex numbers that share the memory of a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(6, 4, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        waves = torch.fft.fft(x, norm="forward") * torch.view_as_complex(self.weight)[:, :1]
+        return torch.view_as_real(waves).pow(2)
+
+
+KINDS = {
+    Sequence: lambda: torch.randint(20, (4, 6)),
+    Image: lambda: torch.randn(4, 3, 6, 6, dtype=torch.bfloat16),
+    Spectral: lambda: torch.randn(4, 3, 6, 6),
+}
+
+
+def task_of(kind: type[nn.Module]) -> Task:
+    torch.manual_seed(0)
+    model = kind() if kind is Spectral else kind().to(torch.bfloat16)
+    problem = Problem(model, lambda model, x: model(x).square().mean(), KINDS[kind]())
+    return Task(
+        problem=problem,
+        batch_size=4,
+        sizes=(2, 2),
+        weighting="uniform",
+        parameters={name: value for name, value in problem.model.named_parameters() if value.requires_grad},
+        modules=[problem.model],
+        device=torch.device("cpu"),
+    )
+
+
+def gradients(task: Task, weights: bool, probe: Callable[[Task], PassProbe | None]) -> dict[str, Any]:
+    state = ModelState(task.modules, (task.problem.loss,))
+    full, record = full_batch_gradients(task, state)
+    with in_float64(task, state, weights=weights) as (lifted, there):
+        return dict(accumulated_gradients(lifted, there, record, full, lift=True, probe=probe(lifted)).gradients)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gradients_are_those_of_a_model_in_float64(kind: type[nn.Module]) -> None:
+    task = task_of(kind)
+    copied = gradients(task, True, lambda _: None)
+    names, seen = list(task.parameters), {}
+
+    def listen(place: int, gradient: torch.Tensor) -> None:
+        assert gradient.dtype is torch.float64
+        seen[names[place]] = seen.get(names[place], 0.0) + gradient
+
+    before = {name: value.clone() for name, value in task.problem.model.state_dict().items()}
+    formed = gradients(task, False, lambda lifted: LiftedWeights(lifted, listen))
+    assert all(gradient is None for gradient in formed.values()), "no set of them is held"
+    assert seen.keys() == copied.keys()
+    for name, gradient in seen.items():
+        torch.testing.assert_close(gradient, copied[name], rtol=1e-12, atol=1e-14)
+    for name, value in task.problem.model.state_dict().items():
+        assert value.dtype is before[name].dtype and torch.equal(value, before[name])
+    assert {type(weight) for weight in task.parameters.values()} == {nn.Parameter}
+
+
+def test_what_an_operation_saves_is_the_weight_itself() -> None:
+    """Between the forward and the backward nothing of a weight is in float64."""
+    task = task_of(Image)
+    probe = LiftedWeights(task, lambda *_: None)
+    with probe.around(None):
+        out = torch.nn.functional.linear(torch.ones(2, 4, dtype=torch.float64), task.problem.model.out.weight)
+        assert out.dtype is torch.float64
+        assert probe._live and all(lifted() is None for lifted, _ in probe._live.values())
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("how", ["hook", "class"])
+def test_weights_that_are_more_than_parameters_are_refused(how: str) -> None:
+    class Own(nn.Parameter):
+        pass
+
+    task = task_of(Image)
+    if how == "hook":
+        task.problem.model.scale.register_hook(lambda gradient: gradient)
+    else:
+        task.problem.model.scale = Own(task.problem.model.scale.data)
+    with pytest.raises(ProblemError, match="a weight"):
+        LiftedWeights(task, lambda *_: None)

@@ -1,4 +1,8 @@
-"""Random draws: kept as they are made, selected, and dealt to the samples that they belong to."""
+"""Random draws: kept as they are made, selected, and dealt to the samples that they belong to.
+
+Kernels that keep their draws to themselves: fused attention, and a stand-in for cuDNN's recurrent layers, whose dropout
+between layers reads a buffer that was seeded once: no generator moves, and no mask comes out.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,12 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from drawing import dealt, recorded
 from torch import nn
 
+import gaverify
+from gaverify import Outcome, Problem
 from gaverify.passes.randomness import Dealer, Recomputing, draw_mode
 from gaverify.passes.randomness.contents import LOOSE, differ, fingerprint, matching_rows, tolerance
 from gaverify.passes.randomness.draws import Draw
@@ -109,7 +116,7 @@ def test_a_refused_draw_names_its_line() -> None:
     record = recorded(lambda: torch.rand(4))
     dealt(record, lambda: torch.randn(2), 0, 2)
     file, line = record.places["randn"]
-    assert file.endswith("test_dealing.py") and line > 0
+    assert file.endswith("test_draws.py") and line > 0
 
 
 def test_the_second_reading_deals_a_loop_over_samples_by_its_place() -> None:
@@ -342,3 +349,69 @@ def test_a_loose_match_has_to_stand_out() -> None:
     assert matching_rows(full, torch.tensor([[1.02]]), 0, [], LOOSE) is None
     found = matching_rows(full, torch.tensor([[8.9]]), 0, [], LOOSE)
     assert found is not None and found.tolist() == [2]
+
+
+SECRET = torch.Generator().manual_seed(0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _stand_in():
+    """`standin::_cudnn_rnn` masks its input by a generator that nobody else knows of."""
+    library = torch.library.Library("standin", "DEF")
+    library.define(
+        "_cudnn_rnn(Tensor x, float dropout, bool train) -> (Tensor, Tensor)", tags=torch.Tag.nondeterministic_seeded
+    )
+
+    def forward(x: torch.Tensor, dropout: float, train: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        keep = torch.rand(x.shape, generator=SECRET) >= (dropout if train else 0.0)
+        mask = keep / (1 - dropout if train else 1.0)
+        return x * mask, mask
+
+    def setup(ctx, inputs, output) -> None:
+        ctx.save_for_backward(output[1])
+
+    def backward(ctx, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gradient * ctx.saved_tensors[0], None, None
+
+    library.impl("_cudnn_rnn", forward, "CPU")
+    torch.library.register_autograd("standin::_cudnn_rnn", backward, setup_context=setup, lib=library)
+    yield
+    library._destroy()
+
+
+def layer(x: torch.Tensor, dropout: float = 0.5, train: bool = True) -> torch.Tensor:
+    return torch.ops.standin._cudnn_rnn(x, dropout, train)[0]
+
+
+def test_hidden_draws_are_fused_whatever_the_generator_does() -> None:
+    x = torch.randn(4, 3)
+    assert recorded(lambda: layer(x)).fused == {"_cudnn_rnn"}
+    assert recorded(lambda: layer(x, dropout=0.0)).fused == set()
+    assert recorded(lambda: layer(x, train=False)).fused == set()
+
+
+def problem(*, written_out: bool) -> Problem:
+    """A model with the layer; where cuDNN is switched off it is written out, if it can be."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 2))
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        hidden = model[1](model[0](batch))
+        visible = written_out and not torch.backends.cudnn.enabled
+        return model[2](F.dropout(hidden, 0.5) if visible else layer(hidden)).square().mean()
+
+    return Problem(model, loss, torch.randn(8, 6))
+
+
+def test_recurrent_dropout_is_verified_on_unfused_kernels() -> None:
+    verdict = gaverify.verify(problem(written_out=True), steps=4)
+    assert verdict.outcome is Outcome.EQUIVALENT
+    assert [finding.code for finding in verdict.findings if finding.severity == "fault"] == []
+
+
+def test_hidden_draws_that_no_remedy_shows_are_named_as_that() -> None:
+    verdict = gaverify.verify(problem(written_out=False), steps=4)
+    assert verdict.outcome is not Outcome.EQUIVALENT
+    codes = {finding.code for finding in verdict.findings if finding.severity == "fault"}
+    assert "GAV302" in codes
+    assert codes <= {"GAV302", "GAV403"}  # a generator that nobody can reach is hidden state as well
