@@ -22,11 +22,10 @@ from gaverify.passes.isolation import (
     mode_set,
     seed_everything,
 )
-from gaverify.passes.limiting import TimeLimit
 from gaverify.passes.precision import DTYPES, converted
 from gaverify.passes.problem import Loss, Problem, Split
 from gaverify.passes.reference import Fitting
-from gaverify.passes.task import Task
+from gaverify.passes.task import Task, TimeLimit
 from gaverify.passes.weighting import check_weighting
 from gaverify.records.comparison import Reference
 from gaverify.verdict.settings import Settings

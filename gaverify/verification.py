@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gaverify.causes.investigation import investigate
-from gaverify.causes.listening import Heard
+from gaverify.causes.investigation import Heard, investigate
 from gaverify.causes.shrinking import Shrunk
 from gaverify.collective.membership import membership
 from gaverify.errors import ProblemError
@@ -34,7 +33,7 @@ from gaverify.verdict.tracing import traced
 
 if TYPE_CHECKING:
     from gaverify.origins import LoadedAfresh
-    from gaverify.passes.strategy import Strategy
+    from gaverify.passes.gradients import Strategy
     from gaverify.ranks.window import Ranks
     from gaverify.spec import Spec
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from gaverify.audit.reading import Run, Samples
-from gaverify.passes.weight_fit import SINGULAR_FLOAT32, fit_weights
+from gaverify.passes.sketches import SINGULAR_FLOAT32, fit_weights
 from gaverify.records.weights import LossTerm, WeightFit
 from gaverify.records.windows import common_rounds
 

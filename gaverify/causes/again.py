@@ -21,7 +21,7 @@ from gaverify.causes.sketches import fitted, kept
 from gaverify.passes.batching import drawn, micro_batch_sizes
 from gaverify.passes.gradients import PassProbe, full_batch_gradients
 from gaverify.passes.isolation import ModelState, generator_states, seed_torch
-from gaverify.passes.perturbation import moved
+from gaverify.passes.precision import moved
 from gaverify.passes.task import micro_batch_of
 from gaverify.records.experiment import Cause, ControlRun
 from gaverify.records.facts import Facts, Weights

@@ -14,16 +14,13 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from gaverify.causes import weights
-from gaverify.causes.bench import Bench
-from gaverify.causes.narrowing import released
+from gaverify.causes.bench import Bench, released
 from gaverify.causes.neutral.holding import (
     ApplicationHeld,
     ConstantsHeld,
     GradientsHeld,
     GradientsPassed,
     OutputHeld,
-)
-from gaverify.causes.neutral.hooks import (
     Registry,
     WithoutHooks,
     WithoutTensorHooks,

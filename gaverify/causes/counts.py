@@ -21,11 +21,11 @@ import torch
 from gaverify.causes.bench import Bench
 from gaverify.causes.trace.operations import named_calls
 from gaverify.causes.trace.traces import located
-from gaverify.passes.addends import addends, unscaled
+from gaverify.passes.calls import in_transform
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import ModelState
-from gaverify.passes.modes import in_transform
-from gaverify.passes.perturbation import moved
+from gaverify.passes.precision import moved
+from gaverify.passes.walks import addends, unscaled
 from gaverify.records.experiment import ControlKind, ControlRun
 from gaverify.records.facts import Facts
 from gaverify.records.operations import FunctionKey

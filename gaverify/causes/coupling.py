@@ -14,10 +14,9 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gaverify.causes.bench import Bench
-from gaverify.passes.calls import Call, listening
+from gaverify.passes.calls import Call, in_transform, listening
 from gaverify.passes.devices import widest
 from gaverify.passes.gradients import PassProbe
-from gaverify.passes.modes import in_transform
 from gaverify.records.facts import Facts, SampleCoupling
 from gaverify.tracebacks import hands_over
 

@@ -13,8 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 from gaverify.causes import counts, proof, state, weights
-from gaverify.causes.bench import FORESEEN, Bench
-from gaverify.causes.narrowing import released
+from gaverify.causes.bench import FORESEEN, Bench, released
 from gaverify.causes.neutral.cached import cached_gradients
 from gaverify.causes.neutral.holding import Evaluated, ResultsHeld
 from gaverify.causes.proof import Tried

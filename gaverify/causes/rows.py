@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from gaverify.errors import GaverifyError
 from gaverify.passes.devices import widest
-from gaverify.passes.fingerprints import real_numbers
-from gaverify.passes.layout import SampleLayout, layouts_of, taken
+from gaverify.passes.fingerprints import SampleLayout, layouts_of, real_numbers, taken
 
 
 class ControlFailed(GaverifyError):

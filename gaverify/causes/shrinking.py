@@ -12,8 +12,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
-from gaverify.causes.investigation import investigate
-from gaverify.causes.listening import Heard
+from gaverify.causes.investigation import Heard, investigate
 from gaverify.passes.task import Task, micro_batch_of
 from gaverify.records.comparison import Method, NotCompared, Outcome, ParameterComparison
 from gaverify.records.facts import Facts

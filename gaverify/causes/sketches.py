@@ -13,9 +13,8 @@ from itertools import pairwise
 import torch
 
 from gaverify.passes.gradients import Gradients, PassProbe, PassResult
-from gaverify.passes.sketches import sketch
+from gaverify.passes.sketches import SINGULAR_FLOAT64, fit_weights, gradient_noise, sketch
 from gaverify.passes.task import Task
-from gaverify.passes.weight_fit import SINGULAR_FLOAT64, fit_weights, gradient_noise
 from gaverify.records.weights import WeightFit
 from gaverify.thresholds import TINY
 

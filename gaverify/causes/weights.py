@@ -13,7 +13,7 @@ from gaverify.causes.sketches import fitted, kept
 from gaverify.causes.trace.first_divergence import branches_part, reweighted_operation
 from gaverify.causes.trace.state import StateWatch
 from gaverify.passes.isolation import ModelState
-from gaverify.passes.perturbation import moved
+from gaverify.passes.precision import moved
 from gaverify.passes.sketches import sketch
 from gaverify.records.experiment import ControlKind, ControlRun
 from gaverify.records.facts import Facts, Repeatability, State, Weights

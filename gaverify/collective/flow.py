@@ -26,8 +26,8 @@ from gaverify.errors import Agreed, ProblemError
 from gaverify.passes.gradients import PassResult, full_batch_gradients
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.randomness import DrawRecord
-from gaverify.passes.shards import summed_over
 from gaverify.passes.task import Task
+from gaverify.passes.wrappers import summed_over
 from gaverify.records.comparison import Method, Outcome
 from gaverify.records.facts import Facts
 from gaverify.records.ranks import Engine
@@ -39,11 +39,11 @@ from gaverify.verdict.control import (
     failure_sentence,
     in_float64,
     judge_by_floor,
+    lowest_precision,
     noise_floor,
 )
 from gaverify.verdict.criteria import decide_at_once
 from gaverify.verdict.judging import Judgement, decide_by_control, judge, working_unit
-from gaverify.verdict.lost_bits import lowest_precision
 
 _PATIENCE = 10.0  # seconds, and as long again as the control took: others that fail in it fail by then
 

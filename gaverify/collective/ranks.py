@@ -12,9 +12,9 @@ from gaverify.collective.window import Trained, always_reducing, bare
 from gaverify.passes.fingerprints import digest_of
 from gaverify.passes.gradients import Gradients, accumulated_gradients
 from gaverify.passes.precision import buffers_apart
-from gaverify.passes.shards import is_sharded
 from gaverify.passes.sketches import sketch
 from gaverify.passes.task import Task
+from gaverify.passes.wrappers import is_sharded
 from gaverify.ranks.engines import Scaled
 from gaverify.ranks.facts import apart_by, facts_of, fitted, own_sketch, with_shares
 from gaverify.ranks.groups import of_every_rank

@@ -15,9 +15,9 @@ from gaverify.collective.window import Trained, description, under, users_engine
 from gaverify.errors import Agreed
 from gaverify.passes.batching import batch_size_of, micro_batch_sizes
 from gaverify.passes.fingerprints import digest_of
+from gaverify.passes.gradients import Strategy
 from gaverify.passes.nesting import children, leaves, with_children
 from gaverify.passes.problem import Problem
-from gaverify.passes.strategy import Strategy
 from gaverify.passes.task import Task
 from gaverify.preparation import Progress, prepared, reporter
 from gaverify.ranks.groups import of_every_rank

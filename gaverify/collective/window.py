@@ -16,15 +16,13 @@ from torch import nn
 
 from gaverify.collective.membership import Member
 from gaverify.errors import ProblemError
+from gaverify.passes.calls import OperationMode
 from gaverify.passes.fingerprints import digest_of
-from gaverify.passes.gradients import PassProbe, PassResult, accumulated_gradients
+from gaverify.passes.gradients import PassProbe, PassResult, Strategy, accumulated_gradients, gradients_of_strategy
 from gaverify.passes.isolation import ModelState
-from gaverify.passes.modes import OperationMode
 from gaverify.passes.randomness import DrawRecord
-from gaverify.passes.shards import is_sharded
-from gaverify.passes.strategy import Strategy, gradients_of_strategy
 from gaverify.passes.task import Task
-from gaverify.passes.wrappers import engine_of, flattened, tensor_parallel
+from gaverify.passes.wrappers import engine_of, flattened, is_sharded, tensor_parallel
 from gaverify.ranks.engines import Reach, Scaled, Synchronised, blocks, wrapped
 from gaverify.ranks.traffic import TrafficMeter
 from gaverify.records.ranks import Collective, Engine

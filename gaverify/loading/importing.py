@@ -1,4 +1,9 @@
-"""Finds what `package.module:factory` or `file.py:factory` names, and says precisely what is missing."""
+"""Finds what `package.module:factory` or `file.py:factory` names, and says precisely what is missing.
+
+A file whose own name belongs to another module gets a name of its own: a user's `random.py` must not become `random`.
+That name holds the file's path, and this module finds it again: a worker process that was spawned, and that gets an
+object of such a file, imports the name as it would any other.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +14,44 @@ import importlib.util
 import os
 import pkgutil
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from gaverify.errors import ProblemError, SpecError, exit_call, nearest, text_of
-from gaverify.loading.aliases import alias
 from gaverify.loading.texts import first_function, no_attribute, parsed
 from gaverify.tracebacks import shown, user_frame
+
+__path__: list[str] = []  # the import system asks only packages for submodules
+
+
+def alias(file: Path) -> str:
+    """Returns the module name of an absolute path."""
+    return f"{__name__}.{file.stem.replace('.', '_')}_{str(file).encode().hex()}"
+
+
+class _Finder:
+    """Finds `gaverify.loading.importing.NAME_PATH`."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Returns how to load the file that the name holds; None for every other name."""
+        if not name.startswith(f"{__name__}."):
+            return None
+        try:
+            file = bytes.fromhex(name.rpartition("_")[2]).decode()
+        except ValueError:
+            return None
+        return spec_from_file_location(name, file)
+
+
+if not any(getattr(finder, "__qualname__", "") == "_Finder" for finder in sys.meta_path):
+    sys.meta_path.append(_Finder)
+
 
 _FOLDERS: set[str] = set()  # those that `_put_first` has put first in this process
 _NEEDED = ("click", "ctypes", "html", "jinja2", "markupsafe", "numpy", "pydantic", "pygments", "rich", "torch", "xml")

@@ -1,4 +1,7 @@
-"""The calls of modules inside a pass, nested as they run: a problem's, or those of a script."""
+"""What listens inside a pass, of a problem or a script: to modules, nested as they run, to operations, to functions.
+
+Whoever listens to torch writes a function and opens one of these; no other mode is defined in gaverify.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,13 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from gaverify.passes.modes import in_transform
+from gaverify.tracebacks import hands_over
 
 Begins = Callable[["Call", tuple[Any, ...], dict[str, Any]], "tuple[tuple[Any, ...], dict[str, Any]] | None"]
 """Told of a call before it runs; may return other arguments for it, where only known modules are listened to."""
@@ -89,3 +95,68 @@ def listening(
             hooks.callback(module.register_forward_pre_hook(began, with_kwargs=True).remove)
             hooks.callback(module.register_forward_hook(ended).remove)
         yield running
+
+
+_UNEXPLAINED = 1e-5  # what a·x + b may leave over of an output before it counts as something else
+_ALIKE = 1e-5  # relative spread of the slopes that rounding explains, where the forward ran in float32
+
+
+def per_channel_affine(before: torch.Tensor, after: torch.Tensor) -> bool:
+    """Whether `after` is a·`before` + b with one (a, b) per channel, the slopes not all alike."""
+    if before.shape != after.shape or before.dim() < 2 or not after.is_floating_point():
+        return False
+    for channel in {1, before.dim() - 1}:
+        x = before.detach().movedim(channel, 0).flatten(1).double()
+        y = after.detach().movedim(channel, 0).flatten(1).double()
+        if x.shape[1] < 3:
+            continue
+        x, y = x - x.mean(1, keepdim=True), y - y.mean(1, keepdim=True)
+        slope = (x * y).sum(1, keepdim=True) / x.square().sum(1, keepdim=True).clamp_min(1e-300)
+        unexplained = (y - slope * x).norm() / y.norm().clamp_min(1e-300)
+        spread = slope.std() if len(slope) > 1 else slope.abs().max()
+        if float(unexplained) < _UNEXPLAINED and float(spread) > _ALIKE * float(slope.abs().max()):
+            return True
+    return False
+
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""`handler(func, args, kwargs)` returns what the caller of the operation gets; it runs `func` itself, or does not."""
+
+
+class OperationMode(TorchDispatchMode):
+    """Gives every operation that reaches the dispatcher to `handler`, in the backward as well."""
+
+    def __init__(self, handler: Handler) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._handler = hands_over(handler)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch wraps a mode in `torch._dynamo.disable` unless it says no here, and that import costs a second."""
+        return False
+
+    @hands_over
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._handler(func, args, kwargs or {})
+
+
+class FunctionMode(TorchFunctionMode):
+    """Gives every outermost call of a torch function or method to `handler`: what these call in turn is not seen."""
+
+    def __init__(self, handler: Handler) -> None:
+        super().__init__()
+        self._handler = hands_over(handler)
+
+    @hands_over
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._handler(func, args, kwargs or {})
+
+
+def in_transform() -> bool:
+    """Whether a transform of `torch.func` runs: the tensors in it live no longer, and cannot be kept, cut or read."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def operation_name(func: Any) -> str:
+    """Returns `bernoulli_` for `aten::bernoulli_.float`."""
+    return str(func._schema.name.split("::")[-1])

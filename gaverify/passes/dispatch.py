@@ -1,22 +1,26 @@
-"""The mode that sits at the dispatcher during a pass: random draws, writes to parameters, target counts, casts."""
+"""The mode that sits at the dispatcher during a pass: random draws, writes to parameters, target counts, casts.
+
+It also computes products of matrices by groups of rows in the precisions that the fused kernel refuses.
+"""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_map_only
 
-from gaverify.passes.grouped import grouped_product
+from gaverify.passes.calls import OperationMode
 from gaverify.passes.isolation import ModelState, written_tensors
-from gaverify.passes.modes import OperationMode
 from gaverify.passes.precision import Arithmetic, product_of
 from gaverify.passes.randomness import Dealer, Recomputing, Recorder
 from gaverify.passes.reference import Fitting
 from gaverify.passes.terms import SUMMING, TermSums
+from gaverify.tracebacks import hands_over
 
 aten = torch.ops.aten
 _BELOW_FLOAT64 = (torch.float32, torch.bfloat16, torch.float16)
@@ -158,3 +162,37 @@ def _lifted(plan: _Plan, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 def _to_float64(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.double() if tensor.dtype in _BELOW_FLOAT64 else tensor
+
+
+@hands_over  # a shape that does not fit is the caller's fault
+def grouped_product(
+    a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None = None, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Returns what `aten::_grouped_mm` computes, by a loop over the groups. Rows behind the last group are zero.
+
+    Shapes: S rows in G groups, group g ends before row `offs[g]`; an expert's matrix is (K, N).
+
+        a (S, K), b (G, K, N)    out (S, N),     rows of group g times b[g]
+        a (G, M, K), b (K, S)    out (M, S),     a[g] times the columns of group g
+        a (M, S), b (S, N)       out (G, M, N),  the columns of group g times its rows
+        a (G, M, K), b (G, K, N) out (G, M, N),  a[g] times b[g]
+
+    Source: PyTorch, `torch.nn.functional.grouped_mm`.
+    """
+    if offs is None:
+        result = torch.bmm(a, b)
+    else:
+        groups = list(enumerate(pairwise([0, *offs.tolist()])))
+        if a.dim() == 2 and b.dim() == 3:
+            result = a.new_zeros(a.shape[0], b.shape[2])
+            for g, (start, stop) in groups:
+                result[start:stop] = a[start:stop] @ b[g]
+        elif a.dim() == 3:
+            result = a.new_zeros(a.shape[1], b.shape[1])
+            for g, (start, stop) in groups:
+                result[:, start:stop] = a[g] @ b[:, start:stop]
+        else:
+            result = a.new_zeros(len(groups), a.shape[0], b.shape[1])
+            for g, (start, stop) in groups:
+                result[g] = a[:, start:stop] @ b[start:stop]
+    return result if bias is None else result + bias

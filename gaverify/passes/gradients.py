@@ -5,7 +5,8 @@ Shapes: B samples in K micro-batches of n_k; a gradient per trainable parameter,
     full         g = ∂ loss(batch) / ∂θ
     accumulated  g = Σ_k w_k ∂ loss(micro_batch_k) / ∂θ
 
-Both start from the same state (`ModelState`) and use the same random draws, dealt out per sample.
+Both start from the same state (`ModelState`) and use the same random draws, dealt out per sample. A window may also be
+run by the user's own function: its micro-batches, as many backward passes as it likes, no step.
 """
 
 from __future__ import annotations
@@ -19,17 +20,16 @@ from typing import Any
 import torch
 
 from gaverify.amounts import bytes_text
-from gaverify.errors import GaverifyError, NoMemory
+from gaverify.errors import GaverifyError, NoMemory, ProblemError
 from gaverify.passes.batching import fresh
 from gaverify.passes.dispatch import Observed, PassMode
 from gaverify.passes.isolation import ModelState, foreign_generator_states, generator_states, seed_torch
 from gaverify.passes.randomness import Dealer, DrawRecord, Recomputing, Recorder, named_modules
 from gaverify.passes.reference import estimated_needs, fitted, spilled
-from gaverify.passes.shards import over_ranks
 from gaverify.passes.task import Task, loss_of, micro_batch_of, told_as_users
 from gaverify.passes.terms import Terms
 from gaverify.passes.weighting import micro_batch_weight
-from gaverify.passes.wrappers import keep_reducers, settle
+from gaverify.passes.wrappers import keep_reducers, local, over_ranks, settle
 from gaverify.records.comparison import Reference
 from gaverify.tracebacks import hands_over
 
@@ -285,3 +285,51 @@ def _terms(observed: Observed, gradients: Gradients) -> dict[str, Terms]:
     """Σ|terms| of the gradients that the backward formed as sums."""
     found = {name: observed.terms.of(gradient) for name, gradient in gradients.items()}
     return {name: terms for name, terms in found.items() if terms is not None}
+
+
+Strategy = Callable[[Any, list[Any]], None]
+
+
+@hands_over
+def gradients_of_strategy(
+    task: Task, state: ModelState, record: DrawRecord, strategy: Strategy, own: Collection[int]
+) -> PassResult:
+    """Returns what `strategy(model, micro_batches)` leaves in `.grad`.
+
+    Args:
+        task: What to run.
+        state: Restored in the end.
+        record: The full batch's draws.
+        strategy: The user's function.
+        own: The micro-batches that it is given.
+
+    Raises:
+        ProblemError: It raised, changed a parameter, or the model draws random numbers, which cannot be dealt out to
+            micro-batches that nobody sees.
+    """
+    if record.count:
+        raise ProblemError(
+            "the model draws random numbers, and a strategy of your own does not say for which micro-batch; "
+            "verify it with mode='eval', or switch its dropout off"
+        )
+    parts = []
+    for k, (start, stop) in enumerate(task.bounds()):
+        if k in own:
+            parts.append(fresh(micro_batch_of(task, start, stop, f"micro-batch {k + 1} of {task.steps}")))
+    mode = PassMode(state, Recorder())
+    with one_pass(task, state):
+        before = _versions(task)
+        with mode, told_as_users("the strategy", task), task.autocasting():
+            strategy(task.problem.model, parts)
+        if _versions(task) != before:
+            raise ProblemError(
+                "the strategy changes parameters, as an optimizer's step does; "
+                "let it end with the gradients in `.grad`, which are what is compared"
+            )
+        gradients = collected(task)
+    return PassResult(gradients, float("nan"), observed=(mode.observed,))
+
+
+def _versions(task: Task) -> list[int]:
+    with torch.no_grad():
+        return [local(parameter)._version for parameter in task.parameters.values()]

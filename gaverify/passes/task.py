@@ -1,11 +1,12 @@
-"""A problem made ready for its passes, and the calls of the user's own code: the split and the loss.
+"""A problem made ready for its passes: the calls of the user's own code, and how long a search may take.
 
-Whatever those raise becomes a sentence that names the samples and the line.
+Whatever the user's split and loss raise becomes a sentence that names the samples and the line.
 """
 
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -17,12 +18,39 @@ from torch import nn
 from gaverify.errors import GaverifyError, NoMemory, ProblemError, is_out_of_memory, kind_of_value, text_of
 from gaverify.passes.batching import other_reading, take
 from gaverify.passes.isolation import variables
-from gaverify.passes.limiting import TimeLimit
 from gaverify.passes.problem import Problem
 from gaverify.passes.reference import Fitting
 from gaverify.passes.weighting import Weighing
 from gaverify.records.comparison import Reference
 from gaverify.tracebacks import hands_over, is_own_fault, user_frame
+
+
+class TimeUp(BaseException):
+    """Ends a search whose time is over: no error of anybody's, so that nobody takes it for one."""
+
+
+@dataclass
+class TimeLimit:
+    """Seconds since a verification began, None for no limit; only a search is ended by it, never a verdict."""
+
+    seconds: float | None = None
+    begun: float = field(default_factory=time.monotonic)
+    _searching: bool = False
+
+    @contextmanager
+    def searching(self) -> Iterator[None]:
+        """Ends with `TimeUp` what runs in it when the time is over."""
+        self._searching = True
+        try:
+            yield
+        finally:
+            self._searching = False
+
+    def check(self) -> None:
+        """Raises `TimeUp` where a search has had its time."""
+        if self._searching and self.seconds is not None and time.monotonic() - self.begun >= self.seconds:
+            raise TimeUp
+
 
 _OUTPUTS = ("input", "output", "out", "pred", "prediction", "logit", "y_pred", "y_hat", "yhat", "score", "y")
 """How criteria name the model's output, their first parameter, but for a plural's s."""

@@ -1,4 +1,4 @@
-"""Wrapped models: under which engine they are, and what that made of their parameters in another precision.
+"""Wrapped models: their engine, tensors in shards on several ranks, and what a conversion made of wrapped parameters.
 
 What a sharded module gathers into, and what it gathers from, are buffers that it made at its first forward, in the
 precision of then. They are put aside with the policy, and made again. DistributedDataParallel listens to nodes of the
@@ -8,8 +8,9 @@ graph that torch lets go of when a parameter changes its type: it would never re
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,8 +18,70 @@ import torch
 from torch import nn
 
 from gaverify.errors import ProblemError
-from gaverify.passes.shards import is_sharded
 from gaverify.records.ranks import Engine
+
+Sum = Callable[[torch.Tensor], torch.Tensor]
+_SUM: ContextVar[tuple[int, Sum] | None] = ContextVar("sum over ranks", default=None)
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether a tensor is a `DTensor`; asked without an import of torch's package for them, which takes long."""
+    return hasattr(tensor, "placements")
+
+
+def offset_of_shard(tensor: Any) -> tuple[int, ...]:
+    """Returns where the shard of this process begins in the whole tensor, one index per dimension."""
+    try:
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    except ImportError:  # torch 2.4
+        from torch.distributed._tensor._utils import compute_local_shape_and_global_offset  # type: ignore
+    return tuple(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])
+
+
+@contextmanager
+def summed_over(ranks: int, total: Sum) -> Iterator[None]:
+    """Lets squares be those of all ranks: of shards added up, of replicas their mean.
+
+    Args:
+        ranks: R.
+        total: Returns the sum of a tensor over the ranks, the same bits on each.
+    """
+    token = _SUM.set((ranks, total))
+    try:
+        yield
+    finally:
+        _SUM.reset(token)
+
+
+def over_ranks() -> tuple[int, Sum] | None:
+    """Returns how many ranks hold the gradients, and what adds their numbers up; None in one process."""
+    return _SUM.get()
+
+
+def local(tensor: Any) -> torch.Tensor:
+    """Returns what this process holds of a tensor: its shard, or all of it."""
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[no-any-return]
+
+
+def share_of(tensor: Any, ranks: int) -> float:
+    """Returns what a square of this process's part counts: one over the ranks that hold the same part."""
+    if not is_sharded(tensor):
+        return 1.0 / ranks
+    parts = 1
+    for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
+        parts *= size if placement.is_shard() else 1
+    return parts / ranks
+
+
+def shard_number(tensor: Any) -> int:
+    """Returns the number of this process's shard among those of a tensor; 0 where it holds all of it."""
+    number = 0
+    if is_sharded(tensor):
+        for at, placement in enumerate(tensor.placements):
+            if placement.is_shard():
+                number = number * tensor.device_mesh.size(at) + tensor.device_mesh.get_local_rank(at)
+    return number
+
 
 _live: WeakKeyDictionary[nn.Module, tuple[Any, Any]] = WeakKeyDictionary()
 """The reducer, and its logger, of each module whose reducer was renewed: a state that was taken before has the old."""

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from gaverify.passes.gradients import Gradients
-from gaverify.passes.shards import is_sharded, summed_over
-from gaverify.passes.sketches import sketch
-from gaverify.passes.weight_fit import SINGULAR_FLOAT32, fit_weights
+from gaverify.passes.sketches import SINGULAR_FLOAT32, fit_weights, sketch
+from gaverify.passes.wrappers import is_sharded, summed_over
 from gaverify.records.comparison import Outcome, ParameterComparison
 from gaverify.records.ranks import RankFacts, Shares
 from gaverify.records.totals import relative_total

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gaverify.passes.modes import OperationMode
+from gaverify.passes.calls import OperationMode
 from gaverify.records.ranks import Collective, Traffic
 
 _KINDS = (  # of the names that the operators have in the namespaces c10d and _c10d_functional

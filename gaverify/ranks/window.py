@@ -22,9 +22,9 @@ from gaverify.passes.fingerprints import digest_of
 from gaverify.passes.gradients import PassProbe, PassResult, accumulated_gradients
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.randomness import DrawRecord
-from gaverify.passes.shards import is_sharded
 from gaverify.passes.sketches import sketch
 from gaverify.passes.task import Task
+from gaverify.passes.wrappers import is_sharded
 from gaverify.ranks.engines import Alone, Synchronised, of_all, wrapped
 from gaverify.ranks.groups import joined, of_every_rank
 from gaverify.ranks.launching import Fresh, run

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from gaverify.remedies.batch_norm import FrozenBatchNorm, convert_batch_norm
 from gaverify.remedies.cached import CachedGradients
-from gaverify.remedies.gathering import all_gather
-from gaverify.remedies.shares import token_weights, valid_targets
+from gaverify.remedies.shares import all_gather, token_weights, valid_targets
 
 __all__ = ["CachedGradients", "FrozenBatchNorm", "all_gather", "convert_batch_norm", "token_weights", "valid_targets"]

@@ -1,8 +1,9 @@
-"""Weights for micro-batches that hold different numbers of valid targets (GAV202, GAV203).
+"""Weights for micro-batches that hold different numbers of valid targets (GAV202, GAV203), and a gather over ranks.
 
     w_k = n_k / Σ_j n_j,     n_k the targets of micro-batch k that are not `ignore_index`
 
-A mean over the valid targets of the whole batch is the sum of the micro-batches' means with these weights.
+A mean over the valid targets of the whole batch is the sum of the micro-batches' means with these weights. The gather
+hands gradients back, also those that come transposed (GAV705).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from gaverify.errors import ProblemError
 from gaverify.passes.weighting import targets_of
@@ -74,3 +76,32 @@ def valid_targets(
     if class_weights is None:
         return float(counted.numel())
     return float(class_weights.to(counted.device)[counted].double().sum())
+
+
+def all_gather(tensor: torch.Tensor, group: Any = None) -> tuple[torch.Tensor, ...]:
+    """Returns the tensors of all ranks; the backward brings each what all losses say about its own.
+
+    Torch's own function of this kind has moved and been renamed between its versions, and under gloo that of some loses
+    gradients that are not contiguous.
+
+    Args:
+        tensor: Of the same shape on every rank.
+        group: A process group; None: that of all ranks.
+    """
+    return _Gather.apply(tensor, group).unbind()  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:
+        own = tensor.detach().contiguous()
+        parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, own, group=group)
+        ctx.group = group
+        return torch.stack(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        total = gradients[0].contiguous()
+        dist.all_reduce(total, group=ctx.group)
+        return total[dist.get_rank(ctx.group)], None

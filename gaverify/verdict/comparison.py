@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from gaverify.passes.gradients import Gradients
 from gaverify.passes.precision import unit_roundoff
 from gaverify.passes.reference import Spilled
-from gaverify.passes.shards import Sum, is_sharded, local, over_ranks, share_of
-from gaverify.records.comparison import NotCompared
+from gaverify.passes.wrappers import Sum, is_sharded, local, over_ranks, share_of
+from gaverify.records.comparison import Method, NotCompared, Outcome, ParameterComparison
 from gaverify.records.totals import relative_total
 from gaverify.thresholds import FEW_UNITS
-from gaverify.verdict.criteria import Difference
-from gaverify.verdict.norms import Alike, norms_of
-from gaverify.verdict.worst import worst_elements
-
-Gradients = Mapping[str, torch.Tensor | None]
+from gaverify.verdict.criteria import Difference, not_compared, record
+from gaverify.verdict.norms import Alike, norms_of, worst_elements
 
 
 def measure(accumulated: Gradients, reference: Gradients, *, located: bool = False) -> list[Difference]:
@@ -140,3 +138,22 @@ def _not_finite(name: str, shape: tuple[int, ...], reference: float, accumulated
         only = math.isfinite(reference)
         why = NotCompared.NOT_FINITE_IN_ACCUMULATED if only else NotCompared.NOT_FINITE_IN_FULL
     return Difference(name, shape, reference, accumulated, math.nan, None, why)
+
+
+def by_tolerance(
+    measured: list[Difference], accumulated: Gradients, reference: Gradients, rtol: float, atol: float
+) -> list[ParameterComparison]:
+    """Decides by |actual − expected| ≤ atol + rtol · |expected| for every element, as `assert_close` does."""
+    rows = []
+    for row in measured:
+        actual, expected = accumulated[row.name], reference[row.name]
+        allowed, outcome = math.nan, Outcome.INCONCLUSIVE
+        if actual is not None and expected is not None:
+            actual, expected = (t.to_dense() if t.layout is not torch.strided else t for t in (actual, expected))
+            close = bool(torch.isclose(actual, expected, rtol=rtol, atol=atol).all())
+            outcome = Outcome.EQUIVALENT if close else Outcome.DIVERGENT
+            limit = atol + rtol * expected.abs().double()
+            allowed = float(torch.linalg.vector_norm(limit))
+        missing = row.why is not None
+        rows.append(not_compared(row) if missing else record(row, outcome, Method.TOLERANCE, allowed, row.difference))
+    return rows

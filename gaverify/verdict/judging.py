@@ -13,10 +13,9 @@ import torch
 from gaverify.errors import ProblemError
 from gaverify.passes.gradients import PassResult, accumulated_gradients, full_batch_gradients
 from gaverify.passes.isolation import ModelState
-from gaverify.passes.limiting import TimeUp
 from gaverify.passes.precision import coarsest_unit, rounded_products, rounded_unit, short_name, unit_roundoff
 from gaverify.passes.randomness import DrawRecord
-from gaverify.passes.task import Task
+from gaverify.passes.task import Task, TimeUp
 from gaverify.passes.terms import Terms
 from gaverify.records.compared import FewSamples, PrecisionLoss
 from gaverify.records.comparison import Method, NotCompared, Outcome, ParameterComparison
@@ -24,23 +23,23 @@ from gaverify.records.findings import Finding
 from gaverify.records.totals import outcome_of, relative_total, resolution_of
 from gaverify.thresholds import SHOWS_UNITS, TENTH, U32, U64
 from gaverify.tracebacks import is_own_fault
-from gaverify.verdict.comparison import measure
+from gaverify.verdict.comparison import by_tolerance, measure
 from gaverify.verdict.control import (
     Control,
     Listener,
+    Measured,
     control_floor,
     failure_sentence,
     float64_control,
     judge_by_control,
     judge_by_floor,
+    lowest_precision,
     noise_floor,
+    precision_loss,
 )
 from gaverify.verdict.criteria import Difference, decide_at_once, floors_wanted, not_compared, record
-from gaverify.verdict.lost_bits import Measured, lowest_precision, precision_loss
 from gaverify.verdict.non_finite import first_non_finite
-from gaverify.verdict.part import settled
-from gaverify.verdict.tolerances import by_tolerance
-from gaverify.verdict.window import GradientSketches, Window, told, window_of, worth
+from gaverify.verdict.window import GradientSketches, Window, settled, told, window_of, worth
 
 
 @dataclass

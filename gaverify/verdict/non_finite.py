@@ -10,9 +10,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from gaverify.errors import GaverifyError
+from gaverify.passes.calls import OperationMode, operation_name
 from gaverify.passes.gradients import PassProbe, forward_pass
 from gaverify.passes.isolation import ModelState
-from gaverify.passes.modes import OperationMode, operation_name
 from gaverify.passes.nesting import leaves
 from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.task import Task

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from gaverify import Problem
-from gaverify.passes.limiting import TimeLimit
 from gaverify.passes.randomness import Dealer, DrawRecord, Recorder, draw_mode
-from gaverify.passes.task import loss_of
+from gaverify.passes.task import TimeLimit, loss_of
 
 
 def recorded(work: Callable[[], Any], size: int = 4) -> DrawRecord:

@@ -16,7 +16,7 @@ ROOMS = ("verdict", "causes", "rules", "records", "ranks", "audit")
 DECIDE_NOTHING = {
     "verdict/norms.py": "the norms at which float32 can sum squares",
     "verdict/tracing.py": "learning rates of optimizers, as torch has them",
-    "causes/trace/fingerprints.py": "what values are folded at, and what stands for infinity",
+    "causes/trace/traces.py": "what values are folded at, and what stands for infinity",
     "causes/trace/matching.py": "what stands for NaN",
     "ranks/launching.py": "seconds",
     "audit/controls.py": "what losses are multiplied by in a control",

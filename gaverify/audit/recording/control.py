@@ -23,7 +23,7 @@ from gaverify.audit.recording.ranks import frozen, owners_of, place_in_group, sy
 from gaverify.audit.recording.storage import Storage
 from gaverify.audit.recording.values import copied, plain, same
 from gaverify.audit.recording.watching import Watched
-from gaverify.passes.perturbation import Coins, move, rounding_share
+from gaverify.passes.precision import Coins, move, rounding_share
 
 
 class Control:

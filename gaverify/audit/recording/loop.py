@@ -20,8 +20,8 @@ from gaverify.audit.recording.dealing import Counterparts, LoopDraw, Share, Unal
 from gaverify.audit.recording.ranks import place_in_group
 from gaverify.passes.isolation.generators import foreign_generator_states, torch_generator_states
 from gaverify.passes.randomness import draw_mode, foreign
+from gaverify.passes.randomness.foreign import loop_site
 from gaverify.passes.randomness.operations import Drawing
-from gaverify.passes.randomness.sites import loop_site
 from gaverify.tracebacks import user_place
 
 _ORDERS = ("randperm", "permutation", "shuffle")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from gaverify.audit.recording.graph import line_of
-from gaverify.passes.addends import addends, unscaled
+from gaverify.passes.walks import addends, unscaled
 from gaverify.thresholds import COMPUTED_FLOAT32
 from gaverify.tracebacks import Place
 

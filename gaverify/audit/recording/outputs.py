@@ -18,8 +18,7 @@ from gaverify.audit.recording.graph import meetings
 from gaverify.audit.recording.names import paths_in
 from gaverify.audit.recording.rows import input_shapes
 from gaverify.audit.recording.values import plain, same, tensors_in
-from gaverify.passes.calls import Call, listening
-from gaverify.passes.channels import per_channel_affine
+from gaverify.passes.calls import Call, listening, per_channel_affine
 from gaverify.passes.fingerprints import real_numbers, summaries
 from gaverify.passes.nesting import changed, leaves, rebuilt
 from gaverify.tracebacks import Place, user_place

@@ -16,7 +16,7 @@ import torch
 
 from gaverify.audit.recording.sampling import Sample
 from gaverify.audit.recording.values import plain
-from gaverify.passes.shards import is_sharded, offset_of_shard
+from gaverify.passes.wrappers import is_sharded, offset_of_shard
 
 _PATIENCE = 20.0  # seconds that a rank waits for the others before it ends; one of them may have failed
 _LEFT = "left-{}"

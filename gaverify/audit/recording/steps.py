@@ -18,7 +18,7 @@ from gaverify.audit.recording.session import Session
 from gaverify.audit.recording.storage import leave
 from gaverify.audit.recording.update import Forward, Update
 from gaverify.audit.recording.watching import Watched, parameters_of
-from gaverify.passes.shards import is_sharded
+from gaverify.passes.wrappers import is_sharded
 from gaverify.records.events import Ending
 from gaverify.tracebacks import Place, user_place
 

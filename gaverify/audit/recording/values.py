@@ -11,7 +11,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 
-from gaverify.passes.modes import in_transform
+from gaverify.passes.calls import in_transform
 from gaverify.passes.nesting import leaves
 
 CAPTURED = "CUDA graph capture, whose replays are seen at the optimizer's steps alone"

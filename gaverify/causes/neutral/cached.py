@@ -22,9 +22,8 @@ from torch.utils._pytree import tree_leaves
 from gaverify.causes.bench import Bench, relative_difference
 from gaverify.causes.rows import ControlFailed, rows_for
 from gaverify.causes.trace.state import owners
-from gaverify.passes.calls import Call, listening
+from gaverify.passes.calls import Call, in_transform, listening
 from gaverify.passes.gradients import Gradients, PassProbe, PassResult, accumulated_gradients, full_batch_gradients
-from gaverify.passes.modes import in_transform
 from gaverify.passes.nesting import changed
 from gaverify.passes.task import Task
 from gaverify.records.experiment import ControlKind, ControlRun

@@ -1,6 +1,7 @@
 """Lends micro-batches what the full batch had at some places of a pass, so that both runs go on with the same constant.
 
 Places are results of torch calls or of custom autograd functions, outputs of modules, numbers that Python code reads.
+Hooks on gradients (of parameters, of modules, of tensors in the forward) are left out in both runs instead.
 
 Shapes: B samples, micro-batches of samples `start` to `stop - 1`; a result may hold m rows per sample.
 """
@@ -22,10 +23,9 @@ from gaverify.causes.rows import ControlFailed, rows_for, rows_of_all
 from gaverify.causes.trace.backward_listening import applications
 from gaverify.causes.trace.operations import named_calls
 from gaverify.causes.trace.traces import DECISIONS, Frame
-from gaverify.passes.calls import Call, listening
+from gaverify.passes.calls import Call, FunctionMode, OperationMode, in_transform, listening, operation_name
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import mode_set
-from gaverify.passes.modes import OperationMode, in_transform, operation_name
 from gaverify.passes.task import Task
 from gaverify.records.operations import FunctionKey
 from gaverify.tracebacks import calling_frame, hands_over
@@ -296,3 +296,67 @@ class Evaluated(PassProbe):
     def around(self, k: int | None) -> AbstractContextManager[None]:
         """Switches the modules for the length of a pass."""
         return mode_set(self._modules, "eval")
+
+
+Registry = dict[int, Any]
+
+
+def parameter_registries(parameter: torch.Tensor) -> list[Registry]:
+    """The registries of gradient hooks of a parameter that exist."""
+    found = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
+    return [registry for registry in found if registry is not None]
+
+
+def module_registries(module: nn.Module) -> list[Registry]:
+    """The registries of backward hooks of a module."""
+    return [module._backward_hooks, module._backward_pre_hooks]
+
+
+class WithoutHooks(PassProbe):
+    """Empties registries of hooks for the length of a pass."""
+
+    def __init__(self, registries: Sequence[Registry]) -> None:
+        self._registries = registries
+
+    @contextmanager
+    def around(self, k: int | None) -> Iterator[None]:
+        """Empties the registries, and fills them again."""
+        kept = [dict(registry) for registry in self._registries]
+        for registry in self._registries:
+            registry.clear()
+        try:
+            yield
+        finally:
+            for registry, hooks in zip(self._registries, kept, strict=True):
+                registry.update(hooks)
+
+
+class WithoutTensorHooks(PassProbe):
+    """Lets `Tensor.register_hook` have no effect in a forward; keeps the lines that called it."""
+
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+
+    def around(self, k: int | None) -> AbstractContextManager[Any]:
+        """Intercepts the registrations of one pass."""
+        return FunctionMode(self._called)
+
+    @hands_over
+    def backward(self, k: int | None, loss: torch.Tensor, weight: float) -> None:
+        """Runs the backward of a forward that has registered hooks."""
+        if not self.frames:
+            raise ControlFailed("no hook is registered on a tensor")
+        super().backward(k, loss, weight)
+
+    def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if getattr(func, "__name__", "") != "register_hook":
+            return func(*args, **kwargs)
+        self.frames.append(calling_frame())
+        return _Handle()
+
+
+class _Handle:
+    """Stands in for the handle of a hook that was not registered."""
+
+    def remove(self) -> None:
+        """Removes nothing."""

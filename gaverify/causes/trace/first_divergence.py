@@ -10,12 +10,10 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 
 from gaverify.causes.bench import Bench
-from gaverify.causes.trace.dependence import Dependence
-from gaverify.causes.trace.fingerprints import LAYOUT_KINDS, LayoutKind
-from gaverify.causes.trace.matching import Matching
+from gaverify.causes.trace.matching import Dependence, Matching
 from gaverify.causes.trace.operations import OperationTracer
 from gaverify.causes.trace.suspects import Reader
-from gaverify.causes.trace.traces import Result, Trace, goes_another_way, operation_of
+from gaverify.causes.trace.traces import LAYOUT_KINDS, LayoutKind, Result, Trace, goes_another_way, operation_of
 from gaverify.records.facts import Forward, Weights
 from gaverify.records.operations import ModuleDifference, Operation, Suspect
 from gaverify.thresholds import AGREE_FLOAT32, AGREE_FLOAT64, FIT_MAGNIFIES, TINY

@@ -12,8 +12,7 @@ from torch import nn
 
 from gaverify.causes.bench import Bench
 from gaverify.causes.trace.operations import named_calls
-from gaverify.passes.calls import Call, listening
-from gaverify.passes.channels import per_channel_affine
+from gaverify.passes.calls import Call, listening, per_channel_affine
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import generator_states
 from gaverify.passes.nesting import leaves

@@ -17,12 +17,22 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
-from gaverify.causes.trace.fingerprints import LAYOUT_KINDS, LayoutKind, described, layout_of
-from gaverify.causes.trace.traces import INPUT, Frame, ModuleCall, Result, Trace, TracedOperation, same_result
+from gaverify.causes.trace.traces import (
+    INPUT,
+    LAYOUT_KINDS,
+    Frame,
+    LayoutKind,
+    ModuleCall,
+    Result,
+    Trace,
+    TracedOperation,
+    described,
+    layout_of,
+    same_result,
+)
 from gaverify.causes.trace.writes import address
-from gaverify.passes.calls import Call, listening
+from gaverify.passes.calls import Call, FunctionMode, OperationMode, listening, operation_name
 from gaverify.passes.gradients import PassProbe
-from gaverify.passes.modes import FunctionMode, OperationMode, operation_name
 from gaverify.passes.randomness.operations import draws_unseen, generator_key
 from gaverify.records.operations import FunctionKey
 from gaverify.tracebacks import Owner, calling_frame, owner_of

@@ -10,8 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from gaverify.causes.trace.dependence import Dependence
-from gaverify.causes.trace.matching import Matching
+from gaverify.causes.trace.matching import Dependence, Matching
 from gaverify.causes.trace.traces import (
     DECISIONS,
     Frame,

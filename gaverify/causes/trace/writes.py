@@ -9,8 +9,8 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gaverify.causes.trace.traces import Frame
+from gaverify.passes.calls import OperationMode, operation_name
 from gaverify.passes.isolation import written_arguments, written_tensors
-from gaverify.passes.modes import OperationMode, operation_name
 from gaverify.tracebacks import calling_frame
 
 

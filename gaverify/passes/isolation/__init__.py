@@ -5,7 +5,6 @@ managers. What cannot be put back, because Python does not let anyone look into 
 of `functools.lru_cache`, and whatever lies outside this process.
 """
 
-from gaverify.passes.isolation.containers import BYTES, CONTAINERS, entries_of, numpy_types
 from gaverify.passes.isolation.flags import deterministic, eager_when_compiled, gradients_kept, mode_set
 from gaverify.passes.isolation.functions import variables
 from gaverify.passes.isolation.generators import (
@@ -15,10 +14,19 @@ from gaverify.passes.isolation.generators import (
     seed_everything,
     seed_torch,
 )
-from gaverify.passes.isolation.modules import OWN_ATTRIBUTES, scripted_attributes
-from gaverify.passes.isolation.objects import UNSET, attributes_of, slots_of
-from gaverify.passes.isolation.state import ModelState
+from gaverify.passes.isolation.objects import (
+    BYTES,
+    CONTAINERS,
+    OWN_ATTRIBUTES,
+    UNSET,
+    attributes_of,
+    entries_of,
+    numpy_types,
+    scripted_attributes,
+    slots_of,
+)
 from gaverify.passes.isolation.tensors import storage, written_arguments, written_tensors
+from gaverify.passes.isolation.walk import ModelState
 
 __all__ = [
     "BYTES",

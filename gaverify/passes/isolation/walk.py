@@ -1,4 +1,4 @@
-"""Finds what the user's code can reach, and keeps whatever of it can change.
+"""`ModelState`: whatever the user's code can reach and a forward may change, taken once, restorable many times.
 
 From the loss function through its closure, defaults, globals and helper functions, through attributes and containers.
 The nearest comes first, and the search is bounded: a forward changes what lies near it, and a configuration tree or a
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import random
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -19,7 +19,10 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from gaverify.passes.isolation import containers, functions, generators, modules, objects, origins
+from gaverify.errors import InternalError
+from gaverify.passes.isolation import functions, generators, objects, origins
+from gaverify.passes.isolation.flags import ARITHMETIC, check_initialised, flag_states
+from gaverify.passes.isolation.origins import packages_of
 from gaverify.passes.isolation.tensors import Tensors
 
 _OBJECTS = 20_000  # objects that are looked at in all, modules and their tensors not counted: some 0.1 s
@@ -74,7 +77,7 @@ class Walk:
         self._seen: dict[int, Any] = {}  # holds what it has seen, so that no identity is used twice
         self._waiting: deque[Any] = deque()
         self._handlers: dict[type, Callable[[Any], Children] | None] = {}
-        self._ndarray, self._numpy_generators = containers.numpy_types()
+        self._ndarray, self._numpy_generators = objects.numpy_types()
         self._left = _OBJECTS
 
     @property
@@ -113,8 +116,8 @@ class Walk:
             (nn.Module, self._module),
             (torch.Generator, self._torch_generator),
             ((random.Random, *self._numpy_generators), self._generator),
-            (containers.CONTAINERS, self._container),
-            (containers.BYTES, self._bytes),
+            (objects.CONTAINERS, self._container),
+            (objects.BYTES, self._bytes),
             (self._ndarray, self._array),
             ((tuple, frozenset), self._fixed),
             (FunctionType, self._function),
@@ -153,14 +156,14 @@ class Walk:
         own, submodules = vars(module), list(module._modules.values())
         tensors = [*module._parameters.values(), *module._buffers.values()]
         if isinstance(module, torch.jit.ScriptModule):  # whose registries are views that take no update
-            restore, scripted = modules.keep_scripted(module)
+            restore, scripted = objects.keep_scripted(module)
             self._add(restore)
             tensors += scripted
         else:
-            empty = modules.empty_registries(module)
+            empty = objects.empty_registries(module)
             self._seen |= {id(registry): registry for registry in (module._modules, *empty)}
-            self._add(modules.keep_submodules(module))
-            self._add(modules.keep_empty(empty))
+            self._add(objects.keep_submodules(module))
+            self._add(objects.keep_empty(empty))
         restore, values = objects.keep_attributes(own)
         self._add(restore)
         for tensor in tensors:
@@ -183,16 +186,16 @@ class Walk:
         return self._object(generator)
 
     def _container(self, value: Any) -> Children:
-        restore, entries = containers.keep_container(value)
+        restore, entries = objects.keep_container(value)
         self._add(restore)
         return [*self._entries(entries), *self._object(value)]
 
     def _bytes(self, value: Any) -> Children:
-        self._add(containers.keep_bytes(value))
+        self._add(objects.keep_bytes(value))
         return self._object(value)
 
     def _array(self, value: Any) -> Children:
-        restore, entries = containers.keep_ndarray(value)
+        restore, entries = objects.keep_ndarray(value)
         self._add(restore)
         return self._entries(entries)
 
@@ -201,7 +204,7 @@ class Walk:
 
     def _fixed(self, value: Any) -> Children:
         """The entries of a tuple; a subclass may count and iterate otherwise, or refuse to."""
-        return self._entries(containers.entries_of(value, _ENTRIES + 1))
+        return self._entries(objects.entries_of(value, _ENTRIES + 1))
 
     def _function(self, function: FunctionType) -> Children:
         restore, held = functions.keep_function(function)
@@ -239,3 +242,62 @@ class Walk:
     def _kind(self, value: Any) -> Children:
         kind = type(value)
         return () if origins.is_library(origins.module_of(kind)) or id(kind) in self._seen else (kind,)
+
+
+class ModelState:
+    """The values that a forward may change, taken once and restorable any number of times.
+
+    Buffers, attributes and what the loss function can reach are copied; parameters and other large tensors only when
+    something is about to write to them (`before_write`, called from the dispatcher).
+
+    Args:
+        modules: The model, and the loss where it is a module.
+        others: What else the forward runs: the loss function.
+        part_of: The modules that `modules` are a part of, for the state of a part: its arguments are not copied before
+            something writes to them, and the gradients of all the parameters belong to the pass that is running.
+
+    Raises:
+        ProblemError: A lazy module has no parameters yet.
+    """
+
+    def __init__(
+        self, modules: list[nn.Module], others: tuple[Any, ...] = (), *, part_of: Sequence[nn.Module] = ()
+    ) -> None:
+        registered = [tensor for root in modules for tensor in (*root.parameters(), *root.buffers())]
+        check_initialised(registered)
+        self._flags = flag_states(ARITHMETIC)  # not those of kernels, which a pass sets for itself
+        self._tensors = Tensors(0) if part_of else Tensors()
+        running = frozenset(map(id, registered)) | {id(p) for root in part_of for p in root.parameters()}
+        self._walk = Walk(self._tensors, running, packages_of(others))
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            self._walk.follow([*modules, *others])
+
+    @property
+    def written(self) -> tuple[torch.Tensor, ...]:
+        """The parameters, and the large tensors, that some pass has written to."""
+        return self._tensors.written
+
+    def before_write(self, tensor: torch.Tensor) -> None:
+        """Keeps the values of parameters that share storage with `tensor`, if there are any, before they change."""
+        self._tensors.before_write(tensor)
+
+    def forget(self) -> None:
+        """Lets go of every value: nothing is put back any more, and what the values are of can be freed."""
+        self._tensors = Tensors(0)
+        self._walk = Walk(self._tensors, frozenset(), frozenset())
+
+    def restore(self) -> None:
+        """Puts every value back, in place, so that ties and outside references survive.
+
+        Raises:
+            InternalError: Something could not be put back; everything else has been all the same.
+        """
+        failure: Exception | None = None
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            for restore in (self._flags, *self._walk.restorers, *self._tensors.restorers):
+                try:
+                    restore()
+                except Exception as error:
+                    failure = failure or error
+        if failure is not None:
+            raise InternalError(f"state could not be put back: {type(failure).__name__}: {failure}") from failure

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gaverify.passes.calls import Handler, OperationMode, operation_name
 from gaverify.passes.devices import default_generator, with_number
 from gaverify.passes.isolation.generators import comparable, state_of
-from gaverify.passes.modes import Handler, OperationMode, operation_name
 from gaverify.passes.precision import Arithmetic, product_of
 from gaverify.tracebacks import hands_over
 

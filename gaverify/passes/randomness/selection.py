@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from gaverify.passes.layout import layouts_of
-from gaverify.passes.randomness.contents import differ, matching_rows
-from gaverify.passes.randomness.draws import Draw, MicroBatch
+from gaverify.passes.fingerprints import layouts_of
+from gaverify.passes.randomness.draws import Draw, MicroBatch, differ, matching_rows
 
 Selection = list[tuple[int, slice | torch.Tensor]]
 """Per dimension the rows to take; a dimension that does not follow the batch is not named."""

@@ -1,13 +1,15 @@
-"""Activation checkpointing over a model's own blocks: what a block computed is made again when the backward needs it.
+"""Activations of the full batch that do not stay on the device: made again block by block, or kept in host memory.
 
-A block that runs twice must do the second time what it did the first, and leave no second trace. So it is run again
-from the state that it had before its first run (statistics, counters, caches among its arguments, every generator), and
-afterwards everything is put back to where the forward left it.
+The blocks are those of a model's modules that are repeated. A block that runs twice must do the second time what it did
+the first, and leave no second trace. So it is run again from the state that it had before its first run (statistics,
+counters, caches among its arguments, every generator), and afterwards everything is as the forward left it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -15,11 +17,68 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
 
-from gaverify.passes.isolation import ModelState, generator_states
+from gaverify.passes.isolation import ModelState, generator_states, storage
 from gaverify.passes.randomness import unwatched
-from gaverify.passes.reference.blocks import blocks_of, is_chain, parts_of
 from gaverify.tracebacks import hands_over
+
+_CHAIN = 4  # members from which on a plain chain of layers is cut into parts
+
+
+def blocks_of(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Returns the modules that are checkpointed one by one: none lies inside another, each is named once.
+
+    A block has modules of its own and a sibling of its class. A chain (`nn.Sequential`) is looked into first, because
+    its members keep what it keeps and are smaller; one without repeated members is a block itself, and where it is a
+    long one `parts_of` cuts it. A single layer is none: of a layer hardly more is saved than the input, which
+    checkpointing saves as well.
+    """
+    found: dict[int, nn.Module] = {}
+    for root in modules:
+        found |= {id(block): block for block in _inside(root)}
+    return list(found.values())
+
+
+def _inside(module: nn.Module) -> list[nn.Module]:
+    """The blocks inside a module; the module itself where it is a long chain without any."""
+    if isinstance(module, torch.jit.ScriptModule):  # its forward cannot be exchanged
+        return []
+    children = list(_called(module.children()))
+    alike = Counter(type(child) for child in children)
+    found: list[nn.Module] = []
+    for child in children:
+        if not any(True for _ in child.children()):
+            continue
+        repeated = alike[type(child)] > 1
+        inner = _inside(child) if is_chain(child) or not repeated else []
+        found += inner or ([child] if repeated else [])
+    return found or ([module] if is_chain(module) and len(children) >= _CHAIN else [])
+
+
+def _called(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Modules that a forward calls: a list of modules is never called, its entries are."""
+    for module in modules:
+        if type(module).forward is nn.Module.forward and "forward" not in vars(module):
+            yield from _called(module.children())
+        elif not isinstance(module, torch.jit.ScriptModule):
+            yield module
+
+
+def is_chain(module: nn.Module) -> bool:
+    """Whether a module does nothing but run its members one after the other."""
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+
+
+def parts_of(chain: nn.Module) -> list[nn.Sequential]:
+    """Cuts a long chain of n members into √n parts: as many inputs are kept as members are run again at a time."""
+    members = list(chain.children())
+    if len(members) < _CHAIN:
+        return [nn.Sequential(*members)]
+    size = math.isqrt(max(len(members) - 1, 0)) + 1
+    return [nn.Sequential(*members[at : at + size]) for at in range(0, len(members), size)]
+
 
 _ABSENT = object()
 Forward = Callable[..., Any]
@@ -103,3 +162,37 @@ def _exchanged(block: nn.Module, forward: Forward) -> Iterator[None]:
             own.pop("forward", None)
         else:
             own["forward"] = kept
+
+
+_SMALL = 1 << 14  # elements that stay where they are: a transfer costs more than it frees
+
+
+@contextmanager
+def offloaded(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
+    """Moves what autograd saves to the host, and back when the backward asks for it.
+
+    What lies on a CPU is there already and is left alone. So are parameters and buffers, which stay on the device
+    anyway. The transfers are hidden from gaverify's modes: a control run compares the operations of both strategies.
+    """
+    if device.type == "cpu":
+        yield
+        return
+    own = {storage(tensor) for root in modules for tensor in (*root.parameters(), *root.buffers())}
+
+    def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.device | None]:
+        plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type != "cpu"
+        if not plain or tensor.numel() <= _SMALL or storage(tensor) in own:
+            # detached: a node that saves its own output would otherwise keep itself alive
+            return tensor.detach(), None
+        with _disable_current_modes(), torch.no_grad():
+            return tensor.to("cpu"), tensor.device
+
+    def unpack(packed: tuple[torch.Tensor, torch.device | None]) -> torch.Tensor:
+        tensor, where = packed
+        if where is None:
+            return tensor
+        with _disable_current_modes(), torch.no_grad():
+            return tensor.to(where)
+
+    with saved_tensors_hooks(pack, unpack):
+        yield

@@ -19,7 +19,7 @@ import gaverify
 from gaverify import Outcome, Verdict
 from gaverify.causes.sketches import Earlier, kept
 from gaverify.cli import main
-from gaverify.passes import gradients, limiting
+from gaverify.passes import gradients, task
 from gaverify.passes.gradients import PassResult
 from gaverify.verdict import window
 
@@ -137,7 +137,7 @@ def stopped_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Verdict]:
 
     def stopped(*begins: object, **options: object) -> Verdict:
         clock = Clock(*begins)  # type: ignore[arg-type]
-        monkeypatch.setattr(limiting, "time", clock)
+        monkeypatch.setattr(task, "time", clock)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
         targets = torch.randint(3, (16,))

@@ -26,11 +26,10 @@ from torch.nn.functional import cross_entropy
 
 import gaverify
 from gaverify import Finding, Verdict
-from gaverify.causes import confirming, coupling, operations, proof, questions, weights
-from gaverify.causes.bench import Bench
-from gaverify.causes.narrowing import released
+from gaverify.causes import confirming, coupling, investigation, operations, proof, weights
+from gaverify.causes.bench import Bench, released
 from gaverify.causes.trace import operations as tracing
-from gaverify.causes.trace.fingerprints import Layout, described
+from gaverify.causes.trace.traces import Layout, described
 from gaverify.cli import main
 from gaverify.errors import ProblemError
 from gaverify.passes import dispatch, terms
@@ -143,7 +142,7 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         sizes.append(bench.task.batch_size)
         return facts
 
-    monkeypatch.setattr(questions, "QUESTIONS", (noted, *questions.QUESTIONS))
+    monkeypatch.setattr(investigation, "QUESTIONS", (noted, *investigation.QUESTIONS))
     return sizes
 
 

@@ -20,12 +20,19 @@ import gaverify
 from gaverify import Problem, verify
 from gaverify.causes import state
 from gaverify.causes.bench import Bench
-from gaverify.causes.listening import Heard
-from gaverify.causes.trace.dependence import Dependence
-from gaverify.causes.trace.fingerprints import Layout, described, layout_of
-from gaverify.causes.trace.matching import Matching
+from gaverify.causes.investigation import Heard
+from gaverify.causes.trace.matching import Dependence, Matching
 from gaverify.causes.trace.suspects import Reader
-from gaverify.causes.trace.traces import ModuleCall, Result, Trace, TracedOperation, goes_another_way
+from gaverify.causes.trace.traces import (
+    Layout,
+    ModuleCall,
+    Result,
+    Trace,
+    TracedOperation,
+    described,
+    goes_another_way,
+    layout_of,
+)
 from gaverify.passes.gradients import PassProbe
 from gaverify.records.comparison import Method
 

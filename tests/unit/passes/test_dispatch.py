@@ -11,13 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import gaverify
-from gaverify.passes.dispatch import PassMode
-from gaverify.passes.grouped import grouped_product
+from gaverify.passes.calls import FunctionMode, OperationMode, operation_name
+from gaverify.passes.dispatch import PassMode, grouped_product
+from gaverify.passes.fingerprints import SampleLayout, layouts_of, taken
 from gaverify.passes.isolation import ModelState
-from gaverify.passes.layout import SampleLayout, layouts_of, taken
-from gaverify.passes.modes import FunctionMode, OperationMode, operation_name
-from gaverify.passes.perturbation import moved, rounding_share
-from gaverify.passes.precision import unit_roundoff
+from gaverify.passes.precision import moved, rounding_share, unit_roundoff
 from gaverify.passes.randomness import Recorder
 
 # --- What `PassMode` sees and changes during a forward and its backward ----------------------------------------------
@@ -218,7 +216,7 @@ def test_nobody_else_defines_a_mode():
         if isinstance(node, ast.ClassDef)
         and {ast.unparse(base).rpartition(".")[2] for base in node.bases} & {"TorchDispatchMode", "TorchFunctionMode"}
     ]
-    assert found == ["passes/modes.py: OperationMode", "passes/modes.py: FunctionMode"]
+    assert found == ["passes/calls.py: OperationMode", "passes/calls.py: FunctionMode"]
 
 
 # ---  ----------------------------------------------------------------------------------------------------------------

@@ -18,8 +18,7 @@ from torch import nn
 import gaverify
 from gaverify import Outcome, Problem
 from gaverify.passes.randomness import Dealer, Recomputing, draw_mode
-from gaverify.passes.randomness.contents import LOOSE, differ, fingerprint, matching_rows, tolerance
-from gaverify.passes.randomness.draws import Draw
+from gaverify.passes.randomness.draws import LOOSE, Draw, differ, fingerprint, matching_rows, tolerance
 from gaverify.passes.randomness.selection import (
     Rows,
     by_contents,

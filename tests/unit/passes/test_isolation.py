@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gaverify
 from gaverify import Outcome, ProblemError
 from gaverify.errors import InternalError
-from gaverify.passes.isolation import ModelState, containers, deterministic, isolated_generators, origins, tensors
+from gaverify.passes.isolation import ModelState, deterministic, isolated_generators, objects, origins, tensors
 
 # --- Nothing stays changed: neither after a verdict nor after the loss raised in the middle of one -------------------
 
@@ -436,8 +436,8 @@ def test_entries_of_a_tuple_whose_class_refuses_to_be_counted_are_kept() -> None
 
 
 def test_nothing_of_a_huge_container_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(containers, "_COPIED", 10)
-    monkeypatch.setattr(containers, "_COPIED_BYTES", 10)
+    monkeypatch.setattr(objects, "_COPIED", 10)
+    monkeypatch.setattr(objects, "_COPIED_BYTES", 10)
     huge: list[Any] = [list(range(11)), dict.fromkeys(range(11)), set(range(11)), bytearray(11), numpy.zeros(11)]
     state = ModelState([], (lambda: huge,))
     for value in huge[:3]:

@@ -19,7 +19,7 @@ from gaverify.passes.gradients import PassResult, full_batch_gradients
 from gaverify.passes.isolation import ModelState, isolated_generators, seed_everything
 from gaverify.passes.problem import Problem
 from gaverify.passes.reference import Fitting, Spilled, estimated_needs, recomputing, spilling
-from gaverify.passes.reference.blocks import blocks_of
+from gaverify.passes.reference.recomputing import blocks_of
 from gaverify.passes.task import Task
 from gaverify.records.comparison import Reference
 from gaverify.verdict.comparison import measure

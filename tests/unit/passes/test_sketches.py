@@ -13,8 +13,7 @@ from gaverify import Problem, ProblemError
 from gaverify.passes.devices import widest
 from gaverify.passes.dispatch import Observed
 from gaverify.passes.fingerprints import projected, real_numbers, summaries
-from gaverify.passes.sketches import SKETCH, sketch
-from gaverify.passes.weight_fit import SINGULAR_FLOAT64, fit_weights
+from gaverify.passes.sketches import SINGULAR_FLOAT64, SKETCH, fit_weights, sketch
 from gaverify.passes.weighting import Weighing, check_weighting, micro_batch_weight, targets_of, valid_targets
 
 # ---  ----------------------------------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ def test_a_fault_within_their_rounding_is_seen_by_two_samples(monkeypatch: pytes
 
 
 def test_without_float64_their_rounding_alone_would_have_hidden_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gaverify.verdict.part._agree", lambda *_: True)
+    monkeypatch.setattr("gaverify.verdict.window._agree", lambda *_: True)
     verdict = gaverify.verify(problems_small.planted(*WITHIN)[0], steps=4, diagnose=False)
     assert verdict.outcome is Outcome.EQUIVALENT
 
@@ -207,7 +207,7 @@ def test_a_gradient_of_zero_is_settled_where_it_differs_by_no_more_than_rounding
 
 
 def test_no_part_is_run_where_more_differs_than_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("gaverify.verdict.part.rounding_of_two_samples")
+    monkeypatch.delattr("gaverify.verdict.window.rounding_of_two_samples")
     assert refused(monkeypatch, quiet(), weighting="none").outcome is Outcome.DIVERGENT
 
 
@@ -234,7 +234,7 @@ def test_a_fault_of_gaverifys_own_is_none_of_the_models(monkeypatch: pytest.Monk
     def broken(*_: Any) -> bool:
         raise TypeError("planted")
 
-    monkeypatch.setattr("gaverify.verdict.part.rounding_of_two_samples", broken)
+    monkeypatch.setattr("gaverify.verdict.window.rounding_of_two_samples", broken)
     with pytest.raises(TypeError, match="planted"):
         gaverify.verify(quiet(), steps=4)
 
