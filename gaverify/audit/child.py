@@ -66,11 +66,9 @@ def main(path: str) -> NoReturn:
 
 def _keep_from_others(job: Job, folder: Path) -> None:
     """Sees to it that the run changes no file of the user's or of another run; before torch starts its threads."""
-    from gaverify.audit.outputs import IMPOSSIBLE, shared_folders
+    from gaverify.audit.outputs import IMPOSSIBLE, enter, shared_folders
 
     if job.files == "view":
-        from gaverify.audit.outputs.view import enter
-
         needed = [Path.cwd()] if job.module else [Path.cwd(), Path(job.script).resolve().parent]
         together = [] if job.launcher else _meeting(job)  # the processes of a launcher share this view
         reason = enter(folder, [*shared_folders(), *together], needed)
@@ -83,8 +81,7 @@ def _keep_from_others(job: Job, folder: Path) -> None:
 
 def _keep_under_guard(job: Job, folder: Path) -> None:
     """Ends this process, whose folder is given, before it changes a file that was there before the run."""
-    from gaverify.audit.outputs import shared_folders
-    from gaverify.audit.outputs.guard import Guard, tell_of_saving
+    from gaverify.audit.outputs import Guard, shared_folders, tell_of_saving
 
     def told(name: str) -> None:
         from gaverify.tracebacks import user_place

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from gaverify.audit.ending import Child, check, output_of, progress_so_far
 from gaverify.audit.job import Job
 from gaverify.audit.launch import ERROR, folders_of, rank_that_failed
-from gaverify.audit.outputs.guard import take_away
+from gaverify.audit.outputs import take_away
 from gaverify.audit.request import Request
 from gaverify.children import started
 from gaverify.errors import ProblemError

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from gaverify.audit.reading import Place, Run, Samples
-from gaverify.audit.recording.sampling import Sample
+from gaverify.audit.recording.values import Sample
 from gaverify.audit.same_data import check_rows
 from gaverify.errors import ProblemError
 from gaverify.records.events import Event

@@ -9,9 +9,8 @@ import pytest
 import torch
 from audits import SCRIPTS, Audited, folder, gaverify, marked, refused
 
-from gaverify.audit import ending, processes
+from gaverify.audit import ending, outputs, processes
 from gaverify.audit.job import Job
-from gaverify.audit.outputs import view
 
 pytestmark = pytest.mark.slow
 FULL, ACCUMULATED = "--batch-size 16 --accum 1", "--batch-size 4 --accum 4"
@@ -73,7 +72,7 @@ class TestAViewForEveryRun:
 
         child = os.fork() if sys.platform == "linux" else 0
         if child == 0 and sys.platform == "linux":
-            os._exit(bool(view.enter(tmp_path, [], [])))
+            os._exit(bool(outputs.enter(tmp_path, [], [])))
         if sys.platform != "linux" or os.waitpid(child, 0)[1]:
             pytest.skip("this system makes no private views of files")
 

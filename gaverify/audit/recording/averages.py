@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from gaverify.audit.recording.sampling import TOTAL, Sample, positions, read
-from gaverify.audit.recording.values import plain
+from gaverify.audit.recording.values import TOTAL, Sample, plain, positions, read
 from gaverify.audit.recording.watching import Watch
 from gaverify.passes.walks import reached
 from gaverify.thresholds import CLOSE_COPY, FEW_UNITS

@@ -17,11 +17,10 @@ import torch
 from torch import nn
 
 from gaverify.audit.job import Job
-from gaverify.audit.recording.losses import Terms
-from gaverify.audit.recording.names import Names
+from gaverify.audit.recording.graph import Terms
 from gaverify.audit.recording.ranks import frozen, owners_of, place_in_group, synchronised
 from gaverify.audit.recording.storage import Storage
-from gaverify.audit.recording.values import copied, plain, same
+from gaverify.audit.recording.values import Names, copied, plain, same
 from gaverify.audit.recording.watching import Watched
 from gaverify.passes.precision import Coins, move, rounding_share
 

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from gaverify.audit.recording.sampling import Sample
-from gaverify.audit.recording.values import plain
+from gaverify.audit.recording.values import Sample, plain
 from gaverify.passes.wrappers import is_sharded, offset_of_shard
 
 _PATIENCE = 20.0  # seconds that a rank waits for the others before it ends; one of them may have failed

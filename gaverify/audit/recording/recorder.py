@@ -1,4 +1,4 @@
-"""Records what a training script does, call by call, and what its optimizers are given.
+"""Records what a training script does, call by call: what it reads, draws, adds to the gradients, sends and clips.
 
 The script's own code runs between the two halves of each method here; nothing of it is changed: generators, gradients,
 weights (but in the runs that move or hold them on purpose) and exceptions pass through.
@@ -6,22 +6,137 @@ weights (but in the runs that move or hold them on purpose) and exceptions pass 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from gaverify.audit.recording.averages import Average
-from gaverify.audit.recording.passes import Passes
-from gaverify.audit.recording.values import plain
-from gaverify.records.events import Kind
-from gaverify.tracebacks import user_place
+from gaverify.audit.recording.changes import ByHand, Waiting
+from gaverify.audit.recording.graph import Terms, ends_in_parameters
+from gaverify.audit.recording.rows import input_rows, input_shapes
+from gaverify.audit.recording.samples import has_loss
+from gaverify.audit.recording.steps import Steps
+from gaverify.audit.recording.storage import Forward
+from gaverify.audit.recording.values import OutOfSight, out_of_sight, plain
+from gaverify.audit.recording.watching import Seen
+from gaverify.ranks.traffic import TrafficMeter
+from gaverify.records.events import Ending, Kind
+from gaverify.records.ranks import Collective
+from gaverify.tracebacks import LineHunt, Owner, Place, user_place
 
 
-class Recorder(Passes):
+class Recorder(Steps):
     """All calls of the script, each with what is noted before and after it."""
+
+    @contextmanager
+    def forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Iterator[Callable[[Any], None]]:
+        """Surrounds the forward of an outermost module; gives a function that is to be called with its result."""
+        graded = torch.is_grad_enabled()
+        with self._loop.paused():
+            if self.job.by_hand:  # there is no optimizer that would be made
+                self._loop.start()
+            with self._work():
+                if graded:
+                    self._loop.forward(next((shape[0] for shape in input_shapes(args, kwargs)), None))
+                    if self._inputs is not None:
+                        self._inputs.forward(module, args, kwargs)
+                trains = graded and self._trains(module)
+                if trains:
+                    self._before_forward(module, args, kwargs)
+            number = self._numbers["forward"]
+
+            def listen(output: Any) -> None:
+                if trains:
+                    self._reach.listen(output, number)
+                self._returns_loss = self._returns_loss and (not graded or has_loss(output))
+
+            self._in_forward = True
+            try:
+                with (
+                    self._draws.in_forward(module if trains else None),
+                    self._control.forward(module),
+                    self._listening(module, args, kwargs) if trains else nullcontext(),
+                ):
+                    yield listen
+            finally:
+                self._in_forward = False
+                if trains:
+                    with self._work():
+                        self._changes.note(self.watch.look(), "forward")
+                        self._draws.leave_forward()
+
+    def inside_forward(self) -> bool:
+        """Whether a forward is running, or recomputed; inner modules tell whether autocast is on."""
+        if self._in_forward and self.roundoff.open:
+            self.roundoff.look_at_autocast()
+        return self._in_forward or self._in_backward
+
+    @contextmanager
+    def backward(self, tensors: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Surrounds a backward pass.
+
+        Args:
+            tensors: What is differentiated.
+            args: What else the call was given.
+            kwargs: The same, by name.
+        """
+        with self._loop.paused():
+            with self._work():
+                place = self._differentiates()
+                self._begin()
+                self._goes_on()
+                self._draws.enter_backward()
+                self.watch.let_go()
+                if self.job.cleared:
+                    self.watch.clear()
+                if self.job.role in ("events", "accumulated"):
+                    self._weight.begin(tensors)
+                if self._own is not None:
+                    for entry in self.watch.entries():
+                        self._own.listen(entry.index, entry.sample)
+                terms = Terms(tensors)
+                met = [] if self._outputs is None else [*self._outputs.meetings(tensors), *filter(None, [terms.made])]
+                if self._holding is not None:
+                    self._holding.differentiated(tensors)
+            try:
+                with (
+                    self._draws.in_backward(),
+                    self._control.backward(tensors, self._numbers["backward"], terms),
+                    self._counted(),
+                    self._setters(),
+                ):
+                    yield
+            finally:
+                self._in_backward = False
+            with self._work():
+                self._after_backward(place, tensors, terms, met)
+            self._passed()
+
+    @contextmanager
+    def differentiation(self, outputs: Any, inputs: Sequence[Any]) -> Iterator[Callable[[Sequence[Any]], None]]:
+        """Surrounds a call of `autograd.grad` for parameters; gives a function to be called with its result."""
+        results: list[Any] = []
+        with self._loop.paused():
+            with self._work():
+                place = self._differentiates()
+            try:
+                with self._draws.in_backward(), self._control.shrunk(outputs, self._numbers["backward"]):
+                    yield results.extend
+            finally:
+                self._in_backward = False
+            with self._work():
+                targets = [(int(valid), total) for valid, total in self._targets]
+                changes = self._sampled(inputs, results)
+                if changes:
+                    self._waiting.append(Waiting(place, self._reach.peek(), targets, changes))
+                self._changes.hunt(self._quiet_difference)
+            self._passed()
 
     @contextmanager
     def zero_grad(self) -> Iterator[None]:
@@ -109,3 +224,175 @@ class Recorder(Passes):
         """Notes that a tensor that needs a gradient is gathered from all ranks; read at the next backward."""
         if not self.off:
             self._gathers.append(user_place())
+
+    # -- what lies behind them ---------------------------------------------------------------------------------------
+
+    def _trains(self, module: nn.Module) -> bool:
+        try:
+            return self.names.add(module)
+        except OutOfSight:
+            self.left_out["modules without values"] = self.left_out.get("modules without values", 0) + 1
+            return False
+
+    def _differentiates(self) -> Place | None:
+        """Something is about to be differentiated; returns the line."""
+        self._settle_by_hand()
+        self._unannounced.differentiated()
+        self._reach.begin()
+        self._in_backward = True
+        return user_place()
+
+    def _passed(self) -> None:
+        """A backward pass is over, whatever it was for."""
+        self._loop.after_backward()
+        if self._inputs is not None:
+            self._inputs.after_backward()
+
+    @contextmanager
+    def _setters(self) -> Iterator[None]:
+        """Looks for the user's line that writes gradients while a backward pass runs, where a run asks for it."""
+
+        def edited(_: Place) -> bool:
+            with self._work():
+                return self.watch.edited()
+
+        hunt = LineHunt(edited, Owner.USER)
+        if self.job.cleared and self._setter is None and sys.gettrace() is None:
+            hunt.start()
+        try:
+            yield
+        finally:
+            hunt.stop()
+            self._setter = self._setter or hunt.found
+
+    @contextmanager
+    def _listening(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
+        """What a forward runs in where a run looks for what couples samples, or holds it."""
+        with ExitStack() as stack:
+            for listener in (self._holding, self._outputs):
+                if listener is not None:
+                    stack.enter_context(listener.listening(module, args, kwargs))
+            yield
+
+    def _counted(self) -> AbstractContextManager[Any]:
+        """Counts what a backward pass sends to the other ranks, where there may be some."""
+        self._meter = TrafficMeter()
+        return self._meter.counting() if self.job.ranked or self.job.world is not None else nullcontext()
+
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._settle_by_hand()
+        if self.job.by_hand:
+            self._adopt(module)
+        elif not self.steps:
+            self._unannounced.look(module)
+            if self._unannounced.certain(lambda: self._holds(module)):
+                self.finish(Ending.BY_HAND, 0)
+        self._begin()
+        self._goes_on()
+        self.roundoff.add(module)
+        if self._perturbation is not None:
+            self._perturbation.move([*module.parameters(), *self.watch.all_parameters()])
+            self.watch.look()
+        if self.job.role == "full":
+            self._buffers.know(self.names.buffers())
+        shapes = input_shapes(args, kwargs)
+        rows = next((shape[0] for shape in shapes), None)
+        model = self.names.index(module)
+        self._numbers["forward"] += 1
+        number = self._numbers["forward"]
+        self._event("forward", rows=rows, model=model, number=number)
+        prints = input_rows(args, kwargs) if self.job.role != "events" else {}
+        weights = {entry.index: entry.weights for entry in self.watch.entries()}
+        self._forwards.append(Forward(number, self._update.number, len(self._update.rows), weights))
+        self._update.rows.append(prints)
+        self._draws.begin((model, module.training, len(shapes)), shapes, prints)
+        if self.job.by_hand and self._perturbation is not None:
+            for entry in self.watch.entries():
+                entry.optimizer.take()  # moved by their roundoff: no step of the script's
+
+    def _goes_on(self) -> None:
+        """A forward or backward pass begins: what was done by hand since the last call belongs to the open window."""
+        seen = self.watch.look()
+        self._changes.note(seen, "between")
+        self._changes.note_edits(seen)
+
+    def _after_backward(self, place: Place | None, roots: Any, terms: Terms, met: Sequence[Place]) -> None:
+        seen, reached, weight = self.watch.look(), self._reach.end(), self._weight.end()
+        touched = [index for index, change in seen.changed.items() if bool(change.any())]
+        if not touched and not ends_in_parameters(roots):
+            self.elsewhere += 1
+            return
+        self._numbers["backward"] += 1
+        number = self._numbers["backward"]
+        # A pass that adds nothing, of a micro-batch without targets, may be any optimizer's.
+        for entry in [self.watch.of(index) for index in touched] or self.watch.entries():
+            change = seen.changed.get(entry.index)
+            if self._own is not None and (own := self._own.take(entry.index)) is not None:
+                change = own
+            entry.pending += change is not None and entry.index in touched
+            entry.receive(number, change, reached)
+        for entry in self.watch.entries():
+            if entry.pending:
+                entry.keep()
+                entry.clipped = False
+        targets = [(int(valid), total) for valid, total in self._targets]
+        self._targets.clear()
+        told: dict[str, Any] = {"weight": weight} if weight is not None and self.job.role == "events" else {}
+        # Targets tell what a mean over them is divided by; a sum of losses may be divided by anything.
+        if self._weight.counted is not None and (self._weight.of_a_sum or not targets):
+            told["counted"] = self._weight.counted
+        if len(terms):
+            told["terms"] = len(terms)
+        if met:
+            told["met"] = met
+        if self.job.term:
+            told["term"] = terms.place(self.job.term)
+        self._event("backward", place, touched=touched, targets=targets, forwards=reached, **told, **self._sent())
+        self._changes.note(Seen(moved=seen.moved), "backward")
+        self._changes.hunt(self._quiet_difference)
+
+    def _sent(self) -> dict[str, Any]:
+        """What the backward pass sent: bytes of whole gradients that were reduced, of everything, and the calls."""
+        for dtype in self._meter.reduced_in:
+            self.roundoff.arithmetic.dtypes.add(dtype)
+        if not self.job.ranked:
+            return {}
+        sizes, traffic = self._meter.sizes, self._meter.traffic
+        counts = {kind.value: count for kind, count in traffic.counts.items()}
+        reduced = sizes[Collective.REDUCE] + sizes[Collective.SCATTER]
+        gathers, self._gathers = self._gathers, []
+        told = {"gathers": gathers} if gathers else {}
+        return {"reduced": reduced, "sent": traffic.bytes_moved, "collectives": counts, **told}
+
+    def _quiet_difference(self, place: Place) -> bool:
+        """Where the script moves its weights itself, the gradients are used as the line that moves them finds them."""
+        if out_of_sight():
+            return False
+        with self._work():
+            found = self._changes.differ()
+            if found:
+                self._keep_used()
+            return found
+
+    def _keep_used(self) -> None:
+        for entry in self.watch.entries() if self.job.by_hand else ():
+            entry.keep_used()
+
+    def _holds(self, module: nn.Module) -> bool:
+        """Whether an optimizer of torch's holds parameters of a module."""
+        held = {id(parameter) for parameter in self.watch.all_parameters()}
+        return any(id(parameter) in held for parameter in module.parameters())
+
+    def _adopt(self, module: nn.Module) -> None:
+        known = {id(parameter) for parameter in self.watch.all_parameters()}
+        new = [parameter for parameter in module.parameters() if parameter.requires_grad and id(parameter) not in known]
+        if new:
+            self.watch.add(ByHand(new))
+
+    def _sampled(self, inputs: Sequence[Any], results: Sequence[Any]) -> dict[int, torch.Tensor]:
+        given = {id(tensor): result for tensor, result in zip(inputs, results, strict=False) if result is not None}
+        return {
+            entry.index: entry.sample.read([given.get(id(parameter)) for parameter in entry.sample.parameters])
+            for entry in self.watch
+            if any(id(parameter) in given for parameter in entry.sample.parameters)
+        }

@@ -17,22 +17,16 @@ from torch.nn.parameter import is_lazy
 
 from gaverify.audit.job import Job
 from gaverify.audit.recording.averages import Followers
-from gaverify.audit.recording.by_hand import Unannounced, Waiting
-from gaverify.audit.recording.changes import Changes
+from gaverify.audit.recording.changes import Changes, Unannounced, Waiting
 from gaverify.audit.recording.control import Buffers, Control, Held, Lead, Perturbation
 from gaverify.audit.recording.draws import draws_of
-from gaverify.audit.recording.graph import Reach, keep_lines
-from gaverify.audit.recording.holding import Holding
-from gaverify.audit.recording.inputs import GivenInputs, KeptInputs
+from gaverify.audit.recording.graph import Reach, Weight, keep_lines
 from gaverify.audit.recording.loop import DealtLoopDraws, KeptLoopDraws, Loop
-from gaverify.audit.recording.losses import Weight
-from gaverify.audit.recording.names import Names, Roundoff
-from gaverify.audit.recording.outputs import Outputs
+from gaverify.audit.recording.outputs import Holding, Outputs
 from gaverify.audit.recording.ranks import OwnGradients, local_shapes, shards_of
-from gaverify.audit.recording.samples import GivenSamples, KeptSamples, Loaders
-from gaverify.audit.recording.storage import Storage
-from gaverify.audit.recording.update import Forward, Update
-from gaverify.audit.recording.values import out_of_sight, undisturbed
+from gaverify.audit.recording.samples import GivenInputs, GivenSamples, KeptInputs, KeptSamples, Loaders
+from gaverify.audit.recording.storage import Forward, Storage, Update
+from gaverify.audit.recording.values import Names, Roundoff, out_of_sight, undisturbed
 from gaverify.audit.recording.watching import Watch
 from gaverify.passes.wrappers import engine_of, flattened, tensor_parallel
 from gaverify.ranks.traffic import TrafficMeter

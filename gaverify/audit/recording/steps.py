@@ -15,8 +15,7 @@ import torch
 
 from gaverify.audit.recording.ranks import addends_of, leave_together, place_in_group, shards_alone
 from gaverify.audit.recording.session import Session
-from gaverify.audit.recording.storage import leave
-from gaverify.audit.recording.update import Forward, Update
+from gaverify.audit.recording.storage import Forward, Update, leave
 from gaverify.audit.recording.watching import Watched, parameters_of
 from gaverify.passes.wrappers import is_sharded
 from gaverify.records.events import Ending

@@ -1,4 +1,4 @@
-"""What a recorded run leaves on disk: events line by line, gradients and samples once per update."""
+"""What a recorded run leaves on disk: events line by line, and once per update what its window held and was given."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ import os
 import shutil
 import sys
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
 from gaverify.audit.job import DISK_FULL, RECORDER_FAILED, ROOM
+from gaverify.audit.recording.values import plain
+from gaverify.audit.recording.watching import Watched, counted_steps, rates_of, settings_of
 from gaverify.records.events import Event
 
 _LOW = 1 << 20  # less room than this: a failed write was a full disk
@@ -94,3 +97,142 @@ def leave(status: int) -> NoReturn:
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()
     os._exit(status)
+
+
+_BUFFER = 4096  # elements of a buffer that are kept
+
+
+@dataclass
+class Forward:
+    """A forward of the script: its number in the run, where its rows are stored, and all weights when it began."""
+
+    number: int
+    update: int
+    position: int
+    weights: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+class Update:
+    """Steps of different optimizers with no backward between them are one update.
+
+    Args:
+        number: From 1.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.rows: list[dict[str, Any]] = []
+        self._steps: dict[int, dict[str, Any]] = {}
+
+    @property
+    def steps(self) -> list[int]:
+        """The optimizers that have stepped."""
+        return list(self._steps)
+
+    def joins(self, optimizer: int) -> bool:
+        """Whether a step of this optimizer still belongs to this update; a forward or backward has ended it before."""
+        return optimizer not in self._steps
+
+    def capture(
+        self, entry: Watched, forwards: Sequence[Forward], moved: torch.Tensor | None = None
+    ) -> dict[str, dict[int, torch.Tensor]]:
+        """Takes what the optimizer is about to use.
+
+        Args:
+            entry: The optimizer.
+            forwards: Those that its window's passes reached.
+            moved: The sampled weights before a step that the script has made itself, which may have cleared what it
+                used: then that is taken as it was when it was seen last.
+
+        Returns:
+            The gradients to store; where they are no longer what the window's last backward pass left, those as well.
+        """
+        scale = getattr(entry.optimizer, "grad_scale", None)  # a fused optimizer divides by it itself
+        divisor = 1.0 if scale is None else float(scale)
+        summed, seen = entry.summed, entry.used or entry.summed
+        if moved is not None and seen is not None and entry.cleared:
+            gradients, sampled = seen.gradients, seen.sampled
+        else:
+            grads = [parameter.grad for parameter in entry.sample.parameters]
+            gradients, sampled = [None if grad is None else plain(grad) for grad in grads], entry.gradients
+        if summed is not None and not summed.differs(gradients, sampled):
+            summed = None
+        self._steps[entry.index] = {
+            **self._common(entry, forwards),
+            "final": sampled / divisor,
+            "summed": summed.sampled / divisor if summed is not None else None,
+            "before": entry.weights if moved is None else moved,
+        }
+        found = {"gradients": _present(gradients, divisor)}
+        if summed is not None:
+            found["summed"] = _present(summed.gradients, divisor)
+        return found
+
+    def take(
+        self, entry: Watched, forwards: Sequence[Forward], before: torch.Tensor, change: Sequence[torch.Tensor | None]
+    ) -> dict[str, dict[int, torch.Tensor]]:
+        """Takes a step that the script made itself without `.grad`: what it took away from the weights stands for it.
+
+        Args:
+            entry: The parameters, as they are after it.
+            forwards: Those that its window's passes reached.
+            before: The sampled weights before it.
+            change: What was taken away from every parameter.
+
+        Returns:
+            What to store.
+        """
+        own = {"final": before - entry.weights, "summed": None, "before": before, "by_change": True}
+        self._steps[entry.index] = {**self._common(entry, forwards), **own}
+        return {"gradients": _present(change, 1.0)}
+
+    def _common(self, entry: Watched, forwards: Sequence[Forward]) -> dict[str, Any]:
+        return {
+            "update": self.number,
+            "increments": [(part.backward, part.change) for part in entry.increments],
+            "stretches": entry.sample.stretches(),
+            "sizes": entry.sample.sizes,
+            "forwards": [(forward.update, forward.position) for forward in forwards],
+            "start": forwards[0].weights if forwards else {},
+        }
+
+    def stepped(self, entry: Watched, buffers: dict[str, torch.Tensor], led: bool) -> None:
+        """Takes weights, settings and buffers after the step.
+
+        Args:
+            entry: The optimizer.
+            buffers: Of the script's models.
+            led: Whether the step used the full-batch run's gradients.
+        """
+        self._steps[entry.index] |= {
+            "weights": entry.weights,
+            "lrs": rates_of(entry.optimizer),
+            "settings": settings_of(entry.optimizer),
+            "counted": counted_steps(entry.optimizer),
+            "led": led,
+            "buffers": {
+                name: values.reshape(-1)[:_BUFFER].to("cpu", torch.float64)
+                for name, buffer in buffers.items()
+                if (values := plain(buffer)) is not None and values.layout is torch.strided and not values.is_complex()
+            },
+        }
+
+    def write(self, storage: Storage, steps: dict[int, int]) -> None:
+        """Writes the samples and rows of the window.
+
+        Args:
+            storage: Where to.
+            steps: The number of each optimizer's step.
+        """
+        for optimizer, content in self._steps.items():
+            storage.tensors(f"step-{optimizer}-{steps[optimizer]}", content)
+        storage.tensors(f"rows-{self.number}", self.rows)
+
+
+def _present(gradients: Sequence[torch.Tensor | None], divisor: float) -> dict[int, torch.Tensor]:
+    """Gradients by the position of their parameter; the optimizer's own scale is taken out."""
+    return {
+        at: gradient if divisor == 1.0 else gradient / divisor
+        for at, gradient in enumerate(gradients)
+        if gradient is not None
+    }

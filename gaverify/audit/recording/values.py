@@ -1,4 +1,11 @@
-"""What can be read of a script's tensors, and when nothing can be (shadows, transforms, traces); and copies."""
+"""What can be read of a script's tensors and models: values, a few elements of every parameter, names, arithmetic.
+
+Nothing can be read of shadows, in transforms and in traces. The elements that are read of a parameter are always the
+same ones: enough to fit weights and to see that something changed. A linear relation between gradients holds for every
+element, hence for any choice of them; and the same elements are read in every run.
+
+Shapes: S sampled elements of all parameters of one optimizer, laid end to end.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +15,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gaverify.passes.calls import in_transform
 from gaverify.passes.nesting import leaves
+from gaverify.passes.precision import Arithmetic, coarsest_unit, rounded_products, rounded_unit, short_name
 
 CAPTURED = "CUDA graph capture, whose replays are seen at the optimizer's steps alone"
 """Stands among what hides calls."""
@@ -130,3 +139,211 @@ def same(before: torch.Tensor | None, now: torch.Tensor) -> bool:
     if before is None or before.shape != now.shape or before.dtype is not now.dtype:
         return False
     return torch.equal(before, now)
+
+
+TOTAL = 8192
+"""Elements of all parameters together, where each has its share; few enough that torch reads them in one thread."""
+
+FEWEST = 16
+"""Elements of each parameter at least."""
+
+_RUN = 16  # neighbours that are read together: one line of the cache in float32
+
+
+class Sample:
+    """The chosen elements of one optimizer's parameters.
+
+    Args:
+        parameters: In the order of the optimizer's groups.
+    """
+
+    def __init__(self, parameters: list[torch.Tensor]) -> None:
+        self.parameters = parameters
+        known = [plain(parameter) for parameter in parameters]
+        self.complete = all(values is not None for values in known)
+        self._counts = [0 if values is None else values.numel() for values in known]
+        total = sum(self._counts)
+        self._positions = [
+            positions(at, count, total).to("cpu" if values is None else values.device)
+            for at, (values, count) in enumerate(zip(known, self._counts, strict=True))
+        ]
+        self.sizes = [len(position) for position in self._positions]
+
+    def gradients(self) -> torch.Tensor:
+        """Returns the elements of the gradients, as `read` does."""
+        return self.read([parameter.grad for parameter in self.parameters])
+
+    def weights(self) -> torch.Tensor:
+        """Returns the elements of the parameters as float64 on the CPU."""
+        return self.read(self.parameters)
+
+    def elements(self, at: int, values: torch.Tensor) -> torch.Tensor:
+        """Returns the chosen elements of a gradient of the parameter at a position, as float64 on the CPU."""
+        return read([(values, self._positions[at])])[0]
+
+    def stretches(self) -> torch.Tensor:
+        """Returns for each sampled element how many elements of its parameter it stands for."""
+        pairs = zip(self._counts, self.sizes, strict=True)
+        parts = [torch.full((size,), count / max(size, 1), dtype=torch.float64, device="cpu") for count, size in pairs]
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64, device="cpu")
+
+    def read(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """Returns the elements of tensors of the parameters' shapes as float64 on the CPU; zero where there is none."""
+        parts = read(list(zip(tensors, self._positions, strict=True)))
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64, device="cpu")
+
+
+@torch.no_grad()
+def read(pairs: Sequence[tuple[torch.Tensor | None, torch.Tensor]]) -> list[torch.Tensor]:
+    """Returns the chosen elements of every tensor as float64 on the CPU; of one device and type in one transfer."""
+    parts = []
+    for tensor, chosen in pairs:
+        values = plain(tensor) if tensor is not None and len(chosen) else None
+        if values is None:
+            parts.append(torch.zeros(len(chosen), dtype=torch.float64, device="cpu"))
+            continue
+        dense = values.to_dense() if values.layout is not torch.strided else values
+        elements = dense.reshape(-1)[chosen.to(values.device)]
+        parts.append(elements.abs() if elements.is_complex() else elements)
+    if len({(part.device, part.dtype) for part in parts}) == 1:
+        return list(torch.cat(parts).to(torch.float64).cpu().split([len(part) for part in parts]))
+    return [part.to("cpu", torch.float64) for part in parts]
+
+
+def positions(ordinal: int, numel: int, total: int) -> torch.Tensor:
+    """Returns the sorted positions to read of the parameter number `ordinal`, the same in every run."""
+    if not numel:
+        return torch.arange(0, device="cpu")
+    wanted = min(numel, max(FEWEST, TOTAL * numel // max(total, 1)))
+    if wanted == numel:
+        return torch.arange(numel, device="cpu")
+    generator = torch.Generator().manual_seed(ordinal)
+    starts = (
+        torch.randint(max(numel // _RUN, 1), (-(-wanted // _RUN),), generator=generator, device="cpu").sort().values
+        * _RUN
+    )
+    return (starts[:, None] + torch.arange(_RUN, device="cpu")).flatten().clamp_max(numel - 1)
+
+
+# torch.compile, Fabric, FSDP, activation checkpointing
+_WRAPPERS = ("_orig_mod", "_forward_module", "_original_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+def plain_name(name: str) -> str:
+    """Returns a parameter's name without what wrappers put before and between its parts."""
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    while len(parts) > 1 and parts[0] == "module":  # DataParallel and DDP; further inside it may be the user's own
+        parts.pop(0)
+    return ".".join(parts)
+
+
+def paths_in(model: nn.Module, *, scripted: bool = False) -> dict[nn.Module, str]:
+    """Returns the modules in a model with their plain paths; those that are scripted on request: they have no hooks."""
+    kinds = () if scripted else torch.jit.ScriptModule
+    return {module: plain_name(path) for path, module in model.named_modules() if not isinstance(module, kinds)}
+
+
+class OutOfSight(Exception):
+    """A module has nothing that could be read."""
+
+
+class Names:
+    """Knows the outermost modules with something to train, and what their parameters are called."""
+
+    def __init__(self) -> None:
+        self.models: list[nn.Module] = []
+        self._known: dict[int, bool] = {}
+        self._names: dict[int, tuple[int, str]] = {}
+        self._used: dict[int, int] = {}
+        self._kept: list[Any] = []  # keeps ids from being used again
+
+    def add(self, module: nn.Module) -> bool:
+        """Notes an outermost module; returns whether it has parameters to train.
+
+        Raises:
+            OutOfSight: Its parameters have no values that could be read: on the meta device, or still to be made.
+        """
+        known = self._known.get(id(module))
+        if known is not None:
+            return known
+        if any(plain(parameter) is None for parameter in module.parameters()):
+            raise OutOfSight
+        trains = any(parameter.requires_grad for parameter in module.parameters())
+        if trains and not any(model is module for model in self.models):
+            self.models.append(module)
+        if not all(isinstance(parameter, nn.Parameter) for parameter in module.parameters()):
+            return trains  # called with other weights than its own, by `functional_call`: those have no names
+        self._known[id(module)] = trains
+        self._kept.append(module)
+        if trains:
+            taken: set[str] = set()
+            for name, parameter in module.named_parameters():
+                short = plain_name(name) if plain_name(name) not in taken else name
+                taken.add(short)
+                self._names.setdefault(id(parameter), (self.index(module), short))
+        return trains
+
+    def key(self, parameter: torch.Tensor, optimizer: int, ordinal: int) -> str:
+        """Returns `model:name`; a parameter of no module is called by its place in its optimizer."""
+        if id(parameter) not in self._names:
+            return f"-:optimizer{optimizer}.{ordinal}"
+        model, name = self._names[id(parameter)]
+        return f"{self._used.setdefault(model, len(self._used))}:{name}"
+
+    def index(self, module: nn.Module) -> int:
+        """Returns the position of a noted module."""
+        return next(at for at, model in enumerate(self.models) if model is module)
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Returns all buffers of the noted modules by `model:name`."""
+        found = {}
+        for at, model in enumerate(self.models):
+            found.update({f"{at}:{plain_name(name)}": buffer for name, buffer in model.named_buffers()})
+        return found
+
+
+class Roundoff:
+    """What carries gradients: trained parameters, autocast around them, products of backward passes, reductions.
+
+    `arithmetic` is filled where the passes run; `device` is where the parameters live.
+    """
+
+    def __init__(self) -> None:
+        self.open = True
+        self.arithmetic = Arithmetic()
+        self._dtypes: set[torch.dtype] = set()
+        self._autocast: torch.dtype | None = None
+        self._device = "cpu"
+        self._known: set[int] = set()
+
+    @property
+    def unit(self) -> float:
+        """The largest unit roundoff of all of it, and what torch rounds its products to; 0 for nothing seen."""
+        dtypes = {*self._dtypes, self._autocast, *self.arithmetic.dtypes}
+        products = self.arithmetic.products if torch.float32 in dtypes else ()
+        rounded = rounded_products(torch.device(self._device), products)
+        return max(coarsest_unit(dtypes), rounded_unit(rounded))
+
+    def add(self, module: nn.Module) -> None:
+        """Looks at a module's trained parameters; from now on its first forward is watched for autocast."""
+        if id(module) in self._known:
+            self.open = False  # its first forward is over
+            return
+        self._known.add(id(module))
+        self.open = True
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                self._dtypes.add(parameter.dtype)
+                self._device = parameter.device.type
+        self.look_at_autocast()
+
+    def look_at_autocast(self) -> None:
+        """Notes the precision of autocast where it is on for something that is trained."""
+        if self._autocast is None and torch.is_grad_enabled() and torch.is_autocast_enabled(self._device):
+            self._autocast = torch.get_autocast_dtype(self._device)
+
+    def describe(self) -> dict[str, str | None]:
+        """Returns device, parameters' dtype and autocast by name."""
+        dtypes = ", ".join(sorted(short_name(dtype) for dtype in self._dtypes))
+        autocast = short_name(self._autocast) if self._autocast is not None else None
+        return {"device": self._device, "dtype": dtypes or "unknown", "autocast": autocast}

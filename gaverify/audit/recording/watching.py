@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from gaverify.audit.recording.sampling import Sample
-from gaverify.audit.recording.values import Kept
+from gaverify.audit.recording.values import Kept, Sample
 
 
 @dataclass

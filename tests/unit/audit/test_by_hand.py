@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from gaverify.audit.processes import check_updates
-from gaverify.audit.recording.by_hand import ByHand, Unannounced
+from gaverify.audit.recording.changes import ByHand, Unannounced
 from gaverify.audit.recording.session import started_processes
 from gaverify.audit.recording.values import out_of_sight
 from gaverify.audit.stages import Rows, decided_by_weights

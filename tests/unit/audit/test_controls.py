@@ -16,8 +16,7 @@ from torch.nn import functional as F
 from gaverify.audit.coupling import Pair, agree, feels_the_rest, first_module, loss_apart, writers_of
 from gaverify.audit.job import SCRIPT
 from gaverify.audit.recording.graph import keep_lines, meetings
-from gaverify.audit.recording.holding import Holding, Spots, rows_at
-from gaverify.audit.recording.outputs import Outputs
+from gaverify.audit.recording.outputs import Holding, Outputs, Spots, rows_at
 from gaverify.records.audit import Record
 from gaverify.records.events import Ledger
 from gaverify.records.experiment import Cause, ControlKind, ControlRun

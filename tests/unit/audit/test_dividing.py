@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from gaverify.audit.fitting import add_up, fit_gradients
 from gaverify.audit.reading import Samples
-from gaverify.audit.recording.losses import MOST, Terms, Weight
+from gaverify.audit.recording.graph import MOST, Terms, Weight
 from gaverify.audit.replay import parts_of
 from gaverify.records.audit import Record
 from gaverify.records.events import Event, Ledger

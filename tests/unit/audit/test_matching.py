@@ -13,9 +13,9 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from gaverify.audit.recording.graph import ends_in_parameters
-from gaverify.audit.recording.inputs import GivenInputs, KeptInputs, cuts_of, has_loss
-from gaverify.audit.recording.names import Names
 from gaverify.audit.recording.rows import input_rows
+from gaverify.audit.recording.samples import GivenInputs, KeptInputs, cuts_of, has_loss
+from gaverify.audit.recording.values import Names
 from gaverify.audit.replay import orders
 from gaverify.audit.same_data import Matcher, Spot, check_rows
 

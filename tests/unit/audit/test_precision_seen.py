@@ -14,9 +14,9 @@ from torch import nn
 import gaverify
 from gaverify.audit.job import Job
 from gaverify.audit.recording.draws import draw_mode
-from gaverify.audit.recording.names import Roundoff
 from gaverify.audit.recording.recorder import Recorder
 from gaverify.audit.recording.storage import Storage
+from gaverify.audit.recording.values import Roundoff
 from gaverify.passes.gradients import full_batch_gradients
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.precision import coarsest_unit, unit_roundoff

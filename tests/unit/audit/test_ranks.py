@@ -22,7 +22,7 @@ from gaverify.audit.ranks import RankedRun
 from gaverify.audit.reading import Run
 from gaverify.audit.recording.ranks import OwnGradients, shards_alone
 from gaverify.audit.recording.rows import input_rows
-from gaverify.audit.recording.sampling import Sample
+from gaverify.audit.recording.values import Sample
 from gaverify.audit.same_data import check_rows
 from gaverify.errors import ProblemError
 from gaverify.records.audit import RowCheck, UpdateComparison

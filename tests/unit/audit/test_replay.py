@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from gaverify.audit.controls import decided_by_change
 from gaverify.audit.judgement import _drifted as drifted_in
 from gaverify.audit.reading import Samples
-from gaverify.audit.recording.dealing import Counterparts, LoopDraw, Share, Unalignable
+from gaverify.audit.recording.loop import Counterparts, LoopDraw, Share, Unalignable
 from gaverify.audit.recording.rows import input_rows
 from gaverify.audit.recording.samples import GivenSamples, KeptSamples
 from gaverify.audit.same_data import check_rows

@@ -1,0 +1,291 @@
+"""What the runs of an audit write: no run shall see another's files, and none of the user's may change.
+
+Two ways, the first that works: a *view* of the files of its own for every run, made by the kernel (Linux with user
+namespaces), whose changes go with the run; else a *guard* in Python that ends a run before it changes a file that was
+there before, and that takes away again what the run added. No torch.
+
+The view covers every folder by an overlay whose lower layer is the folder itself. That needs no privilege on Linux 5.11
+and later where user namespaces are allowed; it also holds for compiled code and for other programs, which no change to
+Python's functions would reach. See namespaces(7), mount_namespaces(7) and the kernel's overlayfs documentation. The
+guard hears of every file that Python opens, moves or removes (PEP 578). What compiled code and other programs write
+stays unseen, but for `torch.save`, which is told of here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import Any, NoReturn
+
+IMPOSSIBLE = 94
+"""Exit status of a child for which no view could be made; it ran nothing of the script."""
+
+REFUSED = 95
+"""Exit status of a child that the guard ended."""
+
+
+def shared_folders() -> list[Path]:
+    """Returns the caches of downloads and compilers: they are the same for all runs, and too costly to fill thrice."""
+    named = [os.environ.get(name) for name in ("HF_HOME", "HF_DATASETS_CACHE", "TORCH_HOME", "TRITON_CACHE_DIR")]
+    home = Path.home()
+    caches = [os.environ.get("XDG_CACHE_HOME") or home / ".cache", home / ".triton", home / ".nv", *named]
+    return [Path(cache) for cache in caches if cache and os.path.isdir(cache)]
+
+
+_NEW_MOUNTS, _NEW_USER = 0x20000, 0x10000000  # unshare(2)
+_BIND, _RECURSIVE, _PRIVATE = 0x1000, 0x4000, 1 << 18  # mount(2)
+# The system's own: no training script writes there, and some hold many mounts.
+_LEFT_ALONE = (
+    "proc",
+    "sys",
+    "dev",
+    "run",
+    "etc",
+    "boot",
+    "bin",
+    "sbin",
+    "lib",
+    "lib32",
+    "lib64",
+    "libx32",
+    "usr",
+    "var",
+)
+_MOST = 400  # folders; a machine with more mounts than that is left alone
+
+
+class _Impossible(Exception):
+    """The kernel refused; the message says what."""
+
+
+def enter(folder: Path, passed: Sequence[Path], needed: Sequence[Path]) -> str:
+    """Gives this process its own view of the files; call it before any thread is started.
+
+    Args:
+        folder: Of the run: seen as it is, and the changes to all others are kept in it.
+        passed: More folders that are seen as they are.
+        needed: Folders that must be covered, wherever they lie.
+
+    Returns:
+        Why there can be no view; empty where there is one. After a failure the process is of no more use.
+    """
+    if sys.platform != "linux":
+        return f"{sys.platform} has no private views of files"
+    here = os.getcwd()
+    try:
+        _unshare()
+        through = [(str(path), os.open(path, os.O_PATH)) for path in dict.fromkeys([folder, *passed])]
+        _Cover(folder).all_of(needed)
+        for path, original in through:
+            _mount(f"/proc/self/fd/{original}", path, None, _BIND | _RECURSIVE)
+            os.close(original)
+    except (_Impossible, OSError, AttributeError) as error:
+        return str(error)
+    os.chdir(here)  # the folder of before lies under its cover now
+    return ""
+
+
+class _Cover:
+    """Covers folders by overlays, and keeps their changes in numbered folders of the run."""
+
+    def __init__(self, folder: Path) -> None:
+        changes = folder / "written"
+        changes.mkdir(exist_ok=True)
+        self._changes = os.open(changes, os.O_PATH | os.O_DIRECTORY)  # the path itself will be covered
+        self._count = 0
+        self._covered: list[str] = []
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as table:
+            self._mounts = [_unescaped(line.split()[4]) for line in table]
+
+    def all_of(self, needed: Sequence[Path]) -> None:
+        """Covers everything below the root but the system's folders, and what is needed besides."""
+        names = [entry.path for entry in os.scandir("/") if entry.is_dir(follow_symlinks=False)]
+        for path in sorted(names):
+            if path[1:] not in _LEFT_ALONE:
+                self._cover(path)
+        for folder in [os.path.realpath(path) for path in needed] + ["/var/tmp"]:
+            if os.path.isdir(folder) and not any(_is_under(folder, covered) for covered in self._covered):
+                self._cover(folder)
+
+    def _cover(self, path: str) -> None:
+        """One overlay; a folder with mounts below it cannot be covered as a whole, but each of its own folders can."""
+        if any(_is_under(mount, path) and mount != path for mount in self._mounts):
+            for entry in os.scandir(path):
+                if entry.is_dir(follow_symlinks=False):
+                    self._cover(entry.path)
+            return
+        self._count += 1
+        if self._count > _MOST:
+            raise _Impossible(f"there are more than {_MOST} folders with mounts of their own")
+        parts = [f"{self._count}/upper", f"{self._count}/work"]
+        for part in parts:
+            os.makedirs(f"/proc/self/fd/{self._changes}/{part}")
+        upper, work = (f"/proc/self/fd/{self._changes}/{part}" for part in parts)
+        lower = os.open(path, os.O_PATH | os.O_DIRECTORY)
+        layers = f"lowerdir=/proc/self/fd/{lower},upperdir={upper},workdir={work}"
+        try:
+            _mount("overlay", path, "overlay", 0, f"{layers},userxattr")
+        finally:
+            os.close(lower)
+        self._covered.append(path)
+
+
+def _unshare() -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    uid, gid = os.geteuid(), os.getegid()
+    if libc.unshare(_NEW_USER | _NEW_MOUNTS):
+        raise _Impossible(f"user namespaces are not allowed here ({os.strerror(ctypes.get_errno())})")
+    everybody = ("uid_map", "0 0 4294967295"), ("gid_map", "0 0 4294967295")
+    ourselves = ("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")
+    for lines in (everybody, ourselves) if uid == 0 else (ourselves,):
+        try:
+            for name, line in lines:
+                Path(f"/proc/self/{name}").write_text(line, encoding="ascii")
+            break
+        except OSError as error:
+            if lines is ourselves:
+                raise _Impossible(f"user namespaces are not allowed here ({error.strerror})") from error
+    _mount(None, "/", None, _RECURSIVE | _PRIVATE)
+
+
+def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    words = [word.encode(errors="surrogateescape") if word is not None else None for word in (source, target, kind)]
+    if libc.mount(*words, ctypes.c_ulong(flags), options.encode() if options is not None else None):
+        raise _Impossible(f"`{target}` cannot be covered ({os.strerror(ctypes.get_errno())})")
+
+
+def _unescaped(path: str) -> str:
+    """A path of /proc/self/mountinfo, whose blanks and backslashes are written in octal."""
+    return path.encode("latin-1", "surrogateescape").decode("unicode_escape") if "\\" in path else path
+
+
+def _is_under(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder.rstrip("/") + "/")
+
+
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_ELSEWHERE = ("/dev", "/proc", "/sys", "/run")
+
+
+class Guard:
+    """Watches this process and those that it forks.
+
+    Args:
+        folder: Of the run; it may write there, and the list of what it adds stands there, a path a line.
+        passed: More folders in which it may write.
+        told: Called before the process ends, with the file that would have been changed.
+    """
+
+    def __init__(self, folder: Path, passed: Sequence[Path], told: Callable[[str], None]) -> None:
+        self._free = tuple(os.path.realpath(path) + os.sep for path in (folder, *passed))
+        self._told = told
+        self._list = os.open(folder / "added.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._read = folder / "added.txt"
+        self._added: set[str] = set()
+        self._reading = False
+        self._events: Mapping[str, Callable[[tuple[Any, ...]], None]] = {
+            "open": self._opened,
+            "os.remove": lambda args: self._changed(args[0]),
+            "os.rmdir": lambda args: self._changed(args[0]),
+            "os.truncate": lambda args: self._changed(args[0]),
+            "os.mkdir": lambda args: self._made(args[0]),
+            "os.link": lambda args: self._made(args[1]),
+            "os.symlink": lambda args: self._made(args[1]),
+            "os.rename": self._renamed,
+        }
+
+    def install(self) -> None:
+        """Starts to watch; there is no way to stop."""
+        sys.addaudithook(self._hook)
+
+    def _hook(self, event: str, args: tuple[Any, ...]) -> None:
+        handler = self._events.get(event)
+        if handler is not None and not self._reading:
+            handler(args)
+
+    def _opened(self, args: tuple[Any, ...]) -> None:
+        path, _, flags = args
+        if isinstance(flags, int) and flags & _WRITES and not isinstance(path, int):
+            self._made(path)
+
+    def _renamed(self, args: tuple[Any, ...]) -> None:
+        self._changed(args[0])
+        self._made(args[1])
+
+    def _made(self, path: Any) -> None:
+        """A file that is new, or one that is opened for writing."""
+        name = self._name(path)
+        if name is None:
+            return
+        if os.path.lexists(name):
+            self._changed(path)
+            return
+        os.write(self._list, os.fsencode(name) + b"\n")
+        self._added.add(name)
+
+    def _changed(self, path: Any) -> None:
+        name = self._name(path)
+        if name is not None and os.path.lexists(name) and not os.path.isdir(name) and not self._is_ours(name):
+            self._refuse(name)
+
+    def _name(self, path: Any) -> str | None:
+        """The file's full path; None where the run may do what it likes."""
+        try:
+            text = os.fsdecode(path)
+        except TypeError:
+            return None
+        folder, base = os.path.split(os.path.abspath(text))
+        name = os.path.join(os.path.realpath(folder), base)
+        free = name.startswith(self._free) or f"{os.sep}__pycache__{os.sep}" in name
+        return None if free or name.startswith(_ELSEWHERE) else name
+
+    def _is_ours(self, name: str) -> bool:
+        if name not in self._added:  # another process of this run may have made it
+            self._reading = True
+            try:
+                self._added |= set(added(self._read))
+            finally:
+                self._reading = False
+        return name in self._added
+
+    def _refuse(self, name: str) -> NoReturn:
+        self._reading = True
+        self._told(name)
+        os._exit(REFUSED)
+
+
+def added(path: Path) -> list[str]:
+    """Returns what a list of added files holds, in order; nothing where there is no list."""
+    try:
+        return [os.fsdecode(line) for line in path.read_bytes().splitlines()]
+    except OSError:
+        return []
+
+
+def take_away(folder: Path) -> None:
+    """Removes what the guarded run in `folder` added: files, and folders that are empty again."""
+    for name in reversed(added(folder / "added.txt")):
+        try:
+            (os.rmdir if os.path.isdir(name) and not os.path.islink(name) else os.remove)(name)
+        except OSError:
+            continue
+
+
+def tell_of_saving() -> None:
+    """Makes `torch.save` tell the hooks of its file, which it writes in compiled code."""
+    import torch
+
+    original = torch.save
+
+    @wraps(original)
+    def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(f, str | os.PathLike):
+            sys.audit("open", os.fspath(f), "wb", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        return original(obj, f, *args, **kwargs)
+
+    torch.save = save
