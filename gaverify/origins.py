@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from gaverify.children import ended_as_interrupted, working_folder
+from gaverify.children.launching import ended_as_interrupted, working_folder
 from gaverify.errors import ProblemError
 from gaverify.loading import load_problem
 from gaverify.passes.fingerprints import digest_of

@@ -24,8 +24,7 @@ from gaverify.audit.launch import (
     updates_of,
 )
 from gaverify.audit.outputs import IMPOSSIBLE
-from gaverify.children import Kept
-from gaverify.children.output import last_lines, signal_name
+from gaverify.children.launching import Kept, last_lines, signal_name
 from gaverify.errors import InternalError, ProblemError
 from gaverify.records.audit_report import TITLES
 

@@ -15,8 +15,7 @@ from gaverify.audit.outcome import is_explained, report_of, same_arguments
 from gaverify.audit.replay import inputs_help, orders, parts_of, replay_helps
 from gaverify.audit.request import RECORDED, Request, kept, written
 from gaverify.audit.running import Progress, Runner, Trial
-from gaverify.children import ended_as_interrupted, working_folder
-from gaverify.children.folders import remove
+from gaverify.children.launching import ended_as_interrupted, remove, working_folder
 from gaverify.errors import ProblemError
 from gaverify.records.audit import Record
 from gaverify.records.audit_report import AuditReport

@@ -18,7 +18,7 @@ from gaverify.audit.job import Job
 from gaverify.audit.launch import ERROR, folders_of, rank_that_failed
 from gaverify.audit.outputs import take_away
 from gaverify.audit.request import Request
-from gaverify.children import started
+from gaverify.children.launching import started
 from gaverify.errors import ProblemError
 from gaverify.records.audit_report import TITLES
 from gaverify.records.events import Ending

@@ -3,9 +3,3 @@
 A child does not hang on gaverify but on a keeper (`keeper`), a small process of its own between the two that ends the
 child and everything it started as soon as gaverify is gone, also after a SIGKILL that gaverify itself cannot answer.
 """
-
-from gaverify.children.folders import working_folder
-from gaverify.children.launching import Kept, ended_as_interrupted, given, started
-from gaverify.children.output import private_stdout
-
-__all__ = ["Kept", "ended_as_interrupted", "given", "private_stdout", "started", "working_folder"]

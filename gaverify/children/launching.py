@@ -1,24 +1,35 @@
-"""Starts a child process behind a keeper, and ends it as Ctrl-C would when this one is told to end."""
+"""Starts a child process behind a keeper and ends it; its folders, which go with gaverify; what it said in the end."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any
+
+try:
+    import fcntl
+except ImportError:  # Windows: the folders of killed runs stay
+    fcntl = None  # type: ignore[assignment]
 
 _KEEPER = str(Path(__file__).with_name("keeper.py"))
 # The child gets this process's own search path; `-P` keeps the current folder from shadowing the standard library.
 _START = "import sys; sys.path[:] = sys.argv[1:]; from {} import main; main()"
 _PATIENCE = 10.0  # seconds; the keeper itself needs two at most, for a child that ignores SIGTERM
+_OWNER = "owner"
+_TAIL = 15
+_READ = 1 << 14  # bytes of a log that are read from its end
+_NO_NUMPY = "UserWarning: Failed to initialize NumPy"
+_MARK = "Traceback (most recent call last):"
 
 
 class Kept:
@@ -49,7 +60,7 @@ class Kept:
             self.process.kill()
         for stream in (self.process.stdin, self.process.stdout):
             if stream is not None:
-                with contextlib.suppress(OSError):
+                with suppress(OSError):
                     stream.close()
 
 
@@ -68,7 +79,7 @@ def given(module: str, job: Mapping[str, Any], **options: Any) -> Kept:
     kept = started(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **options)
     assert kept.process.stdin is not None
     try:
-        with contextlib.suppress(BrokenPipeError):  # it died at once; its exit code says how
+        with suppress(BrokenPipeError):  # it died at once; its exit code says how
             kept.process.stdin.write(json.dumps(job).encode())
             kept.process.stdin.close()
     except BaseException:
@@ -123,3 +134,130 @@ def ended_as_interrupted() -> Iterator[None]:
     finally:
         for number in ours:
             signal.signal(number, signal.SIG_DFL)
+
+
+@contextmanager
+def working_folder(prefix: str) -> Iterator[Path]:
+    """Gives a new folder in the system's place for temporary files, and takes away those of runs that were killed.
+
+    The owner holds a lock on a file in the folder. The system lets go of it when the process ends, however it ends, and
+    a folder whose lock is free has no owner any more.
+
+    Args:
+        prefix: Of the folder's name.
+    """
+    remove_abandoned(prefix)
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    try:
+        with _owned(folder):
+            yield folder
+    finally:
+        remove(folder)
+
+
+def remove_abandoned(prefix: str) -> None:
+    """Removes folders with this prefix whose owner is gone; those of other users stay, and so do links."""
+    if fcntl is None:
+        return
+    for owner in Path(tempfile.gettempdir()).glob(f"{prefix}*/{_OWNER}"):
+        with suppress(OSError):
+            if owner.parent.is_symlink() or owner.parent.stat().st_uid != os.geteuid():
+                continue
+            with owner.open("r+b") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                remove(owner.parent)
+
+
+@contextmanager
+def _owned(folder: Path) -> Iterator[None]:
+    new = folder / f"{_OWNER}.new"
+    with new.open("wb") as lock:
+        _lock(lock)
+        new.rename(folder / _OWNER)  # the name appears only once it is locked
+        yield
+
+
+def remove(folder: Path) -> None:
+    """Removes a file, or a folder with all that it holds, also what an overlay leaves without permissions."""
+
+    def again(function: Callable[[str], object], path: str, error: object) -> None:
+        with suppress(OSError):
+            os.chmod(os.path.dirname(path), 0o700)
+            os.chmod(path, 0o700)
+            if function in (os.scandir, os.open, os.lstat):
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                function(path)
+
+    if folder.is_dir() and not folder.is_symlink():
+        shutil.rmtree(folder, onerror=again)
+    else:
+        folder.unlink(missing_ok=True)
+
+
+def _lock(stream: IO[bytes]) -> None:
+    if fcntl is not None:
+        with suppress(OSError):  # a file system without locks: the folder looks abandoned only to a run that has them
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def private_stdout() -> int:
+    """Returns a descriptor of stdout for the answer, and points what everybody else calls stdout at stderr."""
+    descriptor = os.dup(1)
+    os.dup2(2, 1)
+    return descriptor
+
+
+def last_lines(log: Path) -> list[str]:
+    """Returns the last lines of a child's output; none where it printed nothing."""
+    with suppress(OSError), log.open("rb") as stream:
+        stream.seek(0, os.SEEK_END)
+        stream.seek(max(0, stream.tell() - _READ))
+        lines = stream.read().decode("utf-8", "replace").splitlines()
+        return [line for line in _without_numpy(lines) if line.strip()][-_TAIL:]
+    return []
+
+
+def _without_numpy(lines: list[str]) -> list[str]:
+    """Leaves out what torch says at every import where NumPy is not installed: it would read as a run's last words.
+
+    Python prints a warning as its text and, indented below, the line of source that it comes from.
+    """
+    kept: list[str] = []
+    warned = False
+    for line in lines:
+        source = warned and line.startswith("  ")
+        warned = _NO_NUMPY in line
+        if not warned and not source:
+            kept.append(line)
+    return kept
+
+
+def signal_name(number: int) -> str:
+    """Returns the name of the signal that ended a child, such as SIGKILL; `signal 40` where it has none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def cause_of(error: BaseException) -> str:
+    """Returns an exception in a line: `ValueError: the first line of its message`.
+
+    An exception that carries the traceback of another process (of a data loader's worker, of `mp.spawn`) is told by
+    that traceback's last line.
+    """
+    name = type(error).__name__
+    try:
+        message = str(error).strip()
+    except Exception:
+        return name
+    lines = [line for line in message.splitlines() if line.strip()]
+    if _MARK in message:
+        ends = [
+            line
+            for line in lines[lines.index(next(line for line in lines if _MARK in line)) + 1 :]
+            if not line.startswith(" ")
+        ]
+        return ends[-1].strip() if ends else name
+    return f"{name}: {lines[0].strip()}" if lines else name

@@ -9,8 +9,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gaverify.children import Kept, ended_as_interrupted, given
-from gaverify.children.output import signal_name
+from gaverify.children.launching import Kept, ended_as_interrupted, given, signal_name
 from gaverify.errors import GaverifyError, InternalError
 from gaverify.records.comparison import Outcome
 from gaverify.records.profile import LABELS, Memory, Plan, Profile, Row, Seconds, Setting, Status

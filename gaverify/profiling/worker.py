@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import IO, Any
 
-from gaverify.children import private_stdout
+from gaverify.children.launching import private_stdout
 
 OUT_OF_MEMORY, DOES_NOT_FIT, FAILED, REFUSED, INTERNAL = (
     "out-of-memory",

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from gaverify.children import ended_as_interrupted, working_folder
+from gaverify.children.launching import ended_as_interrupted, working_folder
 from gaverify.errors import ProblemError
 from gaverify.passes.batching import batch_size_of
 from gaverify.passes.devices import RANKED, available_devices, with_number

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from gaverify.causes.investigation import investigate
-from gaverify.children import working_folder
+from gaverify.children.launching import working_folder
 from gaverify.errors import ProblemError
 from gaverify.passes.batching import micro_batch_sizes
 from gaverify.passes.gradients import Gradients, PassResult, full_batch_gradients

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from gaverify.children import working_folder
+from gaverify.children.launching import working_folder
 
 _LOOPBACK = "lo"
 

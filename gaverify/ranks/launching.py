@@ -28,8 +28,7 @@ from typing import IO, Any
 
 import torch
 
-from gaverify.children import Kept, given, private_stdout, working_folder
-from gaverify.children.output import signal_name
+from gaverify.children.launching import Kept, given, private_stdout, signal_name, working_folder
 from gaverify.errors import GaverifyError, InternalError, ProblemError
 from gaverify.passes.devices import select_device
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gaverify.children import working_folder
+from gaverify.children.launching import working_folder
 from gaverify.passes.batching import micro_batch_sizes
 from gaverify.passes.gradients import PassProbe, full_batch_gradients
 from gaverify.passes.isolation import ModelState

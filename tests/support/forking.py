@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from gaverify.audit import processes
-from gaverify.children import Kept, keeper, started
+from gaverify.children import keeper
+from gaverify.children.launching import Kept, started
 
 _SERVER = Path(__file__).with_name("fork_server.py")
 # Every optimizer imports `torch._dynamo`, which takes as long as torch; the rest is imported before any script runs.

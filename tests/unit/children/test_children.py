@@ -13,9 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from gaverify.children import ended_as_interrupted, started, working_folder
-from gaverify.children.folders import remove_abandoned
-from gaverify.children.output import cause_of, last_lines
+from gaverify.children.launching import (
+    cause_of,
+    ended_as_interrupted,
+    last_lines,
+    remove_abandoned,
+    started,
+    working_folder,
+)
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals and process groups are POSIX's")
 
@@ -32,7 +37,7 @@ time.sleep(600)
 """
 PARENT = """
 import sys, time
-from gaverify.children import ended_as_interrupted, started, working_folder
+from gaverify.children.launching import ended_as_interrupted, started, working_folder
 with ended_as_interrupted(), working_folder("gaverify-test-") as folder:
     kept = started([sys.executable, "-c", sys.argv[1], sys.argv[2]])
     try:

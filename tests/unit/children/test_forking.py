@@ -13,7 +13,7 @@ import forking
 import pytest
 from forking import Server, Servers
 
-from gaverify.children import Kept, started
+from gaverify.children.launching import Kept, started
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="runs are forked on Linux")]
 FINDS = """
