@@ -244,10 +244,7 @@ def _losses(recorder: Recorder) -> None:
 def _averages(recorder: Recorder) -> None:
     from torch.optim.swa_utils import AveragedModel
 
-    def around(average: Any, model: Any) -> Any:
-        return recorder.average(average.module, model)
-
-    _surround(AveragedModel, "update_parameters", around, recorder, [False])
+    _surround(AveragedModel, "update_parameters", lambda *_, **__: recorder.average(), recorder, [False])
 
 
 def _loads(recorder: Recorder) -> None:

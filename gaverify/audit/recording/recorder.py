@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gaverify.audit.recording.averages import Average
-from gaverify.audit.recording.changes import ByHand, Waiting
+from gaverify.audit.recording.changes import CERTAIN, SEARCHES, ByHand, Waiting
 from gaverify.audit.recording.graph import Terms, ends_in_parameters
 from gaverify.audit.recording.rows import input_rows, input_shapes
 from gaverify.audit.recording.samples import has_loss
@@ -199,14 +198,14 @@ class Recorder(Steps):
                 self.watch.forget(range(len(self.watch)))
 
     @contextmanager
-    def average(self, average: nn.Module, model: nn.Module) -> Iterator[None]:
+    def average(self) -> Iterator[None]:
         """Surrounds an update of an averaged copy of a model."""
         with self._work():
-            update = Average(average, model)
+            self._averages.search(SEARCHES)
+            self._changes.note_averages()
         yield
         with self._work():
-            self._event("average", **update.decay())
-            self._averages.forget()
+            self._changes.note_averages(announced=True)
 
     def simple(self, kind: Kind, **values: Any) -> None:
         """Notes a call that needs nothing measured."""
@@ -285,7 +284,8 @@ class Recorder(Steps):
             self._adopt(module)
         elif not self.steps:
             self._unannounced.look(module)
-            if self._unannounced.certain(lambda: self._holds(module)):
+            # Beside an optimizer that holds them weights may move in one window: only the script's end tells.
+            if self._unannounced.moves >= CERTAIN and not self._holds(module):
                 self.finish(Ending.BY_HAND, 0)
         self._begin()
         self._goes_on()

@@ -16,8 +16,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from gaverify.audit.job import Job
-from gaverify.audit.recording.averages import Followers
-from gaverify.audit.recording.changes import Changes, Unannounced, Waiting
+from gaverify.audit.recording.changes import Changes, Followers, Unannounced, Waiting
 from gaverify.audit.recording.control import Buffers, Control, Held, Lead, Perturbation
 from gaverify.audit.recording.draws import draws_of
 from gaverify.audit.recording.graph import Reach, Weight, keep_lines

@@ -65,30 +65,14 @@ class TestByHand:
 
 
 class TestUnannounced:
-    def test_two_moves_after_differentiations_are_certain(self) -> None:
+    def test_moves_after_differentiations_are_counted(self) -> None:
         module, unannounced = model(), Unannounced()
         unannounced.look(module)
         for at in range(2):
-            assert not unannounced.certain(lambda: False)
             unannounced.differentiated()
             moved(module, 0.5)
             unannounced.look(module)
             assert unannounced.moves == at + 1
-        assert unannounced.certain(lambda: False)
-
-    def test_beside_an_optimizer_its_step_is_waited_for(self) -> None:
-        """Weight decay by hand after each of many micro-batches comes before the first step."""
-        module, unannounced = model(), Unannounced()
-        unannounced.look(module)
-        for _ in range(255):
-            unannounced.differentiated()
-            moved(module, 0.5)
-            unannounced.look(module)
-        assert not unannounced.certain(lambda: True)
-        unannounced.differentiated()
-        moved(module, 0.5)
-        unannounced.look(module)
-        assert unannounced.certain(lambda: True)
 
     def test_moves_without_a_differentiation_do_not_count(self) -> None:
         module, unannounced = model(), Unannounced()
