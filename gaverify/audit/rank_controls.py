@@ -10,8 +10,8 @@ from gaverify.audit.rank_facts import left_by, rank_facts
 from gaverify.audit.ranks import RankedRun
 from gaverify.audit.reading import Run
 from gaverify.audit.running import Trial
+from gaverify.collective.facts import with_shares
 from gaverify.errors import ProblemError
-from gaverify.ranks.facts import with_shares
 from gaverify.records.audit import Record
 from gaverify.records.comparison import Outcome
 from gaverify.records.stages import Stage

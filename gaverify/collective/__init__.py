@@ -1,1 +1,1 @@
-"""One verification by all ranks of a process group: whatever launcher started them calls it on every one."""
+"""One verification by all ranks, whatever launcher started them, or by those that `--ranks` starts on this machine."""

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from gaverify.causes.investigation import collected, investigate
+from gaverify.collective.facts import facts_of_ranks
 from gaverify.collective.membership import is_lost
-from gaverify.collective.ranks import facts_of_ranks
 from gaverify.collective.window import Moved, OwnCollectives, Trained, bare
 from gaverify.errors import Agreed, ProblemError
 from gaverify.passes.gradients import PassResult, full_batch_gradients

@@ -20,7 +20,7 @@ from gaverify.passes.nesting import children, leaves, with_children
 from gaverify.passes.problem import Problem
 from gaverify.passes.task import Task
 from gaverify.preparation import Progress, prepared, reporter
-from gaverify.ranks.groups import of_every_rank
+from gaverify.ranks.engines import of_every_rank
 from gaverify.records.facts import Facts
 from gaverify.records.ranks import Engine
 from gaverify.verdict.judging import Judgement

@@ -76,13 +76,13 @@ def _group(spec: Any) -> AbstractContextManager[None]:
     """A group of world size 1, where the code of the spec may ask for one."""
     if spec.ranks is None:
         return nullcontext()
-    from gaverify.ranks.groups import alone
+    from gaverify.ranks.engines import alone
 
     return alone()
 
 
 def _moved(work: Any, plan: Any, ranks: Any) -> dict[str, Any]:
-    from gaverify.ranks.moving import moved
+    from gaverify.ranks.window import moved
 
     work.clear()
     found = moved(work.task, work.state, plan.steps, ranks)

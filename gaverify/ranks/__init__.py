@@ -1,1 +1,1 @@
-"""A problem on several ranks: R processes on this machine with `torch.distributed`, its DDP and its `fully_shard`."""
+"""Processes on this machine that are ranks under torch's DDP or `fully_shard`: started, joined, and what they send."""

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gaverify.ranks.groups import joined
+from gaverify.ranks.engines import joined
 from gaverify.ranks.launching import run
 from gaverify.ranks.traffic import TrafficMeter
 from gaverify.records.events import Ending

@@ -22,7 +22,7 @@ from gaverify.passes.isolation import ModelState
 from gaverify.passes.precision import coarsest_unit, unit_roundoff
 from gaverify.passes.randomness import Recorder as RecordedDraws
 from gaverify.preparation import task_of
-from gaverify.ranks.groups import joined
+from gaverify.ranks.engines import joined
 from gaverify.ranks.launching import run
 from gaverify.ranks.traffic import TrafficMeter
 from gaverify.verdict.judging import working_unit

@@ -13,10 +13,9 @@ from torch import nn
 from gaverify.passes.devices import available_devices
 from gaverify.passes.problem import Problem
 from gaverify.passes.task import Task
-from gaverify.ranks.engines import Alone, Reach, blocks, of_all
-from gaverify.ranks.gathering import watch_gathers
-from gaverify.ranks.groups import joined
+from gaverify.ranks.engines import Alone, Reach, blocks, joined, of_all
 from gaverify.ranks.launching import run
+from gaverify.ranks.traffic import watch_gathers
 from gaverify.remedies import all_gather
 
 

@@ -11,8 +11,8 @@ import torch
 from measured import record
 from ranked import GATHERED, fit, ranks
 
+from gaverify.collective.facts import apart_by, fitted, own_sketch, with_shares
 from gaverify.passes.gradients import Gradients
-from gaverify.ranks.facts import apart_by, fitted, own_sketch, with_shares
 from gaverify.records.audit import Record
 from gaverify.records.events import Event, Ledger
 from gaverify.records.ranks import Engine, RankFacts, Share, Shares

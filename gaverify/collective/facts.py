@@ -1,10 +1,14 @@
-"""What one window showed of the ranks: their gradients before and after the reduction, held against one process's."""
+"""What a window showed of the ranks, whoever started them: are they apart, what did each one's gradient count?
+
+Shapes: R ranks; S = 4096 numbers of a sketch, which stands for all gradients of one rank.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,19 +16,79 @@ from gaverify.collective.window import Trained, always_reducing, bare
 from gaverify.passes.fingerprints import digest_of
 from gaverify.passes.gradients import Gradients, accumulated_gradients
 from gaverify.passes.precision import buffers_apart
-from gaverify.passes.sketches import sketch
+from gaverify.passes.sketches import SINGULAR_FLOAT32, fit_weights, sketch
 from gaverify.passes.task import Task
-from gaverify.passes.wrappers import is_sharded
-from gaverify.ranks.engines import Scaled
-from gaverify.ranks.facts import apart_by, facts_of, fitted, own_sketch, with_shares
-from gaverify.ranks.groups import of_every_rank
+from gaverify.passes.wrappers import is_sharded, summed_over
+from gaverify.ranks.engines import Scaled, of_every_rank
+from gaverify.records.comparison import Outcome, ParameterComparison
 from gaverify.records.ranks import Engine, RankFacts, Shares, Traffic
+from gaverify.records.totals import relative_total
+from gaverify.records.weights import WeightFit
 from gaverify.thresholds import COMPUTED_FLOAT32
 from gaverify.verdict.comparison import left_between
 from gaverify.verdict.judging import Judgement, working_unit
 
 if TYPE_CHECKING:
     from gaverify.collective.flow import Passes
+
+
+def facts_of(rows: Iterable[ParameterComparison], **measured: Any) -> RankFacts:
+    """Returns the facts of ranks: what was `measured` on them, and what was decided about their gradient."""
+    decided = list(rows)
+    return RankFacts(
+        difference=relative_total((row.difference_norm, row.reference_norm) for row in decided),
+        divergent=any(row.outcome is Outcome.DIVERGENT for row in decided),
+        **measured,
+    )
+
+
+def own_sketch(gradients: Gradients) -> torch.Tensor:
+    """Returns the sketch of what this process holds, whatever other ranks do."""
+    with summed_over(1, lambda numbers: numbers):
+        return sketch(list(gradients.values()))
+
+
+def apart_by(sketches: Sequence[torch.Tensor]) -> float:
+    """Returns the largest difference of the ranks' gradients from the first one's, relative to its norm."""
+    first, *others = sketches
+    norm = float(torch.linalg.vector_norm(first))
+    far = max(float(torch.linalg.vector_norm(other - first)) for other in others)
+    return far / norm if norm else math.inf if far else 0.0
+
+
+def fitted(own: Sequence[torch.Tensor], target: Gradients, used: Gradients) -> WeightFit | None:
+    """Fits the ranks' own gradients to the one of one process, and to the one that they ended up with.
+
+    Args:
+        own: The sketch of each rank's own, before a reduction.
+        target: Of one process that ran the same micro-batches.
+        used: What the ranks ended up with.
+
+    Returns:
+        The fit; None where a side lacks a gradient that the other one has, or one is not finite.
+    """
+    if any((gradient is None) != (used[name] is None) for name, gradient in target.items()):
+        return None
+    shards = any(gradient is not None and is_sharded(gradient) for gradient in target.values())
+    wanted = sketch(list(target.values())) if shards else own_sketch(target)
+    sides = [torch.stack(list(own), dim=1), wanted.cpu(), sketch(list(used.values())).cpu()]
+    if not all(bool(numbers.isfinite().all()) for numbers in sides) or not bool(sides[1].any()):
+        return None
+    return fit_weights(sides[0], sides[1], used=sides[2], singular=SINGULAR_FLOAT32)
+
+
+def with_shares(facts: RankFacts, left: Callable[[Shares], float]) -> RankFacts:
+    """Returns the facts with the control of each rank's share: the first that leaves rounding, or the last tried.
+
+    Args:
+        facts: What was measured.
+        left: What such a window differs by from the right one, relative.
+    """
+    for shares in facts.shares_to_try:
+        facts = replace(facts, weights_control=left(shares), shares_tried=shares)
+        if facts.is_rounding(facts.weights_control):
+            break
+    return facts
 
 
 def facts_of_ranks(

@@ -1,4 +1,4 @@
-"""The verdict on R ranks: one process judges the same micro-batches and finds the cause, then the ranks confirm it."""
+"""The verdict on local ranks: one process judges their micro-batches and finds the cause, then they confirm it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 
 from gaverify.causes.investigation import investigate
 from gaverify.children.launching import working_folder
+from gaverify.collective.facts import apart_by, facts_of, fitted, with_shares
 from gaverify.errors import ProblemError
 from gaverify.passes.batching import micro_batch_sizes
 from gaverify.passes.gradients import Gradients, PassResult, full_batch_gradients
 from gaverify.passes.precision import buffers_apart
 from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.task import Task
-from gaverify.ranks.facts import apart_by, facts_of, fitted, with_shares
-from gaverify.ranks.gathering import gathers_with_gradient
-from gaverify.ranks.groups import alone
+from gaverify.ranks.engines import alone
+from gaverify.ranks.traffic import gathers_with_gradient
 from gaverify.ranks.window import RankReport, Ranks, on_ranks, reported, window_of
 from gaverify.records.comparison import Method, Outcome
 from gaverify.records.facts import Facts
