@@ -1,176 +1,154 @@
-"""Plain training loops, unchanged: every fault of the loop is named with its line, every look-alike stays quiet."""
+"""What an audit's document says beside codes and lines: windows, rows, partners, what is left out, and unseen steps."""
 
 from __future__ import annotations
 
-import runpy
-from typing import NamedTuple
+from pathlib import Path
 
 import pytest
-from audits import SCRIPTS, Audited, audit, marked
+import torch
+from audits import TRAIN, audit, audited, events_of, marked
 
-SCALE, STEPS, EXTRAS, RIGHT = "loops_scale.py", "loops_steps.py", "loops_extras.py", "loops_right.py"
-RARE = "loops_rare.py"
-WORDS = "train_language_model.py"
-LESS = ("--batch-size 8 --accum 1", "--batch-size 2 --accum 4")
 slow = pytest.mark.slow
+SLICED = ("train_slices.py", "--batch-size 8", "--batch-size 2 --accum 4")
 
 
-class Fault(NamedTuple):
-    """A loop, the code that must appear, and what else may."""
-
-    why: str
-    script: str
-    loop: str
-    code: str
-    also: tuple[str, ...] = ()
-    full: str = "--batch-size 16 --accum 1"
-    accumulated: str = "--batch-size 4 --accum 4"
-    common: str = ""
-    quick: bool = False
-
-    def run(self) -> Audited:
-        return audit(self.script, self.full, self.accumulated, f"--loop {self.loop} {self.common}")
-
-
-FAULTS = [
-    Fault("B02 the division by K is forgotten", SCALE, "division_forgotten", "GAV201"),
-    Fault("B05 divided twice", SCALE, "divided_twice", "GAV201"),
-    Fault("a penalty that is not divided", SCALE, "penalty_undivided", "GAV201"),
-    Fault("a penalty that is not divided, from update 2 on", SCALE, "penalty_later", "GAV201"),
-    Fault("L19 scaled after backward", SCALE, "scaled_after_backward", "GAV201"),
-    Fault("B04 short window over K", SCALE, "short_window", "GAV605", ("GAV201",), common="--samples 24"),
-    Fault(
-        "B13 micro-batches of 6, 6, 4",
-        SCALE,
-        "ragged_batches",
-        "GAV202",
-        full="--micro 16",
-        accumulated="--micro 6",
-        quick=True,
-    ),
-    Fault("B11 mean over matched × batch size", SCALE, "matched_targets", "GAV202"),
-    Fault("a micro-batch without labels", SCALE, "empty_micro_batch", "GAV203", ("GAV202",)),
-    Fault("B01 mean over valid tokens", WORDS, "mean_of_means", "GAV202", (), *LESS, "--dropout 0.1"),
-    Fault("B06 the model ignores the count", WORDS, "count_ignored", "GAV201", (), *LESS, "--equal"),
-    Fault(
-        "B09 tokens of another window",
-        WORDS,
-        "tokens_of_another_window",
-        "GAV201",
-        (),
-        "--batch-size 8 --accum 1 --generated 1",
-        "--batch-size 2 --accum 4 --generated 8",
-    ),
-    Fault("B14 one row's length, then / K", WORDS, "length_of_a_row", "GAV201", (), *LESS, "--equal"),
-    Fault("L01 zero_grad inside the window", STEPS, "cleared_inside", "GAV603", quick=True),
-    Fault("cleared twice, in a closure", RARE, "cleared_in_a_closure", "GAV603"),
-    Fault("L02 zero_grad at the start of an epoch", STEPS, "cleared_at_epoch", "GAV604", common="--samples 24"),
-    Fault("L03 the trailing window leaks", STEPS, "leaks_into_next_epoch", "GAV602", common="--samples 24"),
-    Fault("L06 step outside the if", STEPS, "step_outside_the_if", "GAV601"),
-    Fault("row 9 scheduler per micro-batch", EXTRAS, "schedule_per_micro_batch", "GAV607", quick=True),
-    Fault("clipping per micro-batch, active", EXTRAS, "clip_per_micro_batch", "GAV606", common="--clip 0.05"),
-    Fault("clipping by hand per micro-batch", EXTRAS, "clip_by_hand_per_micro_batch", "GAV606", common="--clip 0.05"),
-]
-
-
-@pytest.mark.parametrize(
-    "fault", [pytest.param(fault, id=fault.why, marks=() if fault.quick else slow) for fault in FAULTS]
-)
-def test_a_faulty_loop_is_named_with_its_line(fault: Fault) -> None:
-    result = fault.run()
-    assert result.code == 1, str(result)
-    assert fault.code in result.faults, str(result)
-    assert result.faults <= {fault.code, *fault.also}, str(result)
-    assert result.line(fault.code) == marked(fault.script, fault.loop), str(result)
-
-
-RIGHT_LOOPS = [
-    ("N07 gradients divided after the loop", RIGHT, "gradients_divided", ""),
-    ("N08 one backward over the summed losses", RIGHT, "losses_summed", ""),
-    ("a penalty that is divided with the loss", SCALE, "penalty_divided", ""),
-    ("N09 zero_grad at the start of the window", RIGHT, "cleared_at_start", ""),
-    ("N18 only the logged loss is off", RIGHT, "logged_loss_off", ""),
-    ("N19 constant divisor", RIGHT, "constant_divisor", ""),
-    ("N27 micro-batches in another order", RIGHT, "other_order", "--dropout 0.2"),
-    ("twin of B04", RIGHT, "short_window_divided", "--samples 24"),
-    ("gradients set to None by hand", RIGHT, "cleared_by_hand", ""),
-    ("the usual loop, shuffled, with workers and dropout", RIGHT, "usual", "--shuffle --workers 2 --dropout 0.2"),
-    ("N26 clipping that never clips", EXTRAS, "clip_per_update", ""),
-    ("DistributedDataParallel with no_sync", RARE, "distributed", ""),
-    ("sums kept outside .grad", RARE, "sums_of_its_own", ""),
-    ("two passes over each window", RARE, "sharpness_aware", ""),
-    ("LBFGS", RARE, "line_search", ""),
-    ("a compiled model", RARE, "compiled", ""),
-    ("loss scales that overflow", RARE, "overflowing", ""),
-    ("a gradient penalty on the inputs", RARE, "gradient_penalty", ""),
-    ("clamped weights, validation with gradients on", RARE, "clamped", ""),
-    ("twin of row 9", EXTRAS, "schedule_per_update", ""),
-    ("twin of L08", EXTRAS, "scaler_per_update", ""),
-]
-
-
-@pytest.mark.parametrize(
-    ("why", "script", "loop", "common"),
-    [pytest.param(*case, id=case[0], marks=() if "workers" in case[3] else slow) for case in RIGHT_LOOPS],
-)
-def test_a_right_loop_stays_quiet(why: str, script: str, loop: str, common: str) -> None:
-    result = audit(script, common=f"--loop {loop} {common}")
-    assert (result.code, result.outcome, result.faults) == (0, "equivalent", set()), str(result)
-
-
-RIGHT_WINDOWS = [
-    ("N20 divided by the tokens of the window", "tokens_of_the_window", *LESS, "--dropout 0.1"),
-    ("row 7 padding counted", "padding_counted", *LESS, ""),
-]
+def test_every_window_has_its_counts() -> None:
+    """Row 3: backward : step : zero_grad = K : 1 : 1."""
+    result = audit("loops_right.py", common="--loop usual --shuffle --workers 2 --dropout 0.2")
+    counts = [(c["backward"], c["step"], c["zero_grad"]) for c in result.document["counts"] if c["complete"]]
+    assert counts[:2] == [(4, 1, 1)] * 2, str(result)
 
 
 @slow
-@pytest.mark.parametrize(("why", "loop", "full", "accumulated", "common"), RIGHT_WINDOWS, ids=lambda value: value)
-def test_a_right_language_model_stays_quiet(why: str, loop: str, full: str, accumulated: str, common: str) -> None:
-    result = audit(WORDS, full, accumulated, f"--loop {loop} {common}")
-    assert (result.code, result.outcome, result.faults) == (0, "equivalent", set()), str(result)
+def test_the_loop_that_steps_too_early_has_both_faults() -> None:
+    """Row 4 of the reference systems."""
+    result = audit("loops_steps.py", common="--loop too_early")
+    assert (result.code, result.faults) == (1, {"GAV601", "GAV201"}), str(result)
+    assert result.line("GAV601") == marked("loops_steps.py", "too_early")
+    assert result.line("GAV201") == marked("loops_steps.py", "too_early, the scale")
 
 
 @slow
-def test_ragged_micro_batches_weighted_by_their_samples_are_equivalent() -> None:
-    result = audit(RIGHT, "--micro 16", "--micro 6", "--loop weighted_by_samples")
+def test_a_later_shuffle_is_the_full_batchs() -> None:
+    result = audit("train_drawing.py", common="--loop epochs", options=("--updates", "8"))
     assert (result.code, result.faults) == (0, set()), str(result)
+    assert [update["judged"] for update in result.document["updates"]] == [True] * 8
 
 
-class TestNumbers:
-    """What the findings say beside their code; the runs are those of the tables above."""
-
-    @slow
-    def test_a_forgotten_division_is_a_factor_of_k(self) -> None:
-        result = audit(SCALE, common="--loop division_forgotten")
-        assert result.update(1)["norm_ratio"] == pytest.approx(4, rel=1e-4)
-        assert "K" in result.finding("GAV201")["summary"]
-
-    def test_unequal_micro_batches_get_their_shares_as_weights(self) -> None:
-        result = audit(SCALE, "--micro 16", "--micro 6", "--loop ragged_batches")
-        assert weights(result) == pytest.approx([6 / 16, 6 / 16, 4 / 16], rel=1e-4), str(result)
-
-    @slow
-    def test_windows_of_tokens_are_weighted_by_their_valid_tokens(self) -> None:
-        result = audit(WORDS, *LESS, "--loop mean_of_means --dropout 0.1")
-        text = runpy.run_path(str(SCRIPTS / "sentences.py"))["TEXT"]
-        words = [len(line.split()) for line in text[:8]]  # one target each
-        shares = [sum(words[at : at + 2]) / sum(words) for at in range(0, 8, 2)]
-        assert weights(result) == pytest.approx(shares, rel=1e-4), str(result)
-
-    def test_every_window_has_its_counts(self) -> None:
-        """Row 3: backward : step : zero_grad = K : 1 : 1."""
-        result = audit(RIGHT, common="--loop usual --shuffle --workers 2 --dropout 0.2")
-        counts = [(c["backward"], c["step"], c["zero_grad"]) for c in result.document["counts"] if c["complete"]]
-        assert counts[:2] == [(4, 1, 1)] * 2, str(result)
+@slow
+def test_partners_from_the_whole_batch_are_told_with_their_line() -> None:
+    result = audit("train_drawing.py", common="--loop partners")
+    assert result.code == 3, str(result)
+    assert str(marked("train_drawing.py", "partners")[1]) in str(result), str(result)
 
 
-def weights(result: Audited) -> list[float]:
-    """The weights that GAV202 calls right."""
-    found = [
-        evidence["values"]["weights"]
-        for evidence in result.finding("GAV202")["evidence"]
-        if "weights" in evidence["values"]
-    ]
-    assert found, str(result)
-    return list(found[0])
+@slow
+@pytest.mark.parametrize("loop", ["columns", "by_name"])
+def test_a_model_that_returns_its_loss_is_given_the_full_batches_inputs(loop: str) -> None:
+    """Batches from a plain tensor, whose order hangs on the batch size."""
+    result = audit(*SLICED, f"--loop {loop}")
+    assert (result.code, result.outcome, result.faults) == (0, "equivalent", set()), str(result)
+    assert "with the full-batch run's inputs" in {run["how"] for run in result.document["runs"]}
+
+
+@slow
+def test_targets_outside_the_forward_are_left_alone() -> None:
+    result = audit(*SLICED, "--loop outside")
+    assert (result.code, result.faults) == (3, set()), str(result)
+    assert "did not see the same samples" in result.document["reason"]
+    assert "the forward at {}:{}".format(*marked("train_slices.py", "outside")) in result.document["reason"]
+
+
+@slow
+@pytest.mark.skipif(not hasattr(torch._C, "_get_fp32_precision_getter"), reason="torch before 2.9")
+@pytest.mark.parametrize(("common", "faults"), [("", set()), ("--undivided", {"GAV201"})], ids=["right", "undivided"])
+def test_products_that_torch_rounds_are_judged_by_their_rounding(common: str, faults: set[str]) -> None:
+    """The inputs of a convolution are rounded otherwise for each batch size: 2e-3 of the gradient."""
+    result = audit("train_rounded.py", common=common, options=("--updates", "1"))
+    assert (result.code, result.faults) == (len(faults), faults), str(result)
+    assert not faults or result.line("GAV201") == marked("train_rounded.py", "loss")
+
+
+@slow
+@pytest.mark.parametrize(("loop", "line"), [("against_at_once", "pollutes"), ("in_one_loop", "in_one_loop")])
+def test_networks_that_are_trained_at_once_are_named_as_that(loop: str, line: str) -> None:
+    """S03, S11: the generator's passes are in the critic's gradients, and it meets the critic before its step."""
+    result = audit("loops_partners.py", common=f"--loop {loop}", options=("--updates", "4"))
+    assert (result.code, result.faults) == (1, {"GAV610", "GAV611"}), str(result)
+    assert result.line("GAV610") == result.line("GAV611") == marked("loops_partners.py", line), str(result)
+    updates = result.document["updates"]
+    assert any(update["foreign"] and update["foreign"]["passes"] for update in updates), str(updates)
+    assert any(partner["full"] > partner["accumulated"] for update in updates for partner in update["partners"])
+
+
+LEFT_OUT = ("meta", "fake", "grad", "jvp", "trace", "lazy_optimizer")
+HIDDEN = (*LEFT_OUT, "flops", "forward_mode", "functional", "lr")
+
+
+@pytest.mark.parametrize("odd", [pytest.param(odd, marks=() if odd == "meta" else slow) for odd in HIDDEN])
+def test_what_has_no_values_is_left_out(odd: str) -> None:
+    """S14: a forward or optimizer that cannot be recorded ends no audit."""
+    result = audit("odd_beside.py", "--batch-size 8 --accum 1", "--batch-size 2 --accum 4", f"--odd {odd}")
+    assert (result.code, result.outcome, result.faults) == (0, "equivalent", set()), str(result)
+    if odd == "meta":  # it belongs to no update
+        assert {row["backward"] for row in result.document["counts"]} == {4}, str(result)
+    assert bool(result.document["left_out"]) == (odd in LEFT_OUT)
+
+
+FULL, ACCUMULATED = "--batch-size 8 --accum 1", "--batch-size 2 --accum 4"
+SCRIPT = "loops_unannounced.py"
+BY_HAND = ["plain", "gradients", "own"]
+STYLES = [*BY_HAND, "assigned", "functional", "compiled", "captured"]
+LOOKED_AT = "    norm = torch.autograd.grad(mse_loss(model(x), y), [model.weight])[0].norm().item()\n"
+
+
+@pytest.mark.parametrize("style", [pytest.param(style, marks=() if style == "plain" else slow) for style in STYLES])
+def test_a_right_loop_is_equivalent(style: str) -> None:
+    result = audit(SCRIPT, FULL, ACCUMULATED, f"--style {style}")
+    assert (result.code, result.outcome, result.faults) == (0, "equivalent", set()), str(result)
+    assert all(update["judged"] for update in result.document["updates"])
+    how = {run["how"] for run in result.document["runs"]}
+    assert any("compared by the change of the weights" in run for run in how) == (style == "gradients")
+    assert any("its steps seen by its weights" in run for run in how) == (style in BY_HAND)
+    assert any("without compilation" in run for run in how) == (style == "compiled")
+
+
+@slow
+@pytest.mark.parametrize("common", ["", "--undivided"])
+def test_a_change_of_weights_that_shows_nothing_of_the_gradient_is_inconclusive(common: str) -> None:
+    result = audit(SCRIPT, FULL, ACCUMULATED, f"--style gradients --rule adam {common}")
+    assert (result.code, result.outcome, result.faults) == (3, "inconclusive", set()), str(result)
+    assert "the script keeps no `.grad`" in result.document["reason"]
+
+
+@slow
+def test_what_a_captured_graph_hides_is_said() -> None:
+    seen = audit(SCRIPT, FULL, ACCUMULATED, "--style captured")
+    assert [why.partition(",")[0] for why in seen.document["left_out"]] == ["CUDA graph capture"], str(seen)
+    hidden = audit(SCRIPT, FULL, ACCUMULATED, "--style captured --whole")
+    assert hidden.code == 2 and "calls inside the capture of a CUDA graph" in hidden.err, str(hidden)
+
+
+@slow
+def test_calls_alone_show_the_moves() -> None:
+    result = events_of(SCRIPT, "--batch-size 2 --accum 4 --style plain", options=("--steps", "4"))
+    assert (result.code, result.faults) == (3, set()), str(result)
+    assert {(count["backward"], count["step"]) for count in result.document["counts"]} == {(4, 1)}
+
+
+def test_gradients_that_are_only_looked_at(tmp_path: Path) -> None:
+    body = TRAIN.replace("    if (i", LOOKED_AT + "    if (i")
+    result = audited(tmp_path / "train.py", body)
+    assert (result.code, result.outcome, result.faults) == (0, "equivalent", set()), str(result)
+    counts = [count for count in result.document["counts"] if count["complete"]]
+    assert {(count["backward"], count["step"]) for count in counts} == {(4, 1)}
+
+
+@slow
+def test_weights_that_are_loaded_between_forwards(tmp_path: Path) -> None:
+    body = "start = {n: w.clone() for n, w in model.state_dict().items()}\nmodel(inputs[:2])\n"
+    body += "for _ in range(4):\n    model.load_state_dict({n: w * 1.5 for n, w in start.items()})\n"
+    body += "    model(inputs[:2])\nmodel.load_state_dict(start)\n"
+    result = audited(tmp_path / "train.py", body + TRAIN)
+    assert (result.code, result.outcome, result.faults) == (0, "equivalent", set()), str(result)
+    assert {run["how"] for run in result.document["runs"]} == {""}

@@ -1,4 +1,4 @@
-"""Scripts that do odd things: they are audited all the same, and nothing is left behind."""
+"""Scripts that do odd things, fail or train nothing, and senseless requests: audited all the same, or a sentence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from audits import HEAD, SCRIPTS, TRAIN, audit, audited, events_of, folder, refused
+from audits import HEAD, SCRIPTS, TRAIN, audit, audited, events_of, folder, gaverify, refused
 
 slow = pytest.mark.slow
 
@@ -130,3 +130,172 @@ def _child(folder: Path) -> int:
                 return int(words[0])
         time.sleep(0.1)
     raise AssertionError("the script has not begun")
+
+
+RIGHT = str(SCRIPTS / "loops_right.py")
+
+
+class TestTheRequest:
+    """Refused before anything runs."""
+
+    def test_a_script_that_is_not_there(self, tmp_path: Path) -> None:
+        refused(audit(tmp_path / "absent.py", "--a", "--b"), "absent.py", "not there")
+
+    def test_a_folder(self, tmp_path: Path) -> None:
+        refused(audit(tmp_path, "--a", "--b"), "__main__.py")
+
+    def test_a_module_that_is_not_there(self) -> None:
+        refused(audit("no_such_package.train", "--a", "--b"), "no_such_package.train")
+
+    def test_no_script_at_all(self) -> None:
+        refused(gaverify(["audit", "--full", "--a", "--accumulated", "--b"]), "name the training script")
+
+    def test_only_one_of_the_runs(self) -> None:
+        refused(audit(Path(RIGHT), "--batch-size 8", None), "--accumulated")
+
+    def test_a_quote_that_is_not_closed(self) -> None:
+        refused(audit(Path(RIGHT), "--name 'x", "--accum 4"), "--full", "quot")
+
+    @pytest.mark.parametrize("option", ["--updates 0", "--timeout 0", "--timeout nan", "--steps 0", "--updates two"])
+    def test_numbers_out_of_range(self, option: str) -> None:
+        refused(audit(Path(RIGHT), "--accum 1", "--accum 4", options=option.split()), option.split()[0])
+
+    def test_the_same_arguments_compare_nothing(self) -> None:
+        result = audit(Path(RIGHT), "--accum 4", "--accum 4")
+        assert result.code == 3, str(result)
+        assert result.outcome == "inconclusive"
+        assert "same" in result.out, str(result)
+
+
+class TestTheScriptFails:
+    def test_its_own_traceback_is_shown(self, script: Path) -> None:
+        result = audited(script, "def shape(x):\n    return x.view(3, 5)\n\nprint('epoch 1')\nshape(inputs)\n")
+        refused(result, "full-batch run", "in shape", "x.view(3, 5)", "shape '[3, 5]' is invalid", "epoch 1")
+        assert "runpy" not in result.err
+        assert "RuntimeError: shape '[3, 5]' is invalid" in result.err.splitlines()[0], "the cause comes first"
+
+    @slow
+    def test_the_run_that_failed_is_named(self, script: Path) -> None:
+        body = "assert args.accum == 1, 'no accumulation here'\n"
+        refused(audited(script, body + TRAIN), "accumulated run", "no accumulation here")
+
+    @slow
+    def test_an_argument_that_it_does_not_know(self, script: Path) -> None:
+        result = audited(script, TRAIN, "--batch-size 2 --accumulate 4 --strange")
+        refused(result, "accumulated run", "unrecognized arguments", "--strange")
+
+    @slow
+    def test_a_syntax_error(self, script: Path) -> None:
+        script.write_text("for x in:\n    pass\n", encoding="utf-8")
+        refused(audit(script, "--a", "--b"), "train.py", "SyntaxError", "for x in:")
+
+    @slow
+    def test_a_failed_import(self, script: Path) -> None:
+        script.write_text("import no_such_library\n", encoding="utf-8")
+        refused(audit(script, "--a", "--b"), "ModuleNotFoundError", "no_such_library")
+
+    @slow
+    def test_left_with_a_status_before_training(self, script: Path) -> None:
+        refused(audited(script, "sys.exit(5)\n"), "full-batch run", "sys.exit(5)")
+
+    @slow
+    def test_left_past_python(self, script: Path) -> None:
+        refused(audited(script, "os._exit(0)\n"), "full-batch run", "os._exit")
+
+    @slow
+    def test_killed(self, script: Path) -> None:
+        refused(audited(script, "import signal; os.kill(os.getpid(), signal.SIGKILL)\n"), "SIGKILL")
+
+    @slow
+    def test_a_hang_is_ended(self, script: Path) -> None:
+        started = time.monotonic()
+        refused(audited(script, "time.sleep(600)\n", options=("--timeout", "5")), "5 s", "--timeout")
+        assert time.monotonic() - started < 120
+
+    @slow
+    def test_an_endless_loop_that_ignores_sigterm_is_ended(self, script: Path) -> None:
+        body = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('stuck')\nwhile True: pass\n"
+        refused(audited(script, body, options=("--timeout", "5")), "--timeout", "stuck")
+
+
+class TestNothingToCompare:
+    @slow
+    def test_no_backward(self, script: Path) -> None:
+        refused(audited(script, "model(inputs)\n"), "neither a backward pass nor an optimizer step")
+
+    @pytest.mark.slow
+    def test_weights_that_are_no_parameters(self, tmp_path: Path) -> None:
+        body = "w = torch.zeros(4, 1, requires_grad=True)\nfor x, y in batches:\n    mse_loss(x @ w, y).backward()\n"
+        body += "    with torch.no_grad():\n        w -= 0.1 * w.grad\n    w.grad = None\n"
+        refused(audited(tmp_path / "train.py", body), "tensors that are no `nn.Parameter`")
+
+    @slow
+    def test_no_optimizer_step(self, script: Path) -> None:
+        result = audited(script, TRAIN.replace("        optimizer.step()\n", ""))
+        refused(result, "no optimizer step")
+
+    @slow
+    def test_too_few_micro_batches_for_one_update(self, script: Path) -> None:
+        result = audited(script, TRAIN, "--batch-size 8 --accum 64")
+        refused(result, "accumulated run", "no optimizer step")
+
+    @slow
+    def test_a_step_without_backward(self, script: Path) -> None:
+        body = "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\noptimizer.step()\n"
+        refused(audited(script, body), "without any backward pass")
+
+    @slow
+    def test_different_parameters(self, script: Path) -> None:
+        body = "if args.odd:\n    model = torch.nn.Linear(4, 2)\n" + TRAIN
+        result = audited(script, body, "--batch-size 2 --accum 4 --odd")
+        refused(result, "different parameters", "`weight` is [1, 4] and [2, 4]")
+
+    @slow
+    def test_names_are_labels(self, script: Path) -> None:
+        """A wrapper around the model changes names; the same parameters in the same places are compared."""
+        wrapped = "if args.odd:\n    model = torch.nn.Sequential(model)\n" + TRAIN
+        result = audited(script, wrapped, "--batch-size 2 --accum 4 --odd")
+        assert result.update(1)["outcome"] == "equivalent", str(result)
+        other = "if args.odd:\n    model = torch.nn.Sequential(torch.nn.Linear(4, 1))\n" + TRAIN
+        result = audited(script, other, "--batch-size 2 --accum 4 --odd")
+        assert result.code == 3 and "start from different weights" in str(result)
+
+    @slow
+    def test_other_samples_are_not_compared(self, script: Path) -> None:
+        """Shuffled without a seed of its own: the outcome is open, and it says how many rows differ."""
+        body = "torch.manual_seed(args.accum)\norder = torch.randperm(32)\n"
+        body += "batches = [(inputs[i], targets[i]) for i in order.split(args.batch_size)]\n"
+        result = audited(script, body + TRAIN)
+        assert (result.code, result.outcome, result.faults) == (3, "inconclusive", set()), str(result)
+        data = result.update(1)["data"]
+        assert 0 < data["differing"] <= 8, str(result)
+
+    @slow
+    def test_a_batch_that_was_not_cut(self) -> None:
+        """The accumulated run has four times the samples: nothing is called divergent."""
+        result = audit("loops_right.py", "--batch-size 8", "--batch-size 8 --accum 4", "--loop usual")
+        assert (result.code, result.faults) == (3, set()), str(result)
+        data = result.update(1)["data"]
+        assert (data["full"], data["accumulated"]) == (8, 32), str(result)
+
+    @slow
+    def test_learning_rates_that_differ(self) -> None:
+        """The gradients agree, and the steps are made at another rate: a fault of its own, at the step's line."""
+        result = audit("loops_right.py", "--lr 0.1", "--batch-size 4 --accum 4 --lr 0.025", "--loop usual")
+        assert result.code == 1, str(result)
+        assert result.faults == {"GAV609"}, str(result)
+        assert result.update(1)["outcome"] == "equivalent"
+        assert "lr" in result.finding("GAV609")["summary"]
+
+    @slow
+    def test_a_gradient_that_is_not_a_number(self, script: Path) -> None:
+        result = audited(script, TRAIN.replace("mse_loss(model(x), y)", "(mse_loss(model(x), y) * float('nan'))"))
+        assert (result.code, result.outcome) == (3, "inconclusive"), str(result)
+        assert result.notes == {"GAV503"}, str(result)
+
+    @slow
+    def test_one_update_is_enough(self, script: Path) -> None:
+        """The script ends after one of two updates: that one is compared."""
+        result = audited(script, "batches = batches[: args.accum]\n" + TRAIN)
+        assert (result.code, result.outcome) == (0, "equivalent"), str(result)
+        assert len(result.document["updates"]) == 1

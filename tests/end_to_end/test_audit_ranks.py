@@ -1,17 +1,25 @@
-"""Audits of scripts whose accumulated run trains in several gloo ranks: faults are named, right loops stay quiet."""
+"""Audits of several gloo ranks, whoever starts them: faults are named, right loops stay quiet, failures are told."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
-from audits import audit
+from audits import SCRIPTS, audit, refused
 
 pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed"),
     pytest.mark.slow,
 ]
 SCRIPT = "loops_ranks.py"
-TORCHRUN = "torchrun --standalone --nproc-per-node 2"
+TORCHRUN = ("--launcher", "torchrun --standalone --nproc-per-node 2")
+RANKS = ("--ranks", "2")
+FULL, CUT = "--batch-size 8", "--batch-size 2 --accum 2"
 
 # (options, batch of one process, ranks, batch of a rank, K, faults)
 SAID = {
@@ -93,13 +101,8 @@ def test_rows_that_cannot_be_compared_accuse_nobody(options: str, code: int) -> 
 
 
 def test_ranks_in_both_runs_hide_their_faults_and_it_is_said() -> None:
-    result = audit(
-        SCRIPT,
-        "--batch-size 8 --accum 1",
-        "--batch-size 4 --accum 2",
-        "--loop always",
-        ("--launcher", TORCHRUN, "--full-launcher", TORCHRUN),
-    )
+    options = (*TORCHRUN, "--full-launcher", TORCHRUN[1])
+    result = audit(SCRIPT, "--batch-size 8 --accum 1", "--batch-size 4 --accum 2", "--loop always", options)
     assert (result.code, result.outcome) == (0, "equivalent"), result
     assert "both runs trained in 2 ranks, so that faults of ranks cannot show" in result.document["reason"]
 
@@ -120,3 +123,67 @@ def test_one_process_without_a_launcher_is_told(tmp_path) -> None:  # type: igno
     )
     result = audit(script, "--n 8", "--n 4", "", ("--ranks", "2"))
     assert result.code == 2 and "init_process_group" in result.err, result
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    yield
+    scripts = [os.fsencode(SCRIPTS / name) for name in ("ranks_failing.py", "ranks_spawned.py")]
+    ours = os.environ.get("PYTEST_XDIST_WORKER", "").encode()  # another process of pytest has ranks of its own
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            line, environment = ((process / name).read_bytes() for name in ("cmdline", "environ"))
+            assert not (any(script in line for script in scripts) and ours in environment), line
+
+
+def test_a_script_that_spawns_its_ranks_and_never_reduces() -> None:
+    result = audit("ranks_spawned.py", FULL, f"{CUT} --ranks 2", "--never", ("--launcher", "python"))
+    assert (result.code, result.outcome, result.faults) == (1, "divergent", {"GAV701"}), result
+
+
+def test_a_spawned_rank_that_raises() -> None:
+    result = audit("ranks_spawned.py", FULL, f"{CUT} --ranks 2 --raises", "", ("--launcher", "python"))
+    refused(result, "Process 1 terminated", "ValueError: a file is missing")
+
+
+def test_ranks_in_both_runs_are_refused() -> None:
+    """Two ranks that never synchronise would agree with two ranks that never synchronise."""
+    result = audit("ranks_spawned.py", "--batch-size 4 --ranks 2", f"{CUT} --ranks 2", "", ("--launcher", "python"))
+    refused(result, "the full-batch run trained in 2 processes", "--full-launcher")
+
+
+@pytest.mark.parametrize("options", [RANKS, TORCHRUN], ids=["ranks", "torchrun"])
+def test_a_rank_that_raises(options: tuple[str, ...]) -> None:
+    result = audit("ranks_failing.py", FULL, CUT, "--fault raise", options)
+    refused(result, "rank 1", "ValueError: a file is missing", "# here: raised")
+
+
+def test_a_rank_that_is_killed() -> None:
+    result = audit("ranks_failing.py", FULL, CUT, "--fault die", RANKS)
+    refused(result, "(rank 1 of 2) failed: it was killed by SIGKILL")
+
+
+def test_a_rank_that_leaves_early() -> None:
+    result = audit("ranks_failing.py", FULL, CUT, "--fault leave", RANKS)
+    refused(result, "rank 1 had left with 1 of 2 updates")
+
+
+@pytest.mark.parametrize(("options", "limit"), [(RANKS, 15), (TORCHRUN, 30)], ids=["ranks", "torchrun"])
+def test_a_rank_that_hangs(options: tuple[str, ...], limit: int) -> None:
+    begun = time.monotonic()
+    result = audit("ranks_failing.py", FULL, CUT, "--fault hang", (*options, "--timeout", str(limit)))
+    refused(result, f"was still running after {limit} s", "of 2 updates")
+    assert time.monotonic() - begun < 200
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("other_parameters", "appears not to match sizes"),
+        ("other_code", "DDP expects same model across all ranks"),
+        ("static_graph", "please report a bug to PyTorch"),
+    ],
+)
+def test_what_torch_refuses_is_told_as_torchs(fault: str, words: str) -> None:
+    """Ranks of other shapes or other code, and `no_sync` with a static graph: an assertion of torch's own."""
+    refused(audit("ranks_failing.py", FULL, CUT, f"--fault {fault}", RANKS), "of 2) failed: RuntimeError", words)
