@@ -30,7 +30,7 @@ from gaverify.records.experiment import ControlKind, ControlRun
 from gaverify.records.facts import Facts
 from gaverify.records.operations import FunctionKey
 from gaverify.records.weights import Count, TermKind
-from gaverify.thresholds import COMPUTED_FLOAT32, SAME_NUMBER
+from gaverify.thresholds import COMPUTED_FLOAT32, SAME_NUMBER, SMALL_PART
 
 _DIVISIONS = ("div", "div_", "true_divide", "divide")
 _PRODUCTS = ("mul", "mul_", "multiply")
@@ -38,17 +38,23 @@ _MEANS = ("mean", "nanmean")
 
 
 def ask(bench: Bench, facts: Facts) -> Facts:
-    """Runs the micro-batches with the counts of the full batch; nothing where none counts otherwise than it weighs."""
-    found = bench.attempt("counts of the window", lambda: found_in(bench, facts.weights.used))
+    """Runs the micro-batches with the counts of the full batch; nothing where none counts otherwise than it weighs.
+
+    What leaves next to nothing of the difference is a cause as well; the questions after this one look for the rest.
+    """
+    if facts.weights_first:
+        return facts
+    most = SMALL_PART * facts.left
+    found = bench.attempt("counts of the window", lambda: found_in(bench, facts.weights.used, most))
     if found is None:
         return facts
     weights = replace(facts.weights, counts=found.counts, remedy=found.control, place=found.counts[0].operation)
-    return replace(facts, weights=weights, left=found.control.left, cleared=True)
+    return replace(facts, weights=weights, left=found.control.left, cleared=found.control.rounding)
 
 
 @dataclass(frozen=True)
 class Found:
-    """The counts that decide, the control run that leaves only rounding, and what that multiplied: results by call."""
+    """The counts that decide, the control run that shows it, and what that multiplied: results by call."""
 
     counts: tuple[Count, ...]
     control: ControlRun
@@ -60,8 +66,8 @@ class Found:
         return (bench.weighted([1.0] * bench.task.steps) if added_up else bench).without(_Rescaled(self.factors))
 
 
-def found_in(bench: Bench, used: Sequence[float]) -> Found | None:
-    """Returns the counts that decide; None where there are none.
+def found_in(bench: Bench, used: Sequence[float], most: float = 0.0) -> Found | None:
+    """Returns the counts that leave no difference, or no larger one than `most`; None where there are none.
 
     A loss that adds its micro-batches up by itself (weights normalised over the batch, then summed) is tried with
     weights of 1 after that.
@@ -75,7 +81,7 @@ def found_in(bench: Bench, used: Sequence[float]) -> Found | None:
         there = bench.weighted(shares) if added_up else bench
         what = "the window's counts in every micro-batch"
         control = there.repaired(what, _Rescaled(wrong), ControlKind.COUNTS) if counts else None
-        if control is not None and control.rounding:
+        if control is not None and (control.rounding or control.left <= most):
             return Found(tuple(replace(count, added_up=added_up) for count in counts), control, wrong)
     return None
 

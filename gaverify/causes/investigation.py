@@ -104,7 +104,8 @@ def asked(task: Task, judgement: Judgement, facts: Facts, heard: Heard, found: F
 
 def _settled(facts: Facts) -> bool:
     """Whether nothing is left to ask: all is explained, or a batch that differs from itself explains nothing."""
-    return facts.cleared or facts.weights.blamed or not facts.repeats_itself
+    weighed = facts.weights.blamed and not facts.weights_first
+    return facts.cleared or weighed or not facts.repeats_itself
 
 
 class Heard:

@@ -36,14 +36,19 @@ def ask(bench: Bench, facts: Facts) -> Facts:
     there = bench if held is None else bench.without(held)
     fit = facts.weights.fit if control is None else control.fit
     residual = fit.residual if fit is not None and not fit.vacuous else 0.0
-    search = _Search(there, facts, facts.left if control is None else control.left, residual)
+    weighed = facts.weights.remedy if facts.weights_first else None
+    left = facts.left if weighed is None else facts.compared.total
+    search = _Search(there, facts, left if control is None else control.left, residual)
     bench.attempt("first diverging operation", lambda: search.run(control.fit if control is not None else None))
     forward = replace(search.first or facts.forward, coupling=facts.forward.coupling)
     ruled_out = tuple(search.ruled_out.values())
-    facts = replace(facts, forward=replace(forward, causes=search.causes, ruled_out=ruled_out))
-    if search.weights is not None and search.cleared:
+    causes = search.causes
+    if weighed is not None and search.cleared and len(causes) == 1:  # it alone makes what the weights leave
+        causes = (replace(causes[0], alone=weighed.left),)
+    facts = replace(facts, forward=replace(forward, causes=causes, ruled_out=ruled_out))
+    if search.weights is not None and search.cleared and weighed is None:
         facts = replace(facts, weights=replace(facts.weights, fit=search.weights, remedy=search.remedy))
-    if search.counted is not None and search.cleared:
+    if search.counted is not None and search.cleared and weighed is None:
         counted = search.counted
         known = replace(facts.weights, counts=counted.counts, remedy=search.remedy, place=counted.counts[0].operation)
         facts = replace(facts, weights=known)
@@ -158,9 +163,13 @@ class _Search:
     def _held_whole(self) -> None:
         """Tries the other controls of the last cause, where the one that helped left something and no more was found.
 
-        Partners may enter a module at two places, of which that control holds one.
+        Partners may enter a module at two places, of which that control holds one. Where none but cached gradients
+        helped, the samples meet somewhere behind the line that is named.
         """
         last = self._found[-1] if self._found else None
+        if last is not None and last.region is not None and last.region.cause.control is not None:
+            self._found[-1], self.left = last.region, last.region.cause.control.left
+            return
         if last is None or not last.helps or last.neutral is None:
             return
         bench, suspect = self._with(self._found[:-1], self._bench), last.cause.suspect

@@ -16,18 +16,22 @@ from gaverify.passes.isolation import mode_set
 from gaverify.records.experiment import Cause, ControlKind, ControlRun
 from gaverify.records.operations import FunctionKey, Suspect
 from gaverify.remedies.batch_norm import group_norm_for, only_normalises
-from gaverify.thresholds import HELPS, TINY
+from gaverify.thresholds import HELPS, SAME_IN_FLOAT32, TINY
 from gaverify.verdict.control import failure_sentence
 
 
 @dataclass(eq=False)
 class Tried:
-    """A suspect with its control run, and the probe that keeps it neutralised while others are looked for."""
+    """A suspect with its control run, and the probe that keeps it neutralised while others are looked for.
+
+    `region`: the same with cached gradients, which prove where the samples meet though its own result changes nothing.
+    """
 
     cause: Cause
     neutral: PassProbe | None
     failures: tuple[str, ...] = ()
     helps: bool = True
+    region: Tried | None = None
 
 
 def try_suspect(
@@ -66,13 +70,30 @@ def try_suspect(
         explained = 1.0 - min(control.left / max(left, TINY), weighted)
         if control.rounding or (explained > 1.0 - HELPS and not all_of_it):
             remedies = tuple(_remedies(bench, suspect, neutral)) if control.rounding else ()
-            return Tried(Cause(suspect, control, remedies, explained), neutral, tuple(failures))
+            tried = Tried(Cause(suspect, control, remedies, explained), neutral, tuple(failures))
+            return tried if neutral is not None else _without_effect(bench, tried, left) or tried
         if isinstance(neutral, Evaluated) and counted(bench.without(neutral)):
             return Tried(Cause(suspect, control, (), explained), neutral, tuple(failures))
         frozen = best is not None and isinstance(best.neutral, Evaluated)  # a repair, which others can be tried behind
         if neutral is not None and (best is None or (explained > best.cause.explained and not frozen)):
             best = Tried(Cause(suspect, control, (), explained), neutral, tuple(failures), helps=False)
     return best or Tried(Cause(suspect, None), None, tuple(failures), helps=False)
+
+
+def _without_effect(bench: Bench, tried: Tried, left: float) -> Tried | None:
+    """The suspect on probation where holding its own result changes nothing; None where that does, or cannot be seen.
+
+    Cached gradients compute all of the loss once, so that they prove a region and not a line: what is taken off all
+    outputs and cancels in their distances (a centre, a maximum) depends on the batch, and nothing depends on it.
+    """
+    suspect = tried.cause.suspect
+    functions = suspect.source_functions if suspect.source is not None else suspect.functions
+    probe = ResultsHeld(bench.task, functions, suspect.order)
+    what = f"the result of `{suspect.culprit.name}` held constant"
+    run = bench.possible(lambda: bench.run(what, probe)) if functions else None
+    if run is None or abs(run.left - left) > SAME_IN_FLOAT32 * left:
+        return None
+    return Tried(Cause(suspect, run, (), 0.0), probe, tried.failures, helps=False, region=tried)
 
 
 def again(bench: Bench, cause: Cause) -> Cause | None:

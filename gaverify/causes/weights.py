@@ -52,6 +52,8 @@ def ask_at_moved_parameters(bench: Bench, facts: Facts) -> Facts:
     Where weights fit with the state held, too, these may be a number that moves from forward to forward (a divisor that
     is a moving average), which stays the same for moved parameters: the next question asks with the state held.
     """
+    if facts.weights_first:
+        return facts
     held = facts.state.control.fit if facts.state is not None and facts.state.control is not None else None
     if held is not None and explains(bench, facts, held):
         return facts
@@ -145,7 +147,8 @@ def _fitted(bench: Bench, facts: Facts, watch: StateWatch) -> tuple[WeightFit, R
     earlier = bench.earlier or kept(bench.full_batch(watch))
     if earlier.shares is not None and isinstance(earlier.watch, StateWatch):
         fit = fitted([earlier.shares])
-        if means(bench, facts, fit):  # what the micro-batches add up to exactly repeats itself
+        # what the micro-batches add up to exactly repeats itself
+        if means(bench, facts, fit) and fit.residual <= facts.repeats:
             watch.absorb(earlier.watch)
             return fit, Repeatability(fit.residual, fit.residual)
     full = bench.full_batch(watch)

@@ -18,7 +18,7 @@ from gaverify.records.experiment import Cause, ControlRun
 from gaverify.records.operations import ModuleDifference, Operation
 from gaverify.records.ranks import RankFacts
 from gaverify.records.weights import Count, WeightFit, are_shares
-from gaverify.thresholds import AGREE_FLOAT64, COMPUTED_FLOAT32
+from gaverify.thresholds import AGREE_FLOAT64, COMPUTED_FLOAT32, SMALL_PART
 
 SCRIPT = "the script's own"
 """The weighting of a training loop."""
@@ -210,6 +210,12 @@ class Facts:
     diagnosed: bool = False
     stopped_after: float | None = None
     loop: Record | None = None
+
+    @property
+    def weights_first(self) -> bool:
+        """Whether other weights leave next to nothing of the difference, though more than rounding: named first."""
+        run = self.weights.remedy
+        return run is not None and not run.rounding and run.left <= SMALL_PART * self.compared.total
 
     @property
     def blind(self) -> bool:

@@ -96,7 +96,8 @@ def findings_for(facts: Facts) -> tuple[Finding, ...]:
         elif facts.loop is not None and facts.loop.unclipped and changed == {clip_per_micro_batch.code}:
             found += rule.judge(facts_of_loop(replace(facts.loop, updates=facts.loop.unclipped, unclipped=())))
     found += unexplained.judge(facts, tuple(found))
-    ordered = sorted(found, key=lambda finding: finding.severity != "fault")
+    first = {rule.code for rule in WEIGHTS} if facts.weights_first else set()
+    ordered = sorted(found, key=lambda finding: (finding.severity != "fault", finding.code not in first))
     return tuple(_with_harm(facts, ordered))
 
 

@@ -9,7 +9,7 @@ from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence
 from gaverify.records.operations import Operation, Suspect
 from gaverify.rules.rule import controlled, measured
-from gaverify.thresholds import SMALL_PART
+from gaverify.thresholds import FIT_FLOAT64, SMALL_PART
 
 _INEXACT = {
     ControlKind.HELD: "it holds values, and gradients pass beside them",
@@ -59,13 +59,19 @@ def control(facts: Facts, cause: Cause) -> Evidence:
     text = left_by(run)
     if not run.rounding:
         rest = "the causes named beside it explain the rest" if facts.cleared else rest_of(facts, run)
-        share = f"this explains {cause.explained:.0%}, " if cause.explained > 0 else ""
-        text += f": {share}{rest}"
+        weighs = facts.cleared and cause.explained > 1 - FIT_FLOAT64
+        text += ": this and other weights explain all of it" if weighs else f": {_explained(cause.explained)}{rest}"
     if cause.alone > 0 and several(facts):
         text += f"; alone, with the other causes neutralised, it makes {cause.alone:.0e}: proven"
     repairs = [{"what": tried.what, "left": tried.left, "rounding": tried.rounding} for tried in cause.remedies]
     more = {"repairs": repairs} if repairs else {}
     return controlled("control", text, left=run.left, explained=cause.explained, alone=cause.alone, **more)
+
+
+def _explained(share: float) -> str:
+    """How much of the difference went away."""
+    most = f"all but {1 - share:.1g} of it" if share > 1 - SMALL_PART else f"{share:.0%}"
+    return f"this explains {most}, " if share > 0 else ""
 
 
 def left_by(run: ControlRun, article: str = "") -> str:
@@ -96,10 +102,35 @@ def paired_remedy(suspect: Suspect) -> str:
     return "pair the samples before the window is cut, so that partners travel in one micro-batch with their targets"
 
 
-def in_order(facts: Facts, place: int, remedy: str) -> str:
-    """A remedy with its number, where operations have several, or one and the weights: they are made one by one."""
-    total = len(facts.forward.causes) + facts.weights.blamed
-    return f"repair {place + 1} of {total}, in this order: {remedy}" if total > 1 else remedy
+def in_order(facts: Facts, remedy: str, cause: Cause | None = None) -> str:
+    """A remedy with its number, where operations have several, or one and the weights: they are made one by one.
+
+    Args:
+        facts: What was measured.
+        remedy: In words.
+        cause: Whose it is; None: that of the weights, which come last where they do not explain nearly everything.
+    """
+    causes = facts.forward.causes
+    order = (None, *causes) if facts.weights_first else (*causes, None)
+    total = len(causes) + facts.weights.blamed
+    return f"repair {order.index(cause) + 1} of {total}, in this order: {remedy}" if total > 1 else remedy
+
+
+def weighed(facts: Facts, run: ControlRun) -> str:
+    """Says what difference is left with other weights, and what that means."""
+    if run.rounding:
+        return f"the difference is {run.left:.0e}: proven"
+    text = f"a difference of {run.left:.0e} is left"
+    if not facts.weights_first:
+        return text
+    rest = "the causes named beside it make that" if facts.cleared else "another cause is left"
+    return f"{text}, {run.left / facts.compared.total:.1g} of what it was: {rest}"
+
+
+def weights_proven(facts: Facts) -> bool:
+    """Whether other weights leave rounding, or next to nothing beside causes that explain the rest."""
+    run = facts.weights.remedy
+    return run is not None and (run.rounding or (facts.weights_first and facts.cleared))
 
 
 def behind(before: Sequence[Cause]) -> str:
@@ -113,7 +144,7 @@ def behind(before: Sequence[Cause]) -> str:
 def beside(facts: Facts) -> str:
     """What weights were tested with: the causes of the forward, else the state that moves beside them; empty alone."""
     moving = facts.state is not None and bool(facts.state.blamed)
-    return behind(facts.forward.causes) or (" with the state held" if moving else "")
+    return ("" if facts.weights_first else behind(facts.forward.causes)) or (" with the state held" if moving else "")
 
 
 def several(facts: Facts) -> bool:

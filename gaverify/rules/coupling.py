@@ -55,7 +55,7 @@ def _meeting(facts: Facts, cause: Cause, what: str, remedy: str, *more: Evidence
         *more,
         control(facts, cause),
         location=cause.suspect.culprit.location,
-        remedy=in_order(facts, facts.forward.causes.index(cause), remedy),
+        remedy=in_order(facts, remedy, cause),
         proven=proven(facts, cause),
         together=_places(cause),
     )

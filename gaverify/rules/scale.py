@@ -123,8 +123,8 @@ def factor_of(facts: Facts) -> tuple[float | None, float]:
     exact = facts.compared.method in (Method.FLOAT64_CONTROL, Method.TOLERANCE)
     accurate = FIT_FLOAT64 if exact else FIT_FLOAT32
     fit = facts.weights.fit
-    if facts.weights.counts and (fit is None or fit.residual > FIT_FLOAT32):
-        return None, math.inf  # several counts, which no weights explain together
+    if facts.weights.counts and (fit is None or fit.residual > FIT_FLOAT32 or facts.weights_first):
+        return _of_count(facts.weights), math.inf if fit is None else fit.residual
     if fit is not None and facts.weights.blamed:
         ratios = [w / c for w, c in zip(facts.weights.used, fit.weights, strict=True) if c]
         if len(ratios) == len(fit.weights) and is_constant(ratios, fit.residual):
@@ -132,6 +132,20 @@ def factor_of(facts: Facts) -> tuple[float | None, float]:
         return None, math.inf
     factor, left = facts.compared.scale
     return (factor, left) if not facts.diagnosed and left < accurate else (None, math.inf)
+
+
+def _of_count(known: Weights) -> float | None:
+    """How many times too much the micro-batches count by the numbers that divide them; None where it is no one factor.
+
+    Those of several terms are the same factor, or no weights explain them together.
+    """
+    counts, fit = known.counts, known.fit
+    ratios = [w * count.window / own for count in counts for w, own in zip(known.used, count.own, strict=True)]
+    if not is_constant(ratios) or any(count.term is not None or not count.counts for count in counts):
+        return None
+    fitted = [] if fit is None else [w / c for w, c in zip(known.used, fit.weights, strict=True) if c]
+    agrees = fit is not None and alike([ratios[0], *fitted], FIT_MAGNIFIES * fit.residual)
+    return ratios[0] if len(counts) == 1 or agrees else None
 
 
 def told_steps(loop: Record, factor: float) -> int:

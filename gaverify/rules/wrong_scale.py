@@ -11,8 +11,8 @@ from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
 from gaverify.records.weights import TermKind, WeightFit
 from gaverify.records.windows import Window
-from gaverify.rules.controls import beside, in_order
-from gaverify.rules.rule import controlled, judged, rule, rule_of_loops
+from gaverify.rules.controls import beside, in_order, weighed, weights_proven
+from gaverify.rules.rule import controlled, rule, rule_of_loops
 from gaverify.rules.scale import (
     constant_factor,
     counted_at,
@@ -37,7 +37,7 @@ from gaverify.rules.wording import (
     tested,
 )
 from gaverify.rules.wrong_shares import counts_remedy, explains_weights, places
-from gaverify.thresholds import COMPUTED_FLOAT32, SAME_NUMBER, THREE_DIGITS
+from gaverify.thresholds import COMPUTED_FLOAT32, FIT_EXACT, FIT_MAGNIFIES, SAME_NUMBER, THREE_DIGITS
 
 
 @rule("GAV201")
@@ -53,18 +53,19 @@ def wrong_loss_scale(facts: Facts) -> Iterator[Finding]:
     factor, left = factor_of(facts)
     if factor is None or abs(factor - 1) < max(SAME_NUMBER, left):
         return
-    right = exact([weight / factor for weight in facts.weights.used])
+    close = FIT_EXACT if counts else max(FIT_EXACT, FIT_MAGNIFIES * left)
+    right = exact([weight / factor for weight in facts.weights.used], close)
     yield told(
         "GAV201.factor",
         *_control(facts, right),
         location=facts.weights.place.location if facts.weights.place is not None else None,
-        proven=run is not None and run.rounding,
+        proven=weights_proven(facts),
         factor=factor,
         meaning=_meaning(facts, factor),
         largest=facts.compared.largest,
         counted=counted_at(facts.weights),
         residual=left,
-        remedy=in_order(facts, len(facts.forward.causes), _remedy(facts, factor, right)),
+        remedy=in_order(facts, _remedy(facts, exact([1 / factor], close), right)),
     )
 
 
@@ -74,15 +75,15 @@ def _undivided(facts: Facts, run: ControlRun, kind: TermKind) -> Finding:
     source = counts[0].operation.source
     return told(
         "GAV201.undivided",
-        judged("micro-batch-weights", "with other weights of this term the difference", run.left, run.rounding),
+        controlled("micro-batch-weights", f"with other weights of this term {weighed(facts, run)}", left=run.left),
         location=counts[0].operation.location,
-        proven=run.rounding,
+        proven=weights_proven(facts),
         together=[count.operation.location for count in counts],
         places=places(counts),
         what=said(words("GAV201")["terms"][kind.name.lower()], times=sum(facts.weights.used)),
         largest=facts.compared.largest,
         line=f": `{source}`" if source else "",
-        remedy=in_order(facts, len(facts.forward.causes), counts_remedy(facts, counts, run)),
+        remedy=in_order(facts, counts_remedy(facts, counts, run)),
     )
 
 
@@ -106,22 +107,16 @@ def _control(facts: Facts, right: str) -> tuple[Evidence, ...]:
     if run is None:
         return not_run(facts) if facts.weights.failure else ()
     what = run.what if facts.weights.counts else f"weights {right}"
-    if run.rounding:
-        return (judged("micro-batch-weights", f"with {what} the difference", run.left, True),)
-    return (
-        controlled(
-            "micro-batch-weights", f"with weights {right} a difference of {run.left:.0e} is left", left=run.left
-        ),
-    )
+    return (controlled("micro-batch-weights", f"with {what} {weighed(facts, run)}", left=run.left),)
 
 
-def _remedy(facts: Facts, factor: float, right: str) -> str:
+def _remedy(facts: Facts, times: str, right: str) -> str:
     run = facts.weights.remedy
-    if run is not None and not run.rounding and not facts.cleared:
+    if run is not None and not (run.rounding or facts.cleared or facts.weights_first):
         return NOT_ENOUGH
     if run is not None and facts.weights.counts:
         return counts_remedy(facts, facts.weights.counts, run)
-    text = f"multiply each micro-batch's loss by {exact([1 / factor])} (weights {right})"
+    text = f"multiply each micro-batch's loss by {times} (weights {right})"
     return text + (f": {tested(run, beside(facts))}" if run is not None and run.rounding else "")
 
 

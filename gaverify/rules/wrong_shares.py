@@ -10,7 +10,7 @@ from gaverify.records.experiment import ControlRun
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
 from gaverify.records.weights import Count, TermKind, WeightFit, are_shares, is_constant
-from gaverify.rules.controls import beside, in_order
+from gaverify.rules.controls import beside, in_order, weighed, weights_proven
 from gaverify.rules.rule import controlled, judged, rule
 from gaverify.rules.scale import constant, counted_at, factor_in_loop, factor_of, shares, weighted_term, weights_of
 from gaverify.rules.telling import said, told, words
@@ -134,16 +134,16 @@ def mean_of_means(facts: Facts) -> Iterator[Finding]:
     meaning, remedy = _meaning(facts, fit.weights)
     if run is not None and run.rounding and meaning:
         remedy = f"{remedy}: {tested(run, beside(facts))}"
-    elif run is not None and not run.rounding and not facts.cleared:
+    elif run is not None and not (run.rounding or facts.cleared or facts.weights_first):
         remedy = NOT_ENOUGH
     left = f"a fit leaves {fit.residual:.0e} of the gradient over"
     if run is not None:
-        left = f"the difference is {run.left:.0e}{': proven' if run.rounding else ''}"
+        left = weighed(facts, run)
     yield told(
         "GAV202.fitted",
         *not_run(facts) if run is None else (),
         location=facts.weights.place.location if facts.weights.place is not None else None,
-        proven=run is not None and run.rounding,
+        proven=weights_proven(facts),
         summary=words("GAV202")["summaries"]["given" if facts.weights.given_wrong else _averaged(facts)],
         largest=facts.compared.largest,
         counted=counted_at(facts.weights),
@@ -153,7 +153,7 @@ def mean_of_means(facts: Facts) -> Iterator[Finding]:
         unsure=_unsure(fit),
         fit=fit,
         weights=list(fit.weights),
-        remedy=in_order(facts, len(facts.forward.causes), remedy),
+        remedy=in_order(facts, remedy),
     )
 
 
@@ -165,7 +165,7 @@ def _counted(facts: Facts, counts: tuple[Count, ...], run: ControlRun) -> Findin
     """The finding where the window's counts in every micro-batch give the full batch's gradient."""
     own = "; ".join(map(_said, counts))
     fit, weights = facts.weights.fit, {}
-    text = f"with {run.what} the difference is {run.left:.0e}: proven"
+    text = f"with {run.what} {weighed(facts, run)}"
     if fit is not None and fit.determined and fit.residual < FIT_FLOAT32 and not beside(facts):
         weights = {"weights": list(fit.weights), "residual": fit.residual}
         text += f"; on this batch they are weights {weights_text(fit.weights, each=False)}"
@@ -174,7 +174,7 @@ def _counted(facts: Facts, counts: tuple[Count, ...], run: ControlRun) -> Findin
         "GAV202.counts",
         controlled("micro-batch-weights", text, left=run.left, counts=windows, **weights),
         location=counts[0].operation.location,
-        proven=run.rounding,
+        proven=weights_proven(facts),
         together=[count.operation.location for count in counts],
         summary=words("GAV202")["summaries"][_averaged(facts)],
         largest=facts.compared.largest,
@@ -182,7 +182,7 @@ def _counted(facts: Facts, counts: tuple[Count, ...], run: ControlRun) -> Findin
         line=f": `{counts[0].operation.source}`" if counts[0].operation.source else "",
         used=list(facts.weights.used),
         counts=[list(count.own) for count in counts],
-        remedy=in_order(facts, len(facts.forward.causes), counts_remedy(facts, counts, run)),
+        remedy=in_order(facts, counts_remedy(facts, counts, run)),
     )
 
 

@@ -114,7 +114,47 @@ def _of_slopes(whole: bool) -> Problem:
     return Problem(mlp(classes=1), loss, torch.randn(16, 6))
 
 
+def _centred(kernel: bool) -> Problem:
+    """Two views less the centre of all, as kernels take them: it cancels in every distance, and couples nothing."""
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        a, b = model(batch[0]), model(batch[1])
+        centre = torch.cat((a, b)).mean(0)
+        a, b = a - centre, b - centre
+        if not kernel:
+            return (a - b).square().sum(1).mean()
+        return -torch.exp(-torch.cdist(a, b)).mean()  # planted centred-kernel
+
+    return Problem(mlp(), loss, (torch.randn(16, 6), torch.randn(16, 6)))
+
+
+class Divided(nn.Module):
+    """Hidden values over their deviation in the batch, or of each sample."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim, self.hidden, self.head = dim, nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.hidden(x))
+        return self.head(h / h.std(self.dim, keepdim=True))  # planted slopes-in-the-loss
+
+
+def _penalised(dim: int) -> Problem:
+    """Scores, and their slopes at the samples: what is held as a constant leaves the loss nothing to differentiate."""
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        x = batch[0].clone().requires_grad_()
+        scores = model(x)
+        (slopes,) = torch.autograd.grad(scores.sum(), x, create_graph=True)
+        return F.cross_entropy(scores, batch[1]) + slopes.square().sum(1).mean()
+
+    return Problem(Divided(dim), loss, (torch.randn(16, 6), torch.randint(4, (16,))))
+
+
 FAULTS = (
+    fault("slopes-in-the-loss", lambda: _penalised(0), "GAV102", "a loss that differentiates refuses some controls"),
+    fault("centred-kernel", lambda: _centred(True), "GAV103", "what cancels is not the line, though caches repair it"),
     fault("slopes", lambda: _of_slopes(True), "GAV103", "what runs in a transform is left alone"),
     fault("modules-of-the-loss", lambda: _views(False, False), "GAV103", "they are no encoder"),
     fault("twice", lambda: _views(False, True), "GAV103", "both calls of the model are cut"),
@@ -123,6 +163,8 @@ FAULTS = (
     fault("product-of-criteria", lambda: _terms(True), "GAV103", "criteria hand out no samples"),
 )
 TWINS = (
+    quiet("slopes-in-the-loss", lambda: _penalised(1), "each sample by its own deviation"),
+    quiet("centred-kernel", lambda: _centred(False), "what is taken off both partners cancels"),
     quiet("slopes", lambda: _of_slopes(False), "a mean over samples of what a transform gives"),
     quiet("modules-of-the-loss", lambda: _views(True, False), "each sample meets its own partner"),
     quiet("twice", lambda: _views(True, True), "two calls, no coupling"),

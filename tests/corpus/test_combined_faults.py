@@ -61,6 +61,47 @@ def test_a_scale_beside_state_is_one_factor_and_was_tested_with_the_state_held()
         )
 
 
+def _summed(size: float, reduction: str = "sum") -> gaverify.Problem:
+    """A loss over the samples beside a norm of all outputs, `size` times as large."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        scores = model(batch[0])
+        return F.cross_entropy(scores, batch[1], reduction=reduction) + size * scores.norm()
+
+    return gaverify.Problem(model, loss, (torch.randn(16, 6), torch.randint(3, (16,))))
+
+
+@pytest.mark.parametrize("size", [3e-3, 1e-5, 3e-6])
+@pytest.mark.parametrize(("reduction", "weighting"), [("sum", "uniform"), ("mean", "none")])
+def test_weights_that_explain_nearly_everything_are_named_before_a_small_coupling(
+    size: float, reduction: str, weighting: str
+) -> None:
+    verdict = gaverify.verify(_summed(size, reduction), steps=4, weighting=weighting)
+    assert [(f.code, f.proven) for f in verdict.findings if f.severity == "fault"] == [
+        ("GAV201", True),
+        ("GAV103", True),
+    ], story(verdict)
+    weights, coupling = verdict.findings[:2]
+    assert "the causes named beside it make that" in weights.evidence[1].statement
+    assert weights.remedy.startswith("repair 1 of 2") and coupling.remedy.startswith("repair 2 of 2")
+    assert any("alone, with the other causes neutralised" in each.statement for each in coupling.evidence)
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-7, 1e-9])
+def test_what_rounding_hides_is_no_cause_beside_weights(size: float) -> None:
+    """Nor does it make of the full batch one that does not repeat itself."""
+    verdict = gaverify.verify(_summed(size), steps=4)
+    assert [f.code for f in verdict.findings if f.severity == "fault"] == ["GAV201"], story(verdict)
+    assert verdict.findings[0].proven and "(weights 1, 1, 1, 1): tested, equivalent" in verdict.findings[0].remedy
+
+
+def test_a_coupling_beside_a_mean_brings_no_weights_into_play() -> None:
+    verdict = gaverify.verify(_summed(1e-3, "mean"), steps=4)
+    assert [f.code for f in verdict.findings if f.severity == "fault"] == ["GAV103"], story(verdict)
+
+
 def test_the_line_that_counts_is_named() -> None:
     """The loss call of a mean over valid targets, and the division of a mean that is written by hand."""
     lines = {}

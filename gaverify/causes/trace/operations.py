@@ -35,7 +35,7 @@ from gaverify.passes.calls import Call, FunctionMode, OperationMode, listening, 
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.randomness.operations import draws_unseen, generator_key
 from gaverify.records.operations import FunctionKey
-from gaverify.tracebacks import Owner, calling_frame, owner_of
+from gaverify.tracebacks import Owner, calling_frame, hands_over, owner_of
 
 _FACTORIES = ("tensor", "as_tensor", "asarray", "from_numpy", "frombuffer")  # bring numbers in from outside torch
 _UNWRITTEN = ("empty", "new_empty")  # factories whose results hold whatever the memory held
@@ -200,6 +200,7 @@ def named_calls(called: Callable[[FunctionKey, Any, Any, Any], Any]) -> Function
     By its key (name, line and occurrence) another run of the same forward finds the same call again.
     """
     seen: Counter[tuple[str, Frame]] = Counter()
+    hands_over(called)
 
     def handle(func: Any, args: Any, kwargs: Any) -> Any:
         place = str(getattr(func, "__name__", func)), calling_frame()
