@@ -17,7 +17,6 @@ import torch
 
 from gaverify.causes import counts, operations, proof, state, weights
 from gaverify.causes.bench import Bench
-from gaverify.causes.sketches import fitted, kept
 from gaverify.passes.batching import drawn, micro_batch_sizes
 from gaverify.passes.gradients import PassProbe, full_batch_gradients
 from gaverify.passes.isolation import ModelState, generator_states, seed_torch
@@ -28,6 +27,7 @@ from gaverify.records.facts import Facts, Weights
 from gaverify.records.weights import are_shares
 from gaverify.thresholds import MOVED_SHARES
 from gaverify.tracebacks import hands_over
+from gaverify.verdict.sketches import fitted, kept
 
 T = TypeVar("T")
 
@@ -36,14 +36,23 @@ _FIXED = ("uniform", "samples", "none")  # weightings that are the same for ever
 _TRIED = 3  # batches on which weights without a meaning of their own have to hold
 
 
-def ask(bench: Bench, facts: Facts) -> Facts:
+def ask(bench: Bench, facts: Facts, *, in_part: bool = False) -> Facts:
     """Marks the repairs that leave something on a second batch; where none can be made, they stay as they are.
 
     Of several causes none is repaired alone: their repairs are tried together (`operations`).
+
+    Args:
+        bench: Where to run.
+        facts: What the search showed.
+        in_part: Whether the bench's batch is the first samples of a larger one. What is found there is confirmed on
+            all of that (`confirming`), whose other samples are a second batch: only numbers that have no meaning of
+            their own are tried on batches that are drawn anew.
     """
     known, causes, moving = facts.weights, facts.forward.causes, facts.state
     found = len(causes) + known.blamed + (moving is not None and bool(moving.blamed))
     if not facts.cleared or facts.draws.control is not None or found != 1:
+        return facts
+    if in_part and (known.remedy is None or _have_meaning(known)):
         return facts
     if known.remedy is not None:
         return _of_weights(bench, facts)
@@ -63,7 +72,7 @@ def _of_weights(bench: Bench, facts: Facts) -> Facts:
     every micro-batch by chance (a worst group): then another batch shows what couples them.
     """
     known = facts.weights
-    meant = known.fit is not None and not known.counts and weights.have_meaning(known, known.fit)
+    meant = _have_meaning(known)
     seeds = _SEEDS[: 1 if meant else _TRIED]
     failed = next(filter(None, (_on_another(bench, seed, partial(_failed, known=known)) for seed in seeds)), None)
     if failed is None or known.remedy is None:
@@ -75,6 +84,10 @@ def _of_weights(bench: Bench, facts: Facts) -> Facts:
     shown = (_on_another(bench, seed, partial(_shown, facts=facts)) for seed in _SEEDS if not meant)
     cause = next(filter(None, shown), None)
     return facts if cause is None else _proven_instead(bench, facts, cause)
+
+
+def _have_meaning(known: Weights) -> bool:
+    return known.fit is not None and not known.counts and weights.have_meaning(known, known.fit)
 
 
 def _on_another(bench: Bench, seed: int, ask: Callable[[Bench], T]) -> T | None:

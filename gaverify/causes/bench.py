@@ -16,7 +16,6 @@ from typing import Generic, TypeVar
 import torch
 
 from gaverify.causes.rows import ControlFailed
-from gaverify.causes.sketches import Earlier, Sketches, Sums, fitted
 from gaverify.errors import GaverifyError
 from gaverify.passes.gradients import (
     Gradients,
@@ -37,6 +36,7 @@ from gaverify.thresholds import CAPPED_UNITS, COMPUTED_FLOAT32, SAME_IN_FLOAT32,
 from gaverify.verdict.comparison import measure
 from gaverify.verdict.control import failure_sentence
 from gaverify.verdict.criteria import Difference
+from gaverify.verdict.sketches import Earlier, Sketches, Sums, fitted
 
 T = TypeVar("T")
 

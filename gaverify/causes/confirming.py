@@ -10,11 +10,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import torch
-
 from gaverify.causes import backward, counts, proof, state, weights
 from gaverify.causes.bench import FORESEEN, Bench
-from gaverify.causes.sketches import Sketches, fitted, kept
 from gaverify.causes.trace.first_divergence import trace_divergences
 from gaverify.passes.task import Task
 from gaverify.records.experiment import ControlKind, ControlRun
@@ -22,6 +19,7 @@ from gaverify.records.facts import Facts, State, Weights
 from gaverify.records.weights import WeightFit, are_shares, is_constant
 from gaverify.thresholds import AGREE_FLOAT64, CORRECT_FLOAT32, GROUPINGS, SAME_IN_FLOAT32, TINY
 from gaverify.verdict.judging import Judgement
+from gaverify.verdict.sketches import Sketches, fitted, kept
 
 _MANY = 1 << 14  # samples, from which on float32's sums over them leave more than that of correct models
 
@@ -39,14 +37,9 @@ def confirmed_in_working_precision(task: Task, judgement: Judgement, facts: Fact
     """
     if _confirm_of(found) is None or task.batch_size > _MANY:
         return None
-    task.progress("the whole batch again")
-    try:
-        few = judgement.few
-        floor = max(few.allowed, GROUPINGS * few.error + few.lost) if few is not None else 0.0
-        bench = Bench(task, judgement.state, judgement.record, False, total=facts.compared.total, floor=floor)
-        bench = replace(bench, earlier=kept(bench.full_batch()))
-    except FORESEEN:
-        return None
+    few, total = judgement.few, facts.compared.total
+    floor = max(few.allowed, GROUPINGS * few.error + few.lost) if few is not None else 0.0
+    bench = Bench(task, judgement.state, judgement.record, False, earlier=judgement.earlier, total=total, floor=floor)
     return confirmed(bench, facts, found)
 
 
@@ -126,8 +119,7 @@ def _of_the_part(
         times = [1.0, *ratios, *(1 / ratio for ratio in ratios)]
         meant += [tuple(factors[0] * time * used for used in known.used) for time in times]
     for weights_ in meant:
-        left = sketches.target - sketches.columns @ sketches.target.new_tensor(weights_)
-        residual = float(torch.linalg.vector_norm(left) / torch.linalg.vector_norm(sketches.target))
+        residual = sketches.left_by(sketches.full.new_tensor(weights_))
         if residual <= floor:
             return replace(fit, weights=weights_, residual=residual)
     return None

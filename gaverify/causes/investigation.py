@@ -16,7 +16,6 @@ import torch
 from gaverify.causes import again, backward, counts, coupling, operations, state, weights
 from gaverify.causes.bench import Bench
 from gaverify.causes.confirming import confirmed
-from gaverify.causes.sketches import Earlier, Sums, kept
 from gaverify.passes.gradients import AfterBackward, PassProbe, PassResult
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.lifting import has_hooks
@@ -30,6 +29,7 @@ from gaverify.records.facts import EXPLICIT, Backward, Buffers, Draws, Facts, We
 from gaverify.verdict.comparison import measure
 from gaverify.verdict.control import in_float64
 from gaverify.verdict.judging import Judgement, judge_whole, working_unit
+from gaverify.verdict.sketches import Earlier, Sums, kept
 
 
 def _ask_draws(bench: Bench, facts: Facts) -> Facts:
@@ -67,7 +67,15 @@ QUESTIONS: tuple[Callable[[Bench, Facts], Facts], ...] = (
 """In this order: what is cheap to ask, and what the later questions have to know, comes first."""
 
 
-def asked(task: Task, judgement: Judgement, facts: Facts, heard: Heard, found: Facts | None = None) -> Facts:
+def asked(
+    task: Task,
+    judgement: Judgement,
+    facts: Facts,
+    heard: Heard,
+    found: Facts | None = None,
+    *,
+    in_part: bool = False,
+) -> Facts:
     """Returns the facts with what the questions found; a question that could not be asked is noted.
 
     What a part of the batch showed is confirmed instead, where the float64 control decided and that goes.
@@ -78,6 +86,7 @@ def asked(task: Task, judgement: Judgement, facts: Facts, heard: Heard, found: F
         facts: What they showed.
         heard: What was heard of the float64 control.
         found: What the search showed in a part of the batch.
+        in_part: Whether this is such a part.
     """
     with ExitStack() as stack:
         state_, control = judgement.state, judgement.control
@@ -95,7 +104,7 @@ def asked(task: Task, judgement: Judgement, facts: Facts, heard: Heard, found: F
                 if _settled(facts):
                     break
                 facts = ask(_given(bench, facts), facts)
-            facts = again.ask(bench, facts)
+            facts = again.ask(bench, facts, in_part=in_part)
             facts = weights.ask_place(_given(bench, facts), state.ask_lines(bench, facts))
         except TimeUp:
             facts = replace(facts, stopped_after=task.limit.seconds)
@@ -193,7 +202,13 @@ def _identical_samples(batch: Any, batch_size: int) -> bool:
 
 
 def investigate(
-    task: Task, judgement: Judgement, *, diagnose: bool, heard: Heard | None = None, found: Facts | None = None
+    task: Task,
+    judgement: Judgement,
+    *,
+    diagnose: bool,
+    heard: Heard | None = None,
+    found: Facts | None = None,
+    in_part: bool = False,
 ) -> Facts:
     """Returns everything that was measured; questions are asked only after a divergence; one that fails says so.
 
@@ -205,6 +220,7 @@ def investigate(
         diagnose: Whether to look for the cause of a divergence.
         heard: What listened to the float64 control.
         found: What the search showed in a part of the batch, where there was one: it is confirmed on all of it.
+        in_part: Whether this is such a part.
     """
     facts = collected(task, judgement)
     if not diagnose or not facts.compared.divergent or task.steps < 2:
@@ -214,16 +230,17 @@ def investigate(
         return facts
     try:
         with task.limit.searching():
-            return _searched(task, judgement, facts, heard, found)
+            return _searched(task, judgement, facts, heard, found, in_part=in_part)
     except TimeUp:
         return replace(facts, stopped_after=task.limit.seconds)
 
 
-def _searched(task: Task, judgement: Judgement, facts: Facts, heard: Heard | None, found: Facts | None) -> Facts:
+def _searched(
+    task: Task, judgement: Judgement, facts: Facts, heard: Heard | None, found: Facts | None, *, in_part: bool
+) -> Facts:
     """The facts with what the search found, as far as it came in its time."""
-
     if judgement.method is not Method.FLOAT64_PART or found is None:
-        return asked(task, judgement, facts, heard or Heard(), found)
+        return asked(task, judgement, facts, heard or Heard(), found, in_part=in_part)
     from gaverify.causes.confirming import confirmed_in_working_precision
 
     known = confirmed_in_working_precision(task, judgement, facts, found)

@@ -54,7 +54,7 @@ class Shrunk:
             found = judge(part, rtol=None, atol=None, exact=low, listener=heard if self._searches else None)
             rows = _decided(task, part, judgement, found, unit)
             if self._searches:
-                self.found = investigate(part, found, diagnose=True, heard=heard)
+                self.found = investigate(part, found, diagnose=True, heard=heard, in_part=True)
         except Exception as error:  # a model that does not take so few samples, a loss that is no number
             if is_own_fault(error):
                 raise

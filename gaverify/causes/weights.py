@@ -9,7 +9,6 @@ import torch
 
 from gaverify.causes.bench import Bench
 from gaverify.causes.neutral.state import GradientsKept
-from gaverify.causes.sketches import fitted, kept
 from gaverify.causes.trace.first_divergence import branches_part, reweighted_operation
 from gaverify.causes.trace.state import StateWatch
 from gaverify.passes.isolation import ModelState
@@ -19,6 +18,7 @@ from gaverify.records.experiment import ControlKind, ControlRun
 from gaverify.records.facts import Facts, Repeatability, State, Weights
 from gaverify.records.weights import WeightFit, are_shares, is_constant
 from gaverify.thresholds import FIT_FLOAT32, FIT_FLOAT64, MOVED_SHARES, NO_WEIGHT, SMALL_PART, TINY
+from gaverify.verdict.sketches import fitted, kept
 
 
 def ask(bench: Bench, facts: Facts) -> Facts:
@@ -137,7 +137,7 @@ def joint_fit(bench: Bench) -> WeightFit:
         with moved(weights, [share] * len(weights)) if share else nullcontext():
             there = replace(bench, state=ModelState(bench.task.modules, (bench.task.problem.loss,)))
             sketches = there.sketched(there.full_batch())[0]
-            if bool(sketches.target.isfinite().all()) and bool(sketches.columns.isfinite().all()):
+            if bool(sketches.full.isfinite().all()) and bool(sketches.columns.isfinite().all()):
                 runs.append(sketches)
     return fitted(runs)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -39,14 +40,16 @@ from gaverify.verdict.control import (
 )
 from gaverify.verdict.criteria import Difference, decide_at_once, floors_wanted, not_compared, record
 from gaverify.verdict.non_finite import first_non_finite
-from gaverify.verdict.window import GradientSketches, Window, settled, told, window_of, worth
+from gaverify.verdict.sketches import Earlier, GradientSketches, Sketches, noted, window_of
+from gaverify.verdict.window import settled, told, worth
 
 
 @dataclass
 class Judgement:
     """What was decided, by which method, and the passes that it rests on.
 
-    `window` and `few`: what was sketched below float32, and what a few of its samples showed.
+    `earlier` stands for the full batch's gradient, with all of its window below float32, where a diagnosis is to be
+    expected; `few` is what a few of its samples showed.
 
     `part` has the sizes of the part of the batch that decided, where the method is that; else of the one in which the
     cause was found.
@@ -67,7 +70,7 @@ class Judgement:
     precision: PrecisionLoss | None = None
     rounded: dict[str, str] = field(default_factory=dict)
     part: tuple[int, ...] = ()
-    window: Window | None = None
+    earlier: Earlier | None = None
     few: FewSamples | None = None
     timings: dict[str, float] = field(default_factory=dict)
 
@@ -115,15 +118,22 @@ def judge(
             "check the inputs, the targets (are all ignored?) and the learning state"
             + (f"; {where}" if (where := first_non_finite(task, state, record)) else "")
         )
-    low = max(working_unit(task, full), rounded_unit(_rounded(task, full))) > U32
+    coarse = max(working_unit(task, full), rounded_unit(_rounded(task, full)))
     asked = rtol is None and not exact and task.strategy == "accumulate" and task.steps > 1
-    seen = GradientSketches(task)
-    with seen.listening() if low and asked and worth(task) else nullcontext() as note:
-        accumulated = accumulated_gradients(task, state, record, full, after_backward=note)
+    listens = coarse > U32 and asked and worth(task)
+
+    def accumulate() -> _Accumulated:
+        seen = GradientSketches(task)
+        with seen.listening() if listens else nullcontext() as note:
+            accumulated = accumulated_gradients(task, state, record, full, after_backward=note)
+        rows = measure(accumulated.gradients, full.gradients, located=rtol is not None)
+        return _Accumulated(accumulated, seen, rows)
+
+    found = accumulate()
     accumulated_at = time.perf_counter()
-    measured = measure(accumulated.gradients, full.gradients, located=rtol is not None)
-    if record.ambiguous and not _agree(working_unit(task, full, accumulated), measured):
-        accumulated, measured = _other_reading(task, state, record, full, accumulated, measured)
+    if record.ambiguous and not _agree(working_unit(task, full, found.accumulated), found.measured):
+        found = _other_reading(record, found, accumulate)
+    accumulated, seen, measured = found
     if rtol is not None and atol is not None:
         rows = by_tolerance(measured, accumulated.gradients, full.gradients, rtol, atol)
     judgement = Judgement(
@@ -137,10 +147,11 @@ def judge(
         {row.name: row for row in measured},
         *_on_host(full.terms),
     )
-    if seen.taken:
-        judgement.window = window_of(full, accumulated, seen)
+    window = window_of(full, accumulated, seen) if seen.taken else None
+    if window is not None or (part is not None and rtol is None and _divergence_shows(task, measured, coarse)):
+        judgement.earlier = noted(full, window)
     # What adding up loses is read from the window's sketches, where there are any.
-    low = unit_roundoff(judgement.dtype) > U32 and rtol is None and judgement.window is None
+    low = unit_roundoff(judgement.dtype) > U32 and rtol is None and window is None
     kept = (full.gradients, accumulated.gradients) if low else None
     if not keep_gradients:
         _drop(full)
@@ -183,33 +194,33 @@ def _agree(unit: float, measured: list[Difference]) -> bool:
     return all(row.outcome is Outcome.EQUIVALENT for row in decide_at_once(measured, unit, {}))
 
 
-def _other_reading(
-    task: Task,
-    state: ModelState,
-    record: DrawRecord,
-    full: PassResult,
-    accumulated: PassResult,
-    measured: list[Difference],
-) -> tuple[PassResult, list[Difference]]:
+class _Accumulated(NamedTuple):
+    """The micro-batches' pass, what listened to it, and how it differs from the full batch."""
+
+    accumulated: PassResult
+    seen: GradientSketches
+    measured: list[Difference]
+
+    @property
+    def total(self) -> float:
+        """The differences that could be measured, added up."""
+        return sum(row.difference for row in self.measured if math.isfinite(row.difference))
+
+
+def _other_reading(record: DrawRecord, first: _Accumulated, accumulate: Callable[[], _Accumulated]) -> _Accumulated:
     """Deals the draws out in the second reading (`randomness`), and keeps it where it brings the gradients closer.
 
     Only the right reading can make the gradients of an equivalent model agree.
     """
-
-    def total(rows: list[Difference]) -> float:
-        return sum(row.difference for row in rows if math.isfinite(row.difference))
-
     unaligned = dict(record.unaligned)
     record.inner = True
-    try:
-        other = accumulated_gradients(task, state, record, full)
-    except ProblemError:  # numbers that were not meant for these samples: indices out of range, for example
-        other = None
-    rows = measure(other.gradients, full.gradients) if other is not None else measured
-    if other is not None and total(rows) < total(measured):
-        return other, rows
+    # numbers that were not meant for these samples may raise: indices out of range, for example
+    with suppress(ProblemError):
+        other = accumulate()
+        if other.total < first.total:
+            return other
     record.inner, record.unaligned = False, unaligned
-    return accumulated, measured
+    return first
 
 
 def _on_host(terms: Mapping[str, Terms]) -> tuple[dict[str, float], dict[str, float]]:
@@ -253,7 +264,8 @@ def _decide(task: Task, judgement: Judgement, exact: bool, listener: Listener | 
     judgement.rows = decide_at_once(rows, unit, judgement.terms)
     if unit <= U32 and not (exact and unit > U64) and _settled(task, judgement, coarse):
         return
-    seen = _told(task, judgement, judgement.window) if judgement.window is not None else Outcome.INCONCLUSIVE
+    window = judgement.earlier.shares if judgement.earlier is not None else None
+    seen = _told(task, judgement, window) if window is not None else Outcome.INCONCLUSIVE
     if seen is Outcome.EQUIVALENT:
         return
     if unit > U64:
@@ -306,7 +318,7 @@ def _rounded(task: Task, *passes: PassResult) -> dict[str, str]:
     return {kind: to for device in task.devices for kind, to in rounded_products(device, products).items()}
 
 
-def _told(task: Task, judgement: Judgement, window: Window) -> Outcome:
+def _told(task: Task, judgement: Judgement, window: Sketches) -> Outcome:
     """What the window's weights and a few samples show of it; the rows are decided where it is equivalent."""
     rows = list(judgement.working.values())
     if any(row.why not in (None, NotCompared.UNUSED) for row in rows):

@@ -18,14 +18,12 @@ logits of a softmax: the bias of attention's keys). What they leave goes to the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from gaverify.errors import ProblemError
 from gaverify.passes.gradients import Gradients, PassProbe, PassResult, accumulated_gradients
@@ -34,7 +32,7 @@ from gaverify.passes.lifting import LiftedWeights
 from gaverify.passes.nesting import leaves
 from gaverify.passes.precision import coarsest_unit
 from gaverify.passes.randomness import DrawRecord
-from gaverify.passes.sketches import SINGULAR_FLOAT64, fit_weights, sketch, sketch_of
+from gaverify.passes.sketches import SINGULAR_FLOAT64, fit_weights
 from gaverify.passes.task import Task
 from gaverify.passes.weighting import valid_targets
 from gaverify.records.compared import FewSamples
@@ -44,100 +42,13 @@ from gaverify.tracebacks import hands_over, is_own_fault
 from gaverify.verdict.comparison import measure
 from gaverify.verdict.control import in_float64
 from gaverify.verdict.criteria import Difference, Grounds, decide, fine, zero_in_float64
+from gaverify.verdict.sketches import GradientSketches, Sketches, fitted
 
 WORTH, WORTH_SAMPLES = 1 << 16, 1024
 """Elements of parameters and batch, or samples, from which on a part is cheaper than what it saves."""
 # Samples that are looked into: an eighth of the batch, four at most and two at least. Two show a fault of structure as
 # well as any number does; four still do where two of them are alike.
 _SAMPLES, _SHARE, _LEAST = 4, 8, 2
-
-
-class GradientSketches:
-    """Sketches what each backward pass gives every parameter, before it is added to `.grad`.
-
-    Args:
-        task: Whose parameters are listened to.
-        release: Free each gradient once it is sketched, so that there is never a set of them.
-    """
-
-    def __init__(self, task: Task, *, release: bool = False) -> None:
-        self._parameters = list(task.parameters.values())
-        self._release = release
-        self._now: torch.Tensor | None = None
-        self.taken: list[torch.Tensor] = []
-
-    @contextmanager
-    def listening(self, *, hooked: bool = True) -> Iterator[Callable[[int], None]]:
-        """Listens, and gives what is to be called after each backward pass; others tell it where it is not hooked."""
-        parameters = self._parameters if hooked else []
-        handles = [p.register_hook(partial(self.seen, place)) for place, p in enumerate(parameters)]
-        if self._release:
-            handles += [p.register_post_accumulate_grad_hook(_freed) for p in parameters]
-        try:
-            yield self._take
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    @hands_over
-    def seen(self, place: int, gradient: torch.Tensor) -> None:
-        """Sketches a gradient of the parameter at a place; several of one parameter add up."""
-        with _disable_current_modes(), torch.no_grad():
-            found = sketch_of(gradient, place)
-            self._now = found if self._now is None else self._now + found.to(self._now.device)
-
-    def _take(self, _: int) -> None:
-        self.taken.append(self._now.to("cpu", torch.float64) if self._now is not None else torch.zeros(1, device="cpu"))
-        self._now = None
-
-    def columns(self) -> torch.Tensor:
-        """What each backward pass gave, shape (S, passes), in float64 on the host; zeros where it gave nothing."""
-        width = max(len(column) for column in self.taken)
-        zeros = torch.zeros(width, dtype=torch.float64, device="cpu")
-        return torch.stack([column if len(column) == width else zeros for column in self.taken], 1)
-
-
-def _freed(parameter: torch.Tensor) -> None:
-    parameter.grad = None
-
-
-@dataclass(frozen=True)
-class Window:
-    """A window in sketches, in float64 on the host. Shapes: K micro-batches, S numbers for a gradient.
-
-    `full` (S,) of the full batch, `columns` (S, K) of each micro-batch before its weight, `used` (K,) the weights,
-    `accumulated` (S,) what was in `.grad` in the end.
-    """
-
-    full: torch.Tensor
-    columns: torch.Tensor
-    used: torch.Tensor
-    accumulated: torch.Tensor
-
-    @property
-    def rest(self) -> torch.Tensor:
-        """What the weights that were used leave of the full batch's gradient, shape (S,)."""
-        return self.full - self.columns @ self.used
-
-    @property
-    def fitted(self) -> tuple[float, ...]:
-        """The weights that fit best."""
-        return fit_weights(self.columns, self.full, singular=SINGULAR_FLOAT64, weights=self.used).weights
-
-    def relative(self, part: torch.Tensor) -> float:
-        """The norm of a sketch over that of the full batch's gradient."""
-        return float(torch.linalg.vector_norm(part) / torch.linalg.vector_norm(self.full))
-
-
-def window_of(full: PassResult, accumulated: PassResult, seen: GradientSketches) -> Window | None:
-    """Returns a window that was listened to; None where the full batch's gradient, or another, is zero."""
-    used = torch.tensor(accumulated.weights, dtype=torch.float64, device="cpu")
-    found = Window(_sketch(full.gradients), seen.columns() / used, used, _sketch(accumulated.gradients))
-    return found if len(found.columns) == len(found.full) and bool(found.full.any()) else None
-
-
-def _sketch(gradients: Gradients) -> torch.Tensor:
-    return sketch(list(gradients.values())).to("cpu", torch.float64)
 
 
 def worth(task: Task) -> bool:
@@ -152,7 +63,7 @@ def elements(task: Task) -> int:
 
 
 def told(
-    task: Task, state: ModelState, record: DrawRecord, full: PassResult, window: Window
+    task: Task, state: ModelState, record: DrawRecord, full: PassResult, window: Sketches
 ) -> tuple[Outcome, FewSamples] | None:
     """Returns what a window's weights, and a few of its samples, show; None where these have no gradient.
 
@@ -171,10 +82,10 @@ def told(
     few = _few(task, state, record, full)
     if few is None:
         return None
-    fitted = torch.tensor(window.fitted, dtype=torch.float64, device="cpu")
-    rest, coherent = window.relative(window.rest), window.relative(window.columns @ (fitted - window.used))
+    best = window.used.new_tensor(fitted([window]).weights)
+    rest, coherent = window.left_by(window.used), window.relative(window.columns @ (best - window.used))
     lost = window.relative(window.accumulated - window.columns @ window.used)
-    off = float((fitted / window.used - 1).abs().max())
+    off = float((best / window.used - 1).abs().max())
     few = replace(few, rest=rest, weights=off, lost=lost, allowed=GROUPINGS * few.rounding + lost)
     unit = coarsest_unit(parameter.dtype for parameter in task.parameters.values())
     added_up = lost <= LOST_UNITS * unit * math.sqrt(task.steps)

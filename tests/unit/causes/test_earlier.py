@@ -17,11 +17,11 @@ from torch import nn
 
 import gaverify
 from gaverify import Outcome, Verdict
-from gaverify.causes.sketches import Earlier, kept
 from gaverify.cli import main
 from gaverify.passes import gradients, task
 from gaverify.passes.gradients import PassResult
 from gaverify.verdict import window
+from gaverify.verdict.sketches import Earlier, kept
 
 
 def earlier_of(**found: torch.Tensor | None) -> Earlier:

@@ -133,6 +133,22 @@ def test_a_part_finds_what_the_whole_finds(name: str, monkeypatch: pytest.Monkey
     assert {row.name for row in part.divergent} == {row.name for row in whole.divergent}
 
 
+@pytest.mark.parametrize(("name", "again"), [("A01", False), ("A11", False), ("B01", False), ("masked-mean", True)])
+def test_the_whole_is_the_second_batch_of_what_a_part_shows_but_for_numbers_without_a_meaning(
+    name: str, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, told = _CASES[name], []
+
+    def runs() -> list[str]:
+        told.clear()
+        gaverify.verify(case.build(), steps=case.steps, progress=lambda what, *_: told.append(what), **case.options)
+        return told
+
+    assert "a second batch" in runs()
+    monkeypatch.setattr(window, "WORTH", 0)
+    assert ("a second batch" in runs()) == again, told
+
+
 @pytest.fixture
 def searched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of samples of the batches that questions are asked of; the whole one's come after a confirmation."""

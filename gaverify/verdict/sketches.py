@@ -6,26 +6,42 @@ Shapes: K micro-batches; sketches of length S = 4096 stand for the gradients, so
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from gaverify.passes.gradients import Gradients, PassProbe, PassResult
-from gaverify.passes.sketches import SINGULAR_FLOAT64, fit_weights, gradient_noise, sketch
+from gaverify.passes.sketches import SINGULAR_FLOAT64, fit_weights, gradient_noise, sketch, sketch_of
 from gaverify.passes.task import Task
 from gaverify.records.weights import WeightFit
 from gaverify.thresholds import TINY
+from gaverify.tracebacks import hands_over
 
 
-@dataclass
+@dataclass(frozen=True)
 class Sketches:
-    """One accumulated run in sketches: g_k as `columns` (S, K), g_full as `target` (S,), the weights that were used."""
+    """A window in sketches: `full` (S,) of the full batch, `columns` (S, K) of each micro-batch before its weight.
 
+    `used` (K,) are the weights, and `accumulated` (S,) what was in `.grad` in the end.
+    """
+
+    full: torch.Tensor
     columns: torch.Tensor
-    target: torch.Tensor
     used: torch.Tensor
+    accumulated: torch.Tensor
+
+    def relative(self, part: torch.Tensor) -> float:
+        """The norm of a sketch over that of the full batch's gradient."""
+        return float(torch.linalg.vector_norm(part) / torch.linalg.vector_norm(self.full))
+
+    def left_by(self, weights: torch.Tensor) -> float:
+        """What weights leave of the full batch's gradient, relative to it."""
+        return self.relative(self.full - self.columns @ weights)
 
 
 @dataclass(frozen=True)
@@ -65,15 +81,81 @@ class Earlier:
         return left if math.isfinite(left) else math.inf
 
 
+def noted(full: PassResult, shares: Sketches | None = None) -> Earlier:
+    """Takes a sketch of the full batch's gradient, where the window has none; its memory may go after that."""
+    gradient = sketch(list(full.gradients.values())) if shares is None else shares.full
+    return Earlier(full, gradient, _present(full.gradients), shares)
+
+
 def kept(full: PassResult) -> Earlier:
     """Keeps a sketch of the full batch's gradient, and leaves its memory to the next pass."""
-    earlier = Earlier(full, sketch(list(full.gradients.values())), _present(full.gradients))
+    earlier = noted(full)
     full.gradients = dict.fromkeys(full.gradients)
     return earlier
 
 
 def _present(gradients: Gradients) -> frozenset[str]:
     return frozenset(name for name, gradient in gradients.items() if gradient is not None)
+
+
+class GradientSketches:
+    """Sketches what each backward pass gives every parameter, before it is added to `.grad`.
+
+    Args:
+        task: Whose parameters are listened to.
+        release: Free each gradient once it is sketched, so that there is never a set of them.
+    """
+
+    def __init__(self, task: Task, *, release: bool = False) -> None:
+        self._parameters = list(task.parameters.values())
+        self._release = release
+        self._now: torch.Tensor | None = None
+        self.taken: list[torch.Tensor] = []
+
+    @contextmanager
+    def listening(self, *, hooked: bool = True) -> Iterator[Callable[[int], None]]:
+        """Listens, and gives what is to be called after each backward pass; others tell it where it is not hooked."""
+        parameters = self._parameters if hooked else []
+        handles = [p.register_hook(partial(self.seen, place)) for place, p in enumerate(parameters)]
+        if self._release:
+            handles += [p.register_post_accumulate_grad_hook(_freed) for p in parameters]
+        try:
+            yield self._take
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @hands_over
+    def seen(self, place: int, gradient: torch.Tensor) -> None:
+        """Sketches a gradient of the parameter at a place; several of one parameter add up."""
+        with _disable_current_modes(), torch.no_grad():
+            found = sketch_of(gradient, place)
+            self._now = found if self._now is None else self._now + found.to(self._now.device)
+
+    def _take(self, _: int) -> None:
+        self.taken.append(self._now.to("cpu", torch.float64) if self._now is not None else torch.zeros(1, device="cpu"))
+        self._now = None
+
+    def columns(self) -> torch.Tensor:
+        """What each backward pass gave, shape (S, passes), in float64 on the host; zeros where it gave nothing."""
+        width = max(len(column) for column in self.taken)
+        zeros = torch.zeros(width, dtype=torch.float64, device="cpu")
+        return torch.stack([column if len(column) == width else zeros for column in self.taken], 1)
+
+
+def _freed(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+def window_of(full: PassResult, accumulated: PassResult, seen: GradientSketches) -> Sketches | None:
+    """Returns a window that was listened to; None where the full batch's gradient, or another, is zero."""
+    used = torch.tensor(accumulated.weights, dtype=torch.float64, device="cpu")
+    found = Sketches(_on_host(full.gradients), seen.columns() / used, used, _on_host(accumulated.gradients))
+    return found if len(found.columns) == len(found.full) and bool(found.full.any()) else None
+
+
+def _on_host(gradients: Gradients) -> torch.Tensor:
+    return sketch(list(gradients.values())).to("cpu", torch.float64)
 
 
 class Sums:
@@ -102,7 +184,7 @@ class Sums:
             target, sums = target.cpu().double(), [part.cpu().double() for part in sums]
         steps = torch.stack([sums[0], *(b - a for a, b in pairwise(sums))], dim=1)
         weights = torch.tensor(used, dtype=steps.dtype, device=steps.device)
-        return Sketches(steps / torch.where(weights == 0, torch.ones_like(weights), weights), target, weights)
+        return Sketches(target, steps / torch.where(weights == 0, torch.ones_like(weights), weights), weights, sums[-1])
 
 
 def fitted(runs: Sequence[Sketches]) -> WeightFit:
@@ -112,9 +194,9 @@ def fitted(runs: Sequence[Sketches]) -> WeightFit:
 
     Where c is not unique, the one nearest to the weights that were used is returned.
     """
-    norms = [torch.linalg.vector_norm(run.target).clamp_min(TINY) for run in runs]
+    norms = [torch.linalg.vector_norm(run.full).clamp_min(TINY) for run in runs]
     columns = torch.cat([run.columns / norm for run, norm in zip(runs, norms, strict=True)])
-    target = torch.cat([run.target / norm for run, norm in zip(runs, norms, strict=True)])
+    target = torch.cat([run.full / norm for run, norm in zip(runs, norms, strict=True)])
     equations = int((target != 0).logical_or(columns.any(1)).sum())  # a small gradient leaves most of a sketch empty
     fit = fit_weights(columns, target, weights=runs[0].used, singular=SINGULAR_FLOAT64, equations=equations)
     shares = runs[0].columns / norms[0] * torch.tensor(fit.weights, dtype=columns.dtype, device=columns.device)
