@@ -7,27 +7,47 @@ from dataclasses import replace
 
 from gaverify.records.facts import Facts, facts_of_loop
 from gaverify.records.findings import Finding
-from gaverify.rules.calls import clip_per_micro_batch, scaler_per_micro_batch, scheduler_per_micro_batch
+from gaverify.rules.calls import (
+    clip_per_micro_batch,
+    foreign_gradients,
+    partner_at_other_weights,
+    scaler_per_micro_batch,
+    scheduler_per_micro_batch,
+    step_settings_differ,
+)
 from gaverify.rules.coupling import (
     batch_coupled_loss,
     batch_dependent_backward,
     batch_statistics,
     cross_sample_operation,
 )
-from gaverify.rules.gradients import low_precision_accumulation, missing_gradient, non_finite_gradient
 from gaverify.rules.lost_passes import gradients_cleared_inside_window, trailing_window_lost
-from gaverify.rules.optimizers import foreign_gradients, partner_at_other_weights, step_settings_differ
-from gaverify.rules.randomness import aligned_randomness, unalignable_randomness, unrepeatable_backward
-from gaverify.rules.rank_gradients import (
+from gaverify.rules.ranks import (
+    gather_without_gradient,
     gradients_never_reduced,
+    mean_over_ranks,
     rank_statistics,
     ranks_hold_different_gradients,
+    shard_local_norm,
     synchronised_every_micro_batch,
+    wrong_rank_scale,
 )
-from gaverify.rules.rank_weights import gather_without_gradient, mean_over_ranks, shard_local_norm, wrong_rank_scale
-from gaverify.rules.remainder import unexplained, uninformative_batch
+from gaverify.rules.remainder import (
+    low_precision_accumulation,
+    missing_gradient,
+    non_finite_gradient,
+    unexplained,
+    uninformative_batch,
+)
 from gaverify.rules.rule import Rule
-from gaverify.rules.state import buffer_drift, hidden_state, state_changed_by_forward
+from gaverify.rules.state import (
+    aligned_randomness,
+    buffer_drift,
+    hidden_state,
+    state_changed_by_forward,
+    unalignable_randomness,
+    unrepeatable_backward,
+)
 from gaverify.rules.steps import gradients_not_cleared, step_inside_window
 from gaverify.rules.wording import coupling_seen, harm
 from gaverify.rules.wrong_scale import trailing_window_misscaled, wrong_loss_scale

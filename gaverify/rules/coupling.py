@@ -19,8 +19,7 @@ from gaverify.rules.controls import (
     proven,
 )
 from gaverify.rules.rule import controlled, finding_of, rule
-from gaverify.rules.telling import said, told, words
-from gaverify.rules.wording import module_name, tested
+from gaverify.rules.wording import module_name, said, tested, told, words
 from gaverify.thresholds import FIT_FLOAT64, SAME_IN_FLOAT32
 
 

@@ -14,8 +14,7 @@ from gaverify.records.stages import Stage
 from gaverify.records.windows import Window
 from gaverify.rules.controls import left_by
 from gaverify.rules.rule import controlled, rule, rule_of_loops
-from gaverify.rules.telling import told
-from gaverify.rules.wording import counted, line_of, located, place
+from gaverify.rules.wording import counted, line_of, located, place, told
 from gaverify.thresholds import LOST_SHARE
 
 

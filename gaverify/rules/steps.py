@@ -13,8 +13,7 @@ from gaverify.records.weights import WeightFit
 from gaverify.records.windows import Window
 from gaverify.rules.lost_passes import clearing_groups
 from gaverify.rules.rule import controlled, rule_of_loops
-from gaverify.rules.telling import told
-from gaverify.rules.wording import counted, located, passes, place, updates
+from gaverify.rules.wording import counted, located, passes, place, told, updates
 
 _RAMP = 3  # sizes of windows that make a ramp; two are a first window that is too short
 

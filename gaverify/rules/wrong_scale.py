@@ -24,7 +24,6 @@ from gaverify.rules.scale import (
     weights_of,
 )
 from gaverify.rules.steps import early_windows
-from gaverify.rules.telling import said, told, words
 from gaverify.rules.wording import (
     NOT_ENOUGH,
     backward_place,
@@ -34,7 +33,10 @@ from gaverify.rules.wording import (
     exact,
     line_of,
     not_run,
+    said,
     tested,
+    told,
+    words,
 )
 from gaverify.rules.wrong_shares import counts_remedy, explains_weights, places
 from gaverify.thresholds import COMPUTED_FLOAT32, FIT_EXACT, FIT_MAGNIFIES, SAME_NUMBER, THREE_DIGITS

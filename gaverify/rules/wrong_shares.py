@@ -13,7 +13,6 @@ from gaverify.records.weights import Count, TermKind, WeightFit, are_shares, is_
 from gaverify.rules.controls import beside, in_order, weighed, weights_proven
 from gaverify.rules.rule import controlled, judged, rule
 from gaverify.rules.scale import constant, counted_at, factor_in_loop, factor_of, shares, weighted_term, weights_of
-from gaverify.rules.telling import said, told, words
 from gaverify.rules.wording import (
     NOT_ENOUGH,
     backward_place,
@@ -22,9 +21,12 @@ from gaverify.rules.wording import (
     listed,
     located,
     not_run,
+    said,
     share_texts,
     tested,
+    told,
     weights_text,
+    words,
 )
 from gaverify.thresholds import FIT_EXACT, FIT_FLOAT32, FIT_MAGNIFIES
 

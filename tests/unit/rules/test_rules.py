@@ -25,7 +25,7 @@ from gaverify import SpecError, rules
 from gaverify.cli import cli
 from gaverify.rulebook import A_LOOP, A_MODEL, HEADINGS, RulePage, find_page, rule_pages
 from gaverify.rules import unexplained
-from gaverify.rules.telling import words
+from gaverify.rules.wording import words
 
 PAGES = {page.code: page for page in rule_pages()}
 # section 7 of the design; the codes are stable once released
