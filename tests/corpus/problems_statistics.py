@@ -1,13 +1,18 @@
-"""Normalisations of forms that are not torch's: sums by index, a determinant beside the result, partners' statistics.
+"""Normalisations of other forms than the usual ones, and values of the batch that decide how a model goes on.
 
-Shapes: B = 16 samples of D = 6 features.
+Shapes: B = 16 samples of D = 6 features, or images of 3 channels.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from problems import Problem, classified, fault, quiet
+import torch.nn.functional as F
+from problems import classified, fault, mlp, quiet
 from torch import nn
+
+from gaverify import Problem
 
 
 class NodeNorm(nn.Module):
@@ -86,13 +91,138 @@ def _partners(healthy: bool) -> Problem:
     return classified(nn.Sequential(nn.Linear(6, 8), PartnerStatistics(healthy), nn.Tanh(), nn.Linear(8, 4)), 6)
 
 
+class Adaptive(nn.Module):
+    """Solves a differential equation by Heun's method, with steps as long as the estimated error allows."""
+
+    def __init__(self, healthy: bool) -> None:
+        super().__init__()
+        self.healthy = healthy
+        self.field = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time, step = 0.0, 0.5
+        while time < 1 - 1e-9:
+            step = min(step, 1 - time)
+            slope = self.field(x)
+            euler = x + step * slope
+            x = x + step * (slope + self.field(euler)) / 2
+            time += step
+            if not self.healthy:
+                error = float((x - euler).detach().norm() / len(x) ** 0.5)  # planted step-size
+                step *= min(2.0, max(0.3, 0.9 * (0.01 / max(error, 1e-12)) ** 0.5))
+        return self.head(x)
+
+
+def _adaptive(healthy: bool) -> Problem:
+    return classified(Adaptive(healthy), 6)
+
+
+class GraphCentring(nn.Module):
+    """Subtracts the mean of each graph's nodes, which are the samples: graph g holds samples g, g + 2, …"""
+
+    def __init__(self, healthy: bool) -> None:
+        super().__init__()
+        self.healthy = healthy
+        self.inner, self.outer = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, graph: torch.Tensor) -> torch.Tensor:
+        h = self.inner(x)
+        if self.healthy:
+            return self.outer(h - h.mean(1, keepdim=True))
+        count = torch.zeros(2, 1, dtype=h.dtype).scatter_add_(0, graph[:, None], torch.ones_like(h[:, :1]))
+        total = torch.zeros(2, 8, dtype=h.dtype).scatter_add_(0, graph[:, None].expand_as(h), h)  # planted graph-norm
+        return self.outer(h - (total / count)[graph])
+
+
+def _graphs(healthy: bool) -> Problem:
+    torch.manual_seed(0)
+    batch = torch.randn(16, 6), torch.arange(16) % 2, torch.randint(4, (16,))
+    return Problem(GraphCentring(healthy), lambda m, b: F.cross_entropy(m(b[0], b[1]), b[2]), batch)
+
+
+class Larger(nn.Module):
+    """Divides by the larger of two deviations, the batch's and the sample's: no scaling of channels."""
+
+    def __init__(self, healthy: bool) -> None:
+        super().__init__()
+        self.healthy = healthy
+        self.gain = nn.Parameter(torch.ones(1, 8, 1, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        own = x.var((2, 3), unbiased=False, keepdim=True).add(1e-5).sqrt()
+        if self.healthy:
+            return x / (self.gain * x + own).abs().add(1)
+        shared = x.var((0, 2, 3), unbiased=False, keepdim=True).add(1e-5).sqrt()  # planted larger-deviation
+        return x / shared.max(self.gain * x + own)
+
+
+def _images(healthy: bool) -> Problem:
+    torch.manual_seed(0)
+    return classified(nn.Sequential(nn.Conv2d(3, 8, 3), Larger(healthy), nn.Flatten(), nn.Linear(128, 4)), 3, 6, 6)
+
+
+class ClassWise(torch.autograd.Function):
+    """A cross entropy whose backward divides by how many samples of its class the batch holds, or by the batch."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, classes: torch.Tensor, healthy: bool) -> torch.Tensor:
+        logs = logits.log_softmax(1)
+        ctx.save_for_backward(logs, classes)
+        ctx.healthy = healthy
+        return F.nll_loss(logs, classes)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logs, classes = ctx.saved_tensors
+        away = logs.exp() - F.one_hot(classes, logs.shape[1])
+        held = classes.bincount(minlength=logs.shape[1])[classes, None]
+        return gradient * away / (len(logs) if ctx.healthy else held * logs.shape[1]), None, None
+
+
+def _class_wise(healthy: bool) -> Problem:
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        logits = model(batch[0])
+        return ClassWise.apply(logits, batch[1], healthy)  # planted class-wise
+
+    return Problem(mlp(), loss, (torch.randn(16, 6), torch.randint(4, (16,))))
+
+
+def _clearing(how: str) -> Problem:
+    torch.manual_seed(0)
+    model = mlp()
+    if how == "hook":
+        model.register_forward_pre_hook(lambda module, _: module.zero_grad(set_to_none=False))
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        value = F.cross_entropy(model(batch[0]), batch[1])
+        if how == "loss":
+            model.zero_grad()
+        return value
+
+    return Problem(model, loss, (torch.randn(16, 6), torch.randint(4, (16,))))
+
+
 FAULTS = (
     fault("node-norm", lambda: _nodes(False), "GAV102", "sums that are written in place are held, too", module="1"),
     fault("determined", lambda: _flow(False), "GAV101", "a normalisation that hands out two tensors", module="norm"),
     fault("partner-statistics", lambda: _partners(False), "GAV102", "partners enter at two places", module="1"),
+    fault("zero-in-loss", lambda: _clearing("loss"), "GAV603", "no weights bring cleared gradients back"),
+    fault("zero-in-hook", lambda: _clearing("hook"), "GAV603", "no weights bring cleared gradients back"),
+    fault("class-wise", lambda: _class_wise(False), "GAV104", "the backward divides by the batch's counts"),
+    fault("step-size", lambda: _adaptive(False), "GAV102", "the error is a norm over the batch"),
+    fault("graph-norm", lambda: _graphs(False), "GAV102", "graphs reach across the micro-batches", module=""),
+    fault("larger-deviation", lambda: _images(False), "GAV101", "a variance over the batch", module="1"),
 )
+
 TWINS = (
     quiet("node-norm", lambda: _nodes(True), "the nodes of each sample have statistics of their own"),
     quiet("determined", lambda: _flow(True), "stored statistics"),
     quiet("partner-statistics", lambda: _partners(True), "each sample is its own partner"),
+    quiet("zero-nowhere", lambda: _clearing(""), "gradients stay"),
+    quiet("class-wise", lambda: _class_wise(True), "the backward divides by the number of samples"),
+    quiet("step-size", lambda: _adaptive(True), "the same steps for every batch"),
+    quiet("graph-norm", lambda: _graphs(True), "each node has a mean of its own"),
+    quiet("larger-deviation", lambda: _images(True), "each sample has a deviation of its own"),
 )

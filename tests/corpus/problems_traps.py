@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from problems import classified, cross_entropy, fault, language_model, mlp, quiet, token_batch, token_loss
 from problems_coupling import squared_batch_norm
-from problems_recipes import nn_loss
+from problems_lookalikes import nn_loss
 from problems_weights import mean_loss
 from torch import nn
 

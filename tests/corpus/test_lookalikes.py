@@ -1,16 +1,19 @@
-"""No false alarms: what may not be flagged, and look-alikes of every fault."""
+"""No false alarms: what may not be flagged, look-alikes of every fault, and models as people have them."""
 
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
+from typing import Any
 
-import problems_layouts
+import numpy
+import problems_architectures
 import problems_lookalikes
 import problems_quiet
 import problems_random
-import problems_recipes
+import problems_transformers
 import pytest
 import torch
 from problems import Case, fault_codes, story
@@ -18,16 +21,7 @@ from problems import Case, fault_codes, story
 import gaverify
 from gaverify import Outcome
 
-# The layouts and recipes add to the lists of the modules that they import `replayed` and `lookalike` from.
 CASES = [*problems_quiet.ROWS, *problems_lookalikes.LOOKALIKES, *problems_random.RANDOM]
-
-
-def test_every_module_of_the_corpus_adds_its_cases() -> None:
-    """Each has its own; one that is only imported would be tested nowhere."""
-    named = {case.id for case in CASES}
-    for module in (problems_layouts, problems_recipes, problems_lookalikes):
-        defined = {name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
-        assert named & defined, module.__name__
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in CASES])
@@ -83,3 +77,43 @@ def test_compiled_models() -> None:
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.split() == ["equivalent", "divergent"] * 2
+
+
+def _cases(*cases: Case) -> list[Any]:
+    return [pytest.param(case, id=case.id) for case in cases]
+
+
+@pytest.mark.parametrize("case", _cases(*problems_architectures.ARCHITECTURES, *problems_architectures.FAULTY))
+def test_a_model_is_equivalent_or_its_fault_is_named(case: Case) -> None:
+    case.check()
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize("case", _cases(*problems_transformers.HEALTHY, *problems_transformers.FAULTY))
+def test_a_model_of_transformers_is_equivalent_or_its_fault_is_named(case: Case) -> None:
+    pytest.importorskip("transformers")
+    case.check()
+
+
+@pytest.mark.parametrize("name", sorted(problems_architectures.FOREIGN))
+def test_global_generators_are_as_they_were(name: str) -> None:
+    """Their functions are wrapped for the length of a pass only, and no draw of ours is left in them."""
+    functions = {**vars(random)}, {**vars(numpy.random)}
+    states = random.getstate(), numpy.random.get_state()[1].tolist()
+    case = next(case for case in problems_architectures.ARCHITECTURES if case.id == name)
+    gaverify.verify(case.build(), steps=4)
+    assert {**vars(random)} == functions[0]
+    assert all(vars(numpy.random)[key] is value for key, value in functions[1].items())
+    assert (random.getstate(), numpy.random.get_state()[1].tolist()) == states
+
+
+def test_functions_come_back_when_the_loss_raises() -> None:
+    before = random.random
+    problem = problems_architectures.loop_over_samples()
+
+    def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        raise ValueError(random.random())
+
+    with pytest.raises(gaverify.ProblemError):
+        gaverify.verify(problem.model, loss, problem.batch)
+    assert random.random is before

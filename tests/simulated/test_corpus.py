@@ -1,15 +1,23 @@
-"""The whole corpus of planted faults and twins, on the device: the same outcome and codes as on the host."""
+"""The whole corpus of planted faults and twins, on the device, in every arrangement and reference: as on the host."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from arithmetic import ARRANGEMENTS, check
+from arithmetic import FAULTS as KINDS
 from problems import Case, story
 from test_faults import FAULTS, TWINS
+from torch import nn
 from torch.utils._pytree import tree_map_only
 
 import gaverify
 from gaverify import Problem, ProblemError, Verdict
+from gaverify.passes.gradients import full_batch_gradients
+from gaverify.passes.isolation import ModelState, isolated_generators, seed_everything
+from gaverify.passes.reference import Fitting
+from gaverify.passes.task import Task
+from gaverify.records.comparison import Reference
 
 # Builders that draw from a generator of the host, which torch refuses while the device is the default.
 DRAW_ON_THE_HOST = {"queue"}
@@ -64,3 +72,70 @@ def test_a_default_device_changes_nothing(case: Case) -> None:
     finally:
         torch.set_default_device(None)
     agree(case, verdict)
+
+
+@pytest.mark.parametrize("fault", KINDS)
+@pytest.mark.parametrize("name", ARRANGEMENTS)
+def test_on_the_device(name: str, fault: str) -> None:
+    check(ARRANGEMENTS[name], fault, "cuda")
+
+
+DEVICE = torch.ops.simulated
+
+
+class Block(nn.Module):
+    """Keeps four times the size of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.dropout(x)
+
+
+def layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[Block() for _ in range(8)]).to("cuda")
+
+
+def passed(way: Reference) -> tuple[dict[str, torch.Tensor], int]:
+    """Returns the gradients of a full batch, and the most bytes that it added to what the device held."""
+    with isolated_generators():
+        model = layers()
+        batch = torch.randn(1024, 64, generator=torch.Generator("cpu").manual_seed(1), device="cpu").to("cuda")
+        task = Task(
+            problem=gaverify.Problem(model, lambda model, batch: model(batch).square().mean(), batch),
+            parameters=dict(model.named_parameters()),
+            modules=[model],
+            batch_size=1024,
+            sizes=(512, 512),
+            weighting="uniform",
+            device=torch.device("cuda", 0),
+            fitting=Fitting(way),
+        )
+        seed_everything(0)
+        before = DEVICE.live_bytes()
+        DEVICE.reset_peak()
+        result, _ = full_batch_gradients(task, ModelState([model], (task.problem.loss,)))
+        return {name: gradient.cpu() for name, gradient in result.gradients.items()}, (
+            torch.cuda.max_memory_allocated() - before
+        )
+
+
+def test_offload_and_recompute_take_less_of_the_device_and_give_the_same_gradients() -> None:
+    full, most = passed(Reference.FULL)
+    for way in (Reference.OFFLOAD, Reference.RECOMPUTE):
+        gradients, peak = passed(way)
+        assert all(torch.equal(gradients[name], full[name]) for name in full)
+        assert peak < 0.6 * most
+
+
+def test_the_verdict_says_offload() -> None:
+    batch = torch.randn(64, 64, device="cpu")
+    problem = gaverify.Problem(layers(), lambda model, batch: model(batch).square().mean(), batch)
+    verdict = gaverify.verify(problem, device="cuda", reference="offload", spill=True)
+    assert verdict.outcome is gaverify.Outcome.EQUIVALENT and verdict.run.reference is Reference.OFFLOAD

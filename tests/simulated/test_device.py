@@ -1,10 +1,20 @@
-"""The simulated device behaves as a real one in what the other tests rest on."""
+"""The simulated device behaves as a real one: rounded products, and how often the host waits for it, too."""
 
+from __future__ import annotations
+
+import json
 import os
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
+
+import gaverify
+from gaverify import Outcome, Problem, Verdict
+from gaverify.report import render
+from gaverify.verdict.comparison import measure
 
 DEVICE = torch.ops.simulated
 
@@ -107,3 +117,130 @@ def test_a_context_does_not_survive_a_fork() -> None:
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert torch.cuda.current_device() == 0
+
+
+U32, U_TF32 = 2.0**-24, 2.0**-11
+
+
+@pytest.fixture(params=["none", "tf32"])
+def precision(request: pytest.FixtureRequest):
+    torch.backends.cuda.matmul.fp32_precision = request.param
+    yield request.param
+    torch.backends.cuda.matmul.fp32_precision = "none"
+
+
+def verified(reduction: str = "mean", device: str = "cuda", **options) -> Verdict:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64, device="cpu"), nn.Tanh(), nn.Linear(64, 4, device="cpu"))
+    batch = torch.randn(16, 64, device="cpu"), torch.randint(0, 4, (16,), device="cpu")
+    problem = Problem(model, lambda m, rows: cross_entropy(m(rows[0]), rows[1], reduction=reduction), batch)
+    return gaverify.verify(problem, device=device, **options)
+
+
+def test_it_is_said_in_text_and_json(precision: str) -> None:
+    verdict = verified()
+    said = precision == "tf32"
+    assert verdict.outcome is Outcome.EQUIVALENT
+    assert ("float32 (matmul tf32)" in render([verdict], "text")) is said
+    document = json.loads(render([verdict], "json"))
+    assert (json.dumps(["matmul tf32"]) in json.dumps(document)) is said
+    assert verdict.run.rounded == (("matmul tf32",) if said else ())
+
+
+def test_the_host_is_not_rounded_by_the_devices_switch(precision: str) -> None:
+    assert verified(device="cpu").run.rounded == ()
+
+
+def test_a_fault_is_proven_under_it(precision: str) -> None:
+    verdict = verified("sum")
+    assert [(f.code, f.proven) for f in verdict.findings if f.severity == "fault"] == [("GAV201", True)]
+
+
+class InFloat32(nn.Linear):
+    """A layer whose kernel knows no float64, so that the noise floor decides, in working precision's own roundoff."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the products.
+
+        Raises:
+            RuntimeError: They were asked for in float64.
+        """
+        if x.dtype is torch.float64:
+            raise RuntimeError("no kernel for float64")
+        return super().forward(x)
+
+
+def test_the_unit_roundoff_follows(precision: str) -> None:
+    torch.manual_seed(0)
+    problem = Problem(
+        InFloat32(64, 4, device="cpu"),
+        lambda model, rows: model(rows).square().mean(),
+        torch.randn(16, 64, device="cpu"),
+    )
+    verdict = gaverify.verify(problem, device="cuda", exact=True)
+    assert (verdict.method, verdict.outcome) == ("noise-floor", Outcome.EQUIVALENT)
+    unit = U_TF32 if precision == "tf32" else U32
+    for row in verdict.parameters:
+        assert 16 * unit * row.reference_norm <= row.allowed < 0.1 * row.reference_norm
+        assert precision == "tf32" or row.allowed < 16 * U_TF32 * row.reference_norm
+
+
+def waits(work: Callable[[], object]) -> int:
+    DEVICE.reset_counters()
+    work()
+    return int(DEVICE.synchronisations())
+
+
+class Branches(nn.Module):
+    """Layers beside each other: more of them change neither the depth nor what has to be decided.
+
+    All values are quarters and small, so that float32 rounds nothing and working precision decides on every processor.
+    """
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 2) for _ in range(count))
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randint(-1, 2, parameter.shape) / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([layer(x) for layer in self.layers]).relu().sum(0)
+
+
+def problem(branches: int) -> Problem:
+    """A model and a batch that are on the device already."""
+    torch.manual_seed(0)
+    batch = tuple(torch.randint(-2, 3, (8, width), device="cuda").float() for width in (6, 2))
+    return Problem(
+        Branches(branches).to("cuda"), lambda model, batch: (model(batch[0]) - batch[1]).square().mean(), batch
+    )
+
+
+def counted(branches: int, **options: str) -> tuple[int, gaverify.Verdict]:
+    task, found = problem(branches), []
+    count = waits(lambda: found.append(gaverify.verify(task, steps=4, **options)))
+    return count, found[0]
+
+
+SIZES = [[(3, 4)], [(300, 300)] * 3, [(2000, 2000)], [(5,)] * 400, [(n % 40 + 1, 8) for n in range(400)]]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"{len(sizes)} of {sizes[-1]}")
+def test_comparing_gradients_waits_once(sizes: list[tuple[int, ...]]) -> None:
+    """One transfer of the numbers; the lengths of small parameters of odd shapes are copied to the device before."""
+    gradients = {str(n): torch.randn(size, device="cuda") for n, size in enumerate(sizes)}
+    assert waits(lambda: measure(gradients, gradients)) <= 2
+
+
+def test_an_equivalent_run_waits_as_often_with_many_parameters_as_with_few() -> None:
+    (few, first), (many, second) = counted(3), counted(100)
+    assert first.outcome is second.outcome is Outcome.EQUIVALENT
+    assert many <= few <= 10, DEVICE.synchronised_by()
+
+
+def test_a_diagnosis_waits_as_often_with_many_parameters_as_with_few() -> None:
+    (few, first), (many, second) = (counted(branches, weighting="none") for branches in (3, 100))
+    for verdict in (first, second):
+        assert [finding.code for finding in verdict.findings if finding.severity == "fault"] == ["GAV201"]
+    assert many <= few <= 60, DEVICE.synchronised_by()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from gaverify.records.compared import Compared
@@ -11,6 +12,7 @@ from gaverify.records.experiment import Cause, ControlKind, ControlRun
 from gaverify.records.facts import Backward, Buffers, Draws, Facts, Forward, Repeatability, State, StateChange, Weights
 from gaverify.records.findings import Finding
 from gaverify.records.operations import Operation, Suspect
+from gaverify.records.ranks import Collective, Engine, RankFacts, Traffic
 from gaverify.records.weights import WeightFit
 from gaverify.rules import findings_for
 
@@ -180,3 +182,19 @@ MISSING = row("0.bias", accumulated=NAN, difference=NAN, why=NotCompared.MISSING
 BROKEN = row("0.bias", accumulated=NAN, difference=NAN, why=NotCompared.NOT_FINITE_IN_ACCUMULATED)
 UNDECIDED = BROKEN._replace(outcome=Outcome.INCONCLUSIVE, why=NotCompared.NOT_FINITE_IN_BOTH)
 UNEXPLAINED = [("GAV000", "note")]
+
+
+REDUCED = Traffic({Collective.REDUCE: 1}, 100)
+GATHERED = Traffic({Collective.GATHER: 1}, 10)
+HALVES = (0.5, 0.5)
+
+
+def fit(
+    right: tuple[float, ...] = HALVES, residual: float = 1e-7, factor: float = math.nan, left: float = 0.5
+) -> WeightFit:
+    return WeightFit(right, residual, True, used=HALVES, used_residual=1e-7, factor=factor, factor_residual=left)
+
+
+def ranks(weights: WeightFit | None, **changes: object) -> RankFacts:
+    facts = RankFacts(2, Engine.DDP, 0.0, REDUCED, Traffic(), weights, 0.5, from_one_process=0.5, divergent=True)
+    return replace(facts, **changes)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from ranked import ranks
+from measured import ranks
 
 from gaverify.audit.outcome import report_of, same_arguments
 from gaverify.audit.request import Request, words

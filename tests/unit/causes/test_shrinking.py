@@ -12,8 +12,6 @@ from typing import Any
 import measured
 import problems_backward
 import problems_coupling
-import problems_losses
-import problems_memory
 import problems_state
 import problems_statistics
 import problems_weights
@@ -46,8 +44,8 @@ from gaverify.verdict import window
 _FAMILIES = (
     problems_backward,
     problems_coupling,
-    problems_losses,
-    problems_memory,
+    problems_weights,
+    problems_backward,
     problems_state,
     problems_statistics,
     problems_weights,

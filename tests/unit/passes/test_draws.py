@@ -1,23 +1,25 @@
 """Random draws: kept as they are made, selected, and dealt to the samples that they belong to.
 
 Kernels that keep their draws to themselves: fused attention, and a stand-in for cuDNN's recurrent layers, whose dropout
-between layers reads a buffer that was seeded once: no generator moves, and no mask comes out.
-"""
+between layers reads a buffer that was seeded once: no generator moves, and no mask comes out."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from drawing import dealt, recorded
 from torch import nn
 
 import gaverify
 from gaverify import Outcome, Problem
-from gaverify.passes.randomness import Dealer, Recomputing, draw_mode
+from gaverify.passes.randomness import Dealer, DrawRecord, Recomputing, Recorder, draw_mode
 from gaverify.passes.randomness.draws import LOOSE, Draw, differ, fingerprint, matching_rows, tolerance
 from gaverify.passes.randomness.selection import (
     Rows,
@@ -28,6 +30,45 @@ from gaverify.passes.randomness.selection import (
     taken_from,
     withdraw,
 )
+from gaverify.passes.task import TimeLimit, loss_of
+
+
+def recorded(work: Callable[[], Any], size: int = 4) -> DrawRecord:
+    """The draws of `work`, which is the full batch of `size` samples."""
+    recorder = Recorder()
+    with recorder.watching(), draw_mode(recorder):
+        _in_a_loss(work)
+    return recorder.record
+
+
+def dealt(
+    record: DrawRecord,
+    work: Callable[[], Any],
+    start: int,
+    stop: int,
+    size: int = 4,
+    order: tuple[int, ...] | None = None,
+) -> Any:
+    """What `work` returns when every draw is dealt the rows `start` to `stop - 1` of the record's, or `order`."""
+    dealer = Dealer(record, start, stop, size, order)
+    with dealer.watching(), draw_mode(dealer):
+        result = _in_a_loss(work)
+    dealer.finish()
+    return result
+
+
+def _in_a_loss(work: Callable[[], Any]) -> Any:
+    """Draws are told apart by their place below the call of the user's loss."""
+    results = []
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        results.append(work())
+        return torch.ones((), requires_grad=True)
+
+    task: Any = SimpleNamespace(problem=Problem(nn.Identity(), loss, None), autocasting=nullcontext, limit=TimeLimit())
+    loss_of(task, None, "the batch")
+    return results[0]
+
 
 # --- Micro-batches are dealt the full batch's draws; what cannot be dealt is said, never passed over -----------------
 

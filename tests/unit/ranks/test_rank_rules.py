@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from measured import record
-from ranked import GATHERED, fit, ranks
+from measured import GATHERED, fit, ranks, record
 
 from gaverify.collective.facts import apart_by, fitted, own_sketch, with_shares
 from gaverify.passes.gradients import Gradients

@@ -11,13 +11,23 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from gradients import difference, gradients
 from problems import cross_entropy, fault_codes, language_model, mlp, token_batch, token_loss
 from torch import nn
 
 import gaverify
 from gaverify import Outcome, Problem, ProblemError
 from gaverify.remedies import CachedGradients, FrozenBatchNorm, convert_batch_norm, token_weights, valid_targets
+
+
+def gradients(*modules: nn.Module) -> list[torch.Tensor]:
+    return [p.grad for module in modules for p in module.parameters() if p.grad is not None]
+
+
+def difference(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    assert len(actual) == len(expected) > 0
+    squares = sum(float((a - e).double().square().sum()) for a, e in zip(actual, expected, strict=True))
+    return (squares / sum(float(e.double().square().sum()) for e in expected)) ** 0.5
+
 
 # The remedies do what the findings that name them promise, on models of every layout that they claim to handle.
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from measured import (
     BROKEN,
+    GATHERED,
     HALVED,
     MISSING,
     NAN,
@@ -19,13 +20,14 @@ from measured import (
     changed,
     coupled,
     divergent,
+    fit,
     fitted,
     judged,
     norm,
+    ranks,
     record,
     row,
 )
-from ranked import GATHERED, fit, ranks
 
 from gaverify.records.compared import PrecisionLoss
 from gaverify.records.facts import Facts, Repeatability
