@@ -72,7 +72,7 @@ def found_in(bench: Bench, used: Sequence[float], most: float = 0.0) -> Found | 
     A loss that adds its micro-batches up by itself (weights normalised over the batch, then summed) is tried with
     weights of 1 after that.
     """
-    seen = _listened(bench)
+    seen = _listened(bench, used)
     for added_up in (False, True):
         shares = [1.0] * len(used) if added_up else list(used)
         factors = {key: count.factors(shares) for key, count in seen.items()}
@@ -129,8 +129,8 @@ class _Seen:
         return Count(operation, own, self.whole, self.adds_up, term=self.term)
 
 
-def _listened(bench: Bench) -> dict[FunctionKey, _Seen]:
-    """Every call that averages in all forwards, and not by the same number in all of them.
+def _listened(bench: Bench, used: Sequence[float]) -> dict[FunctionKey, _Seen]:
+    """Every call that averages in all forwards, and not by the same number in all of them; none where all weigh right.
 
     A number that moves with the parameters, as a loss that was cut out of the graph, is no count.
     """
@@ -144,7 +144,7 @@ def _listened(bench: Bench) -> dict[FunctionKey, _Seen]:
     }
     seen = {key: count for key, count in seen.items() if any(own != count.whole for own in count.own)}
     terms = _undivided(whole.terms, [part.terms for part in parts])
-    if not seen:
+    if not seen or not any(any(each.own_share_differs(used)) for each in (*seen.values(), *terms.values())):
         return terms
     weights = list(bench.task.parameters.values())
     with moved(weights, [SAME_NUMBER] * len(weights)):
