@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from audits import SCRIPTS, Audited, folder, gaverify, marked, refused
+from audits import SCRIPTS, Audited, audit, folder, marked, refused
 
 from gaverify.audit import ending, outputs, processes
 from gaverify.audit.job import Job
 
 pytestmark = pytest.mark.slow
-FULL, ACCUMULATED = "--batch-size 16 --accum 1", "--batch-size 4 --accum 4"
 
 
 @pytest.fixture(autouse=True)
@@ -35,22 +34,9 @@ def no_view(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_start", start)
 
 
-def audit(*options: str, common: str = "") -> Audited:
-    return gaverify(
-        [
-            "audit",
-            str(SCRIPTS / "train_resuming.py"),
-            "--full",
-            FULL,
-            "--accumulated",
-            ACCUMULATED,
-            "--format",
-            "json",
-            *options,
-            "--",
-            *common.split(),
-        ]
-    )
+def resumed(*options: str, common: str = "") -> Audited:
+    """Audits the script anew: what it answers hangs on the folder."""
+    return audit(SCRIPTS / "train_resuming.py", common=common, options=options)
 
 
 def saved(path: Path) -> bytes:
@@ -79,29 +65,29 @@ class TestAViewForEveryRun:
     @pytest.mark.parametrize("common", ["", "--other-program"])
     def test_the_users_checkpoint_is_resumed_by_all_and_changed_by_none(self, common: str, here: Path) -> None:
         before = saved(here / "out")
-        result = audit(common=common)
+        result = resumed(common=common)
         assert (result.code, result.faults) == (0, set()), str(result)
         assert (here / "out" / "last.pt").read_bytes() == before
         assert (here / "out" / "log.txt").read_text(encoding="utf-8") == "mine\n"
         assert sorted(path.name for path in (here / "out").iterdir()) == ["last.pt", "log.txt"]
 
     def test_no_run_goes_on_from_another(self, here: Path) -> None:
-        result = audit()
+        result = resumed()
         assert (result.code, result.faults) == (0, set()), str(result)
         assert not (here / "out").exists()
 
     def test_a_fault_is_found_all_the_same(self) -> None:
-        result = audit(common="--undivided")
+        result = resumed(common="--undivided")
         assert (result.code, result.faults) == (1, {"GAV201"}), str(result)
 
     def test_absolute_paths_are_seen_through_the_view_too(self, here: Path) -> None:
         elsewhere = here / "elsewhere"
         before = saved(elsewhere)
-        assert audit(common=f"--out {elsewhere}").code == 0
+        assert resumed(common=f"--out {elsewhere}").code == 0
         assert (elsewhere / "last.pt").read_bytes() == before
 
     def test_in_place_changes_what_the_script_changes(self, here: Path) -> None:
-        result = audit("--in-place")
+        result = resumed("--in-place")
         assert (here / "out" / "last.pt").exists()
         assert result.code == 3, str(result)  # the second run went on from the first one's checkpoint
         assert "resume" in result.document["reason"], str(result)
@@ -112,22 +98,22 @@ class TestAGuardWhereThereIsNoView:
     def test_a_change_of_the_users_file_is_refused_before_it_is_made(self, here: Path) -> None:
         before = saved(here / "out")
         (here / "out" / "log.txt").unlink()
-        result = audit()
+        result = resumed()
         refused(result, "would change", "last.pt", "--in-place", str(marked("train_resuming.py", "saves")[1]))
         assert (here / "out" / "last.pt").read_bytes() == before
         assert [path.name for path in (here / "out").iterdir()] == ["last.pt"]
 
     def test_what_the_runs_add_is_taken_away(self, here: Path) -> None:
-        result = audit()
+        result = resumed()
         assert (result.code, result.faults) == (0, set()), str(result)
         assert not (here / "out").exists()
 
     def test_a_fault_is_found_all_the_same(self) -> None:
-        result = audit(common="--undivided")
+        result = resumed(common="--undivided")
         assert (result.code, result.faults) == (1, {"GAV201"}), str(result)
 
 
 def test_other_weights_without_a_checkpoint_want_a_seed() -> None:
-    result = audit(common="--unseeded")
+    result = resumed(common="--unseeded")
     assert result.code == 3 and "--seed" in result.document["reason"], str(result)
     assert "resume" not in result.document["reason"], str(result)
