@@ -64,13 +64,14 @@ LESS = {"full": "--batch-size 8 --accum 1", "accumulated": "--batch-size 2 --acc
 HALF = {"full": "--batch-size 16 --accum 1", "accumulated": "--batch-size 8 --accum 2"}
 RAGGED = {"full": "--micro 16", "accumulated": "--micro 6"}
 ANOTHER = {"full": "--batch-size 8 --accum 1 --generated 1", "accumulated": "--batch-size 2 --accum 4 --generated 8"}
-CLIPPING, DRAWING, STAGES, LOW = "loops_clipping.py", "train_drawing.py", "loops_rates.py", "train_low_precision.py"
+CLIPPING, DRAWING, UNUSUAL = "loops_clipping.py", "train_drawing.py", "loops_unusual.py"
 SCALE, STEPS, EXTRAS, RIGHT = "loops_scale.py", "loops_steps.py", "loops_extras.py", "loops_right.py"
 RARE, WORDS, COUPLED, AVERAGES = "loops_rare.py", "train_language_model.py", "loops_coupled.py", "loops_averages.py"
 DRAWN = "diffusion mixed crops one_by_one ahead shuffled augmented stream sharded bucketed"
 TIMES_4 = "the gradient of update 1 is 4 times the full batch's = K"
 CACHED = "a two-pass cached gradient (`gaverify.remedies.CachedGradients`): tested"
 SMALL = "with losses too small to be clipped"
+ADDED = "add to the gradients that are there"
 COUNTED = "sum the losses and divide by what the whole window counts"
 USUAL = "--shuffle --workers 2 --dropout 0.2"
 CLIPS = (
@@ -152,15 +153,15 @@ ROWS = [
     Row(CLIPPING, "--change nothing --optimizer dividing", "GAV609"),
     Row(CLIPPING, "--change nothing --undivided --optimizer Adam", "GAV201"),
     # S02: what a step is made with, at the same update
-    Row(STAGES, "--counter micro_batches --what lr", "GAV609", "setting", quick=True),
-    Row(STAGES, "--counter micro_batches --what momentum", "GAV609", "setting"),
-    Row(STAGES, "--counter updates"),
+    looped(UNUSUAL, "rates", "GAV609", "--counter micro_batches --what lr", quick=True),
+    looped(UNUSUAL, "rates", "GAV609", "--counter micro_batches --what momentum"),
+    looped(UNUSUAL, "rates"),
     Row("loops_extras.py", "--loop average_decay_by_micro_batch", "GAV609", "average_decay_by_micro_batch"),
     Row("loops_extras.py", "--loop average_decay_by_update"),
     # GAV202 where no loss of torch's counts the targets: 16, 12, 14 and 16 of 58 tokens
-    Row("loops_tokens.py", "", "GAV202", "tokens", "0.2759, 0.2069, 0.2414, 0.2759"),
-    Row("loops_tokens.py", "", "GAV202", "tokens", "what each micro-batch's loss is divided by"),
-    Row("loops_tokens.py", "--by window"),
+    looped(UNUSUAL, "tokens", "GAV202", words="0.2759, 0.2069, 0.2414, 0.2759"),
+    looped(UNUSUAL, "tokens", "GAV202", words="what each micro-batch's loss is divided by"),
+    looped(UNUSUAL, "tokens", common="--by window"),
     # S11: several optimizers have windows of their own
     *(Row("loops_partners.py", f"--loop {loop}", options=UPDATES_4) for loop in ("interleaved", "shifted", "against")),
     Row("loops_partners.py", "--loop interleaved --undivided", "GAV201", options=UPDATES_4),
@@ -178,11 +179,11 @@ ROWS = [
     # single parameters: a factor of one alone (S06), terms that cancel (S13), float32 master copies
     Row("train_two_towers.py", "", "GAV201", "cached", "`logit_scale`"),
     Row("train_two_towers.py", "--scale once"),
-    Row("train_cancelling.py", "--samples 64", options=UPDATES_4),
-    Row("train_cancelling.py", "--undivided", "GAV201", "loss", options=UPDATES_4),
-    Row("master_weights.py", "--loop right"),
-    Row("master_weights.py", "--loop forgotten", "GAV201", "loss"),
-    Row("loops_wrapped.py", "--loss running", "GAV202", words="repeats the micro-batches before it", options=ONE),
+    looped(UNUSUAL, "cancelling", options=UPDATES_4),
+    looped(UNUSUAL, "cancelling", "GAV201", "--undivided", options=UPDATES_4),
+    looped(UNUSUAL, "masters"),
+    looped(UNUSUAL, "masters", "GAV201", "--undivided"),
+    looped(UNUSUAL, "wrapped", "GAV202", "--running", words="repeats the micro-batches before it", options=ONE),
     # S15: what a loop draws and its loaders give is dealt to the accumulated run; a planted factor is still found
     *(Row(DRAWING, f"--loop {loop}") for loop in DRAWN.split()),
     Row(DRAWING, "--loop diffusion --undivided", "GAV201", "backward"),
@@ -214,15 +215,15 @@ ROWS = [
     # every way to write one, a snapshot, a frozen teacher and counters beside them, and a loss that uses the average
     Row(AVERAGES, "--average together --when update --target", notes=""),
     # what a hook adds is the next gradient less the last, which other weights of micro-batches seem to mend
-    Row("master_weights.py", "--loop added"),
-    Row("master_weights.py", "--loop set", "GAV603", "set", "add to the gradients that are there", proven=True),
+    looped(UNUSUAL, "masters", common="--hook added"),
+    looped(UNUSUAL, "masters", "GAV603", "--hook set", mark="set", words=ADDED, proven=True),
     # the step of an optimizer inside another is a part of that one
-    Row("loops_wrapped.py", words="updates 1 to 4: 4 of 4 gradients agree", options=UPDATES_4),
-    Row("loops_wrapped.py", "--loss undivided", "GAV201", "loss", "= K", options=UPDATES_4),
+    looped(UNUSUAL, "wrapped", words="updates 1 to 4: 4 of 4 gradients agree", options=UPDATES_4),
+    looped(UNUSUAL, "wrapped", "GAV201", "--undivided", words="= K", options=UPDATES_4),
     # a frozen bfloat16 teacher of a float32 student: of each full batch's 15 points 7 and 8 fall to its micro-batches
-    Row("train_distilled.py", "", "GAV202", "distilled", method="noise-floor", **HALF),
-    Row("train_distilled.py", "--by window", method="noise-floor", **HALF),
-    Row("train_distilled.py", "--without", method="noise-floor", **HALF),
+    looped(UNUSUAL, "distilled", "GAV202", method="noise-floor", **HALF),
+    looped(UNUSUAL, "distilled", common="--by window", method="noise-floor", **HALF),
+    looped(UNUSUAL, "distilled", common="--all", method="noise-floor", **HALF),
     # boxes that count their images
     *(Row("detection.py", form, notes="GAV301", **SLICES) for form in ("", "--table")),
     Row("detection.py", "--forgotten", "GAV201", "forgotten", notes="GAV301", **SLICES),
@@ -231,12 +232,13 @@ ROWS = [
     Row("digits.py", "", "GAV201", "scale", TIMES_4, **DIGITS),
     Row("digits.py", "--divide constant", "GAV605", words="update 2 sums 2 backward passes", **DIGITS),
     # below float32 no moved weights could tell a fault from rounding
-    Row(LOW, "--precision bfloat16 --fault undivided --clip 0.1", "GAV201"),
-    Row(LOW, "--precision float16 --fault undivided --clip 0.1", "GAV201"),
-    Row(LOW, "--fault statistics", "GAV101"),
-    *(Row(LOW, f"--precision {kind}{clip}", method="weights") for kind in KINDS for clip in ("", " --clip 0.1")),
-    Row(LOW, "--precision bfloat16 --fault means --clip 0.1", "GAV202", "low", COUNTED),
-    Row(LOW, "--precision autocast --fault means --clip 0.1", "GAV202", "low", COUNTED),
+    looped(UNUSUAL, "low", "GAV201", "--precision bfloat16 --fault undivided --clip 0.1"),
+    looped(UNUSUAL, "low", "GAV201", "--precision float16 --fault undivided --clip 0.1"),
+    looped(UNUSUAL, "low", "GAV101", "--fault statistics", mark=""),
+    *(looped(UNUSUAL, "low", common=f"--precision {kind}", method="weights") for kind in KINDS),
+    *(looped(UNUSUAL, "low", common=f"--precision {kind} --clip 0.1", method="weights") for kind in KINDS),
+    looped(UNUSUAL, "low", "GAV202", "--precision bfloat16 --fault means --clip 0.1", words=COUNTED),
+    looped(UNUSUAL, "low", "GAV202", "--precision autocast --fault means --clip 0.1", words=COUNTED),
     # scripts without a backward pass or an optimizer of torch's, judged by what their weights are given
     *(styled(f"{style} --undivided", "GAV201", style, TIMES_4) for style in STYLES),
     # of these nothing is seen but what the step uses

@@ -61,12 +61,12 @@ def test_targets_outside_the_forward_are_left_alone() -> None:
 
 @slow
 @pytest.mark.skipif(not hasattr(torch._C, "_get_fp32_precision_getter"), reason="torch before 2.9")
-@pytest.mark.parametrize(("common", "faults"), [("", set()), ("--undivided", {"GAV201"})], ids=["right", "undivided"])
+@pytest.mark.parametrize(("common", "faults"), [("", set()), (" --undivided", {"GAV201"})], ids=["right", "undivided"])
 def test_products_that_torch_rounds_are_judged_by_their_rounding(common: str, faults: set[str]) -> None:
     """The inputs of a convolution are rounded otherwise for each batch size: 2e-3 of the gradient."""
-    result = audit("train_rounded.py", common=common, options=("--updates", "1"))
+    result = audit("loops_unusual.py", common=f"--loop rounded{common}", options=("--updates", "1"))
     assert (result.code, result.faults) == (len(faults), faults), str(result)
-    assert not faults or result.line("GAV201") == marked("train_rounded.py", "loss")
+    assert not faults or result.line("GAV201") == marked("loops_unusual.py", "rounded")
 
 
 @slow
