@@ -8,23 +8,22 @@ it calls, and what it takes is data. What either has to say goes through its pip
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import math
 import os
 import pickle
-import select
 import signal
-import struct
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -39,14 +38,13 @@ _POLL = 0.05
 _LINGER = 0.5  # seconds: when one rank fails the others lose their connections, and may tell of that first
 _KEPT_LINES = 12  # of a traceback that a message shows
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a process gets when its parent dies
-_SIZE = struct.Struct("<Q")  # before each message in a pipe
 _FRESH = "where there is an accelerator, ranks are fresh processes"
 _ADVICE = (
     "define what they are made of at the top level of a module that can be imported, or run `gaverify run --ranks R "
     "--model package.module:factory`, which every process loads for itself, or hide the accelerator "
     "(CUDA_VISIBLE_DEVICES=) and write device='cpu'"
 )
-_upwards: list[IO[bytes]] = []
+_upwards: list[Connection] = []
 """The pipe to whoever started this process, where `run` did."""
 _places: dict[str, str] = {}
 """In a fresh process: the device of whoever started it, and its own."""
@@ -102,6 +100,7 @@ def run(
             return _results(children, timeout, heard)
         finally:
             for child in children:
+                child.pipe.close()
                 child.process.end()
 
 
@@ -109,7 +108,7 @@ def _results(children: Sequence[_Child], timeout: float | None, heard: Callable[
     limit = math.inf if timeout is None else time.monotonic() + timeout
     busy = list(children)
     while busy and time.monotonic() <= limit:
-        ready, _, _ = select.select([child.pipe for child in busy], [], [], _POLL)
+        ready = wait([child.pipe for child in busy], _POLL)
         for child in [child for child in busy if child.pipe in ready and child.read(heard)]:
             busy.remove(child)
             if child.outcome.error is not None:
@@ -129,35 +128,27 @@ class _Child:
 
     Args:
         name: For messages.
-        pipe: Read from without waiting.
+        pipe: Where it says what it has to say.
         process: To end it.
     """
 
-    def __init__(self, name: str, pipe: int, process: _Forked | Kept) -> None:
-        os.set_blocking(pipe, False)
+    def __init__(self, name: str, pipe: Connection, process: _Forked | Kept) -> None:
         self.name, self.pipe, self.process = name, pipe, process
-        self._received = bytearray()
         self._said: _Outcome | None = None
 
     def read(self, heard: Callable[..., None]) -> bool:
         """Reads what is there; whether the other end was closed."""
-        ended = False
-        with contextlib.suppress(BlockingIOError):
-            while not ended:
-                piece = os.read(self.pipe, 1 << 20)
-                self._received += piece
-                ended = not piece
-        while len(self._received) >= _SIZE.size:
-            end = _SIZE.size + _SIZE.unpack_from(self._received)[0]
-            if end > len(self._received):
-                break
-            message = pickle.loads(self._received[_SIZE.size : end])
-            del self._received[:end]
+        while True:
+            try:
+                if not self.pipe.poll():
+                    return False
+                message = pickle.loads(self.pipe.recv_bytes())
+            except (EOFError, OSError):  # also in the middle of a message
+                return True
             if isinstance(message, _Outcome):
                 self._said = message
             else:
                 heard(*message)
-        return ended
 
     @property
     def outcome(self) -> _Outcome:
@@ -174,7 +165,7 @@ def _ending(code: int) -> str:
     return f"left with exit code {code}"
 
 
-def _answer(pipe: IO[bytes], name: str, call: Callable[[], Any]) -> None:
+def _answer(pipe: Connection, name: str, call: Callable[[], Any]) -> None:
     """What every process does: runs its job, and sends the outcome through its pipe."""
     _upwards[:] = [pipe]
     try:
@@ -190,17 +181,15 @@ def _answer(pipe: IO[bytes], name: str, call: Callable[[], Any]) -> None:
 
 
 def _send(message: Any) -> None:
-    for pipe in _upwards:
-        packed = pickle.dumps(message)
-        pipe.write(_SIZE.pack(len(packed)) + packed)
-        pipe.flush()
+    for pipe in _upwards:  # not `send`: torch would hand tensors over in memory that ends with this process
+        pipe.send_bytes(pickle.dumps(message))
 
 
 class _Forked:
-    """A forked process, and the pipe that it writes to."""
+    """A forked process."""
 
-    def __init__(self, pid: int, pipe: int) -> None:
-        self._pid, self._pipe = pid, pipe
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
         self._status: int | None = None
 
     def wait(self) -> int:
@@ -210,13 +199,11 @@ class _Forked:
 
     def end(self) -> None:
         """Kills it."""
-        with contextlib.suppress(OSError):
-            os.close(self._pipe)
         if self._status is not None:
             return
-        with contextlib.suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
+        with suppress(ChildProcessError):
             self.wait()
 
 
@@ -225,18 +212,17 @@ def _forks(jobs: Sequence[Job]) -> Iterator[_Child]:
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
-        reading, writing = os.pipe()
+        reading, writing = Pipe(duplex=False)
         pid = os.fork()
         if pid:
-            os.close(writing)
-            yield _Child(name, reading, _Forked(pid, reading))
+            writing.close()
+            yield _Child(name, reading, _Forked(pid))
             continue
         code = 1
         try:
-            os.close(reading)
+            reading.close()
             _settle(parent)
-            with os.fdopen(writing, "wb") as pipe:
-                _answer(pipe, name, call)
+            _answer(writing, name, call)
             code = 0
         finally:
             os._exit(code)  # the parent's `finally` blocks and exit handlers are not this process's to run
@@ -244,7 +230,7 @@ def _forks(jobs: Sequence[Job]) -> Iterator[_Child]:
 
 def _settle(parent: int) -> None:
     """Makes the fork end with its parent, gives it streams of its own, and one thread to compute with."""
-    with contextlib.suppress(OSError, AttributeError):
+    with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died before it was asked for
         os._exit(1)
@@ -263,7 +249,7 @@ def _starts(jobs: Sequence[Job], fresh: Fresh, stack: ExitStack) -> Iterator[_Ch
         asked = {"file": str(file), "there": str(fresh.there), "number": number, "device": str(device)}
         kept = given("gaverify.ranks.launching", {"name": name, "job": asked})
         assert kept.process.stdout is not None
-        yield _Child(name, kept.process.stdout.fileno(), kept)
+        yield _Child(name, Connection(os.dup(kept.process.stdout.fileno()), writable=False), kept)
 
 
 def saved(value: Any, file: Path) -> None:
@@ -293,8 +279,7 @@ def loaded(file: Path) -> Any:
 def main() -> None:
     """Runs the job that stdin names, and writes its outcome to stdout."""
     asked = json.load(sys.stdin)
-    with os.fdopen(private_stdout(), "wb") as pipe:
-        _answer(pipe, asked["name"], lambda: _done(**asked["job"]))
+    _answer(Connection(private_stdout(), readable=False), asked["name"], lambda: _done(**asked["job"]))
     sys.stderr.flush()
     os._exit(0)  # what was started in this process, such as a process group after a failure, is not waited for
 
