@@ -32,9 +32,9 @@ from gaverify.verdict.settings import Settings, Weighting, run_info
 from gaverify.verdict.tracing import traced
 
 if TYPE_CHECKING:
+    from gaverify.collective.processes import Ranks
     from gaverify.origins import LoadedAfresh
     from gaverify.passes.gradients import Strategy
-    from gaverify.ranks.window import Ranks
     from gaverify.spec import Spec
 
 
@@ -180,7 +180,8 @@ def _on_ranks_or_alone(
         raise ProblemError("a strategy of your own is run by ranks: start the program with torchrun")
     if ranks is None:
         return _verified(problem, settings, None, progress)
-    from gaverify.ranks.coordinating import coordinated, ranks_wanted
+    from gaverify.collective.processes import ranks_wanted
+    from gaverify.ranks.launching import coordinated
 
     wanted = ranks_wanted(ranks, settings, engine, timeout, problem, resolve_device(settings.device))
     if not wanted.fresh:

@@ -12,6 +12,7 @@ import torch
 from gaverify.causes.investigation import investigate
 from gaverify.children.launching import working_folder
 from gaverify.collective.facts import apart_by, facts_of, fitted, with_shares
+from gaverify.collective.processes import RankReport, Ranks, on_ranks, reported, window_of
 from gaverify.errors import ProblemError
 from gaverify.passes.batching import micro_batch_sizes
 from gaverify.passes.gradients import Gradients, PassResult, full_batch_gradients
@@ -20,7 +21,6 @@ from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.task import Task
 from gaverify.ranks.engines import alone
 from gaverify.ranks.traffic import gathers_with_gradient
-from gaverify.ranks.window import RankReport, Ranks, on_ranks, reported, window_of
 from gaverify.records.comparison import Method, Outcome
 from gaverify.records.facts import Facts
 from gaverify.records.ranks import Engine, RankFacts, Traffic

@@ -117,10 +117,10 @@ class Trained:
                 cut = replace(task, sizes=sizes)
                 result = gradients_of_strategy(cut, state, record, self.strategy, self.own(cut))
             else:
-                count = self.member.count
-                probe: PassProbe = Scaled(count, self.share)
+                factor = self.member.count * self.share
+                probe: PassProbe = Scaled(factor)
                 if self.engine is not None:
-                    probe = Synchronised(task, self.engine, own[-1], count, self.share)
+                    probe = Synchronised(task, self.engine, own[-1], factor)
                 result = accumulated_gradients(task, state, record, full, lift=lift, probe=probe, own=own)
         if self.strategy is not None and not moved.reduced:
             raise ProblemError("the strategy never calls backward: no gradient is there to compare")

@@ -82,7 +82,7 @@ def _group(spec: Any) -> AbstractContextManager[None]:
 
 
 def _moved(work: Any, plan: Any, ranks: Any) -> dict[str, Any]:
-    from gaverify.ranks.window import moved
+    from gaverify.collective.processes import moved
 
     work.clear()
     found = moved(work.task, work.state, plan.steps, ranks)
@@ -117,11 +117,11 @@ def _checked_ranks(problem: Any, spec: Any, plan: Any) -> Any:
     """What to run on ranks; None without them, and for a summed loss, which has one backward pass to reduce in."""
     if spec.ranks is None:
         return None
+    from gaverify.collective.processes import ranks_wanted
     from gaverify.errors import ProblemError
     from gaverify.origins import LoadedAfresh
     from gaverify.passes.devices import resolve_device
     from gaverify.preparation import settings_of_spec
-    from gaverify.ranks.coordinating import ranks_wanted
 
     def wanted(steps: int) -> Any:
         settings = replace(

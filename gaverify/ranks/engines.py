@@ -196,16 +196,15 @@ class Scaled(PassProbe):
     """A rank's own gradients, scaled as its loop scales them: the engines average over the ranks.
 
     Args:
-        ranks: R; each micro-batch's loss counts R times its weight.
-        share: What the loss is multiplied by besides, in a control.
+        factor: R, which each micro-batch's loss counts times its weight; in a control, times the rank's share.
     """
 
-    def __init__(self, ranks: int, share: float = 1.0) -> None:
-        self._ranks = ranks * share
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
 
     def backward(self, k: int | None, loss: torch.Tensor, weight: float) -> None:
         """Puts the gradients of R · `weight` · `loss` into `.grad`."""
-        super().backward(k, loss, weight * self._ranks)
+        super().backward(k, loss, weight * self._factor)
 
 
 class Alone(Scaled):
@@ -268,12 +267,11 @@ class Synchronised(Scaled):
         task: Under its engine.
         engine: Which it is.
         last: The rank's last micro-batch.
-        ranks: R.
-        share: What the loss is multiplied by besides, in a control.
+        factor: As in `Scaled`.
     """
 
-    def __init__(self, task: Task, engine: Engine, last: int, ranks: int, share: float = 1.0) -> None:
-        super().__init__(ranks, share)
+    def __init__(self, task: Task, engine: Engine, last: int, factor: float) -> None:
+        super().__init__(factor)
         name = "no_sync" if engine is Engine.DDP else "set_requires_gradient_sync"
         self._wrappers = [m for root in (task.problem.model, task.problem.loss) for m in _outermost(root, name)]
         self._engine, self._last = engine, last

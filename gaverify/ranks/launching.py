@@ -15,19 +15,21 @@ import os
 import pickle
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from gaverify.children.launching import Kept, given, private_stdout, signal_name, working_folder
+from gaverify.children.launching import Kept, ended_as_interrupted, given, private_stdout, signal_name, working_folder
 from gaverify.errors import GaverifyError, InternalError, ProblemError
 from gaverify.passes.devices import select_device
 
@@ -289,3 +291,51 @@ def _done(file: str, number: int, there: str, device: str) -> Any:
     select_device(torch.device(device))
     _places[there] = device
     return loaded(Path(file))[number][1]()
+
+
+_COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+Answer = TypeVar("Answer")
+Progress = Callable[[str, int, int], None]
+
+
+def coordinated(
+    work: Callable[[Progress], Answer], progress: Progress | None, afresh: torch.device | None = None
+) -> Answer:
+    """Returns what `work` returns in a process of its own; it is given a `progress` that reports in this one.
+
+    Args:
+        work: What to run.
+        progress: Told how far it is.
+        afresh: None forks. A device: the process is a fresh one, which computes there; `work` must be picklable.
+
+    Raises:
+        GaverifyError: What `work` raised.
+    """
+    if afresh is None:
+        _import_compiler()
+    with ended_as_interrupted(), working_folder("gaverify-ranks-") as folder:
+        job = "the verification", partial(_judged, work, folder)
+        fresh = Fresh(afresh, [afresh]) if afresh is not None else None
+        (answer,) = run([job], heard=progress or (lambda *words: None), fresh=fresh)
+    return answer  # type: ignore[no-any-return]
+
+
+def _import_compiler() -> None:
+    """Imports torch's compiler, which both engines import, for seconds: here once, not in every fork.
+
+    The import makes a folder for what is compiled and notes it in the environment; here nothing is compiled.
+    """
+    known = os.environ.get(_COMPILED)
+    import torch._dynamo  # noqa: F401
+
+    made = os.environ.get(_COMPILED)
+    if known is None and made is not None:
+        del os.environ[_COMPILED]
+        with suppress(OSError):  # not empty: it was there before
+            os.rmdir(made)
+
+
+def _judged(work: Callable[[Progress], Answer], folder: Path) -> Answer:
+    # temporary files of a process that is killed would stay; the folder around them goes with this one
+    tempfile.tempdir = str(folder)
+    return work(told)

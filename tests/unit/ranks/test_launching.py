@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 import gaverify
+from gaverify.collective import processes
 from gaverify.errors import InternalError, ProblemError
 from gaverify.origins import LoadedAfresh
 from gaverify.passes.devices import backend_of
 from gaverify.preparation import settings_of_spec
-from gaverify.ranks import coordinating
 from gaverify.ranks.launching import Fresh, run, told
 from gaverify.spec import Spec
 from gaverify.verification import verify_spec
@@ -180,7 +180,7 @@ def drawing():
 @pytest.fixture(name="fresh")
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks of a CPU are fresh processes, too."""
-    monkeypatch.setattr(coordinating, "needs_fresh", lambda device: True)
+    monkeypatch.setattr(processes, "needs_fresh", lambda device: True)
 
 
 @pytest.mark.slow
@@ -191,7 +191,7 @@ def test_fresh_ranks_find_what_forked_ones_find(engine: str, model: str, monkeyp
     told: list[object] = []
     spec = Spec(model=model, steps=1, ranks=2, engine=engine)
     fresh = verify_spec(spec, progress=lambda *report: told.append(report))
-    monkeypatch.setattr(coordinating, "needs_fresh", lambda device: False)
+    monkeypatch.setattr(processes, "needs_fresh", lambda device: False)
     forked = verify_spec(spec)
     assert fresh.outcome is forked.outcome and fresh.findings == forked.findings
     assert repr(fresh.parameters) == repr(forked.parameters)
@@ -233,7 +233,7 @@ def test_devices_that_ranks_cannot_have_are_told() -> None:
     problem = problems_ranks.noisy_on_ranks()
     settings = settings_of_spec(Spec(model="mlp", steps=1, ranks=2))
     with pytest.raises(ProblemError, match="ranks run on CPUs and on CUDA devices, not on mps; write device='cpu'"):
-        coordinating.ranks_wanted(2, settings, "ddp", None, problem, torch.device("mps"))
+        processes.ranks_wanted(2, settings, "ddp", None, problem, torch.device("mps"))
 
 
 @pytest.mark.parametrize(("there", "backend"), [(1, "gloo"), (2, "cpu:gloo,cuda:nccl"), (4, "cpu:gloo,cuda:nccl")])
@@ -241,7 +241,7 @@ def test_nccl_takes_a_device_per_rank(there: int, backend: str, monkeypatch: pyt
     monkeypatch.setattr("torch.cuda.device_count", lambda: there)
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
     problem, settings = problems_ranks.noisy_on_ranks(), settings_of_spec(Spec(model="mlp", steps=1, ranks=2))
-    ranks = coordinating.ranks_wanted(2, settings, "ddp", None, problem, torch.device("cuda", 0))
+    ranks = processes.ranks_wanted(2, settings, "ddp", None, problem, torch.device("cuda", 0))
     assert backend_of(ranks.devices) == backend and ranks.fresh
     assert [str(device) for device in ranks.devices] == ["cuda:0", f"cuda:{min(1, there - 1)}"]
 
@@ -258,7 +258,7 @@ STARTS = """
 import signal, sys, torch, waits
 for name in sys.argv[1:]:
     signal.signal(getattr(signal, name), signal.SIG_IGN)
-from gaverify.ranks.coordinating import coordinated
+from gaverify.ranks.launching import coordinated
 coordinated(waits.work, None, {device})
 """
 

@@ -17,21 +17,33 @@ import torch
 
 from gaverify.children.launching import working_folder
 from gaverify.errors import ProblemError
-from gaverify.passes.batching import micro_batch_sizes
-from gaverify.passes.devices import backend_of, devices_of_ranks, release_memory
+from gaverify.passes.batching import batch_size_of, micro_batch_sizes
+from gaverify.passes.devices import RANKED, available_devices, backend_of, devices_of_ranks, release_memory, with_number
 from gaverify.passes.dispatch import Observed
 from gaverify.passes.fingerprints import digest_of
 from gaverify.passes.gradients import PassProbe, PassResult, accumulated_gradients, full_batch_gradients
 from gaverify.passes.isolation import ModelState
+from gaverify.passes.problem import Problem
 from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.sketches import sketch
 from gaverify.passes.task import Task
 from gaverify.passes.wrappers import is_sharded
-from gaverify.ranks.engines import Alone, Scaled, Synchronised, alone, joined, of_all, of_every_rank, wrapped
+from gaverify.ranks.engines import (
+    Alone,
+    Scaled,
+    Synchronised,
+    alone,
+    engine_of_word,
+    joined,
+    of_all,
+    of_every_rank,
+    wrapped,
+)
 from gaverify.ranks.launching import Fresh, run
 from gaverify.ranks.traffic import TrafficMeter
 from gaverify.records.ranks import Engine, Moved, Shares, Traffic
 from gaverify.verdict.control import in_float64
+from gaverify.verdict.settings import Settings
 
 Result = TypeVar("Result")
 
@@ -154,18 +166,6 @@ class RankReport:
     buffers: dict[str, torch.Tensor]
 
 
-class _Kept(ModelState):
-    """A state that keeps nothing: a rank's process ends after its window."""
-
-    def __init__(self) -> None: ...
-
-    def before_write(self, tensor: torch.Tensor) -> None:
-        """Keeps nothing."""
-
-    def restore(self) -> None:
-        """Restores nothing."""
-
-
 def reported(window: Window, rank: int) -> RankReport:
     """What the process of a rank does: join the group, run its window, leave the group."""
     traffic = TrafficMeter()
@@ -173,7 +173,7 @@ def reported(window: Window, rank: int) -> RankReport:
     def reduced(task: Task, own: range) -> tuple[dict[str, torch.Tensor | None], PassResult]:
         with traffic.counting():
             share = window.shares[rank][0] if window.shares else 1.0
-            probe = Synchronised(task, window.ranks.engine, own[-1], window.ranks.count, share)
+            probe = Synchronised(task, window.ranks.engine, own[-1], window.ranks.count * share)
             together = accumulated(window, task, own, probe)
         return {name: _whole(gradient) for name, gradient in together.gradients.items()}, together
 
@@ -216,22 +216,21 @@ def under_engine(
         warnings.simplefilter("ignore")
         own, probe = range(rank, len(bare.sizes), count), Alone(bare, count)
         with calls.counting():
-            # a state of its own: the parent's would set the parent's number of threads again, which were not forked
-            alone = accumulated(window, bare, own, probe, ModelState(bare.modules, (bare.problem.loss,)))
+            alone = accumulated(window, bare, own, probe)
         reach = of_all(of_every_rank(probe.reach, count))
         return work(wrapped(bare, window.ranks.engine, reach), own), alone, calls.traffic
 
 
-def accumulated(
-    window: Window, task: Task, own: range, probe: PassProbe, state: ModelState | None = None
-) -> PassResult:
-    """Returns the gradient of a rank's own micro-batches; without a state nothing is restored.
+def accumulated(window: Window, task: Task, own: range, probe: PassProbe) -> PassResult:
+    """Returns the gradient of a rank's own micro-batches.
 
     Raises:
         ProblemError: The model or loss raised; the message says what to change where the wrapper is the reason.
     """
+    # a state of its own: the parent's would set the parent's number of threads again, which were not forked
+    state = ModelState(task.modules, (task.problem.loss,))
     try:
-        return accumulated_gradients(task, state or _Kept(), window.record, window.reference, probe=probe, own=own)
+        return accumulated_gradients(task, state, window.record, window.reference, probe=probe, own=own)
     except ProblemError as error:
         raise ProblemError(f"{error}{_hint(error)}") from error
 
@@ -291,3 +290,60 @@ def _window(window: Window, task: Task, own: range, probe: PassProbe) -> Traffic
     with meter.counting():
         accumulated(window, task, own, probe)
     return meter.traffic
+
+
+def needs_fresh(device: torch.device) -> bool:
+    """Whether processes that compute there cannot be forked.
+
+    No accelerator can be used after a fork. Where there is one, autograd has threads for it from the first backward on,
+    and refuses to run on the CPU as well in a process that was forked then.
+    """
+    return device.type != "cpu" or len(available_devices()) > 1
+
+
+def ranks_wanted(
+    count: int,
+    settings: Settings,
+    engine: str | Engine,
+    timeout: float | None,
+    problem: Problem,
+    device: torch.device | None,
+) -> Ranks:
+    """Returns what to run on ranks.
+
+    Args:
+        count: R, 2 or more.
+        settings: What else is asked for; its steps are K · R.
+        engine: Or its name.
+        timeout: Seconds for one window; None waits for ever.
+        problem: With the live model.
+        device: Where the run shall be; None: where the model is.
+
+    Raises:
+        ProblemError: The problem cannot be run on ranks; the message says what to change.
+    """
+    if count < 2:
+        raise ProblemError(f"ranks = {count}: one rank is what a run without `ranks` verifies; write ranks = 2 or more")
+    if settings.strategy != "accumulate" or settings.rtol is not None:
+        other = "rtol and atol" if settings.rtol is not None else f"strategy {settings.strategy!r}"
+        raise ProblemError(f"{other} cannot be combined with ranks; leave one of them out")
+    where = device or next((p.device for p in problem.model.parameters()), torch.device("cpu"))
+    if where.type not in RANKED:
+        raise ProblemError(
+            f"ranks run on CPUs and on CUDA devices, not on {where}; write device='cpu', where the same faults show"
+        )
+    spread = {parameter.device for parameter in problem.model.parameters()}
+    if device is None and len(spread) > 1:
+        places = " and ".join(sorted(map(str, spread)))
+        raise ProblemError(f"the model lies on {places}: a rank has one device; write device={where.type!r}")
+    total, steps = settings.steps, settings.steps // count
+    size = batch_size_of(problem.batch, total, problem.batch_size, problem.split)
+    if total > size:
+        each = "1 micro-batch" if steps == 1 else f"{steps} micro-batches"
+        raise ProblemError(
+            f"{count} ranks with {each} each are {total} parts, which cannot be cut from a batch of "
+            f"{size} samples; lower ranks or steps, or raise the batch size"
+        )
+    if not torch.distributed.is_available():
+        raise ProblemError("this torch was built without torch.distributed; ranks cannot be run")
+    return Ranks(count, engine_of_word(engine), with_number(where), timeout, needs_fresh(where))
