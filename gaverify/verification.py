@@ -232,7 +232,7 @@ def _verdict(settings: Settings, started: float, task: Task, judgement: Judgemen
 
 def _judged(task: Task, settings: Settings, ranks: Ranks | None) -> tuple[Judgement, Facts]:
     if ranks is not None:
-        from gaverify.collective.local import judge_on_ranks
+        from gaverify.collective.flow import judge_on_ranks
 
         return judge_on_ranks(task, ranks, diagnose=settings.diagnose, exact=settings.exact)
     heard, part = Heard(), Shrunk(searches=settings.diagnose)

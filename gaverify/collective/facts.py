@@ -30,6 +30,7 @@ from gaverify.verdict.judging import Judgement, working_unit
 
 if TYPE_CHECKING:
     from gaverify.collective.flow import Passes
+    from gaverify.collective.processes import RankReport
 
 
 def facts_of(rows: Iterable[ParameterComparison], **measured: Any) -> RankFacts:
@@ -39,6 +40,40 @@ def facts_of(rows: Iterable[ParameterComparison], **measured: Any) -> RankFacts:
         difference=relative_total((row.difference_norm, row.reference_norm) for row in decided),
         divergent=any(row.outcome is Outcome.DIVERGENT for row in decided),
         **measured,
+    )
+
+
+def facts_of_reports(
+    rows: Iterable[ParameterComparison],
+    engine: Engine,
+    reports: Sequence[RankReport],
+    gradients: Gradients,
+    together: Gradients,
+    unit: float,
+) -> RankFacts:
+    """Returns what a window of local ranks showed.
+
+    Args:
+        rows: What was decided about their gradient.
+        engine: How they held the model.
+        reports: What each told.
+        gradients: What they ended up with.
+        together: Of one process that computes what they compute together.
+        unit: Unit roundoff u of the arithmetic that they trained in.
+    """
+    alike = len({report.digest for report in reports}) == 1
+    apart = 0.0 if alike else apart_by([report.reduced for report in reports])
+    return facts_of(
+        rows,
+        ranks=len(reports),
+        engine=engine,
+        apart=math.nan if engine is Engine.FSDP2 else apart,
+        window=max((report.window for report in reports), key=Traffic.count),
+        own=max((report.calls for report in reports), key=Traffic.count),
+        weights=fitted([report.own for report in reports], together, gradients),
+        from_one_process=left_between(gradients, together),
+        unit=unit,
+        buffers_apart=buffers_apart([report.buffers for report in reports], unit),
     )
 
 

@@ -1,39 +1,48 @@
 """The verdict of all ranks: the whole batch on every rank against the window as they train it.
 
+Of ranks that a launcher has started:
+
     reference   every rank runs the same whole batch in one backward under the same engine: the mean of R equal
                 gradients is the full batch's, and lies on the ranks as the model does
     window      K micro-batches of its own on each rank, reduced as the engine or the user's strategy does
 
-Every number that decides something is one of all ranks (`passes.shards.summed_over`), so that all ask the same next
+Every number that decides something is one of all ranks (`passes.wrappers.summed_over`), so that all ask the same next
 question. The cause is looked for where a window diverges: with the same micro-batches, all of them on every rank.
+Local ranks stand beside a process that has the whole batch: that judges and searches, and they confirm.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from gaverify.causes.investigation import collected, investigate
-from gaverify.collective.facts import facts_of_ranks
+from gaverify.children.launching import working_folder
+from gaverify.collective.facts import facts_of_ranks, facts_of_reports, with_shares
 from gaverify.collective.membership import is_lost
+from gaverify.collective.processes import RankReport, Ranks, on_ranks, reported, window_of
 from gaverify.collective.window import Moved, OwnCollectives, Trained, bare
 from gaverify.errors import Agreed, ProblemError
-from gaverify.passes.gradients import PassResult, full_batch_gradients
+from gaverify.passes.batching import micro_batch_sizes
+from gaverify.passes.gradients import Gradients, PassResult, full_batch_gradients
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.task import Task
-from gaverify.passes.wrappers import summed_over
+from gaverify.passes.wrappers import over_ranks, summed_over
+from gaverify.ranks.engines import alone
+from gaverify.ranks.traffic import gathers_with_gradient
 from gaverify.records.comparison import Method, Outcome
 from gaverify.records.facts import Facts
-from gaverify.records.ranks import Engine
+from gaverify.records.ranks import Engine, RankFacts
 from gaverify.thresholds import U32, U64
 from gaverify.tracebacks import is_own_fault
-from gaverify.verdict.comparison import measure
+from gaverify.verdict.comparison import left_between, measure
 from gaverify.verdict.control import (
     Control,
     failure_sentence,
@@ -122,7 +131,7 @@ def _judged(task: Task, trained: Trained, passes: Passes, exact: bool) -> Judgem
     unit = max(trained.member.everyones("unit", working_unit(task, passes.full, passes.window)))
     working = {row.name: row for row in rows}
     judgement = Judgement(
-        decide_at_once(rows, unit, {}),
+        [],
         Method.WORKING_PRECISION,
         passes.full,
         passes.window,
@@ -133,20 +142,38 @@ def _judged(task: Task, trained: Trained, passes: Passes, exact: bool) -> Judgem
         {},
         {},
     )
-    left = any(row.outcome is Outcome.INCONCLUSIVE and row.why is None for row in judgement.rows)
-    if unit <= U64 or (unit <= U32 and not left and not exact):
-        if left:
-            floor = noise_floor(task, passes.state, passes.record, passes.full, unit)
-            judgement.rows, judgement.method = judge_by_floor(working, floor, {}, unit), Method.NOISE_FLOOR
-        return judgement
-    if not _controlled(task, trained, judgement, unit):
-        floor = noise_floor(task, passes.state, passes.record, passes.full, unit)
-        judgement.rows, judgement.method = judge_by_floor(working, floor, {}, unit), Method.NOISE_FLOOR
+    decide_window(task, judgement, unit, exact, lambda: _control(task, trained, judgement))
     return judgement
 
 
-def _controlled(task: Task, trained: Trained, judgement: Judgement, unit: float) -> bool:
-    """Whether both passes ran in float64, on every rank, and decided; all ranks answer alike.
+def decide_window(
+    task: Task, judgement: Judgement, unit: float, exact: bool, controlled: Callable[[], Control | None]
+) -> None:
+    """Decides every parameter of a window of ranks by its differences in `working`.
+
+    Args:
+        task: What was run.
+        judgement: Its rows and method are replaced.
+        unit: Unit roundoff of the coarsest arithmetic that any rank computed in.
+        exact: In float64 whatever working precision says.
+        controlled: Runs full batch and window in float64; None where that was impossible.
+    """
+    judgement.rows = decide_at_once(judgement.working.values(), unit, judgement.scales)
+    left = any(row.outcome is Outcome.INCONCLUSIVE and row.why is None for row in judgement.rows)
+    if not left and (unit <= U64 or (unit <= U32 and not exact)):
+        return
+    control = controlled() if unit > U64 else None
+    with nullcontext() if over_ranks() else alone():  # `alone` where this process stands beside the ranks
+        if control is not None:
+            decide_by_control(task, judgement, control, unit)
+            return
+        floor = noise_floor(task, judgement.state, judgement.record, judgement.full, unit)
+    judgement.rows = judge_by_floor(judgement.working, floor, judgement.scales, unit)
+    judgement.method = Method.NOISE_FLOOR
+
+
+def _control(task: Task, trained: Trained, judgement: Judgement) -> Control | None:
+    """Runs both passes in float64, on every rank; None on all where one could not.
 
     Where one could not alone, such as for its memory, the others wait for it in a collective that no word ends.
     """
@@ -166,13 +193,12 @@ def _controlled(task: Task, trained: Trained, judgement: Judgement, unit: float)
             raise
         failure = failure_sentence(error)
     within = 2 * (time.monotonic() - begun) + _PATIENCE if failure else None
-    alone = f"the float64 control failed on this rank alone: {failure}" if failure else ""
-    failures = [said for said in trained.member.everyones("control", failure, within, alone) if said]
+    here = f"the float64 control failed on this rank alone: {failure}" if failure else ""
+    failures = [said for said in trained.member.everyones("control", failure, within, here) if said]
     if failures or control is None:
         judgement.control_failure = failures[0]
-        return False
-    decide_by_control(task, judgement, control, unit)
-    return True
+        return None
+    return control
 
 
 def _searched(task: Task, trained: Trained, diagnose: bool) -> tuple[Judgement, Facts]:
@@ -180,17 +206,143 @@ def _searched(task: Task, trained: Trained, diagnose: bool) -> tuple[Judgement, 
 
     Under DDP every rank has the whole model and needs no other one for it; sharded ones run in step.
     """
-    with _alone(trained.engine):
-        here = task if trained.engine is Engine.FSDP2 else bare(task)
+    sharded = trained.engine is Engine.FSDP2
+    with nullcontext() if sharded else summed_over(1, lambda numbers: numbers):
+        here = task if sharded else bare(task)
         one = judge(here, rtol=None, atol=None, keep_gradients=True, exact=True)
         return one, investigate(here, one, diagnose=diagnose)
 
 
-@contextmanager
-def _alone(engine: Engine | None) -> Iterator[None]:
-    """Lets numbers be those of this rank where it holds the whole model."""
-    if engine is Engine.FSDP2:
-        yield
-        return
-    with summed_over(1, lambda numbers: numbers):
-        yield
+_Ran = tuple[list[RankReport], Gradients]
+
+
+def judge_on_ranks(task: Task, ranks: Ranks, *, diagnose: bool, exact: bool = False) -> tuple[Judgement, Facts]:
+    """Returns the verdict on the ranks' gradient, and everything that was measured.
+
+    The diagnosis runs in one process, where the ranks diverge: on K · R micro-batches, or, where the code calls
+    `torch.distributed` itself on the ranks (in a group of one it may not) and so sees the samples of all at once, on K
+    micro-batches that hold what the ranks hold together.
+
+    Args:
+        task: Cut into K · R micro-batches.
+        ranks: What to run.
+        diagnose: Whether to look for the cause of a divergence.
+        exact: As `verify` takes it.
+
+    Raises:
+        ProblemError: The batch is too small for the ranks, a rank failed, or the problem cannot be verified.
+    """
+    least = 2 * ranks.count
+    if task.batch_size < least:
+        raise ProblemError(f"{ranks.count} ranks need a batch of at least {least} samples, it has {task.batch_size}")
+
+    on_each = replace(task, averaged_over=ranks.count)
+    with alone():
+        judgement = judge(task, rtol=None, atol=None, keep_gradients=True, exact=exact)
+    begun = time.perf_counter()
+    task.progress(f"{ranks.count} ranks under {ranks.engine.value}")
+    ran = _window_run(on_each, judgement.record, judgement.full, ranks)
+    took = time.perf_counter() - begun
+    asked = _of_one_process(task, judgement, ranks, talked=any(report.calls.count() for report in ran[0]))
+    whole = judgement
+    if asked is not task:
+        with alone():
+            whole = judge(asked, rtol=None, atol=None, keep_gradients=True, exact=exact)
+    begun = time.perf_counter()
+    confirmed, found = _confirmed(on_each, judgement, ran, whole, ranks, exact)
+    took += time.perf_counter() - begun
+    with alone():  # ranks that all agree with the full batch leave nothing to look for
+        agree = all(row.outcome is Outcome.EQUIVALENT for row in confirmed.rows)
+        facts = investigate(asked, whole, diagnose=diagnose and not agree)
+    confirmed.timings = {**judgement.timings, "ranks": took}
+    if not found.divergent:
+        facts = replace(facts, compared=replace(facts.compared, rows=tuple(confirmed.rows), method=confirmed.method))
+    return confirmed, replace(facts, ranks=found)
+
+
+def _confirmed(
+    task: Task, judgement: Judgement, ran: _Ran, one: Judgement, ranks: Ranks, exact: bool
+) -> tuple[Judgement, RankFacts]:
+    """Decides every parameter of the ranks' gradient as one process does, and runs the controls that it calls for.
+
+    Args:
+        task: The problem in this process, cut into K · R micro-batches.
+        judgement: The verdict of one process on them, with its gradients.
+        ran: What the ranks did with them.
+        one: The verdict of one process on what the ranks compute together, with its gradients: `judgement`, or that of
+            K micro-batches where the code calls `torch.distributed` itself and sees the samples of all ranks.
+        ranks: What to run.
+        exact: In float64 whatever working precision says.
+
+    Returns:
+        The judgement with the rows of the ranks' gradient, and what was measured on the way.
+
+    Raises:
+        ProblemError: A rank raised, died, or did not end in time.
+    """
+    together, (reports, gradients) = one.accumulated.gradients, ran
+    unit = working_unit(task, judgement.full, judgement.accumulated)
+    decided = replace(judgement, method=Method.WORKING_PRECISION)
+    decided.working = {row.name: row for row in measure(gradients, judgement.full.gradients)}
+    decide_window(task, decided, unit, exact, lambda: _in_float64(task, judgement, ranks))
+    facts = facts_of_reports(decided.rows, ranks.engine, reports, gradients, together, unit)
+
+    def left(**differing: Any) -> float:
+        _, repaired = _window_run(task, judgement.record, judgement.full, ranks, **differing)
+        return left_between(repaired, together)
+
+    if facts.at_fault and facts.gathers:
+        facts = replace(facts, gather_control=left(around=gathers_with_gradient))
+    if facts.at_fault:
+        facts = with_shares(facts, lambda shares: left(shares=shares))
+    return decided, facts
+
+
+def _window_run(task: Task, record: DrawRecord, full: PassResult, ranks: Ranks, **differing: Any) -> _Ran:
+    """Runs every micro-batch of a task on its rank; returns what they tell, and the gradient they end up with.
+
+    Args:
+        task: Cut into K · R micro-batches.
+        record: What the full batch drew.
+        full: What it showed.
+        ranks: What to run.
+        differing: Fields of the `Window` that are not those of the first one.
+
+    Raises:
+        ProblemError: A rank raised, died, or did not end in time.
+    """
+    with working_folder("gaverify-ranks-") as folder:
+        window = replace(window_of(task, record, full, ranks, folder), **differing)
+        reports = on_ranks(reported, window)
+        return reports, torch.load(window.gradients, map_location=task.device, weights_only=False)
+
+
+def _in_float64(task: Task, judgement: Judgement, ranks: Ranks) -> Control:
+    """Runs the ranks in float64, against the full batch of a pass for this purpose."""
+    with in_float64(task, judgement.state) as (lifted, state):
+        with alone():
+            full, _ = full_batch_gradients(lifted, state, judgement.record, lift=True)
+        _, gradients = _window_run(lifted, judgement.record, full, ranks, lifted=True)
+        return Control({row.name: row for row in measure(gradients, full.gradients)}, full, full)
+
+
+def _of_one_process(task: Task, judgement: Judgement, ranks: Ranks, *, talked: bool) -> Task:
+    """Returns what one process runs to compute what the ranks compute together.
+
+    Args:
+        task: The problem in this process, cut into K · R micro-batches.
+        judgement: The verdict of one process on them.
+        ranks: What was run.
+        talked: Whether the code called `torch.distributed` itself on the ranks, and so saw the samples of all at once.
+    """
+    count, weighting = ranks.count, task.weighting
+    if talked:
+        if isinstance(weighting, list | tuple):
+            weighting = [sum(weighting[at : at + count]) for at in range(0, len(weighting), count)]
+        return replace(task, sizes=micro_batch_sizes(task.batch_size, task.steps // count), weighting=weighting)
+    micro, full = judgement.accumulated.micro_losses, judgement.full.loss
+    # losses that were added up as they are come nearer to K · R times the full batch's than to it: means, whose mean
+    # over the ranks is right; of sums it is a fault of the ranks
+    if weighting == "none" and abs(sum(micro)) > math.sqrt(len(micro)) * abs(full):
+        return replace(task, averaged_over=count)
+    return task

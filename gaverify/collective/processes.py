@@ -336,14 +336,20 @@ def ranks_wanted(
     if device is None and len(spread) > 1:
         places = " and ".join(sorted(map(str, spread)))
         raise ProblemError(f"the model lies on {places}: a rank has one device; write device={where.type!r}")
-    total, steps = settings.steps, settings.steps // count
-    size = batch_size_of(problem.batch, total, problem.batch_size, problem.split)
-    if total > size:
-        each = "1 micro-batch" if steps == 1 else f"{steps} micro-batches"
-        raise ProblemError(
-            f"{count} ranks with {each} each are {total} parts, which cannot be cut from a batch of "
-            f"{size} samples; lower ranks or steps, or raise the batch size"
-        )
+    size = batch_size_of(problem.batch, settings.steps, problem.batch_size, problem.split)
+    if words := too_small(size, settings.steps // count, count):
+        raise ProblemError(words)
     if not torch.distributed.is_available():
         raise ProblemError("this torch was built without torch.distributed; ranks cannot be run")
     return Ranks(count, engine_of_word(engine), with_number(where), timeout, needs_fresh(where))
+
+
+def too_small(size: int, steps: int, count: int) -> str:
+    """Returns why K micro-batches for each of R ranks cannot be cut from so many samples; "" where they can."""
+    if steps * count <= size:
+        return ""
+    each = "1 micro-batch" if steps == 1 else f"{steps} micro-batches"
+    return (
+        f"{count} ranks with {each} each are {steps * count} parts, which cannot be cut from a batch of "
+        f"{size} samples; lower ranks or steps, or raise the batch size"
+    )

@@ -11,6 +11,7 @@ import torch
 
 from gaverify.collective.flow import judge_together
 from gaverify.collective.membership import Member
+from gaverify.collective.processes import too_small
 from gaverify.collective.window import Trained, description, under, users_engine
 from gaverify.errors import Agreed
 from gaverify.passes.batching import batch_size_of, micro_batch_sizes
@@ -124,23 +125,14 @@ def batch_of_all(problem: Problem, steps: int, member: Member) -> tuple[Problem,
             raise Agreed(f"rank {odd} has {numbers[odd]} {what}, rank 0 has {numbers[0]}: give every rank as many")
     alike = len({entry[2] for entry in said}) == 1
     if alike:
-        member.agree("cuts", _too_small(size, steps, member.count))
+        member.agree("cuts", too_small(size, steps, member.count))
         return problem, micro_batch_sizes(size, steps * member.count)
-    problem_here = _too_small(size * member.count, steps, member.count)
+    problem_here = too_small(size * member.count, steps, member.count)
     if problem.split is not None:
         problem_here = "the ranks' batches differ and are cut by a `split`: give every rank the whole batch"
     member.agree("cuts", problem_here)
     whole = _joined(of_every_rank(problem.batch, member.count, member.device), size)
     return replace(problem, batch=whole, batch_size=size * member.count), micro_batch_sizes(size, steps) * member.count
-
-
-def _too_small(size: int, steps: int, count: int) -> str:
-    if steps * count <= size:
-        return ""
-    return (
-        f"{count} ranks with {steps} micro-batches each are {steps * count} parts, which cannot be cut from a batch of "
-        f"{size} samples; lower the steps, start fewer ranks, or raise the batch size"
-    )
 
 
 def _joined(batches: list[Any], size: int) -> Any:
