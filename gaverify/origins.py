@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from gaverify.children.launching import ended_as_interrupted, working_folder
+from gaverify.collective.launching import loaded, saved
 from gaverify.errors import ProblemError
 from gaverify.loading import load_problem
 from gaverify.passes.fingerprints import digest_of
@@ -18,7 +19,6 @@ from gaverify.passes.nesting import leaves
 from gaverify.passes.problem import Problem
 from gaverify.passes.task import Task
 from gaverify.preparation import prepared, problem_of, trimmed
-from gaverify.ranks.launching import loaded, saved
 from gaverify.spec import Spec
 from gaverify.verdict.settings import Settings
 

@@ -168,8 +168,8 @@ def _on_ranks_or_alone(
     started = time.perf_counter()
     with membership(timeout) as member:
         if member is not None:
+            from gaverify.collective.engines import engine_of_word
             from gaverify.collective.verifying import Asked, verified_together
-            from gaverify.ranks.engines import engine_of_word
 
             with member.together():
                 if ranks is not None:
@@ -180,8 +180,8 @@ def _on_ranks_or_alone(
         raise ProblemError("a strategy of your own is run by ranks: start the program with torchrun")
     if ranks is None:
         return _verified(problem, settings, None, progress)
+    from gaverify.collective.launching import coordinated
     from gaverify.collective.processes import ranks_wanted
-    from gaverify.ranks.launching import coordinated
 
     wanted = ranks_wanted(ranks, settings, engine, timeout, problem, resolve_device(settings.device))
     if not wanted.fresh:

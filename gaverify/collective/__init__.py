@@ -1,1 +1,1 @@
-"""One verification by all ranks, whatever launcher started them, or by those that `--ranks` starts on this machine."""
+"""One verdict by all ranks: those that any launcher has started, or that `--ranks` starts on this machine."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gaverify.collective.engines import Scaled, of_every_rank
 from gaverify.collective.window import Trained, always_reducing, bare
 from gaverify.passes.fingerprints import digest_of
 from gaverify.passes.gradients import Gradients, accumulated_gradients
@@ -19,7 +20,6 @@ from gaverify.passes.precision import buffers_apart
 from gaverify.passes.sketches import SINGULAR_FLOAT32, fit_weights, sketch
 from gaverify.passes.task import Task
 from gaverify.passes.wrappers import is_sharded, summed_over
-from gaverify.ranks.engines import Scaled, of_every_rank
 from gaverify.records.comparison import Outcome, ParameterComparison
 from gaverify.records.ranks import Engine, RankFacts, Shares, Traffic
 from gaverify.records.totals import relative_total

@@ -24,9 +24,11 @@ import torch
 
 from gaverify.causes.investigation import collected, investigate
 from gaverify.children.launching import working_folder
+from gaverify.collective.engines import alone
 from gaverify.collective.facts import facts_of_ranks, facts_of_reports, with_shares
 from gaverify.collective.membership import is_lost
 from gaverify.collective.processes import RankReport, Ranks, on_ranks, reported, window_of
+from gaverify.collective.traffic import gathers_with_gradient
 from gaverify.collective.window import Moved, OwnCollectives, Trained, bare
 from gaverify.errors import Agreed, ProblemError
 from gaverify.passes.batching import micro_batch_sizes
@@ -35,8 +37,6 @@ from gaverify.passes.isolation import ModelState
 from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.task import Task
 from gaverify.passes.wrappers import over_ranks, summed_over
-from gaverify.ranks.engines import alone
-from gaverify.ranks.traffic import gathers_with_gradient
 from gaverify.records.comparison import Method, Outcome
 from gaverify.records.facts import Facts
 from gaverify.records.ranks import Engine, RankFacts

@@ -16,6 +16,19 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from gaverify.children.launching import working_folder
+from gaverify.collective.engines import (
+    Alone,
+    Scaled,
+    Synchronised,
+    alone,
+    engine_of_word,
+    joined,
+    of_all,
+    of_every_rank,
+    wrapped,
+)
+from gaverify.collective.launching import Fresh, run
+from gaverify.collective.traffic import TrafficMeter
 from gaverify.errors import ProblemError
 from gaverify.passes.batching import batch_size_of, micro_batch_sizes
 from gaverify.passes.devices import RANKED, available_devices, backend_of, devices_of_ranks, release_memory, with_number
@@ -28,19 +41,6 @@ from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.sketches import sketch
 from gaverify.passes.task import Task
 from gaverify.passes.wrappers import is_sharded
-from gaverify.ranks.engines import (
-    Alone,
-    Scaled,
-    Synchronised,
-    alone,
-    engine_of_word,
-    joined,
-    of_all,
-    of_every_rank,
-    wrapped,
-)
-from gaverify.ranks.launching import Fresh, run
-from gaverify.ranks.traffic import TrafficMeter
 from gaverify.records.ranks import Engine, Moved, Shares, Traffic
 from gaverify.verdict.control import in_float64
 from gaverify.verdict.settings import Settings

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from gaverify.collective.engines import of_every_rank
 from gaverify.collective.flow import judge_together
 from gaverify.collective.membership import Member
 from gaverify.collective.processes import too_small
@@ -21,7 +22,6 @@ from gaverify.passes.nesting import children, leaves, with_children
 from gaverify.passes.problem import Problem
 from gaverify.passes.task import Task
 from gaverify.preparation import Progress, prepared, reporter
-from gaverify.ranks.engines import of_every_rank
 from gaverify.records.facts import Facts
 from gaverify.records.ranks import Engine
 from gaverify.verdict.judging import Judgement

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from gaverify.collective.engines import Reach, Scaled, Synchronised, blocks, wrapped
 from gaverify.collective.membership import Member
+from gaverify.collective.traffic import TrafficMeter
 from gaverify.errors import ProblemError
 from gaverify.passes.calls import OperationMode
 from gaverify.passes.fingerprints import digest_of
@@ -23,8 +25,6 @@ from gaverify.passes.isolation import ModelState
 from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.task import Task
 from gaverify.passes.wrappers import engine_of, flattened, is_sharded, tensor_parallel
-from gaverify.ranks.engines import Reach, Scaled, Synchronised, blocks, wrapped
-from gaverify.ranks.traffic import TrafficMeter
 from gaverify.records.ranks import Collective, Engine
 from gaverify.tracebacks import Owner, hands_over, owner_of, shown
 

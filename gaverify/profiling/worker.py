@@ -76,7 +76,7 @@ def _group(spec: Any) -> AbstractContextManager[None]:
     """A group of world size 1, where the code of the spec may ask for one."""
     if spec.ranks is None:
         return nullcontext()
-    from gaverify.ranks.engines import alone
+    from gaverify.collective.engines import alone
 
     return alone()
 

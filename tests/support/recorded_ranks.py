@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gaverify.ranks.engines import joined
-from gaverify.ranks.launching import run
-from gaverify.ranks.traffic import TrafficMeter
+from gaverify.collective.engines import joined
+from gaverify.collective.launching import run
+from gaverify.collective.traffic import TrafficMeter
 from gaverify.records.events import Ending
 from gaverify.records.ranks import Engine, Traffic
 

@@ -12,13 +12,15 @@ import gaverify
 from gaverify import thresholds
 
 PACKAGE = Path(gaverify.__file__).parent
-ROOMS = ("verdict", "causes", "rules", "records", "ranks", "audit")
+ROOMS = ("verdict", "causes", "rules", "records", "collective", "audit")
 DECIDE_NOTHING = {
     "verdict/norms.py": "the norms at which float32 can sum squares",
     "verdict/tracing.py": "learning rates of optimizers, as torch has them",
     "causes/trace/traces.py": "what values are folded at, and what stands for infinity",
     "causes/trace/matching.py": "what stands for NaN",
-    "ranks/launching.py": "seconds",
+    "collective/flow.py": "seconds",
+    "collective/launching.py": "seconds",
+    "collective/membership.py": "seconds",
     "audit/controls.py": "what losses are multiplied by in a control",
     "audit/processes.py": "seconds",
     "audit/request.py": "seconds",

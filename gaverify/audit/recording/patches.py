@@ -108,7 +108,7 @@ def _backwards(recorder: Recorder) -> None:
 
 def _gathers(recorder: Recorder) -> None:
     if recorder.job.ranked and torch.distributed.is_available():
-        from gaverify.ranks.traffic import watch_gathers
+        from gaverify.collective.traffic import watch_gathers
 
         watch_gathers(recorder.gathered, with_gradient=recorder.job.gathers)
 

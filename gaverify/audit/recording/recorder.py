@@ -22,7 +22,7 @@ from gaverify.audit.recording.steps import Steps
 from gaverify.audit.recording.storage import Forward
 from gaverify.audit.recording.values import OutOfSight, out_of_sight, plain
 from gaverify.audit.recording.watching import Seen
-from gaverify.ranks.traffic import TrafficMeter
+from gaverify.collective.traffic import TrafficMeter
 from gaverify.records.events import Ending, Kind
 from gaverify.records.ranks import Collective
 from gaverify.tracebacks import LineHunt, Owner, Place, user_place

@@ -27,8 +27,8 @@ from gaverify.audit.recording.samples import GivenInputs, GivenSamples, KeptInpu
 from gaverify.audit.recording.storage import Forward, Storage, Update
 from gaverify.audit.recording.values import Names, Roundoff, out_of_sight, undisturbed
 from gaverify.audit.recording.watching import Watch
+from gaverify.collective.traffic import TrafficMeter
 from gaverify.passes.wrappers import engine_of, flattened, tensor_parallel
-from gaverify.ranks.traffic import TrafficMeter
 from gaverify.records.events import Ending, Event, Kind
 from gaverify.tracebacks import Place, user_place
 

@@ -22,14 +22,14 @@ from gaverify.audit.recording.recorder import Recorder
 from gaverify.audit.recording.storage import Storage
 from gaverify.audit.recording.values import Roundoff
 from gaverify.audit.recording.watching import Watch
+from gaverify.collective.engines import joined
+from gaverify.collective.launching import run
+from gaverify.collective.traffic import TrafficMeter
 from gaverify.passes.gradients import full_batch_gradients
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.precision import coarsest_unit, unit_roundoff
 from gaverify.passes.randomness import Recorder as RecordedDraws
 from gaverify.preparation import task_of
-from gaverify.ranks.engines import joined
-from gaverify.ranks.launching import run
-from gaverify.ranks.traffic import TrafficMeter
 from gaverify.verdict.judging import working_unit
 
 DECAY = 0.9

@@ -18,11 +18,11 @@ from torch import nn
 
 import gaverify
 from gaverify.collective import processes
+from gaverify.collective.launching import Fresh, run, told
 from gaverify.errors import InternalError, ProblemError
 from gaverify.origins import LoadedAfresh
 from gaverify.passes.devices import backend_of
 from gaverify.preparation import settings_of_spec
-from gaverify.ranks.launching import Fresh, run, told
 from gaverify.spec import Spec
 from gaverify.verification import verify_spec
 
@@ -258,7 +258,7 @@ STARTS = """
 import signal, sys, torch, waits
 for name in sys.argv[1:]:
     signal.signal(getattr(signal, name), signal.SIG_IGN)
-from gaverify.ranks.launching import coordinated
+from gaverify.collective.launching import coordinated
 coordinated(waits.work, None, {device})
 """
 

@@ -249,7 +249,7 @@ def _starts(jobs: Sequence[Job], fresh: Fresh, stack: ExitStack) -> Iterator[_Ch
     saved(jobs, file)
     for number, ((name, _), device) in enumerate(zip(jobs, fresh.devices, strict=True)):
         asked = {"file": str(file), "there": str(fresh.there), "number": number, "device": str(device)}
-        kept = given("gaverify.ranks.launching", {"name": name, "job": asked})
+        kept = given("gaverify.collective.launching", {"name": name, "job": asked})
         assert kept.process.stdout is not None
         yield _Child(name, Connection(os.dup(kept.process.stdout.fileno()), writable=False), kept)
 

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gaverify.collective.engines import Alone, Reach, blocks, joined, of_all
+from gaverify.collective.launching import run
+from gaverify.collective.traffic import watch_gathers
 from gaverify.passes.devices import available_devices
 from gaverify.passes.problem import Problem
 from gaverify.passes.task import Task
-from gaverify.ranks.engines import Alone, Reach, blocks, joined, of_all
-from gaverify.ranks.launching import run
-from gaverify.ranks.traffic import watch_gathers
 from gaverify.remedies import all_gather
 
 
