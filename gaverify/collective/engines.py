@@ -44,8 +44,13 @@ def joined(rank: int, ranks: int, store: Path, backend: str = "gloo") -> Iterato
         "LOCAL_WORLD_SIZE": str(ranks),
     }
     dist.init_process_group(backend, store=FileStore(str(store), ranks), rank=rank, world_size=ranks)
-    yield
-    dist.destroy_process_group()  # not after a failure, which has to be told before others lose their connections
+    done = False
+    try:
+        yield
+        done = True
+    finally:
+        if done or ranks == 1:  # a failure has to be told before others lose their connections
+            dist.destroy_process_group()
 
 
 @contextmanager

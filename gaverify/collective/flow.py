@@ -284,7 +284,7 @@ def _confirmed(
     unit = working_unit(task, judgement.full, judgement.accumulated)
     decided = replace(judgement, method=Method.WORKING_PRECISION)
     decided.working = {row.name: row for row in measure(gradients, judgement.full.gradients)}
-    decide_window(task, decided, unit, exact, lambda: _in_float64(task, judgement, ranks))
+    decide_window(task, decided, unit, exact, lambda: _in_float64(task, decided, ranks))
     facts = facts_of_reports(decided.rows, ranks.engine, reports, gradients, together, unit)
 
     def left(**differing: Any) -> float:
@@ -317,13 +317,19 @@ def _window_run(task: Task, record: DrawRecord, full: PassResult, ranks: Ranks, 
         return reports, torch.load(window.gradients, map_location=task.device, weights_only=False)
 
 
-def _in_float64(task: Task, judgement: Judgement, ranks: Ranks) -> Control:
-    """Runs the ranks in float64, against the full batch of a pass for this purpose."""
-    with in_float64(task, judgement.state) as (lifted, state):
-        with alone():
-            full, _ = full_batch_gradients(lifted, state, judgement.record, lift=True)
-        _, gradients = _window_run(lifted, judgement.record, full, ranks, lifted=True)
-        return Control({row.name: row for row in measure(gradients, full.gradients)}, full, full)
+def _in_float64(task: Task, judgement: Judgement, ranks: Ranks) -> Control | None:
+    """Runs the ranks in float64, against the full batch of a pass for this purpose; None where that is impossible."""
+    try:
+        with in_float64(task, judgement.state) as (lifted, state):
+            with alone():
+                full, _ = full_batch_gradients(lifted, state, judgement.record, lift=True)
+            _, gradients = _window_run(lifted, judgement.record, full, ranks, lifted=True)
+            return Control({row.name: row for row in measure(gradients, full.gradients)}, full, full)
+    except Exception as error:
+        if is_own_fault(error):
+            raise
+        judgement.control_failure = failure_sentence(error)
+        return None
 
 
 def _of_one_process(task: Task, judgement: Judgement, ranks: Ranks, *, talked: bool) -> Task:

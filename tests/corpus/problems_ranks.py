@@ -45,6 +45,15 @@ def fixed_total() -> Problem:
     return Problem(_model(), lambda model, batch: _summed(model, batch) / 16, _tokens())
 
 
+def scaled_on_ranks(factor: float) -> Problem:
+    """Means that count a little more where there are ranks than in one process."""
+
+    def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return _cross_entropy(model, batch) * (factor if _ranks() > 1 else 1.0)
+
+    return Problem(_model(), loss, (_tokens()[0], _tokens()[1].clamp(min=0)))
+
+
 def plain_mean() -> Problem:
     """Means over as many samples each: the mean over ranks is what one micro-batch on each rank needs."""
     return Problem(_model(), _cross_entropy, _tokens())

@@ -142,6 +142,27 @@ def test_exact_asks_float64_of_the_ranks_as_well() -> None:
     assert found == [Method.WORKING_PRECISION, Method.FLOAT64_CONTROL]
 
 
+@pytest.mark.parametrize(
+    ("factor", "outcome"), [(1.0, Outcome.EQUIVALENT), (1.05, Outcome.DIVERGENT)], ids=["right", "5 % too much"]
+)
+def test_a_fault_below_the_rounding_of_bfloat16_is_seen(factor: float, outcome: Outcome) -> None:
+    problem = ranks.scaled_on_ranks(factor)
+    verdict = gaverify.verify(problem, steps=1, ranks=2, dtype="bfloat16")
+    assert (verdict.outcome, verdict.method) == (outcome, Method.FLOAT64_CONTROL)
+
+
+def test_where_float64_is_impossible_the_noise_floor_decides_of_ranks_as_well() -> None:
+    problem = ranks.own_count_equal()
+
+    def loss(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        if batch[0].dtype is torch.float64:
+            raise TypeError("no kernel")
+        return problem.loss(model, batch)
+
+    verdict = gaverify.verify(Problem(problem.model, loss, problem.batch), steps=1, ranks=2, exact=True)
+    assert verdict.method is Method.NOISE_FLOOR and "no kernel" in verdict.control_failure
+
+
 def test_nothing_of_the_group_is_left_in_the_users_process() -> None:
     problem = ranks.own_count_equal()
     before = {name: value.clone() for name, value in problem.model.state_dict().items()}
