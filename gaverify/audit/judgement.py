@@ -259,7 +259,8 @@ def _unrepeatable(runs: Runs, round_: Round, number: int, unit: float, noise: fl
 
 
 def _rates(samples: Samples) -> tuple[float, ...]:
-    return tuple(rate for step in samples.steps.values() for rate in step.get("lrs", ()))
+    settings = (group for step in samples.steps.values() for group in step.get("settings", ()))
+    return tuple(group["lr"] for group in settings if "lr" in group)
 
 
 def _distance(full: Samples, accumulated: Samples, when: str) -> float:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn
@@ -170,6 +170,8 @@ def _is_under(path: str, folder: str) -> bool:
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _ELSEWHERE = ("/dev", "/proc", "/sys", "/run")
+_CHANGING = ("os.remove", "os.rmdir", "os.truncate", "os.rename")
+_MAKING = {"os.mkdir": 0, "os.link": 1, "os.symlink": 1, "os.rename": 1}  # which argument is what they make
 
 
 class Guard:
@@ -188,34 +190,20 @@ class Guard:
         self._read = folder / "added.txt"
         self._added: set[str] = set()
         self._reading = False
-        self._events: Mapping[str, Callable[[tuple[Any, ...]], None]] = {
-            "open": self._opened,
-            "os.remove": lambda args: self._changed(args[0]),
-            "os.rmdir": lambda args: self._changed(args[0]),
-            "os.truncate": lambda args: self._changed(args[0]),
-            "os.mkdir": lambda args: self._made(args[0]),
-            "os.link": lambda args: self._made(args[1]),
-            "os.symlink": lambda args: self._made(args[1]),
-            "os.rename": self._renamed,
-        }
 
     def install(self) -> None:
         """Starts to watch; there is no way to stop."""
         sys.addaudithook(self._hook)
 
     def _hook(self, event: str, args: tuple[Any, ...]) -> None:
-        handler = self._events.get(event)
-        if handler is not None and not self._reading:
-            handler(args)
-
-    def _opened(self, args: tuple[Any, ...]) -> None:
-        path, _, flags = args
-        if isinstance(flags, int) and flags & _WRITES and not isinstance(path, int):
-            self._made(path)
-
-    def _renamed(self, args: tuple[Any, ...]) -> None:
-        self._changed(args[0])
-        self._made(args[1])
+        if self._reading:
+            return
+        if event in _CHANGING:
+            self._changed(args[0])
+        if event in _MAKING:
+            self._made(args[_MAKING[event]])
+        elif event == "open" and isinstance(args[2], int) and args[2] & _WRITES and not isinstance(args[0], int):
+            self._made(args[0])
 
     def _made(self, path: Any) -> None:
         """A file that is new, or one that is opened for writing."""

@@ -80,11 +80,9 @@ def run_of(
         "stretches": torch.ones_like(final),
         "sizes": [4, 1],
         "forwards": [(1, 0)],
-        "start": {},
         "settings": [{"lr": 0.1}],
         "counted": 1,
         "led": True,
-        "lrs": [0.1],
         "buffers": {},
     }
     if fed is not None:

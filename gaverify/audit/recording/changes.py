@@ -12,7 +12,6 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -130,13 +129,12 @@ class Followers:
         return found
 
     def _choose(self) -> None:
-        """Chooses parameters of every optimizer, those of rare shapes first: few tensors are taken for their copies."""
+        """Chooses the largest parameters of every optimizer."""
         known = {mark.optimizer for mark in self._landmarks}
         for index in set(range(len(self._watch))) - known:
             trained = (parameter for parameter in self._watch.parameters(index) if parameter.requires_grad)
             found = [(parameter, values) for parameter in trained if (values := values_of(parameter)) is not None]
-            alike = Counter(values.shape for _, values in found)
-            found.sort(key=lambda pair: (alike[pair[1].shape], -pair[1].numel()))
+            found.sort(key=lambda pair: -pair[1].numel())
             for at, (parameter, values) in enumerate(found[:_LANDMARKS]):
                 chosen = positions(at, values.numel(), values.numel() * TOTAL // _READ).to(values.device)
                 self._landmarks.append(Landmark(index, parameter, chosen))
@@ -324,16 +322,16 @@ CERTAIN = 2
 
 
 class ByHand:
-    """The parameters that a script moves itself, and what they were before it did.
+    """Parameters that a script moves itself, and what they were before it did.
 
     Args:
-        parameters: Those of one of its models.
+        parameters: Those of one of its models, or of an optimizer whose step is to be undone.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self.param_groups = [{"params": list(parameters)}]
         self._before: list[torch.Tensor | None] = []
-        self._older: list[torch.Tensor | None] = []
+        self._older: list[torch.Tensor | None] | None = None  # before the last change that was asked for
         self.take()
 
     @torch.no_grad()
@@ -353,11 +351,11 @@ class ByHand:
 
     @torch.no_grad()
     def back(self) -> None:
-        """Puts the weights back to what they were before the last change."""
-        for parameter, old in zip(self.param_groups[0]["params"], self._older, strict=True):
+        """Puts the weights back to what they were before the last change, or since they were taken."""
+        self._before = self._before if self._older is None else self._older
+        for parameter, old in zip(self.param_groups[0]["params"], self._before, strict=True):
             if old is not None:
                 parameter.data.copy_(old)
-        self._before = self._older
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch import nn
 
 from gaverify.audit.job import Job
 from gaverify.audit.recording.graph import Terms
-from gaverify.audit.recording.ranks import frozen, owners_of, place_in_group, synchronised
+from gaverify.audit.recording.ranks import frozen, place_in_group, synchronised
 from gaverify.audit.recording.storage import Storage
 from gaverify.audit.recording.values import Names, copied, plain, same
 from gaverify.audit.recording.watching import Watched
@@ -45,7 +45,7 @@ class Control:
         """What a forward runs in: DDP asks in its forward whether it shall reduce."""
         if self._job.frozen:
             buffers = [value for name, value in self._names.buffers().items() if name in self._job.frozen]
-            return frozen(owners_of(buffers, self._names.models))
+            return frozen(buffers, self._names.models)
         return synchronised([module]) if self._job.synchronise else nullcontext()
 
     @contextmanager
@@ -93,24 +93,6 @@ class Perturbation:
                 continue
             self._moved[id(parameter)] = parameter
             move(parameter, rounding_share(parameter, self._unit), self._coins)
-
-
-class Held:
-    """Undoes an optimizer's step: the weights as they were before it."""
-
-    def __init__(self) -> None:
-        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def take(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Keeps the weights."""
-        self._kept = [(parameter, parameter.detach().clone()) for parameter in parameters]
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        """Puts the weights back."""
-        for parameter, value in self._kept:
-            parameter.data.copy_(value)
-        self._kept = []
 
 
 class Lead:

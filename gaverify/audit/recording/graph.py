@@ -69,10 +69,9 @@ def meetings(
         if shape is None or node in ends:
             continue
         operands = [_shape(*edge) for edge in node.next_functions]
-        mixed = _is_matrix(shape, rows) and not any(_is_matrix(other, rows) for other in operands)
-        if may_meet:
-            mixed = _is_matrix(shape, rows)
-        reduced = (may_meet or _without(shape, rows)) and any(other and other[0] in rows for other in operands)
+        mixed = _is_matrix(shape, rows) and (may_meet or not any(_is_matrix(other, rows) for other in operands))
+        without = may_meet or not any(size in rows for size in shape)
+        reduced = without and any(other and other[0] in rows for other in operands)
         kept = shape not in ((), (1,)) or any(size in rows for size in _shape(reader, 0) or ())
         place = line_of(node) if mixed or (reduced and kept) else None
         if place is not None:
@@ -96,10 +95,6 @@ def _shape(node: Any, slot: int) -> tuple[int, ...] | None:
 
 def _is_matrix(shape: tuple[int, ...] | None, rows: Collection[int]) -> bool:
     return shape is not None and any(size in rows and shape.count(size) > 1 for size in shape)
-
-
-def _without(shape: tuple[int, ...], rows: Collection[int]) -> bool:
-    return not any(size in rows for size in shape)
 
 
 _MOST = 64  # results of one forward that are listened to

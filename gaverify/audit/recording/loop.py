@@ -199,7 +199,7 @@ class Loop:
     """
 
     def __init__(self) -> None:
-        self.steps = self.backwards = 0
+        self.steps = self.backwards = 0  # of the script so far
         self.unaligned: dict[str, str] = {}
         self.moved = False
         self.count = 0  # draws that were kept, or given the full-batch run's
@@ -228,14 +228,6 @@ class Loop:
 
     def forward(self, rows: int | None) -> None:
         """A forward of so many rows begins."""
-
-    def after_backward(self) -> None:
-        """A backward pass is over."""
-        self.backwards += 1
-
-    def after_step(self) -> None:
-        """An optimizer has stepped."""
-        self.steps += 1
 
     def close(self) -> None:
         """The run is over: looks at the generators that were not watched."""
@@ -282,7 +274,9 @@ class LoopDraws(Loop):
         self._mode.__enter__()
 
     def _operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._paused or os.getpid() != self._process or _sets_weights(args):
+        into = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        sets_weights = into is not None and (into.requires_grad or isinstance(into, torch.nn.Parameter))
+        if self._paused or os.getpid() != self._process or sets_weights:
             return func(*args, **kwargs)
         run = Drawing(func, args, kwargs)
         drawn = run.drawn
@@ -389,9 +383,3 @@ class DealtLoopDraws(LoopDraws):
         if part.dim < 0:
             return copy.copy(value)
         return [value[at] for at in part.rows] if isinstance(value, list) else value.take(part.rows, part.dim)
-
-
-def _sets_weights(args: tuple[Any, ...]) -> bool:
-    """Whether a draw goes into a parameter: weights are made, no sample is."""
-    into = args[0] if args else None
-    return isinstance(into, torch.nn.Parameter) or (isinstance(into, torch.Tensor) and into.requires_grad)

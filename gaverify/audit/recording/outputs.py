@@ -182,7 +182,6 @@ def _moved(rows: int, leaf: Any) -> Any:
 
 
 Spots = Sequence[tuple[int, Sequence[int]] | None]
-_FILE = "held"
 
 
 class Holding:
@@ -202,8 +201,8 @@ class Holding:
         self._work, self._held, self._spots = work, held, spots
         self._source: list[dict[str, Any]] | None = None
         if source is not None:
-            self._source = torch.load(source / f"{_FILE}.pt", weights_only=True)
-        self._forwards: list[dict[str, Any]] = []
+            self._source = torch.load(source / "held.pt", weights_only=True)
+        self.forwards: list[dict[str, Any]] = []  # what the full-batch run keeps
         self._ends: set[Any] = set()
         self._given: set[tuple[int, str]] = set()
         self._own: dict[int, torch.Tensor] = {}
@@ -211,26 +210,21 @@ class Holding:
     @contextmanager
     def listening(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
         """Surrounds the forward of an outermost module."""
-        number, shapes = len(self._forwards), input_shapes(args, kwargs)
-        self._forwards.append({"rows": shapes[0][0] if shapes else 0, "values": {}, "gradients": {}})
+        number, shapes = len(self.forwards), input_shapes(args, kwargs)
+        self.forwards.append({"rows": shapes[0][0] if shapes else 0, "values": {}, "gradients": {}})
         if self._source is not None and (number >= len(self._spots) or self._spots[number] is None):
             yield
             return
 
         def begins(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            given = args, kwargs
-            if call.under in self._held:
-                given = self._changed(partial(self._handed_on, number, f"{call.path} {call.number} in"), given)
-            if call.path in self._held:
-                given = self._changed(partial(self._taken_in, number, f"{call.path} {call.number} given"), given)
-            return given
+            name, given = f"{call.path} {call.number}", (args, kwargs)
+            given = self._changed(call.under, self._handed_on, number, f"{name} in", given)
+            return self._changed(call.path, self._taken_in, number, f"{name} given", given)
 
         def ends(call: Call, output: Any) -> Any:
-            if call.path in self._held:
-                output = self._changed(partial(self._handed_on, number, f"{call.path} {call.number} out"), output)
-            if call.under in self._held:
-                output = self._changed(partial(self._taken_in, number, f"{call.path} {call.number} made"), output)
-            return output
+            name = f"{call.path} {call.number}"
+            output = self._changed(call.path, self._handed_on, number, f"{name} out", output)
+            return self._changed(call.under, self._taken_in, number, f"{name} made", output)
 
         with listening(paths_in(model), begins, ends, outside=SCRIPT):
             yield
@@ -244,45 +238,40 @@ class Holding:
         """Returns the positions of those parameters that the held code reads without a call of a module."""
         return [at for at, parameter in enumerate(parameters) if id(parameter) in self._own]
 
-    def kept(self) -> list[dict[str, Any]]:
-        """Returns what the full-batch run kept."""
-        return self._forwards
-
-    def _changed(self, change: Callable[[str, torch.Tensor], torch.Tensor], nested: Any) -> Any:
-        """Returns the same nested containers around what `change` makes of each tensor that has a graph."""
+    def _changed(self, module: str, change: Callable[..., torch.Tensor], number: int, name: str, nested: Any) -> Any:
+        """Returns what `change` makes of each tensor with a graph, in the same containers, where a module is held."""
 
         def followed(path: str, leaf: Any) -> Any:
             follows = isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and leaf.is_floating_point()
-            return change(path, leaf) if follows else leaf
+            return change(number, name + path, leaf) if follows else leaf
 
-        return changed(nested, followed)
+        return changed(nested, followed) if module in self._held else nested
 
-    def _handed_on(self, number: int, name: str, path: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _handed_on(self, number: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """What held code hands on has the full batch's values; its gradient flows into the held code."""
-        name += path
         with self._work():
             values = plain(tensor)
             if self._source is None:
                 if values is not None:
-                    self._forwards[number]["values"][name] = values.to("cpu", copy=True)
+                    self.forwards[number]["values"][name] = values.to("cpu", copy=True)
                 return tensor
             self._know([tensor.grad_fn])
             rows = self._rows(number, "values", name, tensor)
             missing = None if rows is None or values is None else rows - values
         return tensor if missing is None else tensor + missing
 
-    def _taken_in(self, number: int, name: str, path: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _taken_in(self, number: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """What held code takes in is given back the full batch's gradient."""
         tensor = tensor.view_as(tensor)  # what flows back by other ways is no matter of the held code
         with self._work():
             self._ends.add(tensor.grad_fn)
-            tensor.register_hook(partial(self._given_back, number, name + path))
+            tensor.register_hook(partial(self._given_back, number, name))
         return tensor
 
     def _given_back(self, number: int, name: str, gradient: torch.Tensor) -> torch.Tensor | None:
         with self._work():
             if self._source is None:
-                kept = self._forwards[number]["gradients"]
+                kept = self.forwards[number]["gradients"]
                 kept[name] = gradient.detach().to("cpu", copy=True) + kept.get(name, 0.0)
                 return None
             return self._rows(number, "gradients", name, gradient)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn import functional
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import (
@@ -18,6 +19,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.optim.swa_utils import AveragedModel
 
 from gaverify.audit.recording.recorder import Recorder
 from gaverify.audit.recording.values import on_meta
@@ -41,7 +43,7 @@ def install(recorder: Recorder) -> None:
     _schedulers(recorder)
     _scalers(recorder)
     _losses(recorder)
-    _averages(recorder)
+    _surround(AveragedModel, "update_parameters", lambda *_, **__: recorder.average(), recorder, [False])
     _loads(recorder)
 
 
@@ -168,94 +170,64 @@ def _clipping(recorder: Recorder) -> None:
 
 
 def _schedulers(recorder: Recorder) -> None:
-    """Wraps `step` of every scheduler class, those of the script as they are defined."""
-    nested = [0]
+    """Surrounds `step` of every scheduler class, those of the script as they are defined."""
+    running = [False]  # one that is made of others calls their steps, and each steps once while it is made
+    base: Any = lr_scheduler.LRScheduler
 
-    def step(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        nested[0] += 1
-        try:
-            result = original(self, *args, **kwargs)
-        finally:
-            nested[0] -= 1
-        if not nested[0] and not recorder.off:
-            recorder.simple("scheduler", scheduler=id(self), lr=rates_of(self.optimizer))
-        return result
+    def stepped(scheduler: Any, *_: Any, **__: Any) -> Any:
+        return nullcontext(
+            lambda _: recorder.simple("scheduler", scheduler=id(scheduler), lr=rates_of(scheduler.optimizer))
+        )
 
     def wrap(kind: Any) -> None:
         if "step" in vars(kind):
-            _replace(kind, "step", step)
-
-    base: Any = lr_scheduler.LRScheduler
-    for known in reached([base], type.__subclasses__):
-        wrap(known)
-
-    def first(initial: Any, self: Any) -> None:
-        nested[0] += 1  # a scheduler steps once while it is made
-        try:
-            initial(self)
-        finally:
-            nested[0] -= 1
+            _surround(kind, "step", stepped, recorder, running)
 
     def subclassed(kind: Any, **kwargs: Any) -> None:
         super(base, kind).__init_subclass__(**kwargs)
         wrap(kind)
 
-    _replace(base, "_initial_step", first)
+    for known in reached([base], type.__subclasses__):
+        wrap(known)
+    _surround(base, "_initial_step", lambda *_: nullcontext(), recorder, running)
     base.__init_subclass__ = classmethod(subclassed)  # type: ignore[arg-type]
 
 
 def _scalers(recorder: Recorder) -> None:
-    from torch.amp.grad_scaler import GradScaler
+    running = [False]  # `step` calls `unscale_` itself
 
-    running = [False]
+    def unscale(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if self.is_enabled() and not recorder.off:
+            recorder.unscaled()
 
-    def call(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        if recorder.off or not self.is_enabled():
-            return original(self, *args, **kwargs)
-        outermost, running[0] = not running[0], True  # `step` calls `unscale_` itself
-        name = original.__name__
-        try:
-            with recorder.scaler(name) if outermost else nullcontext():
-                result = original(self, *args, **kwargs)
-                if name == "unscale_":
-                    recorder.unscaled()
-                return result
-        finally:
-            running[0] = not outermost
+    def around(name: str, self: Any, *_: Any, **__: Any) -> Any:
+        return recorder.scaler(name) if self.is_enabled() else None
 
+    _replace(GradScaler, "unscale_", unscale)
     for name in ("unscale_", "step", "update"):
-        _replace(GradScaler, name, call)
+        _surround(GradScaler, name, functools.partial(around, name), recorder, running)
 
 
 def _losses(recorder: Recorder) -> None:
     """Counts the valid targets of cross entropies: the weights that an average over tokens should have."""
 
-    def loss(original: Any, input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and not recorder.off and isinstance(target, torch.Tensor):
-            ignored = kwargs.get("ignore_index", args[2] if len(args) > 2 else -100)
-            if not target.is_floating_point():
-                recorder.targets((target.detach() != ignored).sum(), target.numel())
-        return original(input, target, *args, **kwargs)
+    def count(input: Any, target: Any, *args: Any, **kwargs: Any) -> None:
+        ignored = kwargs.get("ignore_index", args[2] if len(args) > 2 else -100)
+        if isinstance(target, torch.Tensor) and not target.is_floating_point():
+            recorder.targets((target.detach() != ignored).sum(), target.numel())
 
     for name in ("cross_entropy", "nll_loss"):
-        _replace(functional, name, loss)
-
-
-def _averages(recorder: Recorder) -> None:
-    from torch.optim.swa_utils import AveragedModel
-
-    _surround(AveragedModel, "update_parameters", lambda *_, **__: recorder.average(), recorder, [False])
+        _surround(functional, name, count, recorder, [False])
 
 
 def _loads(recorder: Recorder) -> None:
     """Notes the files that `torch.load` reads: who starts from other weights may have resumed."""
     audits = os.path.join(os.path.dirname(os.path.abspath(recorder.job.folder)), "")
 
-    def load(original: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-        if not recorder.off and isinstance(f, str | os.PathLike):
-            path = os.path.abspath(os.fspath(f))
-            if not path.startswith(audits):  # what the audit's other runs left is no checkpoint of the script
-                recorder.simple("loaded", path=path)
-        return original(f, *args, **kwargs)
+    def note(f: Any, *_: Any, **__: Any) -> None:
+        path = os.path.abspath(os.fspath(f)) if isinstance(f, str | os.PathLike) else audits
+        if not path.startswith(audits):  # what the audit's other runs left is no checkpoint of the script
+            recorder.simple("loaded", path=path)
 
-    _replace(torch, "load", load)
+    _surround(torch, "load", note, recorder, [False])

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +44,12 @@ class OwnGradients:
                 self._sharded.add(index)
             elif parameter.requires_grad and (index, id(parameter)) not in self._hooked:
                 self._hooked.add((index, id(parameter)))
-                parameter.register_hook(self._hook(index, at, sample))
+                parameter.register_hook(partial(self._add, index, at, sample))
 
-    def _hook(self, index: int, at: int, sample: Sample) -> Any:
-        def add(gradient: torch.Tensor) -> None:
-            values = plain(gradient)
-            if values is not None:
-                self._parts[index][at] += sample.elements(at, values)
-
-        return add
+    def _add(self, index: int, at: int, sample: Sample, gradient: torch.Tensor) -> None:
+        values = plain(gradient)
+        if values is not None:
+            self._parts[index][at] += sample.elements(at, values)
 
     def take(self, index: int) -> torch.Tensor | None:
         """Returns what was added since it was taken last, shape (S,); None where nothing is known."""
@@ -77,17 +75,12 @@ def synchronised(models: Iterable[torch.nn.Module]) -> Iterator[None]:
     yield
 
 
-def owners_of(buffers: Sequence[torch.Tensor], models: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Returns the modules that hold any of these buffers."""
-    wanted = {id(buffer) for buffer in buffers}
-    modules = (module for model in models for module in model.modules())
-    return [module for module in modules if any(id(buffer) in wanted for buffer in module.buffers(recurse=False))]
-
-
 @contextmanager
-def frozen(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Runs modules in evaluation mode, and puts them back."""
-    changed = [module for module in modules if module.training]
+def frozen(buffers: Sequence[torch.Tensor], models: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Runs the modules that hold any of these buffers in evaluation mode, and puts them back."""
+    wanted, modules = {id(buffer) for buffer in buffers}, (module for model in models for module in model.modules())
+    holding = [module for module in modules if not wanted.isdisjoint(map(id, module.buffers(recurse=False)))]
+    changed = [module for module in holding if module.training]
     for module in changed:
         module.training = False
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from gaverify.audit.recording.graph import Terms, ends_in_parameters
 from gaverify.audit.recording.rows import input_rows, input_shapes
 from gaverify.audit.recording.samples import has_loss
 from gaverify.audit.recording.steps import Steps
-from gaverify.audit.recording.storage import Forward
 from gaverify.audit.recording.values import OutOfSight, out_of_sight, plain
 from gaverify.audit.recording.watching import Seen
 from gaverify.collective.traffic import TrafficMeter
@@ -60,7 +59,8 @@ class Recorder(Steps):
                 with (
                     self._draws.in_forward(module if trains else None),
                     self._control.forward(module),
-                    self._listening(module, args, kwargs) if trains else nullcontext(),
+                    self._holding.listening(module, args, kwargs) if trains and self._holding else nullcontext(),
+                    self._outputs.listening(module, args, kwargs) if trains and self._outputs else nullcontext(),
                 ):
                     yield listen
             finally:
@@ -99,7 +99,7 @@ class Recorder(Steps):
                 if self._own is not None:
                     for entry in self.watch.entries():
                         self._own.listen(entry.index, entry.sample)
-                terms = Terms(tensors)
+                terms, self._meter = Terms(tensors), TrafficMeter()
                 met = [] if self._outputs is None else [*self._outputs.meetings(tensors), *filter(None, [terms.made])]
                 if self._holding is not None:
                     self._holding.differentiated(tensors)
@@ -107,7 +107,7 @@ class Recorder(Steps):
                 with (
                     self._draws.in_backward(),
                     self._control.backward(tensors, self._numbers["backward"], terms),
-                    self._counted(),
+                    self._meter.counting() if self.job.ranked or self.job.world is not None else nullcontext(),
                     self._setters(),
                 ):
                     yield
@@ -162,9 +162,7 @@ class Recorder(Steps):
         with self._work():
             seen = self.watch.look()
             self._changes.note(seen, "between")
-            for entry in self.watch.entries():
-                if entry.summed is not None and not entry.clipped and entry.index in seen.changed:
-                    entry.keep()
+            self.watch.keep_unclipped(seen)
         yield result.append
         with self._work():
             changed = self.watch.look().changed
@@ -178,10 +176,7 @@ class Recorder(Steps):
     def unscaled(self) -> None:
         """After a `GradScaler` took its scale out of the gradients: they are kept as they are without it."""
         with self._work():
-            for index in self.watch.look().changed:
-                entry = self.watch.of(index)
-                if entry.summed is not None and not entry.clipped:
-                    entry.keep()
+            self.watch.keep_unclipped(self.watch.look())
 
     @contextmanager
     def scaler(self, call: str) -> Iterator[None]:
@@ -243,7 +238,7 @@ class Recorder(Steps):
 
     def _passed(self) -> None:
         """A backward pass is over, whatever it was for."""
-        self._loop.after_backward()
+        self._loop.backwards += 1
         if self._inputs is not None:
             self._inputs.after_backward()
 
@@ -264,28 +259,18 @@ class Recorder(Steps):
             hunt.stop()
             self._setter = self._setter or hunt.found
 
-    @contextmanager
-    def _listening(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
-        """What a forward runs in where a run looks for what couples samples, or holds it."""
-        with ExitStack() as stack:
-            for listener in (self._holding, self._outputs):
-                if listener is not None:
-                    stack.enter_context(listener.listening(module, args, kwargs))
-            yield
-
-    def _counted(self) -> AbstractContextManager[Any]:
-        """Counts what a backward pass sends to the other ranks, where there may be some."""
-        self._meter = TrafficMeter()
-        return self._meter.counting() if self.job.ranked or self.job.world is not None else nullcontext()
-
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._settle_by_hand()
+        known = {id(parameter) for parameter in self.watch.all_parameters()}
+        new = [parameter for parameter in module.parameters() if id(parameter) not in known]
         if self.job.by_hand:
-            self._adopt(module)
+            trained = [parameter for parameter in new if parameter.requires_grad]
+            if trained:
+                self.watch.add(ByHand(trained))
         elif not self.steps:
             self._unannounced.look(module)
             # Beside an optimizer that holds them weights may move in one window: only the script's end tells.
-            if self._unannounced.moves >= CERTAIN and not self._holds(module):
+            if self._unannounced.moves >= CERTAIN and len(new) == len(list(module.parameters())):
                 self.finish(Ending.BY_HAND, 0)
         self._begin()
         self._goes_on()
@@ -302,8 +287,7 @@ class Recorder(Steps):
         number = self._numbers["forward"]
         self._event("forward", rows=rows, model=model, number=number)
         prints = input_rows(args, kwargs) if self.job.role != "events" else {}
-        weights = {entry.index: entry.weights for entry in self.watch.entries()}
-        self._forwards.append(Forward(number, self._update.number, len(self._update.rows), weights))
+        self._forwards[number] = self._update.number, len(self._update.rows)
         self._update.rows.append(prints)
         self._draws.begin((model, module.training, len(shapes)), shapes, prints)
         if self.job.by_hand and self._perturbation is not None:
@@ -377,17 +361,6 @@ class Recorder(Steps):
     def _keep_used(self) -> None:
         for entry in self.watch.entries() if self.job.by_hand else ():
             entry.keep_used()
-
-    def _holds(self, module: nn.Module) -> bool:
-        """Whether an optimizer of torch's holds parameters of a module."""
-        held = {id(parameter) for parameter in self.watch.all_parameters()}
-        return any(id(parameter) in held for parameter in module.parameters())
-
-    def _adopt(self, module: nn.Module) -> None:
-        known = {id(parameter) for parameter in self.watch.all_parameters()}
-        new = [parameter for parameter in module.parameters() if parameter.requires_grad and id(parameter) not in known]
-        if new:
-            self.watch.add(ByHand(new))
 
     def _sampled(self, inputs: Sequence[Any], results: Sequence[Any]) -> dict[int, torch.Tensor]:
         given = {id(tensor): result for tensor, result in zip(inputs, results, strict=False) if result is not None}

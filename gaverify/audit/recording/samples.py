@@ -20,6 +20,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,22 +35,23 @@ from gaverify.passes.batching import batch_size_of, micro_batch_sizes, take
 Quiet = Callable[[], AbstractContextManager[None]]
 
 
+@dataclass
 class Both:
     """A batch on its way to the script, and what it was collated from."""
 
-    def __init__(self, samples: Any, batch: Any) -> None:
-        self.samples, self.batch = samples, batch
+    samples: Any
+    batch: Any
 
     def pin_memory(self) -> Both:
         """What a loader's pinning thread does with a batch."""
         return Both(self.samples, pin_memory(self.batch))
 
 
+@dataclass
 class Collate:
     """Collates as the loader would, and sends the samples along; also in a worker process."""
 
-    def __init__(self, original: Callable[[Any], Any]) -> None:
-        self.original = original
+    original: Callable[[Any], Any]
 
     def __call__(self, samples: Any) -> Both:
         """Returns the batch and its samples."""
@@ -283,77 +285,52 @@ def _cut(total: int, unit: int) -> list[int]:
     return [unit] * full + ([rest] if rest else [])
 
 
-Key = tuple[int, bool, int]
-"""A model in the order of first calls, whether it is in training mode, and how many such forwards the pass has had."""
-
-_FILE = "inputs-{}-{}-{}-{}.pt"
-
-
 class Inputs:
-    """What both sides share: forwards are told apart by model, mode and their number since the last backward pass."""
+    """Keeps the inputs of forwards, a file for each, or puts the next rows of the same forward's in their place.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    Forwards are told apart by model, mode and their number since the last backward pass. Only the tensors that the
+    script hands over are changed, by what they point at: data sets that they are views of stay as they are.
+
+    Args:
+        folder: Of the full-batch run.
+        given: This is another run, which is given them.
+    """
+
+    def __init__(self, folder: Path, *, given: bool) -> None:
+        self._folder, self._given = folder, given
         self._models: dict[int, tuple[int, Any]] = {}
         self._since: Counter[tuple[int, bool]] = Counter()
+        self._next: dict[str, tuple[int, int]] = {}  # which file of a forward, and which row of it
 
     def forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Is told of a forward that is about to begin."""
-        kind = self._models.setdefault(id(module), (len(self._models), module))[0], module.training
-        key, tensors = (*kind, self._since[kind]), _given(args, kwargs)
-        self._since[kind] += 1
-        if tensors:
-            self._at(key, tensors)
+        model, training = self._models.setdefault(id(module), (len(self._models), module))[0], module.training
+        key = f"inputs-{model}-{int(training)}-{self._since[model, training]}"
+        self._since[model, training] += 1
+        plain = (tensor for tensor in tensors_in((args, dict(kwargs))) if type(tensor) is torch.Tensor)
+        tensors = [tensor for tensor in plain if tensor.grad_fn is None and tensor.dim() > 0]
+        at, start = self._next.get(key, (0, 0))
+        path = self._folder / f"{key}-{at}.pt"
+        if tensors and not self._given:
+            torch.save([tensor.cpu() for tensor in tensors], path)
+            self._next[key] = at + 1, 0
+        elif tensors and path.exists():
+            self._next[key] = self._put(tensors, torch.load(path, weights_only=True), at, start)
 
     def after_backward(self) -> None:
         """A backward pass is over."""
         self._since.clear()
 
-    def _path(self, key: Key, at: int) -> Path:
-        model, training, number = key
-        return self._folder / _FILE.format(model, int(training), number, at)
-
-    def _at(self, key: Key, tensors: list[torch.Tensor]) -> None:
-        raise NotImplementedError
-
-
-class KeptInputs(Inputs):
-    """The full-batch run: one file for every forward."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self._counts: Counter[Key] = Counter()
-
-    def _at(self, key: Key, tensors: list[torch.Tensor]) -> None:
-        torch.save([tensor.cpu() for tensor in tensors], self._path(key, self._counts[key]))
-        self._counts[key] += 1
-
-
-class GivenInputs(Inputs):
-    """The other runs: a forward is given the next rows of the same forward of the full-batch run.
-
-    Only the tensors that the script hands over are changed, by what they point at: data sets that they are views of
-    stay as they are.
-    """
-
-    def __init__(self, source: Path) -> None:
-        super().__init__(source)
-        self._place: dict[Key, tuple[int, int]] = {}
-
-    def _at(self, key: Key, tensors: list[torch.Tensor]) -> None:
-        at, start = self._place.get(key, (0, 0))
-        path = self._path(key, at)
-        whole: list[torch.Tensor] = torch.load(path, weights_only=True) if path.exists() else []
+    def _put(self, tensors: list[torch.Tensor], whole: list[torch.Tensor], at: int, start: int) -> tuple[int, int]:
+        """Puts rows from `start` on of file `at` in place, and returns where the next ones are."""
         cuts = cuts_of([tuple(tensor.shape) for tensor in tensors], [tuple(tensor.shape) for tensor in whole])
-        if cuts is None:
-            return  # lists of boxes, say: the comparison of the rows says what came of it
+        if cuts is None or start + cuts[1] > cuts[2]:
+            return at, start  # lists of boxes, say: the comparison of the rows says what came of it
         dims, rows, total = cuts
-        if start + rows > total:
-            return
         for tensor, full, dim in zip(tensors, whole, dims, strict=True):
             part = full if dim is None else full.narrow(dim, start, rows)
             tensor.data = part.to(tensor.device, tensor.dtype).clone()
-        self._place[key] = (at, start + rows) if start + rows < total else (at + 1, 0)
+        return (at, start + rows) if start + rows < total else (at + 1, 0)
 
 
 def cuts_of(own: list[tuple[int, ...]], full: list[tuple[int, ...]]) -> tuple[list[int | None], int, int] | None:
@@ -387,9 +364,3 @@ def cuts_of(own: list[tuple[int, ...]], full: list[tuple[int, ...]]) -> tuple[li
 def has_loss(output: Any) -> bool:
     """Whether a forward returns a single number that can be differentiated: its loss."""
     return any(result.dim() == 0 and result.requires_grad for result in tensors_in(output))
-
-
-def _given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensors that the script hands over, without those that gradients flow through."""
-    found = tensors_in((args, dict(kwargs)))
-    return [tensor for tensor in found if type(tensor) is torch.Tensor and tensor.grad_fn is None and tensor.dim() > 0]

@@ -16,15 +16,15 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from gaverify.audit.job import Job
-from gaverify.audit.recording.changes import Changes, Followers, Unannounced, Waiting
-from gaverify.audit.recording.control import Buffers, Control, Held, Lead, Perturbation
+from gaverify.audit.recording.changes import ByHand, Changes, Followers, Unannounced, Waiting
+from gaverify.audit.recording.control import Buffers, Control, Lead, Perturbation
 from gaverify.audit.recording.draws import draws_of
 from gaverify.audit.recording.graph import Reach, Weight, keep_lines
 from gaverify.audit.recording.loop import DealtLoopDraws, KeptLoopDraws, Loop
 from gaverify.audit.recording.outputs import Holding, Outputs
 from gaverify.audit.recording.ranks import OwnGradients, local_shapes, shards_of
-from gaverify.audit.recording.samples import GivenInputs, GivenSamples, KeptInputs, KeptSamples, Loaders
-from gaverify.audit.recording.storage import Forward, Storage, Update
+from gaverify.audit.recording.samples import GivenSamples, Inputs, KeptSamples, Loaders
+from gaverify.audit.recording.storage import Storage, Update
 from gaverify.audit.recording.values import Names, Roundoff, out_of_sight, undisturbed
 from gaverify.audit.recording.watching import Watch
 from gaverify.collective.traffic import TrafficMeter
@@ -56,10 +56,10 @@ class Session:
         self._in_forward = self._in_backward = self._complete = False
         self._targets: list[tuple[torch.Tensor, int]] = []
         self._perturbation = Perturbation(job.unit, job.coins) if job.role == "perturbed" else None
-        self._lead = Lead(
-            Path(job.source) if job.source and job.lead and job.role in ("accumulated", "perturbed") else None
-        )
-        self._reach, self._forwards = Reach(), list[Forward]()
+        self._source = Path(job.source) if job.source else None
+        self._lead = Lead(self._source if job.lead and job.role in ("accumulated", "perturbed") else None)
+        self._reach = Reach()
+        self._forwards: dict[int, tuple[int, int]] = {}  # by number: where their rows are stored
         self._weight = Weight()
         self._numbers = {"forward": 0, "backward": 0}
         self._used: set[int] = set()  # backward passes that a step has used
@@ -71,12 +71,12 @@ class Session:
         self.rank, self.ranks = 0, 1
         self._setter: Place | None = None  # the user's line that writes gradients in a backward pass
         self._closed = False
-        self._buffers = Buffers(Path(job.source) if job.source else None)
+        self._buffers = Buffers(self._source)
         self._meter = TrafficMeter()
         self._own = OwnGradients() if job.ranked else None
         self._addends: dict[int, dict[int, int]] = {}  # of each optimizer, as at its last step
         self._gathers: list[Place | None] = []  # where trained tensors were gathered since the last backward pass
-        self._held = Held() if job.role == "frozen" else None
+        self._undone: ByHand | None = None  # the step that is undone when it is over
         self._draws = draws_of(job, self.roundoff.arithmetic, storage.folder)
         if job.term or job.outputs:
             keep_lines()
@@ -89,10 +89,10 @@ class Session:
         self._had_gradients = False  # whether any step had something to use
         self._by_change = False  # whether the change of the weights stood for the gradient of any
         self._loop = Loop()
-        self._inputs: KeptInputs | GivenInputs | None = None
+        self._inputs: Inputs | None = None
         self.loaders = Loaders(self._loop.paused)
         if job.replay:
-            self._replay(storage.folder, Path(job.source) if job.source else None)
+            self._replay(storage.folder, self._source)
         self._returns_loss = True  # every forward with something to train
 
     def _replay(self, folder: Path, source: Path | None) -> None:
@@ -109,7 +109,7 @@ class Session:
             given = GivenSamples(source, job.parts, self._loop.paused, length, collated=job.collated)
             self.loaders = Loaders(self._loop.paused) if job.order else given
         if job.inputs:
-            self._inputs = KeptInputs(folder) if source is None else GivenInputs(source)
+            self._inputs = Inputs(source or folder, given=source is not None)
 
     @property
     def off(self) -> bool:
@@ -140,9 +140,8 @@ class Session:
     def _listen_to(self, update: int) -> None:
         """Begins to listen to modules, or to hold code, where it is this update's that are asked for; else ends it."""
         job, this = self.job, update == self.job.at
-        source = Path(job.source) if job.source else None
         self._outputs = Outputs(self._work, job.moved, small=job.role != "full") if job.outputs and this else None
-        self._holding = Holding(self._work, job.held, source, job.spots) if job.held and this else None
+        self._holding = Holding(self._work, job.held, self._source, job.spots) if job.held and this else None
 
     def _event(self, kind: Kind, place: tuple[Any, Any] | None = None, **values: Any) -> None:
         file, line = place or user_place() or (None, None)

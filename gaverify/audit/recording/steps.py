@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from gaverify.audit.recording.changes import ByHand
 from gaverify.audit.recording.ranks import addends_of, leave_together, place_in_group, shards_alone
 from gaverify.audit.recording.session import Session
-from gaverify.audit.recording.storage import Forward, Update, leave
+from gaverify.audit.recording.storage import Forwards, Update, leave
 from gaverify.audit.recording.watching import Watched, parameters_of
 from gaverify.passes.wrappers import is_sharded
 from gaverify.records.events import Ending
@@ -66,7 +67,7 @@ class Steps(Session):
             if not self.job.by_hand:
                 self._after_step(optimizer)
         if not self.off:
-            self._loop.after_step()
+            self._loop.steps += 1
 
     def finish(self, reason: Ending, status: int, code: str = "") -> None:
         """Writes everything and ends the process; one that failed waits for no other rank.
@@ -109,8 +110,9 @@ class Steps(Session):
         if self.off:
             return
         with self._work():
-            if self._held is not None:
-                self._held.put_back()
+            if self._undone is not None:
+                self._undone.back()
+                self._undone = None
             led = self._lead.put_back()
             self._changes.know_settings()
             self.watch.look()
@@ -127,7 +129,7 @@ class Steps(Session):
         with self._work():
             index = self.watch.add(optimizer)
             self._count_waiting(self.watch.of(index))
-            if self._update.steps and not self._update.joins(index):
+            if index in self._update.steps:
                 if self._complete:
                     self._stop()
                 self._close_update()
@@ -143,8 +145,8 @@ class Steps(Session):
             self._open_window(entry, lambda forwards: self._update.capture(entry, forwards))
             if lead:
                 self._lead.lend(entry)
-            if self._held is not None:
-                self._held.take(self.watch.parameters(index))
+            if self.job.role == "frozen":
+                self._undone = ByHand(self.watch.parameters(index))
             self._had_gradients = self._had_gradients or not entry.cleared
 
     def _is_inner(self, optimizer: Any) -> bool:
@@ -157,7 +159,7 @@ class Steps(Session):
         held = {id(parameter) for parameter in parameters_of(self._outer)}
         return all(id(parameter) in held for parameter in parameters_of(optimizer))
 
-    def _open_window(self, entry: Watched, capture: Callable[[list[Forward]], Mapping[str, Mapping[int, Any]]]) -> None:
+    def _open_window(self, entry: Watched, capture: Callable[[Forwards], Mapping[str, Mapping[int, Any]]]) -> None:
         """Stores what a step is made of, and opens the next window of its optimizer.
 
         What was cleared before the step and used by another optimizer's is that one's: a GAN's generator loss also
@@ -165,7 +167,7 @@ class Steps(Session):
         """
         entry.increments = [part for part in entry.increments if not (part.cleared and part.backward in self._used)]
         self._used |= {part.backward for part in entry.increments if not part.cleared}
-        forwards = [forward for forward in self._forwards if forward.number in entry.forwards]
+        forwards = [self._forwards[number] for number in sorted(entry.forwards)]
         stored = self.job.role not in ("events", "frozen") and self._update.number <= max(self.job.updates, 1)
         self._addends[entry.index] = addends_of(entry.sample.parameters)
         tensors = capture(forwards)
@@ -196,7 +198,7 @@ class Steps(Session):
         self._count_waiting(entry)
         if not entry.increments:
             return  # nothing was differentiated: weights that were loaded, say
-        if self._update.steps and not self._update.joins(entry.index):
+        if entry.index in self._update.steps:
             self._close_update()
         self.steps += 1
         entry.steps += 1
@@ -209,7 +211,7 @@ class Steps(Session):
         self._update.stepped(entry, self.names.buffers(), led=False)
         if entry.cleared:  # the script keeps its sums elsewhere: nothing is left that a later step could use again
             self._event("cleared", (None, None), cleared=[entry.index])
-        if self._held is not None:
+        if self.job.role == "frozen":
             hand.back()
             self.watch.look()
         self._end_if_complete()
@@ -251,12 +253,9 @@ class Steps(Session):
             self.storage.tensors("outputs", self._outputs.forwards)
         if self._holding is not None:
             own = {at: self._holding.own(self.watch.parameters(at)) for at in range(len(self.watch))}
-            self.storage.tensors("held", self._holding.kept() if self.job.source is None else own)
+            self.storage.tensors("held", self._holding.forwards if self.job.source is None else own)
         self._listen_to(number + 1)
         self._draws.close(number)
-        open_forwards = [forward for entry in self.watch.entries() for forward in entry.forwards]
-        oldest = min(open_forwards, default=self._numbers["forward"])
-        self._forwards = [forward for forward in self._forwards if forward.number >= oldest]
         self._update = Update(number + 1)
 
     def _end_if_complete(self) -> None:

@@ -10,7 +10,6 @@ import sys
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,7 +17,7 @@ import torch
 
 from gaverify.audit.job import DISK_FULL, RECORDER_FAILED, ROOM
 from gaverify.audit.recording.values import plain
-from gaverify.audit.recording.watching import Watched, counted_steps, rates_of, settings_of
+from gaverify.audit.recording.watching import Watched, counted_steps, settings_of
 from gaverify.records.events import Event
 
 _LOW = 1 << 20  # less room than this: a failed write was a full disk
@@ -102,14 +101,8 @@ def leave(status: int) -> NoReturn:
 _BUFFER = 4096  # elements of a buffer that are kept
 
 
-@dataclass
-class Forward:
-    """A forward of the script: its number in the run, where its rows are stored, and all weights when it began."""
-
-    number: int
-    update: int
-    position: int
-    weights: dict[int, torch.Tensor] = field(default_factory=dict)
+Forwards = Sequence[tuple[int, int]]
+"""Where the rows of some forwards are stored: the number of their update, and their position in it."""
 
 
 class Update:
@@ -126,15 +119,11 @@ class Update:
 
     @property
     def steps(self) -> list[int]:
-        """The optimizers that have stepped."""
+        """The optimizers that have stepped; a second step of one belongs to the next update."""
         return list(self._steps)
 
-    def joins(self, optimizer: int) -> bool:
-        """Whether a step of this optimizer still belongs to this update; a forward or backward has ended it before."""
-        return optimizer not in self._steps
-
     def capture(
-        self, entry: Watched, forwards: Sequence[Forward], moved: torch.Tensor | None = None
+        self, entry: Watched, forwards: Forwards, moved: torch.Tensor | None = None
     ) -> dict[str, dict[int, torch.Tensor]]:
         """Takes what the optimizer is about to use.
 
@@ -169,7 +158,7 @@ class Update:
         return found
 
     def take(
-        self, entry: Watched, forwards: Sequence[Forward], before: torch.Tensor, change: Sequence[torch.Tensor | None]
+        self, entry: Watched, forwards: Forwards, before: torch.Tensor, change: Sequence[torch.Tensor | None]
     ) -> dict[str, dict[int, torch.Tensor]]:
         """Takes a step that the script made itself without `.grad`: what it took away from the weights stands for it.
 
@@ -186,14 +175,13 @@ class Update:
         self._steps[entry.index] = {**self._common(entry, forwards), **own}
         return {"gradients": _present(change, 1.0)}
 
-    def _common(self, entry: Watched, forwards: Sequence[Forward]) -> dict[str, Any]:
+    def _common(self, entry: Watched, forwards: Forwards) -> dict[str, Any]:
         return {
             "update": self.number,
             "increments": [(part.backward, part.change) for part in entry.increments],
             "stretches": entry.sample.stretches(),
             "sizes": entry.sample.sizes,
-            "forwards": [(forward.update, forward.position) for forward in forwards],
-            "start": forwards[0].weights if forwards else {},
+            "forwards": list(forwards),
         }
 
     def stepped(self, entry: Watched, buffers: dict[str, torch.Tensor], led: bool) -> None:
@@ -206,7 +194,6 @@ class Update:
         """
         self._steps[entry.index] |= {
             "weights": entry.weights,
-            "lrs": rates_of(entry.optimizer),
             "settings": settings_of(entry.optimizer),
             "counted": counted_steps(entry.optimizer),
             "led": led,

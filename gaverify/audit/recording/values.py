@@ -41,9 +41,8 @@ def plain(tensor: torch.Tensor) -> torch.Tensor | None:
         if is_lazy(tensor) or hasattr(tensor, "__tensor_flatten__") or _is_fake(tensor):
             return None  # its values are still to be made, lie in other tensors, or are nowhere
         tensor = tensor.detach().as_subclass(torch.Tensor)
-    if tensor.is_meta or tensor.is_nested or tensor.is_quantized or _in_a_transform(tensor):
-        return None
-    return tensor.detach()
+    transformed = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return None if transformed or tensor.is_meta or tensor.is_nested or tensor.is_quantized else tensor.detach()
 
 
 def tensors_in(nested: Any) -> list[torch.Tensor]:
@@ -79,10 +78,6 @@ def undisturbed() -> Iterator[None]:
             return
         with _disable_current_modes():
             yield
-
-
-def _in_a_transform(tensor: torch.Tensor) -> bool:
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def _is_fake(tensor: torch.Tensor) -> bool:

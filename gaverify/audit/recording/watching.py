@@ -168,6 +168,12 @@ class Watch:
                 seen.moved[index], entry.weights = entry.weights, weights
         return seen
 
+    def keep_unclipped(self, seen: Seen) -> None:
+        """Keeps the gradients that have changed since their last backward pass and were not clipped."""
+        for entry in map(self.of, seen.changed):
+            if entry.summed is not None and not entry.clipped:
+                entry.keep()
+
     def forget(self, indices: Iterable[int]) -> None:
         """Notes that the gradients of these optimizers are gone."""
         for index in indices:

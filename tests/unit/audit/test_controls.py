@@ -106,7 +106,7 @@ def differing(
     torch.manual_seed(0)
     model = make()
     whole, kept = run(model, held, loss, None)
-    torch.save(kept.kept(), folder / "held.pt")
+    torch.save(kept.forwards, folder / "held.pt")
     part, holding = run(model, held, loss, folder)
     names = [name for name, _ in model.named_parameters()]
     own = {names[at] for at in holding.own(list(model.parameters()))}

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gaverify.audit.recording.graph import ends_in_parameters
 from gaverify.audit.recording.rows import input_rows
-from gaverify.audit.recording.samples import GivenInputs, KeptInputs, cuts_of, has_loss
+from gaverify.audit.recording.samples import Inputs, cuts_of, has_loss
 from gaverify.audit.recording.values import Names
 from gaverify.audit.replay import orders
 from gaverify.audit.same_data import Matcher, Spot, check_rows
@@ -178,12 +178,12 @@ class TestCuts:
 
 class TestGiven:
     def test_micro_batches_get_the_rows_one_behind_the_other(self, tmp_path: Path) -> None:
-        model, kept = nn.Linear(1, 1), KeptInputs(tmp_path)
+        model, kept = nn.Linear(1, 1), Inputs(tmp_path, given=False)
         whole = torch.arange(8.0, device="cpu").view(8, 1)
         for part in whole.split(4):
             kept.forward(model, (part,), {})
             kept.after_backward()
-        given, rows = GivenInputs(tmp_path), torch.zeros(8, 1, device="cpu")
+        given, rows = Inputs(tmp_path, given=True), torch.zeros(8, 1, device="cpu")
         seen = []
         for part in rows.split(2):
             given.forward(model, (part,), {})
@@ -193,11 +193,11 @@ class TestGiven:
         assert not rows.any(), "the data set that they are views of was changed"
 
     def test_two_forwards_of_a_pass_are_told_apart(self, tmp_path: Path) -> None:
-        model, kept = nn.Linear(1, 1), KeptInputs(tmp_path)
+        model, kept = nn.Linear(1, 1), Inputs(tmp_path, given=False)
         for start in (0.0, 10.0):
             kept.forward(model, (torch.arange(start, start + 4, device="cpu").view(4, 1),), {})
         kept.after_backward()
-        given, seen = GivenInputs(tmp_path), []
+        given, seen = Inputs(tmp_path, given=True), []
         for _ in range(2):
             for _ in range(2):
                 part = torch.zeros(2, 1, device="cpu")
@@ -207,7 +207,7 @@ class TestGiven:
         assert seen == [[0.0, 1.0], [10.0, 11.0], [2.0, 3.0], [12.0, 13.0]]
 
     def test_what_has_no_counterpart_is_left_alone(self, tmp_path: Path) -> None:
-        given, part = GivenInputs(tmp_path), torch.ones(2, 1, device="cpu")
+        given, part = Inputs(tmp_path, given=True), torch.ones(2, 1, device="cpu")
         given.forward(nn.Linear(1, 1), (part,), {})
         assert part.tolist() == [[1.0], [1.0]]
 
