@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import measured
@@ -23,8 +24,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import gaverify
-from gaverify import Finding, Verdict
-from gaverify.causes import confirming, coupling, investigation, operations, proof, weights
+from gaverify import Finding, Outcome, Verdict
+from gaverify.causes import confirming, coupling, investigation, operations, proof, shrinking, weights
 from gaverify.causes.bench import Bench, released
 from gaverify.causes.trace import operations as tracing
 from gaverify.causes.trace.traces import Layout, described
@@ -34,9 +35,12 @@ from gaverify.passes import dispatch, terms
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.task import Task
+from gaverify.records.comparison import NotCompared
 from gaverify.records.experiment import ControlKind, ControlRun
 from gaverify.records.facts import Facts, Repeatability
+from gaverify.thresholds import CORRECT_FLOAT32, FEW_TIMES, SAME_ORDER, SHOWS_UNITS, U32
 from gaverify.verdict import window
+from gaverify.verdict.criteria import Difference
 
 # A divergence is judged and searched on a part of the batch, and confirmed on all of it; else the whole batch is.
 
@@ -45,10 +49,8 @@ _FAMILIES = (
     problems_backward,
     problems_coupling,
     problems_weights,
-    problems_backward,
     problems_state,
     problems_statistics,
-    problems_weights,
 )
 _CASES = {case.id: case for family in _FAMILIES for case in family.FAULTS}
 
@@ -118,6 +120,79 @@ def test_a_small_batch_is_judged_as_a_whole() -> None:
 
 def said(verdict: Verdict) -> list[tuple[object, ...]]:
     return sorted((f.code, f.severity, f.proven, f.remedy, str(f.location)) for f in verdict.findings)
+
+
+def difference(size: float, reference: float) -> Difference:
+    return Difference("w", (3,), reference, reference, size, None, None)
+
+
+WHOLE, PART = 1.0, 0.5  # the norms of the gradients: the whole's is twice that of its part
+LEAST = SHOWS_UNITS * U32  # a part of a quarter of each micro-batch shows twice the difference of samples
+
+
+@pytest.mark.parametrize(
+    ("shown", "apart", "here", "few", "told"),
+    [
+        (Outcome.DIVERGENT, 1.0, 0.6 / SAME_ORDER, None, Outcome.DIVERGENT),
+        (Outcome.DIVERGENT, 1.0, 0.4 / SAME_ORDER, None, None),
+        (Outcome.DIVERGENT, 10 * U32, 1.1 * LEAST, None, Outcome.DIVERGENT),
+        (Outcome.DIVERGENT, 10 * U32, 0.9 * LEAST, None, None),
+        (Outcome.DIVERGENT, 10 * U32, 0.9 * LEAST, "few samples", Outcome.DIVERGENT),
+        (Outcome.INCONCLUSIVE, 1.0, 1.0, None, None),
+        (Outcome.EQUIVALENT, 1e-7, 0.9e-7 * FEW_TIMES, None, Outcome.EQUIVALENT),
+        (Outcome.EQUIVALENT, 1e-7, 1.1e-7 * FEW_TIMES, None, None),
+    ],
+)
+@pytest.mark.parametrize("beside", [True, False], ids=["beside another that diverges", "alone"])
+def test_a_parameter_is_decided_by_a_part_where_it_shows_the_same(
+    shown: Outcome, apart: float, here: float, few: Any, told: Outcome | None, beside: bool
+) -> None:
+    """`apart` is the part's relative difference, `here` the whole's; alone, an equivalent part decides nothing."""
+
+    def judged(outcome: Outcome, size: float, norm: float) -> Any:
+        sizes = {"w": size * norm} | ({"other": norm} if beside else {})
+        rows = [
+            measured.row(name, norm, norm, each)._replace(outcome=Outcome.DIVERGENT if name == "other" else outcome)
+            for name, each in sizes.items()
+        ]
+        working = {name: difference(each, norm) for name, each in sizes.items()}
+        return SimpleNamespace(rows=rows, working=working, few=few, control=object())
+
+    whole, part = judged(Outcome.INCONCLUSIVE, here, WHOLE), judged(shown, apart, PART)
+    sizes: Any = (SimpleNamespace(sizes=(16, 16)), SimpleNamespace(sizes=(4, 4)))
+    rows = shrinking._decided(*sizes, whole, part, U32)
+    expected = told if beside or told is Outcome.DIVERGENT else None
+    assert (rows[0].outcome if rows is not None else None) is expected
+    part.control = None
+    assert shrinking._decided(*sizes, whole, part, U32) is None, "float64 did not run"
+
+
+@pytest.mark.usefixtures("everything")
+@pytest.mark.parametrize(
+    ("changes", "why", "unit", "size"),
+    [
+        ({}, None, U32, 4),
+        ({}, NotCompared.UNUSED, U32, 4),
+        ({"weighting": [0.25] * 4}, None, U32, None),
+        ({}, NotCompared.MISSING_IN_ACCUMULATED, U32, None),
+        ({"sizes": (4, 4), "batch_size": 7}, None, U32, None),
+        ({}, None, 2.0**-8, None),
+        ({"autocast": torch.bfloat16}, None, U32, None),
+    ],
+)
+def test_a_part_is_like_the_whole_or_there_is_none(
+    changes: dict[str, Any], why: NotCompared | None, unit: float, size: int | None
+) -> None:
+    model, batch = nn.Linear(3, 1), (torch.randn(16, 3), torch.randn(16, 1))
+    task = Task(
+        problem=Problem(model, squared_error, batch),
+        parameters=dict(model.named_parameters()),
+        modules=[model],
+        **{"batch_size": 16, "sizes": (4,) * 4, "weighting": "uniform", "device": torch.device("cpu"), **changes},
+    )
+    judgement: Any = SimpleNamespace(rows=[measured.row(why=why)], few=None)
+    part = shrinking._part_of(task, judgement, unit)
+    assert (part.batch_size if part is not None else None) == size
 
 
 @pytest.mark.usefixtures("everything")
@@ -364,6 +439,27 @@ def test_what_is_doubtful_in_the_part_is_not_looked_for_on_the_whole(why: str) -
 def test_one_thing_is() -> None:
     with pytest.raises(AssertionError, match="the whole batch was run"):
         confirming.confirmed(Asked(), FOUND, FOUND)
+
+
+@pytest.mark.parametrize(
+    ("cleared", "left", "rounding", "floor", "kept"),
+    [
+        (True, 0.9e-6, 1e-6, 0.0, True),
+        (True, 1.1e-6, 1e-6, 0.0, False),
+        (False, 0.0, 1e-6, 0.0, False),
+        (True, 0.9 * CORRECT_FLOAT32, 1.0, 0.0, True),
+        (True, 1.1 * CORRECT_FLOAT32, 1.0, 0.0, False),
+        (True, 0.9e-2, 1e-6, 1e-2, True),
+        (True, 1.1e-2, 1.0, 1e-2, False),
+    ],
+)
+def test_a_cause_is_confirmed_where_no_more_is_left_than_correct_models_show(
+    monkeypatch: pytest.MonkeyPatch, cleared: bool, left: float, rounding: float, floor: float, kept: bool
+) -> None:
+    monkeypatch.setattr(confirming, "_begun", lambda bench, facts, _: (bench, facts))
+    monkeypatch.setattr(confirming, "_weights", lambda _, facts, __: replace(facts, cleared=cleared, left=left))
+    bench: Any = SimpleNamespace(rounding=rounding, floor=floor)
+    assert (confirming.confirmed(bench, FOUND, FOUND) is not None) is kept
 
 
 # Which line counts: the loss, and never what is the same for every batch; none where the recipe itself is wrong.

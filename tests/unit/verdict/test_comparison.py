@@ -6,6 +6,7 @@ import itertools
 import math
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gaverify
 from gaverify import Outcome, ProblemError
+from gaverify.passes.randomness import DrawRecord
 from gaverify.records.comparison import Method, NotCompared
 from gaverify.thresholds import U32, U64
+from gaverify.verdict import control, judging
 from gaverify.verdict.comparison import measure
 from gaverify.verdict.criteria import Difference, Grounds, decide, decide_at_once, floors_allowed, floors_wanted
 
@@ -358,3 +361,53 @@ def test_a_control_without_numbers_decides_nothing(broken: bool) -> None:
     assert verdict.outcome is Outcome.DIVERGENT and fault_codes(verdict) == {"GAV202"}, story(verdict)
     assert not any(finding.code == "GAV503" for finding in verdict.findings), story(verdict)
     assert ("some kernel has no float64" in verdict.control_failure) is broken
+
+
+# --- What the arithmetic, the noise and the draws of a run say, on pieces made by hand --------------------------------
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_the_unit_is_that_of_the_coarsest_arithmetic_autocast_included(autocast: torch.dtype | None) -> None:
+    task: Any = SimpleNamespace(parameters={"w": torch.ones(1), "half": torch.ones(1).half()}, autocast=autocast)
+    assert judging.working_unit(task) == (2.0**-11 if autocast is None else 2.0**-8)
+    assert control.lowest_precision(task) is torch.float16
+
+
+def test_the_noise_floor_is_the_largest_of_three_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    moves = iter([1.0, 3.0, math.nan])
+    weight = nn.Parameter(torch.ones(3))
+    task: Any = SimpleNamespace(parameters={"w": weight}, modules=[], progress=lambda _: None, problem=nn.Identity())
+    task.problem.loss = None
+    passed: Any = SimpleNamespace(gradients={})
+    monkeypatch.setattr(control, "full_batch_gradients", lambda *_, **__: (passed, None))
+    monkeypatch.setattr(control, "measure", lambda *_: [Difference("w", (3,), 1.0, 1.0, next(moves), None, None)])
+    assert control.noise_floor(task, passed, passed, passed, U32) == {"w": 3.0}
+    assert torch.equal(weight, torch.ones(3))
+
+
+@pytest.mark.parametrize(("other", "kept"), [(0.5, True), (2.0, False), (None, False)])
+def test_the_second_reading_of_draws_is_kept_where_it_brings_the_gradients_closer(
+    other: float | None, kept: bool
+) -> None:
+    """Numbers that were not meant for these samples may raise; what is not kept leaves the record as it was."""
+
+    def read(difference: float | None) -> Any:
+        if difference is None:
+            raise ProblemError("an index is out of range")
+        rows = [Difference("w", (3,), 1.0, 1.0, each, None, None) for each in (difference, math.nan)]
+        return judging._Accumulated(None, None, rows)  # type: ignore[arg-type]
+
+    def again() -> Any:
+        record.unaligned["randint"] = "read otherwise"
+        return read(other)
+
+    first, record = read(1.0), DrawRecord(unaligned={"rand": "no rows"})
+    found = judging._other_reading(record, first, again)
+    assert (found is not first, record.inner) == (kept, kept)
+    assert ("randint" in record.unaligned) is kept
+
+
+def test_a_first_reading_that_makes_the_gradients_agree_is_not_doubted() -> None:
+    agree, differ = (Difference("w", (3,), 1.0, 1.0, apart, None, None) for apart in (1e-9, 1e-3))
+    assert judging._agree(U32, [agree]) and not judging._agree(U32, [agree, differ])
+    assert not judging._agree(2 * U32, [agree]), "below float32 agreement says little"

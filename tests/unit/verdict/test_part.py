@@ -6,6 +6,7 @@ worth it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,9 @@ from torch.utils.checkpoint import checkpoint
 import gaverify
 from gaverify import Outcome, Problem
 from gaverify.records.comparison import Method
-from gaverify.verdict import criteria, judging
+from gaverify.thresholds import FEW_TIMES
+from gaverify.verdict import criteria, judging, window
+from gaverify.verdict.criteria import Difference
 
 
 def noisy(seed: int = 3) -> Problem:
@@ -163,6 +166,63 @@ def test_draws_of_two_samples_are_found_in_another_precision_than_they_were_made
     model = nn.Sequential(nn.Dropout(0.2), problem.model, nn.Dropout(0.2))
     verdict = gaverify.verify(Problem(model, problem.loss, problem.batch), steps=4)
     assert verdict.outcome is Outcome.EQUIVALENT and verdict.method == Method.TWO_SAMPLES
+
+
+@pytest.mark.usefixtures("open_rows")
+@pytest.mark.parametrize("doubt", [{"ambiguous": True}, {"inner": True}, {"unaligned": {"rand": "no rows"}}], ids=str)
+@pytest.mark.parametrize("of_two", [False, True], ids=["of the batch", "of two samples"])
+def test_draws_that_are_open_to_doubt_are_settled_by_no_part(
+    monkeypatch: pytest.MonkeyPatch, doubt: dict[str, Any], of_two: bool
+) -> None:
+    where, name = (window, "rounding_of_two_samples") if of_two else (judging, "settled")
+    asked = getattr(where, name)
+
+    def doubted(*given: Any) -> Any:
+        answer = asked(*given) if of_two else None
+        vars(given[2]).update(copy.deepcopy(doubt))
+        return answer if of_two else asked(*given)
+
+    monkeypatch.setattr(where, name, doubted)
+    settles = of_two and "inner" in doubt  # which is known before two samples are run
+    verdict = gaverify.verify(quiet(), steps=4)
+    assert (verdict.method == Method.TWO_SAMPLES) is settles and verdict.outcome is Outcome.EQUIVALENT
+
+
+@pytest.mark.usefixtures("open_rows")
+@pytest.mark.parametrize("summed", [False, True])
+def test_what_rounds_two_samples_rounds_a_sum_over_all_by_half_their_number_times_it(
+    monkeypatch: pytest.MonkeyPatch, summed: bool
+) -> None:
+    """Here half of what a mean may differ by: four times that, a half of all eight samples, is twice as much."""
+    found: list[Difference] = []
+    settled = window.settled
+    monkeypatch.setattr(judging, "settled", lambda *given: found.extend(given[5]) or settled(*given))
+    monkeypatch.setattr(
+        window,
+        "rounding_of_two_samples",
+        lambda *_: {row.name: window.Rounding(row.difference / (2 * FEW_TIMES), zero=False) for row in found},
+    )
+    made = quiet()
+    loss = made.loss if not summed else lambda model, batch: quiet().loss(model, batch) * len(batch[0])
+    verdict = gaverify.verify(made.model, loss, made.batch, steps=4, weighting="none" if summed else "uniform")
+    assert found and (verdict.method == Method.TWO_SAMPLES) is summed
+
+
+def test_a_first_reading_of_draws_that_makes_the_gradients_agree_is_not_doubted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorded = judging._recorded
+
+    def doubtful(*given: Any) -> Any:
+        task, full, record = recorded(*given)
+        record.ambiguous = True
+        return task, full, record
+
+    monkeypatch.setattr(judging, "_recorded", doubtful)
+    monkeypatch.delattr(judging, "_other_reading")
+    assert gaverify.verify(quiet(), steps=4).outcome is Outcome.EQUIVALENT
+    with pytest.raises(NameError):
+        gaverify.verify(quiet(), steps=4, weighting="none")
 
 
 class Attending(nn.Module):
