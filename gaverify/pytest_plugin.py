@@ -164,7 +164,7 @@ class _Judged(Exception):
 
 
 def _shown(verdict: Verdict, path: Path | str = "", line: int = 1) -> Any:
-    from gaverify.report.pytest_failure import ReportText  # not above: most runs of pytest fail without us
+    from gaverify.report.terminal import ReportText  # not above: most runs of pytest fail without us
 
     return ReportText(verdict, str(path), line)
 

@@ -15,15 +15,21 @@ import click
 
 from gaverify.cli.accepting import baseline
 from gaverify.cli.auditing import audit
-from gaverify.cli.collector import leave_to_the_system
 from gaverify.cli.doctoring import doctor
-from gaverify.cli.failures import Invocation, interrupts_noted, report_failure, report_interrupt
 from gaverify.cli.listing import explain, models, rules, schema
 from gaverify.cli.profiling import profile
 from gaverify.cli.reporting import report
 from gaverify.cli.running import run
 from gaverify.cli.scaffolding import init
-from gaverify.cli.streams import open_closed_streams, silence
+from gaverify.cli.streams import (
+    Invocation,
+    interrupts_noted,
+    leave_to_the_system,
+    open_closed_streams,
+    report_failure,
+    report_interrupt,
+    silence,
+)
 from gaverify.errors import nearest
 
 COMMANDS: tuple[click.Command, ...] = (

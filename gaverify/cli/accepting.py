@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gaverify.cli.failures import INTERRUPTED, Invocation, report_failure, say
+from gaverify.cli.streams import INTERRUPTED, Invocation, report_failure, say
 from gaverify.errors import GaverifyError, SpecError
 
 if TYPE_CHECKING:

@@ -7,10 +7,9 @@ from collections.abc import Iterable
 
 import click
 
-from gaverify.cli.failures import INTERNAL
 from gaverify.cli.options import complete_devices
 from gaverify.cli.progress import DelayedProgress
-from gaverify.cli.streams import guests
+from gaverify.cli.streams import INTERNAL, guests
 from gaverify.report.text.layout import Layout, plain
 
 _MARKS = {True: "ok", False: "WRONG", None: ""}

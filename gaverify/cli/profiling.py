@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gaverify.cli.failures import INTERRUPTED
 from gaverify.cli.options import complete_specs, overrides_from, plain_options
 from gaverify.cli.progress import DelayedProgress
 from gaverify.cli.showing import output_options, show
-from gaverify.cli.streams import tell
+from gaverify.cli.streams import INTERRUPTED, tell
 from gaverify.errors import SpecError
 
 if TYPE_CHECKING:

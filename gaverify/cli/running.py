@@ -12,12 +12,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from gaverify.cli.collector import paused
-from gaverify.cli.failures import INTERRUPTED, Invocation, failure_message, report_failure, report_interrupt, say
 from gaverify.cli.options import complete_specs, overrides_from, spec_options
 from gaverify.cli.progress import DelayedProgress
 from gaverify.cli.showing import check_outputs, exit_code_of, output_options, show, strict_option
-from gaverify.cli.streams import guests
+from gaverify.cli.streams import (
+    INTERRUPTED,
+    Invocation,
+    failure_message,
+    guests,
+    paused,
+    report_failure,
+    report_interrupt,
+    say,
+)
 from gaverify.errors import Agreed, MissingPackage, SpecError
 from gaverify.launched import await_first, is_first
 from gaverify.records.verdict import Verdict

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from gaverify.cli.failures import Invocation, say
+from gaverify.cli.streams import Invocation, say
 
 if TYPE_CHECKING:
     from gaverify.records.audit_report import AuditReport

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from gaverify.passes.devices import counts_memory, return_freed
-from gaverify.profiling.activations import ActivationMeter
-from gaverify.profiling.workload import Workload
+from gaverify.profiling.workload import ActivationMeter, Workload
 from gaverify.records.profile import Memory
 
 WARM_UP = 2

@@ -1,18 +1,23 @@
-"""Frozen records of a profile: strings and numbers only, no tensors, no torch.
+"""Frozen records of a profile, and the straight lines through its rows with what they predict. No tensors, no torch.
 
-Legend: B samples in the full batch, K micro-batches, n samples in the largest of them.
+Legend: B samples in the full batch, K micro-batches, n samples in the largest of them; a line a + b·n through the rows
+of accumulation. What autograd keeps grows with the samples that are in flight, so memory is a constant (weights,
+gradients, workspace) plus a share per sample.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Literal
 
 from gaverify.records.comparison import Outcome
 from gaverify.records.ranks import Moved
 from gaverify.records.totals import together
+from gaverify.thresholds import USABLE
 
 Strategy = Literal["full-batch", "summed-loss", "accumulate"]
 Status = Literal["measured", "out-of-memory", "does-not-fit", "failed", "not-run"]
@@ -207,3 +212,167 @@ def plans(strategies: Sequence[Strategy], steps: Sequence[int]) -> tuple[Plan, .
         if strategy in strategies:
             rows += [Plan(strategy, k) for k in sorted(set(steps)) if k > 1 or "full-batch" not in strategies]
     return tuple(rows)
+
+
+# Resident memory that must lie between the smallest and the largest peak: equal rows differ by up to 0.9 MB (measured,
+# three runs each of two networks with K = 1 to 16). A GPU's allocator counts to the block.
+_RESOLUTION = {"resident": 2_000_000, "cuda-allocated": 0}
+
+
+@dataclass(frozen=True)
+class Line:
+    """The least-squares line a + b·n.
+
+    Args:
+        intercept: a, bytes.
+        slope: b, bytes per sample.
+        residual: The largest distance of a measured point from the line, bytes; None for a line through two points.
+        points: The (n, bytes) that it was fitted to.
+        resolution: Differences up to so many bytes may be chance.
+    """
+
+    intercept: float
+    slope: float
+    residual: float | None
+    points: tuple[tuple[int, int], ...]
+    resolution: int = 0
+
+    def at(self, samples: float) -> float:
+        """Returns the bytes for a micro-batch of `samples`."""
+        return self.intercept + self.slope * samples
+
+    @property
+    def relative_residual(self) -> float | None:
+        """`residual` over the largest measured value."""
+        largest = max(value for _, value in self.points)
+        return None if self.residual is None or largest <= 0 else self.residual / largest
+
+    @property
+    def usable(self) -> bool:
+        """Whether memory grows with n, and the line explains how."""
+        values = [value for _, value in self.points]
+        spread = max(values) - min(values)
+        return self.slope > 0 and spread > self.resolution and (self.residual or 0.0) <= USABLE * spread
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The largest micro-batch that fits into `limit`, and the smallest K for the wanted batch.
+
+    Args:
+        basis: "peak" (the line through the measured peaks) or "activations" (where the peaks do not tell: the line
+            through the saved activations, on top of the largest rest that a row had beside its own).
+        line: The line.
+        rest: What stands beside the line, bytes; 0 for "peak".
+        limit: Bytes.
+        largest_micro_batch: n; 0 where not even one sample fits.
+        wanted_batch: Samples per update.
+        smallest_steps: K; None where nothing fits.
+        extrapolated: Whether n lies above everything that was measured.
+    """
+
+    basis: Literal["peak", "activations"]
+    line: Line
+    rest: float
+    limit: int
+    largest_micro_batch: int
+    wanted_batch: int
+    smallest_steps: int | None
+    extrapolated: bool
+
+
+class NoPrediction(Enum):
+    """Why nothing is predicted: what follows "no prediction" in a document, and "nothing" in a report."""
+
+    ONE_K = ": one K only, and a line needs two; for example `--steps 2,4,8`"
+    NO_ACCUMULATION = ": accumulation was not among the strategies"
+    ONE_SIZE = ": fewer than two sizes of micro-batch were measured"
+    NO_LIMIT = " without a limit: `--memory 24GB` asks for the largest micro-batch that fits"
+    NO_LINE = ": the memory of the rows does not follow a straight line in the size of the micro-batch"
+
+
+def fit(points: Sequence[tuple[int, int]], resolution: int = 0) -> Line | None:
+    """Returns the least-squares line, or None where the points hold fewer than two different n."""
+    if len({n for n, _ in points}) < 2:
+        return None
+    xs, ys = [float(n) for n, _ in points], [float(value) for _, value in points]
+    slope, intercept = statistics.linear_regression(xs, ys)
+    residual = max(abs(y - intercept - slope * x) for x, y in zip(xs, ys, strict=True))
+    return Line(intercept, slope, residual if len(points) > 2 else None, tuple(points), resolution)
+
+
+def _fitted_rows(rows: Sequence[Row]) -> list[Row]:
+    """Accumulation, and the full batch as its K = 1; the summed loss holds the full batch whatever K is."""
+    return [row for row in rows if row.strategy in ("accumulate", "full-batch")]
+
+
+def activation_line(rows: Sequence[Row]) -> Line | None:
+    """Returns the line through the saved activation bytes."""
+    return fit(
+        [
+            (row.micro_batch, row.activation_bytes)
+            for row in _fitted_rows(rows)
+            if row.micro_batch is not None and row.activation_bytes is not None
+        ]
+    )
+
+
+def peak_line(rows: Sequence[Row]) -> Line | None:
+    """Returns the line through the peaks of device memory.
+
+    From the second micro-batch on the gradients of the one before lie in memory; the full batch starts without any.
+    It stands below the line of accumulation by up to the size of the gradients, and would tilt it, so that it takes
+    part only where accumulation alone has fewer than two sizes.
+    """
+    found = [row for row in _fitted_rows(rows) if row.micro_batch is not None and row.memory is not None]
+    accumulated = [row for row in found if len(row.micro_batches) > 1]
+    chosen = accumulated if len({row.micro_batch for row in accumulated}) > 1 else found
+    resolution = max((_RESOLUTION[row.memory.kind] for row in chosen if row.memory), default=0)
+    return fit([(row.micro_batch, row.memory.peak) for row in chosen if row.micro_batch and row.memory], resolution)
+
+
+def predict(profile: Profile) -> Prediction | NoPrediction:
+    """Returns what fits into the limit of memory, or why nothing is predicted."""
+    if len(set(profile.steps)) < 2:
+        return NoPrediction.ONE_K
+    if not any(row.strategy == "accumulate" for row in profile.rows):
+        return NoPrediction.NO_ACCUMULATION
+    activations, peak = activation_line(profile.rows), peak_line(profile.rows)
+    if activations is None and peak is None:
+        return NoPrediction.ONE_SIZE
+    limit, wanted = profile.memory_limit, profile.wanted_batch
+    if limit is None or wanted is None:
+        return NoPrediction.NO_LIMIT
+    if peak is not None and peak.usable:
+        return _solve("peak", peak, 0.0, limit, wanted, profile.setting)
+    if activations is None or not activations.usable:
+        return NoPrediction.NO_LINE
+    rest = [
+        row.memory.peak - row.activation_bytes
+        for row in _fitted_rows(profile.rows)
+        if row.memory is not None and row.activation_bytes is not None
+    ]
+    return _solve("activations", activations, float(max(rest, default=0)), limit, wanted, profile.setting)
+
+
+def _solve(
+    basis: Literal["peak", "activations"],
+    line: Line,
+    rest: float,
+    limit: int,
+    wanted_batch: int,
+    setting: Setting | None,
+) -> Prediction:
+    """The largest n with rest + a + b·n + c·max(n − B, 0) + residual ≤ limit.
+
+    The residual is kept free, it is what the line missed. B samples of c bytes lay in memory beside their micro-batches
+    in every row; a micro-batch of more samples comes with a larger batch.
+    """
+    room = limit - rest - line.intercept - (line.residual or 0.0)
+    largest = room / line.slope
+    if setting is not None and largest > setting.batch_size:
+        share = setting.batch_bytes / setting.batch_size
+        largest = (room + setting.batch_bytes) / (line.slope + share)
+    samples = max(0, math.floor(largest))
+    steps = -(-wanted_batch // samples) if samples else None
+    return Prediction(basis, line, rest, limit, samples, wanted_batch, steps, samples > max(n for n, _ in line.points))

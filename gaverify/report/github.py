@@ -9,8 +9,7 @@ from collections.abc import Iterator
 
 from gaverify.records.comparison import Outcome
 from gaverify.records.findings import Finding
-from gaverify.report.places import place_of
-from gaverify.report.stories import Report, Story, story_of
+from gaverify.report.stories import Report, Story, place_of, story_of
 from gaverify.report.text.layout import clean
 
 

@@ -15,8 +15,8 @@ from xml.etree import ElementTree
 from gaverify.records.comparison import Outcome, ParameterComparison
 from gaverify.records.profile import Row
 from gaverify.report.stories import Report, Story, Table, row_name, story_of
-from gaverify.report.text.findings import rows_of
 from gaverify.report.text.layout import clean
+from gaverify.report.text.verdict import rows_of
 from gaverify.report.text.wording import number, ordered, percent, shape, worst
 
 # every text is made printable: XML has no way to write most control characters, nor the two noncharacters

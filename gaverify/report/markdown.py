@@ -13,8 +13,8 @@ from gaverify.records.comparison import Outcome, ParameterComparison
 from gaverify.records.findings import Finding
 from gaverify.records.profile import LABELS, Row
 from gaverify.report.stories import Report, Story, Table, story_of
-from gaverify.report.text.findings import kind_of, rows_of, told
 from gaverify.report.text.layout import clean
+from gaverify.report.text.verdict import kind_of, rows_of, told
 from gaverify.report.text.wording import figures, measures, moved_figures, ordered
 
 _SIGNS = {Outcome.EQUIVALENT: "✅", Outcome.DIVERGENT: "❌", Outcome.INCONCLUSIVE: "⚠️"}

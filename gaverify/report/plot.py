@@ -9,8 +9,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from gaverify.amounts import bytes_text, seconds_text
-from gaverify.records.prediction import peak_line
-from gaverify.records.profile import LABELS, STRATEGIES, Profile, Row
+from gaverify.records.profile import LABELS, STRATEGIES, Profile, Row, peak_line
 from gaverify.report.text.layout import clean
 
 _FOOT, _WIDE, _HIGH = 346, 320, 240  # where the plots stand, and their size

@@ -17,10 +17,9 @@ from urllib.parse import quote
 
 from gaverify.records.comparison import Outcome
 from gaverify.records.findings import Finding
-from gaverify.report.places import Place, place_of
-from gaverify.report.stories import Report, Story, story_of
-from gaverify.report.text.findings import rows_of
+from gaverify.report.stories import Place, Report, Story, place_of, story_of
 from gaverify.report.text.layout import clean
+from gaverify.report.text.verdict import rows_of
 from gaverify.rulebook import RulePage, rule_pages
 from gaverify.tracebacks import portable
 from gaverify.version import __version__

@@ -1,13 +1,15 @@
 """The common answer: what a verdict, an audit and a profile all say. Formats that show all of them read this.
 
 A verdict answers with one table of parameters, an audit with one per optimizer update, a profile with none but a row
-per strategy and K.
+per strategy and K. Tools outside Python need a place as a path relative to the repository, and a line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from gaverify.records.audit import UpdateComparison
@@ -17,10 +19,10 @@ from gaverify.records.findings import Finding
 from gaverify.records.profile import LABELS, Profile, Row, Setting
 from gaverify.records.verdict import RunInfo, Verdict
 from gaverify.report.text.audit import audit_facts, audit_method
-from gaverify.report.text.findings import acceptance_sentences
 from gaverify.report.text.profile import profile_facts, profile_sentence
-from gaverify.report.text.verdict import verdict_facts
+from gaverify.report.text.verdict import acceptance_sentences, verdict_facts
 from gaverify.report.text.wording import method, sentence, titled
+from gaverify.tracebacks import repository_of
 
 Answer = Verdict | AuditReport | Profile
 
@@ -183,3 +185,40 @@ def _profile(profile: Profile) -> Story:
 def row_name(row: Row) -> str:
     """Returns how reports call a row of a profile: `accumulate, K = 4`."""
     return f"{LABELS[row.strategy]}, K = {row.steps}"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A line of a file; `inside` says whether the file lies in the repository, and `path` is relative to its root then.
+
+    `text` is the line as it stood when the finding was made, "" where it was not read.
+    """
+
+    path: str
+    line: int
+    inside: bool
+    text: str = ""
+
+
+def place_of(finding: Finding | None, story: Story) -> Place | None:
+    """Returns the finding's own line; else the first line of the file that says what was run; None without any file.
+
+    A pull request shows an annotation only at a file, and the spec or script is where a reader goes on from.
+    """
+    location = finding.location if finding is not None else None
+    if location is not None and location.file:
+        text = location.excerpt.line(location.line) if location.excerpt is not None else ""
+        return _place(location.file, location.line or 1, text)
+    return next((_place(file, 1, "") for file in _files(story) if os.path.isfile(file)), None)
+
+
+def _files(story: Story) -> Iterator[str]:
+    yield from filter(None, (story.source, story.model.rpartition(":")[0]))
+
+
+def _place(file: str, line: int, text: str) -> Place:
+    path = Path(os.path.abspath(file))
+    root = repository_of(path.parent) or Path.cwd()
+    if path.is_relative_to(root):
+        return Place(path.relative_to(root).as_posix(), line, True, text)
+    return Place(path.as_posix(), line, False, text)

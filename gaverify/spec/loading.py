@@ -14,8 +14,7 @@ from pydantic import ValidationError
 from gaverify.errors import SpecError, nearest
 from gaverify.launched import launched
 from gaverify.spec.accepting import entry_problems
-from gaverify.spec.fields import Spec, conflicts
-from gaverify.spec.sentences import joined, option_name, sentence
+from gaverify.spec.fields import Spec, conflicts, joined, option_name, sentence
 from gaverify.text_files import text_of_file
 
 _OTHER_COMMANDS = {

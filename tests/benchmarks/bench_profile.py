@@ -11,8 +11,7 @@ from pathlib import Path
 
 import measuring
 
-from gaverify.profiling.activations import ActivationMeter
-from gaverify.profiling.workload import workload
+from gaverify.profiling.workload import ActivationMeter, workload
 from gaverify.records.profile import Plan
 from gaverify.spec import Spec
 

@@ -15,13 +15,20 @@ from gaverify.records.findings import Finding
 from gaverify.records.profile import LABELS, Row
 from gaverify.records.verdict import Verdict
 from gaverify.report.junit import modules_of
-from gaverify.report.page.charts import bars_chart, parameters_chart, weights_chart
-from gaverify.report.page.modules import ModuleView, by_outputs, by_parameters, first_to_differ
+from gaverify.report.page.charts import (
+    ModuleView,
+    bars_chart,
+    by_outputs,
+    by_parameters,
+    first_to_differ,
+    parameters_chart,
+    weights_chart,
+)
 from gaverify.report.plot import profile_svg
 from gaverify.report.stories import Answer, Story, Table, story_of
-from gaverify.report.text.findings import kind_of, rows_of, told
 from gaverify.report.text.layout import clean
 from gaverify.report.text.profile import moved_title
+from gaverify.report.text.verdict import kind_of, rows_of, told
 from gaverify.report.text.wording import figures, measures, moved_figures, number, ordered, worst
 
 

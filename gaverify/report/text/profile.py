@@ -7,9 +7,18 @@ from dataclasses import dataclass
 
 from gaverify.amounts import bytes_text, count_text, seconds_text
 from gaverify.records.comparison import Outcome
-from gaverify.records.prediction import Line as Fit
-from gaverify.records.prediction import NoPrediction, Prediction, activation_line, peak_line, predict
-from gaverify.records.profile import LABELS, Memory, Profile, Row
+from gaverify.records.profile import (
+    LABELS,
+    Memory,
+    NoPrediction,
+    Prediction,
+    Profile,
+    Row,
+    activation_line,
+    peak_line,
+    predict,
+)
+from gaverify.records.profile import Line as Fit
 from gaverify.report.text.layout import Layout, Line, cells, columns, pad, table_of
 from gaverify.report.text.table import STYLES
 from gaverify.report.text.wording import figures, moved_figures, number, percent, titled

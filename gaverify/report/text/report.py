@@ -10,11 +10,10 @@ from gaverify.records.profile import Profile
 from gaverify.records.verdict import Verdict
 from gaverify.report.stories import Answer, Report, Story, story_of
 from gaverify.report.text.audit import audit_blocks
-from gaverify.report.text.findings import finding_lines, outcome_lines
 from gaverify.report.text.layout import Layout, Line, cells, columns, fact_lines, joined
 from gaverify.report.text.profile import profile_blocks
 from gaverify.report.text.table import STYLES
-from gaverify.report.text.verdict import verdict_blocks
+from gaverify.report.text.verdict import finding_lines, outcome_lines, verdict_blocks
 
 _LABELS = {"run": 13, "audit": 14, "profile": 13}
 """Columns of a label above the tables, indent included."""

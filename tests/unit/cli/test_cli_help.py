@@ -15,8 +15,8 @@ import torch
 
 from gaverify import checkup
 from gaverify.cli import COMMANDS, cli, main
-from gaverify.cli.collector import paused
 from gaverify.cli.options import _OPTIONS
+from gaverify.cli.streams import paused
 from gaverify.records.comparison import Outcome
 from gaverify.spec import Spec
 from gaverify.zoo import BUILTINS

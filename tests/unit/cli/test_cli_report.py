@@ -11,8 +11,7 @@ import pytest
 import samples
 
 from gaverify.cli import main
-from gaverify.cli.audit_files import options_files, read_options
-from gaverify.cli.auditing import audit
+from gaverify.cli.auditing import audit, options_files, read_options
 from gaverify.errors import SpecError
 from gaverify.report import FORMATS, render
 

@@ -12,11 +12,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from gaverify.passes.problem import Problem
-from gaverify.profiling.activations import ActivationMeter
 from gaverify.profiling.measuring import activation_bytes
-from gaverify.profiling.workload import workload
-from gaverify.records.prediction import fit
-from gaverify.records.profile import Plan, Strategy
+from gaverify.profiling.workload import ActivationMeter, workload
+from gaverify.records.profile import Plan, Strategy, fit
 from gaverify.spec import Spec
 
 FLOAT, INTEGER = 4, 8  # bytes

@@ -18,8 +18,20 @@ from syrupy.assertion import SnapshotAssertion
 from gaverify.amounts import bytes_text, parse_bytes, seconds_text
 from gaverify.cli import main
 from gaverify.records.comparison import Outcome
-from gaverify.records.prediction import NoPrediction, Prediction, activation_line, fit, peak_line, predict
-from gaverify.records.profile import Memory, Plan, Profile, Row, Seconds, plans
+from gaverify.records.profile import (
+    Memory,
+    NoPrediction,
+    Plan,
+    Prediction,
+    Profile,
+    Row,
+    Seconds,
+    activation_line,
+    fit,
+    peak_line,
+    plans,
+    predict,
+)
 from gaverify.report import print_answer, render
 from gaverify.report.documents.schema import schema_text, validate_document
 from gaverify.report.plot import profile_svg

@@ -18,10 +18,9 @@ import torch
 import gaverify
 from gaverify.cli import main
 from gaverify.profiling.launching import profile_spec
-from gaverify.records.prediction import Prediction, activation_line, peak_line, predict
-from gaverify.records.profile import plans
+from gaverify.records.profile import Prediction, activation_line, peak_line, plans, predict
 from gaverify.report.documents.schema import validate_document
-from gaverify.report.documents.schema.profile import ProfileDocument
+from gaverify.report.documents.schema.verdict import ProfileDocument
 from gaverify.spec import Spec
 
 MODEL = """

@@ -10,9 +10,7 @@ from pydantic import Field, TypeAdapter
 
 from gaverify.report.documents.schema.audit import AuditDocument
 from gaverify.report.documents.schema.deriving import Shape
-from gaverify.report.documents.schema.profile import ProfileDocument
-from gaverify.report.documents.schema.shared import OutcomeName
-from gaverify.report.documents.schema.verdict import VerdictDocument
+from gaverify.report.documents.schema.verdict import OutcomeName, ProfileDocument, VerdictDocument
 
 
 class ErrorItem(Shape):

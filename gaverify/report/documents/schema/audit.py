@@ -10,7 +10,7 @@ from gaverify.records.partners import Foreign, Partner
 from gaverify.records.stages import Clip, SettingDifference, StageComparison
 from gaverify.records.weights import WeightFit
 from gaverify.report.documents.schema.deriving import Of, Shape, derived
-from gaverify.report.documents.schema.shared import AcceptanceItem, Environment
+from gaverify.report.documents.schema.verdict import AcceptanceItem, Environment
 
 
 class ModelItem(Shape):

@@ -1,4 +1,4 @@
-"""The shape of a verdict's JSON document."""
+"""The shapes of a verdict's and of a profile's JSON document, and of what all documents hold."""
 
 from __future__ import annotations
 
@@ -7,11 +7,101 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from gaverify.records.compared import FewSamples
+from gaverify.records.comparison import Element, ParameterComparison
+from gaverify.records.findings import Evidence, Excerpt, Finding, Location
 from gaverify.records.operations import ModuleDifference
+from gaverify.records.profile import (
+    Line,
+    Memory,
+    NoPrediction,
+    Prediction,
+    Profile,
+    Row,
+    Seconds,
+    Setting,
+    activation_line,
+    peak_line,
+    predict,
+)
+from gaverify.records.ranks import Moved, RankFacts, Traffic
 from gaverify.records.verdict import RunInfo, Trace, TraceRow, TraceStep, Verdict
 from gaverify.report.documents.schema.deriving import Of, Shape, derived
-from gaverify.report.documents.schema.shared import AcceptanceItem, Environment
 from gaverify.report.text import wording
+
+OutcomeName = Literal["equivalent", "divergent", "inconclusive"]
+
+
+@derived(Element)
+class Worst(Shape):
+    """The element of a gradient with the largest difference."""
+
+
+@derived(
+    ParameterComparison,
+    "name shape outcome method reference_norm accumulated_norm difference_norm relative_difference allowed "
+    "working_difference_norm worst reason",
+)
+class Parameter(Shape):
+    """One parameter's gradients from both strategies; norms are Euclidean."""
+
+    method: str
+
+
+class Environment(Shape):
+    """The versions that the run used."""
+
+    torch: str
+    gaverify: str
+    python: str
+    platform: str
+
+
+@derived(Excerpt)
+class ExcerptItem(Shape):
+    """Lines of the user's file around a finding, as they stood when it was made."""
+
+
+class AcceptanceItem(Shape):
+    """What the user accepts or expects, and which of the entries match nothing any more."""
+
+    accepted: bool
+    expected: Annotated[OutcomeName | None, Of("acceptance.expected")]
+    stale: Annotated[list[str], Of("acceptance.stale")]
+    strict: Annotated[bool, Of("acceptance.strict")]
+    refused: Annotated[list[str], Of("acceptance.refused")] = Field(default_factory=list)
+
+
+@derived(Location, older="excerpt")
+class Place(Shape):
+    """Where a finding lies; null where unknown."""
+
+
+@derived(Evidence)
+class EvidenceItem(Shape):
+    """What one probe saw."""
+
+
+@derived(Finding, "code name severity location summary evidence remedy proven accepted", older="accepted")
+class FindingItem(Shape):
+    """A named cause or a remark."""
+
+
+@derived(Traffic, "collectives bytes=bytes_moved")
+class TrafficItem(Shape):
+    """Collectives of one rank in one window, by kind, and the bytes of their tensors."""
+
+    collectives: Annotated[dict[str, int], Of("counts")]
+
+
+@derived(
+    RankFacts,
+    "ranks engine replicas_apart=apart window own difference from_one_process right_weights=weights.weights "
+    "used_weights=weights.used residual=weights.residual buffers_apart",
+)
+class RanksItem(Shape):
+    """What was measured on R ranks; `own` are the collectives of the model and the loss, without the engine's."""
+
+    engine: str | None
 
 
 @derived(
@@ -68,3 +158,84 @@ class VerdictDocument(Shape):
     exit_code: Literal[0, 1, 3]
     acceptance: Annotated[AcceptanceItem | None, Of("")] = None
     sentence: Annotated[str, Of(wording.sentence)] = ""
+
+
+@derived(Setting, older="ranks engine")
+class SettingItem(Shape):
+    """What was profiled and where."""
+
+
+@derived(Memory, "kind baseline peak reserved increment")
+class MemoryItem(Shape):
+    """Device memory around one update, bytes."""
+
+
+@derived(Seconds, finite=True)
+class SecondsItem(Shape):
+    """Time per update; `low` and `high` are quartiles."""
+
+
+@derived(Moved)
+class MovedItem(Shape):
+    """What the busiest rank sends in one window: reduced by the last micro-batch only, and by every one."""
+
+
+@derived(
+    Row,
+    "strategy steps micro_batches status message activation_bytes memory seconds samples_per_second outcome "
+    "relative_difference method moved",
+    older="moved",
+)
+class RowItem(Shape):
+    """One strategy with one K; figures are null where the row did not get so far."""
+
+
+@derived(Line, "intercept slope residual points usable", finite=True)
+class LineItem(Shape):
+    """A least-squares line through (samples of the largest micro-batch, bytes)."""
+
+
+class LinesItem(Shape):
+    """The lines through accumulation and the full batch; null where fewer than two sizes were measured."""
+
+    activations: Annotated[LineItem | None, Of(lambda profile: activation_line(profile.rows))]
+    peak: Annotated[LineItem | None, Of(lambda profile: peak_line(profile.rows))]
+
+
+@derived(
+    Prediction,
+    "predicted basis rest limit largest_micro_batch wanted_batch smallest_steps extrapolated",
+    finite=True,
+)
+class PredictionItem(Shape):
+    """What the lines predict; nothing of it was measured."""
+
+    predicted: Literal[True]
+
+
+def _predicted(profile: Profile) -> Prediction | None:
+    found = predict(profile)
+    return found if isinstance(found, Prediction) else None
+
+
+def _not_predicted(profile: Profile) -> str | None:
+    found = predict(profile)
+    return f"no prediction{found.value}" if isinstance(found, NoPrediction) else None
+
+
+@derived(
+    Profile,
+    "version kind source name outcome exit_code command memory_limit wanted_batch interrupted setting spec steps rows "
+    "lines prediction no_prediction",
+    older="source command memory_limit wanted_batch",
+)
+class ProfileDocument(Shape):
+    """One profile."""
+
+    version: Literal[1]
+    kind: Literal["profile"]
+    name: str = ""
+    exit_code: Literal[0, 1, 2, 3]
+    lines: Annotated[LinesItem, Of("")]
+    prediction: Annotated[PredictionItem | None, Of(_predicted)]
+    no_prediction: Annotated[str | None, Of(_not_predicted)]
