@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gaverify.collective.engines import Scaled, of_every_rank
-from gaverify.collective.window import Trained, always_reducing, bare
+from gaverify.collective.window import Moved, Trained, always_reducing, bare
 from gaverify.passes.fingerprints import digest_of
 from gaverify.passes.gradients import Gradients, accumulated_gradients
 from gaverify.passes.precision import buffers_apart
@@ -29,7 +29,6 @@ from gaverify.verdict.comparison import left_between
 from gaverify.verdict.judging import Judgement, working_unit
 
 if TYPE_CHECKING:
-    from gaverify.collective.flow import Passes
     from gaverify.collective.processes import RankReport
 
 
@@ -127,21 +126,21 @@ def with_shares(facts: RankFacts, left: Callable[[Shares], float]) -> RankFacts:
 
 
 def facts_of_ranks(
-    task: Task, trained: Trained, passes: Passes, judgement: Judgement, one: Judgement | None = None
+    task: Task, trained: Trained, judgement: Judgement, moved: Moved, one: Judgement | None = None
 ) -> RankFacts:
     """Returns what the window showed.
 
     Args:
         task: What was run.
         trained: How the ranks train.
-        passes: What they ran.
-        judgement: What was decided about it.
+        judgement: What was decided about their window.
+        moved: What that moved.
         one: The same micro-batches, all of them on every rank; None where nothing diverges.
     """
     member, engine = trained.member, trained.engine
-    window = passes.window
-    meter = passes.moved.meter
-    unit = working_unit(task, passes.full, window)
+    window = judgement.accumulated
+    meter = moved.meter
+    unit = working_unit(task, judgement.full, window)
     buffers = of_every_rank({name: b.cpu() for name, b in window.buffers.items()}, member.count, member.device)
     facts = facts_of(
         judgement.rows,
@@ -152,7 +151,7 @@ def facts_of_ranks(
         own=Traffic(),
         weights=None,
         unit=unit,
-        reduced=tuple(passes.moved.reduced),
+        reduced=tuple(moved.reduced),
         stepped_without=engine is Engine.FSDP2 and all(gradient is None for gradient in window.gradients.values()),
         update_bytes=_update_bytes(task, meter.reduced_in),
         buffers_apart=buffers_apart(buffers, unit),
@@ -160,46 +159,43 @@ def facts_of_ranks(
     if one is None:
         return facts
     together = one.accumulated.gradients
-    weights = fitted(_own_gradients(task, trained, passes), together, window.gradients)
+    weights = fitted(_own_gradients(task, trained, judgement), together, window.gradients)
     facts = replace(facts, from_one_process=left_between(window.gradients, together), weights=weights)
     if trained.strategy is not None:
-        return _of_strategy(task, trained, passes, facts)
+        return _of_strategy(task, trained, judgement, facts)
 
     def left(shares: Shares) -> float:
         own = replace(trained, share=shares[member.rank][0])
-        repaired, _ = own.window(task, passes.state, passes.record, passes.full)
+        repaired, _ = own.window(task, judgement.state, judgement.record, judgement.full)
         return left_between(repaired.gradients, together)
 
     return with_shares(facts, left) if facts.at_fault else facts
 
 
-def _of_strategy(task: Task, trained: Trained, passes: Passes, facts: RankFacts) -> RankFacts:
+def _of_strategy(task: Task, trained: Trained, judgement: Judgement, facts: RankFacts) -> RankFacts:
     """What controls of the user's own loop show: every backward pass reducing, and one micro-batch of all samples.
 
     Where one micro-batch has the right gradient, or one factor that is not the number of ranks is all that is wrong,
     the fault is one of the loop and not of the ranks. A factor that is both K and R cannot be told apart.
     """
-    full = passes.full.gradients
+    full = judgement.full.gradients
     if facts.stepped_without or not facts.apart <= facts.rounding:
         with always_reducing():
-            reduced, _ = trained.window(task, passes.state, passes.record, passes.full)
-        left = left_between(reduced.gradients, full)
-        whole = _mean_of_ranks(trained, passes) if facts.apart > 0.0 else math.nan
-        return replace(facts, sync_control=left, mean_left=whole)
+            reduced, _ = trained.window(task, judgement.state, judgement.record, judgement.full)
+        facts = replace(facts, sync_control=left_between(reduced.gradients, full))
+        if facts.apart > 0.0:
+            held, right = (sketch(list(found.values())) for found in (judgement.accumulated.gradients, full))
+            mean_left = torch.linalg.vector_norm(held - right) / torch.linalg.vector_norm(right)
+            facts = replace(facts, mean_left=float(mean_left))
+        return facts
     factor, rest = facts.one_factor
     of_ranks = any(math.isclose(factor, value, rel_tol=COMPUTED_FLOAT32) for value in (facts.ranks, 1.0 / facts.ranks))
     if rest <= facts.rounding and not of_ranks:
         return replace(facts, from_one_process=0.0)
-    merged, _ = replace(trained, merged=True).window(task, passes.state, passes.record, passes.full)
+    merged, _ = replace(trained, merged=True).window(task, judgement.state, judgement.record, judgement.full)
     if facts.is_rounding(left_between(merged.gradients, full)):
         return replace(facts, from_one_process=0.0)
     return facts
-
-
-def _mean_of_ranks(trained: Trained, passes: Passes) -> float:
-    """How far the mean of what the ranks hold is from the full batch's gradient, relative."""
-    mean, full = (sketch(list(result.gradients.values())) for result in (passes.window, passes.full))
-    return float(torch.linalg.vector_norm(mean - full) / torch.linalg.vector_norm(full))
 
 
 def _apart(trained: Trained, gradients: Gradients) -> float:
@@ -220,17 +216,16 @@ def _update_bytes(task: Task, reduced_in: set[torch.dtype]) -> int:
     return each * sum(parameter.numel() for parameter in task.parameters.values())
 
 
-def _own_gradients(task: Task, trained: Trained, passes: Passes) -> list[torch.Tensor]:
+def _own_gradients(task: Task, trained: Trained, judgement: Judgement) -> list[torch.Tensor]:
     """The sketch of what each rank's micro-batches give, scaled as its loop scales them, by rank."""
-    member = trained.member
-    scaled = Scaled(member.count)
-    if trained.engine is Engine.FSDP2:  # a shard of it needs all ranks: every one runs each one's micro-batches
-        found = []
-        for rank in range(member.count):
-            own = trained.own(task, rank)
-            result = accumulated_gradients(task, passes.state, passes.record, passes.full, probe=scaled, own=own)
-            found.append(sketch(list(result.gradients.values())))
-        return found
-    own = trained.own(task)
-    result = accumulated_gradients(bare(task), passes.state, passes.record, passes.full, probe=scaled, own=own)
-    return of_every_rank(own_sketch(result.gradients), member.count, member.device)
+    member, sharded = trained.member, trained.engine is Engine.FSDP2
+    here = task if sharded else bare(task)
+
+    def gradients(rank: int) -> Gradients:
+        own, probe = trained.own(task, rank), Scaled(member.count)
+        started = judgement.state, judgement.record, judgement.full
+        return accumulated_gradients(here, *started, probe=probe, own=own).gradients
+
+    if sharded:  # a shard of it needs all ranks: every one runs each one's micro-batches
+        return [sketch(list(gradients(rank).values())) for rank in range(member.count)]
+    return of_every_rank(own_sketch(gradients(member.rank)), member.count, member.device)

@@ -17,7 +17,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -57,17 +57,6 @@ from gaverify.verdict.judging import Judgement, decide_by_control, judge, workin
 _PATIENCE = 10.0  # seconds, and as long again as the control took: others that fail in it fail by then
 
 
-@dataclass(frozen=True)
-class Passes:
-    """The two passes in working precision, and what others start from."""
-
-    full: PassResult
-    window: PassResult
-    moved: Moved
-    record: DrawRecord
-    state: ModelState
-
-
 def judge_together(task: Task, trained: Trained, *, diagnose: bool, exact: bool) -> tuple[Judgement, Facts]:
     """Returns the verdict on the gradient that the ranks end up with, and everything that was measured.
 
@@ -83,23 +72,25 @@ def judge_together(task: Task, trained: Trained, *, diagnose: bool, exact: bool)
     member = trained.member
     with summed_over(member.count, member.total):
         started = time.perf_counter()
-        passes = _passes(task, trained)
+        judgement, moved = _passes(task, trained)
         passed = time.perf_counter()
-        judgement = _judged(task, trained, passes, exact)
+        # each rank has seen its own micro-batches alone: what decides is the coarsest that any has seen
+        unit = max(member.everyones("unit", working_unit(task, judgement.full, judgement.accumulated)))
+        decide_window(task, judgement, unit, exact, lambda: _control(task, trained, judgement))
         judgement.timings = {"passes": passed - started, "control": time.perf_counter() - passed}
         divergent = any(row.outcome is Outcome.DIVERGENT for row in judgement.rows)
         own = replace(task, sizes=tuple(task.sizes[k] for k in trained.own(task)))
         if not divergent:
-            return judgement, replace(collected(own, judgement), ranks=facts_of_ranks(task, trained, passes, judgement))
+            return judgement, replace(collected(own, judgement), ranks=facts_of_ranks(task, trained, judgement, moved))
         one, facts = _searched(task, trained, diagnose)
-        ranks = facts_of_ranks(task, trained, passes, judgement, one)
+        ranks = facts_of_ranks(task, trained, judgement, moved, one)
     if not facts.compared.divergent:
         facts = replace(facts, compared=replace(facts.compared, rows=tuple(judgement.rows), method=judgement.method))
     return judgement, replace(facts, ranks=ranks)
 
 
-def _passes(task: Task, trained: Trained) -> Passes:
-    """The whole batch on every rank, and the window.
+def _passes(task: Task, trained: Trained) -> tuple[Judgement, Moved]:
+    """The whole batch on every rank and the window, measured and not yet decided; what the window moved.
 
     Raises:
         ProblemError: A loss is not finite, or the user's code talks to other ranks itself.
@@ -122,28 +113,9 @@ def _passes(task: Task, trained: Trained) -> Passes:
     task.progress(f"the window of {trained.member.count} ranks")
     window, moved = trained.window(task, state, record, full)
     window.loss = float(trained.member.total(torch.tensor([window.loss], dtype=torch.float64, device="cpu")))
-    return Passes(full, window, moved, record, state)
-
-
-def _judged(task: Task, trained: Trained, passes: Passes, exact: bool) -> Judgement:
-    rows = measure(passes.window.gradients, passes.full.gradients)
-    # each rank has seen its own micro-batches alone: what decides is the coarsest that any has seen
-    unit = max(trained.member.everyones("unit", working_unit(task, passes.full, passes.window)))
-    working = {row.name: row for row in rows}
-    judgement = Judgement(
-        [],
-        Method.WORKING_PRECISION,
-        passes.full,
-        passes.window,
-        passes.record,
-        passes.state,
-        lowest_precision(task),
-        working,
-        {},
-        {},
-    )
-    decide_window(task, judgement, unit, exact, lambda: _control(task, trained, judgement))
-    return judgement
+    working = {row.name: row for row in measure(window.gradients, full.gradients)}
+    precision, method = lowest_precision(task), Method.WORKING_PRECISION
+    return Judgement([], method, full, window, record, state, precision, working, {}, {}), moved
 
 
 def decide_window(

@@ -71,7 +71,8 @@ class _Outcome:
 
 def told(*words: Any) -> None:
     """Tells whoever started this process something while its job runs; nobody where `run` did not start it."""
-    _send(words)
+    for pipe in _upwards:  # not `send`: torch would hand tensors over in memory that ends with this process
+        pipe.send_bytes(pickle.dumps(words))
 
 
 def run(
@@ -156,15 +157,12 @@ class _Child:
     def outcome(self) -> _Outcome:
         """What it said in the end; where it said nothing, how it ended."""
         if self._said is None:
-            words = f"{self.name} {_ending(self.process.wait())} before it was done"
-            self._said = _Outcome(time.monotonic(), error=ProblemError(words))
+            code = self.process.wait()
+            how = f"left with exit code {code}"
+            if code < 0:
+                how = f"was ended by signal {signal_name(-code).removeprefix('signal ')}"
+            self._said = _Outcome(time.monotonic(), error=ProblemError(f"{self.name} {how} before it was done"))
         return self._said
-
-
-def _ending(code: int) -> str:
-    if code < 0:
-        return f"was ended by signal {signal_name(-code).removeprefix('signal ')}"
-    return f"left with exit code {code}"
 
 
 def _answer(pipe: Connection, name: str, call: Callable[[], Any]) -> None:
@@ -179,12 +177,7 @@ def _answer(pipe: Connection, name: str, call: Callable[[], Any]) -> None:
         # what the user's code raises is a ProblemError by then; anything else is a fault of ours
         lines = "".join(traceback.format_exception(error)).rstrip().splitlines()[-_KEPT_LINES:]
         found = _Outcome(time.monotonic(), error=InternalError("\n".join([f"{name} raised:", *lines])))
-    _send(found)
-
-
-def _send(message: Any) -> None:
-    for pipe in _upwards:  # not `send`: torch would hand tensors over in memory that ends with this process
-        pipe.send_bytes(pickle.dumps(message))
+    pipe.send_bytes(pickle.dumps(found))
 
 
 class _Forked:

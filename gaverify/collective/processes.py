@@ -232,18 +232,12 @@ def accumulated(window: Window, task: Task, own: range, probe: PassProbe) -> Pas
     try:
         return accumulated_gradients(task, state, window.record, window.reference, probe=probe, own=own)
     except ProblemError as error:
-        raise ProblemError(f"{error}{_hint(error)}") from error
-
-
-def _hint(error: ProblemError) -> str:
-    """What to change where the loss reads attributes that the engine's wrapper hides."""
-    cause = error.__cause__
-    if isinstance(cause, AttributeError) and "DistributedDataParallel" in str(cause):
-        return (
-            "; under DDP the loss gets the wrapper, as in training: reach the model's own attributes through "
+        if not isinstance(error.__cause__, AttributeError) or "DistributedDataParallel" not in str(error.__cause__):
+            raise
+        raise ProblemError(
+            f"{error}; under DDP the loss gets the wrapper, as in training: reach the model's own attributes through "
             "`getattr(model, 'module', model)`, and run its forward through the wrapper"
-        )
-    return ""
+        ) from error
 
 
 def moved(task: Task, state: ModelState, steps: int, ranks: Ranks) -> Moved:
@@ -276,20 +270,17 @@ def _counted(window: Window, rank: int) -> tuple[Traffic, Traffic]:
     count = window.ranks.count
 
     def counted(task: Task, own: range) -> tuple[Traffic, Traffic]:
-        once = Synchronised(task, window.ranks.engine, own[-1], count)
-        for _ in range(2):  # DDP sorts its buckets anew when the window after its first reduction reduces
-            _window(window, task, own, once)
-        # the last micro-batch of `once` leaves FSDP2's reduction on, as `Scaled` needs it
-        return _window(window, task, own, once), _window(window, task, own, Scaled(count))
+        once, found = Synchronised(task, window.ranks.engine, own[-1], count), []
+        # DDP sorts its buckets anew when the window after its first reduction reduces: two do not count. The last
+        # micro-batch of `once` leaves FSDP2's reduction on, as `Scaled` needs it.
+        for probe in (once, once, once, Scaled(count)):
+            meter = TrafficMeter()
+            with meter.counting():
+                accumulated(window, task, own, probe)
+            found.append(meter.traffic)
+        return found[2], found[3]
 
     return under_engine(window, rank, counted)[0]
-
-
-def _window(window: Window, task: Task, own: range, probe: PassProbe) -> Traffic:
-    meter = TrafficMeter()
-    with meter.counting():
-        accumulated(window, task, own, probe)
-    return meter.traffic
 
 
 def needs_fresh(device: torch.device) -> bool:
