@@ -1,30 +1,34 @@
-"""Controls of an audit: further runs that decide what the comparison alone leaves open.
+"""Controls of an audit: further runs that decide what the comparison alone leaves open, of one process or of ranks.
 
-Each asks the record whether it is called for, makes runs with one thing changed, and returns what they tell. The last
-two decide by the weights: by what steps, or a script that moves them itself, make of the gradients.
+Each asks the record whether it is called for, makes runs with one thing changed, and returns what they tell. Two decide
+by the weights: by what steps, or a script that moves them itself, make of the gradients. Those of ranks run the same
+ranks again, with one thing put right or held still.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from gaverify.audit.fitting import fit_gradients, fitted_terms
 from gaverify.audit.judgement import working_unit
 from gaverify.audit.outcome import is_explained
-from gaverify.audit.rank_facts import left_by
+from gaverify.audit.rank_facts import left_by, rank_facts
+from gaverify.audit.ranks import RankedRun
 from gaverify.audit.reading import Run
 from gaverify.audit.running import Trial
-from gaverify.audit.stages import compare_changes
+from gaverify.audit.stages import compare_changes, fit_gradients, fitted_terms
+from gaverify.collective.facts import with_shares
+from gaverify.errors import ProblemError
 from gaverify.records.audit import Overwritten, Record, UpdateComparison
 from gaverify.records.comparison import Outcome
 from gaverify.records.facts import facts_of_loop
 from gaverify.records.stages import Stage, StageComparison
-from gaverify.records.windows import common_rounds, rounds_of
+from gaverify.records.windows import common_rounds, rounds_of, windows_of
 from gaverify.rules.calls import clipped_inside
 from gaverify.rules.scale import weights_of
 from gaverify.thresholds import FIT_FLOAT32, MANY_UNITS, SMALLEST_FAULT, TENTH, U32
@@ -240,3 +244,53 @@ def _settled(update: UpdateComparison, full: Run, own: Run) -> UpdateComparison:
         return update
     stages = (*update.stages, change)
     return replace(update, outcome=Outcome.EQUIVALENT, step_takes_factor=True, stages=stages)
+
+
+def with_rank_facts(trial: Trial, record: Record) -> Record:
+    """Returns the record with what its ranks did."""
+    accumulated = trial.accumulated
+    if not isinstance(accumulated, RankedRun) or not record.updates:
+        return record
+    facts = rank_facts(trial.full, accumulated, record.updates[0], record.unit)
+    windows = tuple(windows_of(run.events, trial.numbers) for run in accumulated.ranks[1:])
+    return replace(record, together=facts, rank_windows=windows)
+
+
+def controlled_ranks(trial: Trial, record: Record) -> Record:
+    """Returns the record with the controls that its ranks call for."""
+    ranks = record.together
+    if ranks is None:
+        return record
+
+    full = trial.full
+
+    def left(own: Run | None, change: Mapping[str, Any]) -> float:
+        return _left(trial, own, change, summed=not _differs_at_the_step(record))
+
+    if ranks.stepped_without:
+        ranks = replace(ranks, sync_control=left(None, {"synchronise": True}))
+    elif ranks.at_fault and (ranks.apart > ranks.rounding or ranks.ends_unreduced):
+        ranks = replace(ranks, sync_control=left(full, {"synchronise": True}))
+    elif ranks.at_fault and ranks.buffers_apart:
+        ranks = replace(ranks, frozen_control=left(None, {"frozen": ranks.buffers_apart}))
+    elif ranks.at_fault and ranks.gathers and not ranks.shares_to_try:
+        ranks = replace(ranks, gather_control=left(full, {"gathers": True}))
+    elif ranks.at_fault:
+        ranks = with_shares(ranks, lambda shares: left(full, {"shares": shares}))
+    return replace(record, together=ranks)
+
+
+def _differs_at_the_step(record: Record) -> bool:
+    """Whether the optimizers saw other gradients: what a script reduces by hand is right or wrong there only."""
+    stages = record.updates[0].stages if record.updates else ()
+    return any(stage.stage is Stage.USED and stage.outcome is Outcome.DIVERGENT for stage in stages)
+
+
+def _left(trial: Trial, full: Run | None, change: Mapping[str, Any], *, summed: bool) -> float:
+    """What a changed run of the ranks leaves; against a full-batch run with the same change where `full` is None."""
+    try:
+        full = full or trial.again("full", shown_as="ranks", **change)
+        accumulated = trial.again("accumulated", source=full, shown_as="ranks", **change)
+    except ProblemError:
+        return float("nan")
+    return left_by(full, accumulated, summed=summed)

@@ -1,38 +1,273 @@
-"""Controls for a difference that no weights explain: who gives samples values that depend on their neighbours?"""
+"""Controls for a difference that no weights explain: who gives samples values that depend on their neighbours?
+
+Samples of a micro-batch first part from themselves in the full batch in a module, or in a loss. A loss is looked for at
+a level: the script's own code between its models (`SCRIPT`), or the own code of modules that hand out a number. What
+comes back from such code to the calls that it makes tells whether samples meet in it.
+
+Shapes: n rows of a micro-batch, which lie at n places among the N rows of a forward of the full-batch run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from gaverify.audit.coupling import (
-    Pair,
-    agree,
-    feels_the_rest,
-    first_meeting,
-    first_module,
-    levels,
-    loss_apart,
-    outputs_of,
-    pairs_of,
-    writers_of,
-)
-from gaverify.audit.fitting import fit_of
-from gaverify.audit.job import Role
+from gaverify.audit.job import SCRIPT, Role
 from gaverify.audit.outcome import is_explained
 from gaverify.audit.rank_facts import left_by
 from gaverify.audit.reading import Run, labels
 from gaverify.audit.running import Trial
+from gaverify.audit.same_data import Matcher
+from gaverify.audit.stages import fit_of
 from gaverify.records.audit import Record, UpdateComparison
-from gaverify.records.experiment import Cause, ControlKind, ControlRun
-from gaverify.records.operations import Operation, Suspect
+from gaverify.records.experiment import Cause, ControlKind, ControlRun, Operation, Suspect
 from gaverify.records.windows import rounds_of
 from gaverify.rules.wording import listed
-from gaverify.thresholds import MANY_UNITS, SMALL_PART
+from gaverify.thresholds import COMPUTED_FLOAT32, MANY_UNITS, SMALL_PART, TINY
 from gaverify.verdict.criteria import floors_allowed
+
+_DEEPEST = 4  # levels below the script at which a loss is looked for
+
+Forward = dict[str, Any]
+Pair = tuple[Forward, Forward, Sequence[int]]
+"""A forward of the full-batch run, one of a micro-batch, and the places of its rows in the first."""
+
+
+def pairs_of(full: Run, accumulated: Run, update: int = 1) -> list[Pair | None]:
+    """Returns every forward of an update of the accumulated run with the one of the full batch that holds its rows.
+
+    None stands for a forward that hands out nothing for each row: a loss that is a module with something to train.
+    Empty where the rows of any forward are not found.
+    """
+    whole, part = outputs_of(full), outputs_of(accumulated)
+    matcher = Matcher(full.rows(update))
+    pairs: list[Pair | None] = []
+    seen: Counter[frozenset[str]] = Counter()
+    for prints, forward in zip(accumulated.rows(update), part, strict=False):
+        names = _names(forward)
+        among = [at for at, other in enumerate(whole) if _names(other) == names]
+        seen[names] += 1
+        if not among:
+            return []
+        if prints:
+            spot = matcher.find(among, prints)
+            found = (whole[spot.forward], spot.places) if spot is not None else None
+        else:  # the script hands on what other models gave it, in the order of the full batch's forwards
+            candidate = whole[among[(seen[names] - 1) % len(among)]]
+            places = _places(candidate, forward)
+            found = (candidate, places) if places else None
+        if not _hands_out_rows(forward):
+            pairs.append(None)
+        elif found is None or len(found[1]) != forward["rows"]:
+            return []
+        else:
+            pairs.append((found[0], forward, found[1]))
+    return pairs
+
+
+def outputs_of(run: Run) -> list[Forward]:
+    """Returns what the modules of the update that was listened to gave."""
+    path = run.folder / "outputs.pt"
+    return torch.load(path, weights_only=True) if path.exists() else []  # type: ignore[no-any-return]
+
+
+def first_module(pairs: Sequence[Pair | None], unit: float) -> Suspect | None:
+    """Returns the first call whose inputs agree row by row and whose outputs do not; None where there is none.
+
+    Calls are in the order in which they end, so that a module comes before the one around it. A call that agrees for
+    the first micro-batch and only later parts depends on what was there before, and not on who sits beside a row.
+    """
+    allowed = _allowed(unit)
+    parted: dict[Any, tuple[float, int, dict[str, Any], dict[str, Any]]] = {}
+    agreed_first: set[Any] = set()
+    models: set[int] = set()
+    for pair in filter(None, pairs):
+        model = pair[1]["model"]
+        first = model not in models
+        models.add(model)
+        for at, whole, part in _calls(pair):
+            key = model, at
+            inputs = _apart(pair, whole["inputs"], part["inputs"])
+            outputs = _apart(pair, whole["outputs"], part["outputs"])
+            if outputs is None or (inputs is not None and float(inputs.max()) > allowed):
+                continue
+            apart = float(outputs.max())
+            if apart <= allowed:
+                agreed_first |= {key} if first else set()
+                continue
+            most, samples, _, _ = parted.get(key, (0.0, 0, whole, part))
+            parted[key] = max(most, apart), samples + int((outputs > allowed).sum()), whole, part
+    for key, (apart, samples, call, other) in parted.items():
+        if key not in agreed_first:
+            file, line = first_meeting(call["meetings"], other["meetings"]) or call["place"] or (None, None)
+            operation = Operation(call["kind"], call["path"], call["kind"], file=file, line=line)
+            return Suspect("rows", operation, None, apart, samples, True, bool(call["scales"]))
+    return None
+
+
+def first_meeting(whole: Sequence[Any], part: Sequence[Any]) -> tuple[str, int] | None:
+    """Returns the first line in which rows of the full batch meet; rather one in which those of a micro-batch do."""
+    lines = [tuple(place) for place in whole]
+    both = [place for place in lines if place in {tuple(other) for other in part}]
+    return next(iter([*both, *lines]), None)  # type: ignore[arg-type]
+
+
+def levels(forwards: Sequence[Forward]) -> Iterator[tuple[str, ...]]:
+    """Yields the levels at which a loss may stand, from the script inwards to modules that hand out a number."""
+    level: tuple[str, ...] = (SCRIPT,)
+    for _ in range(_DEEPEST):
+        yield level
+        calls = [call for forward in forwards for call in forward["calls"]]
+        level = tuple(dict.fromkeys(call["path"] for call in calls if call["numbers"] and call["under"] in level))
+        if not level:
+            return
+
+
+def agree(pairs: Sequence[Pair | None], unit: float, level: Collection[str] = (SCRIPT,)) -> bool:
+    """Whether what the calls of a level hand out is the full batch's for every micro-batch, row by row."""
+    seen = False
+    for pair in filter(None, pairs):
+        for whole, part in _under(pair, level):
+            apart = _apart(pair, whole["outputs"], part["outputs"])
+            if apart is not None and float(apart.max()) > _allowed(unit):
+                return False
+            seen = seen or apart is not None
+    return seen
+
+
+def loss_apart(pairs: Sequence[Pair | None], unit: float, level: Collection[str] = (SCRIPT,)) -> float:
+    """Returns what a loss gives back for the rows of a micro-batch against the full batch's, but for one factor.
+
+    Relative to the norm of the latter, for the micro-batch where that is largest; 0 where it is rounding for the first.
+    """
+    found = [_left(pair, level) for pair in filter(None, pairs)]
+    if not found or not found[0] > _allowed(unit):
+        return 0.0
+    return max(found)
+
+
+def feels_the_rest(
+    full: Sequence[Forward], moved: Sequence[Forward], unit: float, level: Collection[str] = (SCRIPT,)
+) -> bool:
+    """Whether what the loss gives back for the first half of the rows changes with the values of the other half."""
+    for whole, other in zip(full, moved, strict=False):
+        half = range(whole["rows"] // 2)
+        if len(half) and _left((whole, other, half), level) > _allowed(unit):
+            return True
+    return False
+
+
+def writers_of(pairs: Sequence[Pair | None]) -> dict[str, list[str]]:
+    """Returns the buffers that modules write in their own forward, by the path of the module."""
+    calls = [call for whole, _, _ in filter(None, pairs) for call in whole["calls"] if call["changed"]]
+    return {call["path"]: call["changed"] for call in calls}
+
+
+def _allowed(unit: float) -> float:
+    return max(COMPUTED_FLOAT32, MANY_UNITS * unit)
+
+
+def _names(forward: Forward) -> frozenset[str]:
+    """The paths in a model; which of its modules are called may hang on the samples (experts)."""
+    return frozenset(forward["modules"])
+
+
+def _hands_out_rows(forward: Forward) -> bool:
+    """Whether the outermost module, or one of those that it calls, hands out something with as many rows."""
+    inner = {SCRIPT, *(call["path"] for call in forward["calls"] if call["under"] == SCRIPT)}
+    shapes = [
+        shape
+        for call in forward["calls"]
+        if call["under"] in inner
+        for shape in (output["shape"] for output in call["outputs"].values())
+    ]
+    return any(size and forward["rows"] and size % forward["rows"] == 0 for shape in shapes for size in shape[:2])
+
+
+def _places(whole: Forward, part: Forward) -> tuple[int, ...]:
+    """The places of rows that are inputs of an outermost module, found by their projections; empty where they are not.
+
+    Shapes: (n, 1, 3) of the micro-batch against (1, N, 3) of the full batch.
+    """
+    inputs = [forward["calls"][-1]["inputs"] for forward in (whole, part)]
+    for path in inputs[0].keys() & inputs[1].keys():
+        a, b = (side[path]["along"][0] for side in inputs)
+        if len(a) == whole["rows"] and len(b) == part["rows"]:
+            apart = (b[:, None] - a[None]).abs().amax(2) / a[:, 2].abs().max().clamp_min(TINY)
+            if float(apart.amin(1).max()) <= COMPUTED_FLOAT32:
+                return tuple(apart.argmin(1).tolist())
+    return ()
+
+
+def _calls(pair: Pair) -> Iterator[tuple[tuple[str, int], dict[str, Any], dict[str, Any]]]:
+    """The calls of both forwards that belong together: the how-manieth of a module in each."""
+    seen: Counter[str] = Counter()
+    known: dict[tuple[str, int], dict[str, Any]] = {}
+    for call in pair[0]["calls"]:
+        seen[call["path"]] += 1
+        known[call["path"], seen[call["path"]]] = call
+    seen.clear()
+    for call in pair[1]["calls"]:
+        seen[call["path"]] += 1
+        key = call["path"], seen[call["path"]]
+        if key in known:
+            yield key, known[key], call
+
+
+def _under(pair: Pair, level: Collection[str]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """The calls of both forwards that code of a level makes."""
+    for _, whole, part in _calls(pair):
+        if whole["under"] in level:
+            yield whole, part
+
+
+def _apart(pair: Pair, whole: dict[str, Any], part: dict[str, Any]) -> torch.Tensor | None:
+    """How far the rows of some tensors are apart, relative to the largest row, shape (n,); None where nothing tells."""
+    worst: torch.Tensor | None = None
+    for path in whole.keys() & part.keys():
+        both = _rows(pair, whole[path], part[path])
+        if both is None:
+            continue
+        a, b = both
+        scale = a[..., 2].abs().max().clamp_min(TINY)
+        apart = ((a - b).abs() / scale).flatten(1).amax(1).nan_to_num(math.inf)
+        worst = apart if worst is None else torch.maximum(worst, apart)
+    return worst
+
+
+def _left(pair: Pair, level: Collection[str]) -> float:
+    """What one factor leaves between the gradients of the same rows, over all that code of a level takes in."""
+    pieces = []
+    for call, other in _under(pair, level):
+        whole, part = call["gradients"], other["gradients"]
+        found = [_rows(pair, whole[path], part[path]) for path in sorted(whole.keys() & part.keys())]
+        pieces += [(a[..., :2].flatten(), b[..., :2].flatten()) for a, b in filter(None, found)]
+    if not pieces:
+        return 0.0
+    a, b = (torch.cat(side) for side in zip(*pieces, strict=True))
+    size = float(a.norm())
+    factor = (a * b).sum() / b.square().sum().clamp_min(TINY)
+    return float((a - factor * b).norm()) / size if size else 0.0
+
+
+def _rows(pair: Pair, whole: dict[str, Any], part: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """What was kept of the same rows in both forwards, shape (n, entries, 3); None where no dimension holds rows."""
+    (full, micro, places), (wide, narrow) = pair, (whole["shape"], part["shape"])
+    for dim in range(min(len(wide), len(narrow), 2)):
+        entries = wide[dim] // full["rows"] if full["rows"] else 0
+        rest = [(*shape[:dim], *shape[dim + 1 :]) for shape in (wide, narrow)]
+        counts = entries * full["rows"], entries * micro["rows"]
+        if entries and rest[0] == rest[1] and (wide[dim], narrow[dim]) == counts:
+            there = whole["along"][dim].reshape(full["rows"], entries, 3)[list(places)]
+            here = part["along"][dim].reshape(micro["rows"], entries, 3)
+            return there, here[: len(there)]
+    return None
+
 
 _MOST = 3  # causes that are looked for behind one another
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import torch
 
-from gaverify.audit.fitting import fit_of
 from gaverify.audit.reading import Run, Samples, labels
 from gaverify.audit.same_data import check_rows
 from gaverify.audit.stages import (
@@ -19,6 +18,7 @@ from gaverify.audit.stages import (
     compare_changes,
     compare_gradients,
     decided_by_weights,
+    fit_of,
     led,
     setting_differences,
     terms_of,
@@ -27,8 +27,16 @@ from gaverify.errors import ProblemError
 from gaverify.passes.precision import buffers_differ, unit_roundoff
 from gaverify.records.audit import RowCheck, UpdateComparison
 from gaverify.records.comparison import Outcome
-from gaverify.records.partners import Foreign, foreign_passes, partners_of, reached_by
-from gaverify.records.stages import Clip, SettingDifference, Stage, StageComparison
+from gaverify.records.stages import (
+    Clip,
+    Foreign,
+    SettingDifference,
+    Stage,
+    StageComparison,
+    foreign_passes,
+    partners_of,
+    reached_by,
+)
 from gaverify.records.windows import Round, Window, common_rounds, numbered, rounds_of, windows_of
 from gaverify.thresholds import MANY_UNITS, VISIBLE
 from gaverify.verdict.criteria import floors_allowed

@@ -14,19 +14,17 @@ from typing import Any
 
 import torch
 
-from gaverify.audit.fitting import fit_gradients
 from gaverify.audit.ranks import RankedRun
 from gaverify.audit.reading import Place, Run, Samples
 from gaverify.audit.same_data import check_rows
-from gaverify.audit.stages import clips_of
+from gaverify.audit.stages import clips_of, fit_gradients
 from gaverify.passes.precision import buffers_apart
 from gaverify.records.audit import UpdateComparison
-from gaverify.records.comparison import Outcome
+from gaverify.records.comparison import Outcome, relative_total
 from gaverify.records.events import Event
+from gaverify.records.experiment import WeightFit, is_constant
 from gaverify.records.ranks import Collective, Engine, RankFacts, Share, Traffic
 from gaverify.records.stages import Stage
-from gaverify.records.totals import relative_total
-from gaverify.records.weights import WeightFit, is_constant
 from gaverify.records.windows import Round, rounds_of, windows_of
 from gaverify.thresholds import FIT_UNITS
 from gaverify.verdict.comparison import left_between

@@ -22,9 +22,8 @@ from gaverify.passes.gradients import PassProbe, full_batch_gradients
 from gaverify.passes.isolation import ModelState, generator_states, seed_torch
 from gaverify.passes.precision import moved
 from gaverify.passes.task import micro_batch_of
-from gaverify.records.experiment import Cause, ControlRun
+from gaverify.records.experiment import Cause, ControlRun, are_shares
 from gaverify.records.facts import Facts, Weights
-from gaverify.records.weights import are_shares
 from gaverify.thresholds import MOVED_SHARES
 from gaverify.tracebacks import hands_over
 from gaverify.verdict.sketches import fitted, kept

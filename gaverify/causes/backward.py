@@ -31,10 +31,8 @@ from gaverify.causes.trace.backward_listening import GradientListener
 from gaverify.causes.trace.traces import Frame, located
 from gaverify.errors import GaverifyError
 from gaverify.passes.gradients import PassProbe
-from gaverify.records.experiment import ControlKind, ControlRun
+from gaverify.records.experiment import ControlKind, ControlRun, Operation, WeightFit
 from gaverify.records.facts import BackwardPlace, Facts
-from gaverify.records.operations import Operation
-from gaverify.records.weights import WeightFit
 from gaverify.thresholds import SAME_IN_FLOAT32, SAME_NUMBER
 from gaverify.tracebacks import shown
 

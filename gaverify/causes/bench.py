@@ -29,9 +29,8 @@ from gaverify.passes.isolation import ModelState
 from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.sketches import sketch
 from gaverify.passes.task import Task
-from gaverify.records.comparison import NotCompared
+from gaverify.records.comparison import NotCompared, relative_total
 from gaverify.records.experiment import ControlKind, ControlRun
-from gaverify.records.totals import relative_total
 from gaverify.thresholds import CAPPED_UNITS, COMPUTED_FLOAT32, SAME_IN_FLOAT32, SMALL_PART, U32
 from gaverify.verdict.comparison import measure
 from gaverify.verdict.control import failure_sentence

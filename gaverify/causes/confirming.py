@@ -14,9 +14,8 @@ from gaverify.causes import backward, counts, proof, state, weights
 from gaverify.causes.bench import FORESEEN, Bench
 from gaverify.causes.trace.first_divergence import trace_divergences
 from gaverify.passes.task import Task
-from gaverify.records.experiment import ControlKind, ControlRun
+from gaverify.records.experiment import ControlKind, ControlRun, WeightFit, are_shares, is_constant
 from gaverify.records.facts import Facts, State, Weights
-from gaverify.records.weights import WeightFit, are_shares, is_constant
 from gaverify.thresholds import AGREE_FLOAT64, CORRECT_FLOAT32, GROUPINGS, SAME_IN_FLOAT32, TINY
 from gaverify.verdict.judging import Judgement
 from gaverify.verdict.sketches import Sketches, fitted, kept

@@ -26,10 +26,8 @@ from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.precision import moved
 from gaverify.passes.walks import addends, unscaled
-from gaverify.records.experiment import ControlKind, ControlRun
+from gaverify.records.experiment import ControlKind, ControlRun, Count, FunctionKey, TermKind
 from gaverify.records.facts import Facts
-from gaverify.records.operations import FunctionKey
-from gaverify.records.weights import Count, TermKind
 from gaverify.thresholds import COMPUTED_FLOAT32, SAME_NUMBER, SMALL_PART
 
 _DIVISIONS = ("div", "div_", "true_divide", "divide")

@@ -22,8 +22,7 @@ from gaverify.passes.lifting import has_hooks
 from gaverify.passes.nesting import leaves
 from gaverify.passes.precision import buffers_differ
 from gaverify.passes.task import Task, TimeUp
-from gaverify.records.compared import Compared
-from gaverify.records.comparison import Method
+from gaverify.records.comparison import Compared, Method
 from gaverify.records.experiment import ControlKind
 from gaverify.records.facts import EXPLICIT, Backward, Buffers, Draws, Facts, Weights
 from gaverify.verdict.comparison import measure

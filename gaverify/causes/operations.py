@@ -19,10 +19,8 @@ from gaverify.causes.neutral.holding import Evaluated, ResultsHeld
 from gaverify.causes.proof import Tried
 from gaverify.causes.trace.first_divergence import trace_divergences
 from gaverify.causes.trace.normalisation import normalises
-from gaverify.records.experiment import Cause, ControlKind, ControlRun
+from gaverify.records.experiment import Cause, ControlKind, ControlRun, Operation, Suspect, WeightFit
 from gaverify.records.facts import Facts, Forward, State
-from gaverify.records.operations import Operation, Suspect
-from gaverify.records.weights import WeightFit
 from gaverify.verdict.control import failure_sentence
 
 _ROUNDS = 5  # causes that are looked for one after the other

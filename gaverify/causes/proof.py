@@ -13,8 +13,7 @@ from gaverify.causes.neutral.cached import cached_gradients
 from gaverify.causes.neutral.holding import DecisionsHeld, Evaluated, Held, OutputHeld, ResultsHeld
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import mode_set
-from gaverify.records.experiment import Cause, ControlKind, ControlRun
-from gaverify.records.operations import FunctionKey, Suspect
+from gaverify.records.experiment import Cause, ControlKind, ControlRun, FunctionKey, Suspect
 from gaverify.remedies.batch_norm import group_norm_for, only_normalises
 from gaverify.thresholds import HELPS, SAME_IN_FLOAT32, TINY
 from gaverify.verdict.control import failure_sentence

@@ -19,9 +19,8 @@ from gaverify.causes.neutral.state import Primed, StateHeld, StateRestored
 from gaverify.causes.trace.state import StateWatch, digests, named_state
 from gaverify.causes.trace.traces import Frame
 from gaverify.passes.gradients import PassProbe
-from gaverify.records.experiment import ControlKind, ControlRun
+from gaverify.records.experiment import ControlKind, ControlRun, Operation
 from gaverify.records.facts import Facts, State, StateChange
-from gaverify.records.operations import Operation
 from gaverify.thresholds import HELPS, SAME_IN_FLOAT32
 from gaverify.tracebacks import LineHunt, Owner, Place, shown
 

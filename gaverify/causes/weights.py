@@ -14,9 +14,8 @@ from gaverify.causes.trace.state import StateWatch
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.precision import moved
 from gaverify.passes.sketches import sketch
-from gaverify.records.experiment import ControlKind, ControlRun
+from gaverify.records.experiment import ControlKind, ControlRun, WeightFit, are_shares, is_constant
 from gaverify.records.facts import Facts, Repeatability, State, Weights
-from gaverify.records.weights import WeightFit, are_shares, is_constant
 from gaverify.thresholds import FIT_FLOAT32, FIT_FLOAT64, MOVED_SHARES, NO_WEIGHT, SMALL_PART, TINY
 from gaverify.verdict.sketches import fitted, kept
 

@@ -20,10 +20,9 @@ from gaverify.passes.precision import buffers_apart
 from gaverify.passes.sketches import SINGULAR_FLOAT32, fit_weights, sketch
 from gaverify.passes.task import Task
 from gaverify.passes.wrappers import is_sharded, summed_over
-from gaverify.records.comparison import Outcome, ParameterComparison
+from gaverify.records.comparison import Outcome, ParameterComparison, relative_total
+from gaverify.records.experiment import WeightFit
 from gaverify.records.ranks import Engine, RankFacts, Shares, Traffic
-from gaverify.records.totals import relative_total
-from gaverify.records.weights import WeightFit
 from gaverify.thresholds import COMPUTED_FLOAT32
 from gaverify.verdict.comparison import left_between
 from gaverify.verdict.judging import Judgement, working_unit

@@ -20,7 +20,7 @@ import torch
 
 from gaverify.passes.devices import widest
 from gaverify.passes.wrappers import Sum, local, over_ranks, shard_number, share_of
-from gaverify.records.weights import WeightFit
+from gaverify.records.experiment import WeightFit
 
 SKETCH = 4096
 _CHUNK_ROWS, _TILE = 256, 16

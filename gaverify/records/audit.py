@@ -7,14 +7,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from gaverify.records.comparison import Outcome, ParameterComparison
+from gaverify.records.comparison import Outcome, ParameterComparison, relative_total, resolution_of
 from gaverify.records.events import Event, Ledger
-from gaverify.records.experiment import Cause
-from gaverify.records.partners import Foreign, Partner
+from gaverify.records.experiment import Cause, LossTerm, WeightFit
 from gaverify.records.ranks import RankFacts
-from gaverify.records.stages import Clip, SettingDifference, Stage, StageComparison
-from gaverify.records.totals import relative_total, resolution_of
-from gaverify.records.weights import LossTerm, WeightFit
+from gaverify.records.stages import Clip, Foreign, Partner, SettingDifference, Stage, StageComparison
 from gaverify.records.windows import Window
 from gaverify.thresholds import COMPUTED_FLOAT32, FEW_UNITS, U32
 

@@ -1,10 +1,17 @@
-"""What a comparison of two gradients came to: one row per parameter, strings and floats only."""
+"""What a comparison of two gradients came to: a row per parameter, what decided, and what all rows say together.
+
+Strings and floats only.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
+
+from gaverify.thresholds import TENTH
 
 
 class Method(str, Enum):
@@ -171,3 +178,156 @@ class Reference(str, Enum):
     def __str__(self) -> str:
         """The value, as in documents."""
         return str(self.value)
+
+
+def together(outcomes: Iterable[Outcome]) -> Outcome:
+    """Returns divergent if any is, equivalent if all are and there is one, inconclusive otherwise."""
+    found = set(outcomes)
+    if Outcome.DIVERGENT in found:
+        return Outcome.DIVERGENT
+    return Outcome.EQUIVALENT if found == {Outcome.EQUIVALENT} else Outcome.INCONCLUSIVE
+
+
+def outcome_of(rows: Sequence[ParameterComparison]) -> Outcome:
+    """Returns the outcome of all parameters; inconclusive where no fault could have been seen.
+
+    So it is where every gradient is zero, and where a tenth of the whole gradient could hide in what is rounding.
+    """
+    outcome = together(row.outcome for row in rows)
+    informative = any(row.reference_norm > 0 or row.accumulated_norm > 0 for row in rows)
+    blind = not informative or hidden_share(rows) > TENTH
+    return Outcome.INCONCLUSIVE if outcome is Outcome.EQUIVALENT and blind else outcome
+
+
+def hidden_share(rows: Iterable[ParameterComparison]) -> float:
+    """Returns the smallest difference that could have been seen, as a share of the whole gradient; 0 for none.
+
+    Tolerances that were asked for hide what they hide.
+    """
+    rows = [row for row in rows if row.why is None and row.method != Method.TOLERANCE]
+    if rows and all(row.method in TOGETHER for row in rows):
+        return resolution_of(rows)
+    return relative_total((row.allowed, row.reference_norm) for row in rows)
+
+
+def relative_total(norms: Iterable[tuple[float, float]]) -> float:
+    """Returns √(Σ difference²) / √(Σ reference²) over pairs (difference, reference) of norms; NaN pairs are left out.
+
+    0 where nothing differs, infinite where something differs from zero.
+    """
+    finite = [pair for pair in norms if math.isfinite(pair[0]) and math.isfinite(pair[1])]
+    difference = math.hypot(*(pair[0] for pair in finite))
+    reference = math.hypot(*(pair[1] for pair in finite))
+    if difference == 0.0:
+        return 0.0
+    return difference / reference if reference > 0.0 else math.inf
+
+
+def resolution_of(rows: Iterable[ParameterComparison]) -> float:
+    """Returns the smallest relative difference that could have been seen in the least clear parameter; NaN in none.
+
+    A gradient that vanishes in the arithmetic that decided is left out: nothing can be said relative to it. Where all
+    parameters were decided together, it is that of the whole gradient.
+    """
+    rows = [row for row in rows if row.why is None]
+    if rows and all(row.method in TOGETHER for row in rows):
+        return max(row.allowed for row in rows) / math.hypot(*(row.reference_norm for row in rows))
+    known = [row.relative_allowed for row in rows if not row.vanishing and math.isfinite(row.relative_allowed)]
+    return max((value for value in known if value > 0), default=math.nan)
+
+
+@dataclass(frozen=True)
+class PrecisionLoss:
+    """Relative error against float64 of the full-batch and of the accumulated gradient, in the working dtype.
+
+    Where `samples` is not 0, the error was measured on so many of them, and `accumulated` has what adding up lost, too.
+    """
+
+    dtype: str
+    full: float
+    accumulated: float
+    in_float32: float | None = None
+    samples: int = 0
+
+    @property
+    def bits_lost(self) -> float:
+        """How many bits less the accumulated gradient has."""
+        if not (self.full > 0 and self.accumulated > 0):
+            return 0.0
+        return math.log2(self.accumulated / self.full)
+
+
+@dataclass(frozen=True)
+class FewSamples:
+    """What decided a window below float32: its weights by fit, and what a few of its samples showed.
+
+    All but `samples` are relative: to the gradient of the whole batch (`rest`, what its micro-batches leave of it;
+    `lost`, what adding them up in the parameters' precision lost), to that of these samples (`structure`, what they
+    leave in float64, at once against one by one; `rounding`, the same in the working precision; `error`, how far that
+    is from float64), or to a weight (`weights`, how far the weights that fit best are from those that were used).
+    `allowed` is the largest difference of the whole gradient that is rounding, relative to it.
+    """
+
+    samples: int
+    structure: float
+    rounding: float
+    error: float
+    rest: float = math.nan
+    weights: float = math.nan
+    lost: float = math.nan
+    allowed: float = math.nan
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What both gradients came to, parameter by parameter, and the method that decided.
+
+    `control_failure` says why the float64 control could not run, where it could not. `update` is the number of the
+    optimizer update that was compared in a training loop.
+    """
+
+    rows: tuple[ParameterComparison, ...]
+    method: Method
+    control_failure: str = ""
+    precision: PrecisionLoss | None = None
+    update: int | None = None
+
+    @property
+    def divergent(self) -> tuple[ParameterComparison, ...]:
+        """The rows that differ."""
+        return tuple(row for row in self.rows if row.outcome is Outcome.DIVERGENT)
+
+    @property
+    def comparable(self) -> bool:
+        """Whether every divergent row has finite numbers on both sides."""
+        return all(math.isfinite(row.difference_norm) for row in self.divergent)
+
+    @property
+    def largest(self) -> str:
+        """The largest relative difference as text, with the parameter that shows it."""
+        rows = [row for row in self.divergent if math.isfinite(row.relative_difference)]
+        rows = [row for row in rows if not row.vanishing] or rows
+        if not rows:
+            return "no finite difference"
+        row = max(rows, key=lambda row: row.relative_difference)
+        return f"relative difference {row.relative_difference:.1e} in `{row.name}`"
+
+    @property
+    def total(self) -> float:
+        """‖accumulated − full‖ / ‖full‖ over all parameters with finite numbers."""
+        return relative_total((row.difference_norm, row.reference_norm) for row in self.rows)
+
+    @property
+    def scale(self) -> tuple[float, float]:
+        """The factor c in accumulated ≈ c · full over all parameters, and what it leaves over relative to ‖full‖.
+
+        From the norms alone: a·e = (‖a‖² + ‖e‖² − ‖a − e‖²) / 2.
+        """
+        rows = [row for row in self.rows if math.isfinite(row.difference_norm)]
+        reference = sum(row.reference_norm**2 for row in rows)
+        if reference == 0.0:
+            return math.nan, math.inf
+        factor = sum(row.accumulated_norm**2 + row.reference_norm**2 - row.difference_norm**2 for row in rows) / 2
+        factor /= reference
+        left = sum(row.accumulated_norm**2 for row in rows) - factor**2 * reference
+        return factor, math.sqrt(max(left, 0.0) / reference)

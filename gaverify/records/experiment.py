@@ -1,13 +1,201 @@
-"""Control runs and what they say about a suspect."""
+"""What a search names and tries: operations and suspects, weights that explain a gradient, control runs."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Literal
 
-from gaverify.records.operations import Suspect
-from gaverify.records.weights import WeightFit
+from gaverify.records.findings import Location
+from gaverify.thresholds import COMPUTED_FLOAT32, FIT_MAGNIFIES, NO_WEIGHT, SAME_NUMBER
+
+FunctionKey = tuple[str, tuple[str, int] | None, int]
+"""A call of a torch function: its name, the line of the user's code, the how-manieth of this name on this line."""
+SuspectKind = Literal["rows", "matrix", "non-additive", "control-flow", "random"]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation: its name at the dispatcher, the module path around it, and its line.
+
+    `caller` is said beside a line of a library: the class of the outermost module or loss around the operation that is
+    none of the model's, and the nearest line of the user's own code.
+    """
+
+    name: str
+    module: str | None = None
+    kind: str = ""
+    library: bool = False
+    file: str | None = None
+    line: int | None = None
+    source: str = ""
+    caller: str = ""
+
+    @property
+    def location(self) -> Location:
+        """Module path and class, file and line."""
+        return Location(self.module, self.kind or None, self.file, self.line)
+
+    @property
+    def place(self) -> tuple[str, str, str | None, int | None]:
+        """What tells one operation from another: its name, its module and its line."""
+        return self.name, self.module or "", self.file, self.line if self.file is not None else None
+
+    def __str__(self) -> str:
+        where = f"`{self.name}`"
+        if self.file is not None:
+            where += f" at {self.file}:{self.line}"
+        return where + (f" in `{self.module}`" if self.module else "")
+
+
+@dataclass(frozen=True)
+class ModuleDifference:
+    """How far a module's outputs for the same samples are apart between the full batch and the micro-batches.
+
+    `difference` is relative to the largest value of an output; 0 where they agree to rounding.
+    """
+
+    module: str
+    difference: float
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """The first operation whose result for the same samples depends on the batch that they came in.
+
+    `source` is the reduction over the batch that it reads, where there is one; `in_model`: outputs of a module of the
+    model differ by it, sample by sample; `statistics`: the module around it scales channels by batch statistics.
+    `functions` are the torch calls whose results a control run holds constant, `source_functions` those of the
+    reductions, `again` those of its line and of others like it that differ as well, in modules of the same class;
+    `exits` those whose samples differ next; `frame` is the line where the code decides, of a suspect of kind "control-
+    flow"; `calls` are the module calls that a cached gradient opens; `outputs` the positions of those outputs of its
+    module that differ (none: all of them do). `order` tells how the samples lie in a dimension with several rows of
+    each: 0 as its outer, 1 as its inner index; None: not known.
+    """
+
+    kind: SuspectKind
+    operation: Operation
+    source: Operation | None
+    difference: float
+    samples: int
+    in_model: bool
+    statistics: bool
+    functions: tuple[FunctionKey, ...] = ()
+    source_functions: tuple[FunctionKey, ...] = ()
+    again: tuple[FunctionKey, ...] = ()
+    exits: tuple[FunctionKey, ...] = ()
+    frame: tuple[str, int] | None = None
+    calls: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+    order: int | None = None
+
+    @property
+    def culprit(self) -> Operation:
+        """Where samples meet first: the reduction, or the operation itself."""
+        return self.source or self.operation
+
+
+@dataclass(frozen=True)
+class WeightFit:
+    """Least squares over the gradients of the K micro-batches; residuals are relative.
+
+        g_full ≈ Σ weights_k g_k        g_used ≈ Σ used_k g_k        g_used ≈ factor · g_full
+
+    `weights` are those that would be right, `used` those that reached the optimizer. `determined`: the gradients of the
+    micro-batches tell all weights apart. `vacuous`: the model has so few parameters that some weights always fit.
+    `noise` is the standard error of the full-batch gradient, estimated from its micro-batches, relative to its norm.
+    """
+
+    weights: tuple[float, ...]
+    residual: float
+    determined: bool = True
+    noise: float = math.nan
+    vacuous: bool = False
+    used: tuple[float, ...] = ()
+    used_residual: float = 0.0
+    factor: float = math.nan
+    factor_residual: float = math.inf
+
+    @property
+    def multipliers(self) -> tuple[float, ...]:
+        """weights_k / used_k: what each micro-batch's loss should be multiplied by, 1 where its weight is right.
+
+        A micro-batch that never reached the step (used 0) is held against the usual weight of the others.
+        """
+        present = sorted(abs(weight) for weight in self.used if abs(weight) > NO_WEIGHT * max(map(abs, self.used)))
+        usual = present[len(present) // 2] if present else 1.0
+        return tuple(
+            right / (used if abs(used) > NO_WEIGHT * usual else usual)
+            for right, used in zip(self.weights, self.used, strict=True)
+        )
+
+
+class TermKind(Enum):
+    """What a term of a loss is that nothing divides."""
+
+    SUM = "over the samples"
+    PENALTY = "the same in every micro-batch"
+
+
+@dataclass(frozen=True)
+class Count:
+    """What one operation divides by, or multiplies by (`times`), in each micro-batch and in the whole window.
+
+    `counts`: the window's is the sum of theirs, so that it takes the place of the micro-batch's weight as well; else
+    their mean. `added_up`: the micro-batches' losses are added up instead, where they were weighted. `term`: nothing
+    is divided, the operation makes a term of the loss that counts otherwise than the micro-batches are weighted.
+    """
+
+    operation: Operation
+    own: tuple[float, ...]
+    window: float
+    counts: bool = True
+    added_up: bool = False
+    times: bool = False
+    term: TermKind | None = None
+
+
+@dataclass(frozen=True)
+class LossTerm:
+    """One term of a loss that is a sum, differentiated alone in both runs at the same weights.
+
+    `fit` is that of its own gradient, and `samples` says whether that differs between micro-batches: that of a penalty
+    on the parameters is the same. The file and line are those that made it, where they are known.
+    """
+
+    number: int
+    count: int
+    fit: WeightFit
+    samples: bool = True
+    file: str | None = None
+    line: int | None = None
+
+
+def are_shares(
+    fitted: Sequence[float], amounts: Sequence[float], rel_tol: float = COMPUTED_FLOAT32, abs_tol: float = NO_WEIGHT
+) -> bool:
+    """Whether weights are the shares of some amounts."""
+    total = sum(amounts)
+    return (
+        len(amounts) == len(fitted)
+        and total > 0
+        and all(
+            math.isclose(weight, amount / total, rel_tol=rel_tol, abs_tol=abs_tol)
+            for weight, amount in zip(fitted, amounts, strict=True)
+        )
+    )
+
+
+def is_constant(values: Sequence[float], residual: float = 0.0) -> bool:
+    """Whether all values are the same number, as far as a fit with this residual can tell."""
+    return alike(values, max(SAME_NUMBER, FIT_MAGNIFIES * residual))
+
+
+def alike(values: Sequence[float], rel_tol: float) -> bool:
+    """Whether all values are the same number, up to a relative tolerance."""
+    return bool(values) and all(math.isclose(value, values[0], rel_tol=rel_tol) for value in values)
 
 
 class ControlKind(Enum):

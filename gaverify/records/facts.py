@@ -12,12 +12,9 @@ from enum import Enum
 from typing import Literal
 
 from gaverify.records.audit import Record
-from gaverify.records.compared import Compared
-from gaverify.records.comparison import Method, ParameterComparison
-from gaverify.records.experiment import Cause, ControlRun
-from gaverify.records.operations import ModuleDifference, Operation
+from gaverify.records.comparison import Compared, Method, ParameterComparison
+from gaverify.records.experiment import Cause, ControlRun, Count, ModuleDifference, Operation, WeightFit, are_shares
 from gaverify.records.ranks import RankFacts
-from gaverify.records.weights import Count, WeightFit, are_shares
 from gaverify.thresholds import AGREE_FLOAT64, COMPUTED_FLOAT32, SMALL_PART
 
 SCRIPT = "the script's own"

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal
 
-from gaverify.records.comparison import Outcome
+from gaverify.records.comparison import Outcome, together
 from gaverify.records.ranks import Moved
-from gaverify.records.totals import together
 from gaverify.thresholds import USABLE
 
 Strategy = Literal["full-batch", "summed-loss", "accumulate"]

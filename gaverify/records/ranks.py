@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
 
-from gaverify.records.weights import WeightFit
+from gaverify.records.experiment import WeightFit
 from gaverify.thresholds import FEW_UNITS, FIT_FLOAT32, FIT_UNITS, TINY, U32
 
 Shares = tuple[tuple[float, ...], ...]

@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gaverify.records.compared import FewSamples
-from gaverify.records.comparison import Outcome, ParameterComparison, Reference, badness
+from gaverify.records.comparison import FewSamples, Outcome, ParameterComparison, Reference, badness
+from gaverify.records.experiment import ModuleDifference
 from gaverify.records.findings import Acceptance, Finding, Settled
-from gaverify.records.operations import ModuleDifference
 from gaverify.records.ranks import RankFacts
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gaverify.records.experiment import Cause, ControlKind, ControlRun
+from gaverify.records.experiment import Cause, ControlKind, ControlRun, Operation, Suspect
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence
-from gaverify.records.operations import Operation, Suspect
 from gaverify.rules.rule import controlled, measured
 from gaverify.thresholds import FIT_FLOAT64, SMALL_PART
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gaverify.records.experiment import Cause, ControlKind
+from gaverify.records.experiment import Cause, ControlKind, Operation
 from gaverify.records.facts import BackwardPlace, Facts
 from gaverify.records.findings import Evidence, Finding, Location
-from gaverify.records.operations import Operation
 from gaverify.rules.controls import (
     behind,
     control,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from gaverify.records.experiment import is_constant
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Finding, Location
 from gaverify.records.ranks import Engine, RankFacts
-from gaverify.records.weights import is_constant
 from gaverify.rules.rule import controlled, finding_of, judged, measured, rule_of_ranks
 from gaverify.rules.wording import backward_place, beside_one_process, listed, passes, shares, tried
 from gaverify.thresholds import COMPUTED_FLOAT32, FIT_FLOAT32, SMALL_PART

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.comparison import Method, Outcome, ParameterComparison
+from gaverify.records.experiment import LossTerm, WeightFit, alike, are_shares, is_constant
 from gaverify.records.facts import Facts, Weights
-from gaverify.records.weights import LossTerm, WeightFit, alike, are_shares, is_constant
 from gaverify.thresholds import FIT_FLOAT32, FIT_FLOAT64, FIT_MAGNIFIES, LOST_SHARE
 
 

@@ -7,9 +7,9 @@ from itertools import pairwise
 
 from gaverify.records.audit import Record
 from gaverify.records.events import Event
+from gaverify.records.experiment import WeightFit
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
-from gaverify.records.weights import WeightFit
 from gaverify.records.windows import Window
 from gaverify.rules.lost_passes import clearing_groups
 from gaverify.rules.rule import controlled, rule_of_loops

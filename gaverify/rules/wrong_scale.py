@@ -6,10 +6,9 @@ import math
 from collections.abc import Iterator
 
 from gaverify.records.audit import Record, UpdateComparison
-from gaverify.records.experiment import ControlRun
+from gaverify.records.experiment import ControlRun, TermKind, WeightFit
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
-from gaverify.records.weights import TermKind, WeightFit
 from gaverify.records.windows import Window
 from gaverify.rules.controls import beside, in_order, weighed, weights_proven
 from gaverify.rules.rule import controlled, rule, rule_of_loops

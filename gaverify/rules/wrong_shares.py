@@ -6,10 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 
 from gaverify.records.audit import Record, UpdateComparison
-from gaverify.records.experiment import ControlRun
+from gaverify.records.experiment import ControlRun, Count, TermKind, WeightFit, are_shares, is_constant
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
-from gaverify.records.weights import Count, TermKind, WeightFit, are_shares, is_constant
 from gaverify.rules.controls import beside, in_order, weighed, weights_proven
 from gaverify.rules.rule import controlled, judged, rule
 from gaverify.rules.scale import constant, counted_at, factor_in_loop, factor_of, shares, weighted_term, weights_of

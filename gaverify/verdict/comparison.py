@@ -12,8 +12,7 @@ from gaverify.passes.gradients import Gradients
 from gaverify.passes.precision import unit_roundoff
 from gaverify.passes.reference import Spilled
 from gaverify.passes.wrappers import Sum, is_sharded, local, over_ranks, share_of
-from gaverify.records.comparison import Method, NotCompared, Outcome, ParameterComparison
-from gaverify.records.totals import relative_total
+from gaverify.records.comparison import Method, NotCompared, Outcome, ParameterComparison, relative_total
 from gaverify.thresholds import FEW_UNITS
 from gaverify.verdict.criteria import Difference, not_compared, record
 from gaverify.verdict.norms import Alike, norms_of, worst_elements

@@ -26,8 +26,7 @@ from gaverify.passes.precision import converted, moved, rounding_share, short_na
 from gaverify.passes.problem import Problem
 from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.task import Task
-from gaverify.records.compared import PrecisionLoss
-from gaverify.records.comparison import Method, ParameterComparison
+from gaverify.records.comparison import Method, ParameterComparison, PrecisionLoss
 from gaverify.thresholds import BITS_WORTH_A_NOTE, U64
 from gaverify.tracebacks import is_own_fault
 from gaverify.verdict.comparison import left_between, measure

@@ -18,10 +18,18 @@ from gaverify.passes.precision import coarsest_unit, rounded_products, rounded_u
 from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.task import Task, TimeUp
 from gaverify.passes.terms import Terms
-from gaverify.records.compared import FewSamples, PrecisionLoss
-from gaverify.records.comparison import Method, NotCompared, Outcome, ParameterComparison
+from gaverify.records.comparison import (
+    FewSamples,
+    Method,
+    NotCompared,
+    Outcome,
+    ParameterComparison,
+    PrecisionLoss,
+    outcome_of,
+    relative_total,
+    resolution_of,
+)
 from gaverify.records.findings import Finding
-from gaverify.records.totals import outcome_of, relative_total, resolution_of
 from gaverify.thresholds import SHOWS_UNITS, TENTH, U32, U64
 from gaverify.tracebacks import is_own_fault
 from gaverify.verdict.comparison import by_tolerance, measure

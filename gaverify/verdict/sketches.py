@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from gaverify.passes.gradients import Gradients, PassProbe, PassResult
 from gaverify.passes.sketches import SINGULAR_FLOAT64, fit_weights, gradient_noise, sketch, sketch_of
 from gaverify.passes.task import Task
-from gaverify.records.weights import WeightFit
+from gaverify.records.experiment import WeightFit
 from gaverify.thresholds import TINY
 from gaverify.tracebacks import hands_over
 

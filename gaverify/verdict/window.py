@@ -35,8 +35,7 @@ from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.sketches import SINGULAR_FLOAT64, fit_weights
 from gaverify.passes.task import Task
 from gaverify.passes.weighting import valid_targets
-from gaverify.records.compared import FewSamples
-from gaverify.records.comparison import Method, Outcome, ParameterComparison
+from gaverify.records.comparison import FewSamples, Method, Outcome, ParameterComparison
 from gaverify.thresholds import CAPPED_UNITS, COHERENT, GROUPINGS, LOST_UNITS, SAME_NUMBER, SHOWS_GROUPINGS, U32, U64
 from gaverify.tracebacks import hands_over, is_own_fault
 from gaverify.verdict.comparison import measure

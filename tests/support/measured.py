@@ -6,14 +6,11 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from gaverify.records.compared import Compared
-from gaverify.records.comparison import Method, NotCompared, Outcome, ParameterComparison
-from gaverify.records.experiment import Cause, ControlKind, ControlRun
+from gaverify.records.comparison import Compared, Method, NotCompared, Outcome, ParameterComparison
+from gaverify.records.experiment import Cause, ControlKind, ControlRun, Operation, Suspect, WeightFit
 from gaverify.records.facts import Backward, Buffers, Draws, Facts, Forward, Repeatability, State, StateChange, Weights
 from gaverify.records.findings import Finding
-from gaverify.records.operations import Operation, Suspect
 from gaverify.records.ranks import Collective, Engine, RankFacts, Traffic
-from gaverify.records.weights import WeightFit
 from gaverify.rules import findings_for
 
 NAN = math.nan

@@ -9,9 +9,9 @@ from typing import Any
 from gaverify.records.audit import RowCheck, UpdateComparison
 from gaverify.records.audit_report import AuditReport, Moment
 from gaverify.records.comparison import Element, NotCompared, Outcome, ParameterComparison
+from gaverify.records.experiment import WeightFit
 from gaverify.records.findings import Evidence, Finding, Location
 from gaverify.records.verdict import RunInfo, Trace, TraceRow, TraceStep, Verdict
-from gaverify.records.weights import WeightFit
 
 
 def row(name: str = "0.weight", outcome: Outcome = Outcome.EQUIVALENT, **changes: Any) -> ParameterComparison:

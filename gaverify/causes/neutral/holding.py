@@ -27,7 +27,7 @@ from gaverify.passes.calls import Call, FunctionMode, OperationMode, in_transfor
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import mode_set
 from gaverify.passes.task import Task
-from gaverify.records.operations import FunctionKey
+from gaverify.records.experiment import FunctionKey
 from gaverify.tracebacks import calling_frame, hands_over
 
 Lend = Callable[[Hashable, Any], Any]

@@ -14,8 +14,8 @@ from gaverify.causes.trace.matching import Dependence, Matching
 from gaverify.causes.trace.operations import OperationTracer
 from gaverify.causes.trace.suspects import Reader
 from gaverify.causes.trace.traces import LAYOUT_KINDS, LayoutKind, Result, Trace, goes_another_way, operation_of
+from gaverify.records.experiment import ModuleDifference, Operation, Suspect
 from gaverify.records.facts import Forward, Weights
-from gaverify.records.operations import ModuleDifference, Operation, Suspect
 from gaverify.thresholds import AGREE_FLOAT32, AGREE_FLOAT64, FIT_MAGNIFIES, TINY
 
 _ADDED_UP: tuple[LayoutKind, ...] = ("global",)  # layouts of what adds up over the micro-batches

@@ -15,7 +15,7 @@ import torch
 
 from gaverify.causes.trace.traces import Layout, Result, Trace, TracedOperation
 from gaverify.passes.walks import reached
-from gaverify.records.operations import SuspectKind
+from gaverify.records.experiment import SuspectKind
 from gaverify.thresholds import SAME_ROWS, TINY
 
 _NAN = 1e30  # stands for NaN in a comparison

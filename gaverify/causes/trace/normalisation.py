@@ -16,7 +16,7 @@ from gaverify.passes.calls import Call, listening, per_channel_affine
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import generator_states
 from gaverify.passes.nesting import leaves
-from gaverify.records.operations import FunctionKey
+from gaverify.records.experiment import FunctionKey
 from gaverify.thresholds import SMALL_PART
 
 _VARIANCES = ("var", "var_mean", "std", "std_mean")

@@ -34,7 +34,7 @@ from gaverify.causes.trace.writes import address
 from gaverify.passes.calls import Call, FunctionMode, OperationMode, listening, operation_name
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.randomness.operations import draws_unseen, generator_key
-from gaverify.records.operations import FunctionKey
+from gaverify.records.experiment import FunctionKey
 from gaverify.tracebacks import Owner, calling_frame, hands_over, owner_of
 
 _FACTORIES = ("tensor", "as_tensor", "asarray", "from_numpy", "frombuffer")  # bring numbers in from outside torch

@@ -36,8 +36,8 @@ from gaverify.passes.isolation import (
     variables,
 )
 from gaverify.passes.task import Task
+from gaverify.records.experiment import Operation
 from gaverify.records.facts import StateChange
-from gaverify.records.operations import Operation
 from gaverify.tracebacks import calling_frame, hands_over
 
 _MOST = 1_000  # entries of one container that are looked at

@@ -24,7 +24,7 @@ from gaverify.causes.trace.traces import (
     strays_behind,
 )
 from gaverify.passes.walks import reached
-from gaverify.records.operations import FunctionKey, Operation, Suspect, SuspectKind
+from gaverify.records.experiment import FunctionKey, Operation, Suspect, SuspectKind
 
 
 class Reader:

@@ -18,7 +18,7 @@ import torch
 from gaverify.passes.devices import widest
 from gaverify.passes.fingerprints import layouts_of, real_numbers, summaries
 from gaverify.passes.walks import reached
-from gaverify.records.operations import FunctionKey, Operation
+from gaverify.records.experiment import FunctionKey, Operation
 from gaverify.tracebacks import shown
 
 _LARGE = 1e3  # from which on values count by their order of magnitude

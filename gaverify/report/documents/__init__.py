@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from gaverify.records.audit_report import AuditReport
-from gaverify.records.comparison import Outcome
+from gaverify.records.comparison import Outcome, together
 from gaverify.records.profile import Profile
-from gaverify.records.totals import together
 from gaverify.records.verdict import Verdict
 from gaverify.report.documents.encoding import VERSION, dumped
 from gaverify.report.stories import Answer, Report

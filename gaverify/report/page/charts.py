@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from markupsafe import Markup, escape
 
 from gaverify.records.comparison import Outcome, ParameterComparison
-from gaverify.records.operations import ModuleDifference
+from gaverify.records.experiment import ModuleDifference
 from gaverify.report.junit import modules_of
 from gaverify.report.text.layout import clean
 from gaverify.report.text.wording import number, ordered

@@ -7,10 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from gaverify.amounts import bytes_text, seconds_text
-from gaverify.records.comparison import Method, Outcome, ParameterComparison, badness
+from gaverify.records.comparison import Method, Outcome, ParameterComparison, badness, hidden_share
 from gaverify.records.profile import Row
 from gaverify.records.ranks import RankFacts
-from gaverify.records.totals import hidden_share
 from gaverify.records.verdict import Verdict
 from gaverify.thresholds import TENTH
 

@@ -22,13 +22,11 @@ from gaverify.records.audit import Overwritten, Record, RowCheck, UpdateComparis
 from gaverify.records.audit_report import counts_of
 from gaverify.records.comparison import NotCompared, Outcome, ParameterComparison
 from gaverify.records.events import Event, Ledger, ledger_of
-from gaverify.records.experiment import Cause, ControlRun
+from gaverify.records.experiment import Cause, ControlRun, LossTerm, Operation, Suspect, WeightFit
 from gaverify.records.facts import facts_of_loop
 from gaverify.records.findings import Finding, Location
-from gaverify.records.operations import Operation, Suspect
 from gaverify.records.ranks import RankFacts
 from gaverify.records.stages import SettingDifference, Stage, StageComparison
-from gaverify.records.weights import LossTerm, WeightFit
 from gaverify.records.windows import windows_of
 from gaverify.rulebook import rule_pages
 from gaverify.rules import RULES

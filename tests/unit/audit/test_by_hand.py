@@ -22,10 +22,9 @@ from gaverify.audit.recording.session import started_processes
 from gaverify.audit.recording.values import out_of_sight
 from gaverify.audit.stages import Rows, decided_by_weights
 from gaverify.errors import ProblemError
-from gaverify.records.comparison import Method, NotCompared, Outcome, ParameterComparison
+from gaverify.records.comparison import Method, NotCompared, Outcome, ParameterComparison, resolution_of
 from gaverify.records.events import Event
-from gaverify.records.totals import resolution_of
-from gaverify.records.weights import WeightFit
+from gaverify.records.experiment import WeightFit
 
 
 def model() -> nn.Linear:

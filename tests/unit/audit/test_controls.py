@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gaverify.audit.coupling import Pair, agree, feels_the_rest, first_module, loss_apart, writers_of
+from gaverify.audit.coupling_controls import Pair, agree, feels_the_rest, first_module, loss_apart, writers_of
 from gaverify.audit.job import SCRIPT
 from gaverify.audit.recording.graph import keep_lines, meetings
 from gaverify.audit.recording.outputs import Holding, Outputs, Spots, rows_at

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gaverify.audit.fitting import add_up, fit_gradients
+from gaverify.audit.flow import parts_of
 from gaverify.audit.reading import Samples
 from gaverify.audit.recording.graph import MOST, Terms, Weight
-from gaverify.audit.replay import parts_of
+from gaverify.audit.stages import add_up, fit_gradients
 from gaverify.records.audit import Record
 from gaverify.records.events import Event, Ledger
 from gaverify.records.windows import Window

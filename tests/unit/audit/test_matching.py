@@ -12,11 +12,11 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from gaverify.audit.flow import orders
 from gaverify.audit.recording.graph import ends_in_parameters
 from gaverify.audit.recording.rows import input_rows
 from gaverify.audit.recording.samples import Inputs, cuts_of, has_loss
 from gaverify.audit.recording.values import Names
-from gaverify.audit.replay import orders
 from gaverify.audit.same_data import Matcher, Spot, check_rows
 
 SAMPLES = torch.arange(48.0).reshape(8, 6).sin()

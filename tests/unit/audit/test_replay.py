@@ -27,9 +27,9 @@ from gaverify.audit.same_data import check_rows
 from gaverify.records.audit import Record, RowCheck, UpdateComparison
 from gaverify.records.comparison import Method, Outcome, ParameterComparison
 from gaverify.records.events import Event, ledger_of
+from gaverify.records.experiment import WeightFit
 from gaverify.records.facts import facts_of_loop
 from gaverify.records.stages import SettingDifference, Stage, StageComparison
-from gaverify.records.weights import WeightFit
 from gaverify.records.windows import Window, common_rounds, numbered, rounds_of, windows_of
 from gaverify.rules import findings_for
 

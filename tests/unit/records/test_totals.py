@@ -7,11 +7,10 @@ import math
 import pytest
 
 from gaverify import Outcome
-from gaverify.records.comparison import Method, ParameterComparison
+from gaverify.records.comparison import Method, ParameterComparison, outcome_of, relative_total, resolution_of, together
 from gaverify.records.events import Event
-from gaverify.records.partners import Foreign, Partner, foreign_passes, partners_of, reached_by
-from gaverify.records.totals import outcome_of, relative_total, resolution_of, together
-from gaverify.records.weights import WeightFit
+from gaverify.records.experiment import WeightFit
+from gaverify.records.stages import Foreign, Partner, foreign_passes, partners_of, reached_by
 from gaverify.records.windows import Window, common_rounds, numbered, windows_of
 
 # --- Whose gradients a step uses, and which partner a loss met: loops of two networks, as events ---------------------

@@ -18,9 +18,9 @@ import samples
 
 from gaverify.errors import SpecError
 from gaverify.records.comparison import Outcome
-from gaverify.records.partners import Foreign, Partner
+from gaverify.records.experiment import WeightFit
 from gaverify.records.ranks import Collective, Engine, RankFacts, Traffic
-from gaverify.records.weights import WeightFit
+from gaverify.records.stages import Foreign, Partner
 from gaverify.report import Report, render
 from gaverify.report.documents import answer_text, overall_outcome, report_text
 from gaverify.report.documents.reading import answer_of, read_report

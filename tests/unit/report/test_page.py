@@ -16,8 +16,8 @@ import samples
 from gaverify.cli import main
 from gaverify.records.audit_report import Moment
 from gaverify.records.comparison import Outcome
+from gaverify.records.experiment import ModuleDifference
 from gaverify.records.findings import Evidence, Excerpt, Location
-from gaverify.records.operations import ModuleDifference
 from gaverify.report import render
 from gaverify.report.documents import answer_text
 from gaverify.report.documents.reading import answer_of

@@ -29,9 +29,9 @@ from measured import (
     row,
 )
 
-from gaverify.records.compared import PrecisionLoss
+from gaverify.records.comparison import PrecisionLoss
+from gaverify.records.experiment import WeightFit
 from gaverify.records.facts import Facts, Repeatability
-from gaverify.records.weights import WeightFit
 from gaverify.rules import findings_for
 
 JUDGED: dict[str, tuple[Facts, list[tuple[str, str]]]] = {

@@ -27,13 +27,10 @@ from measured import (
     row,
 )
 
-from gaverify.records.compared import PrecisionLoss
-from gaverify.records.comparison import Method
-from gaverify.records.experiment import ControlKind, ControlRun
+from gaverify.records.comparison import Method, PrecisionLoss
+from gaverify.records.experiment import ControlKind, ControlRun, Operation, WeightFit
 from gaverify.records.facts import Facts, Repeatability, SampleCoupling, State, StateChange
 from gaverify.records.findings import Location
-from gaverify.records.operations import Operation
-from gaverify.records.weights import WeightFit
 from gaverify.rules import findings_for
 from gaverify.rules.wording import exact
 from gaverify.thresholds import FIT_EXACT

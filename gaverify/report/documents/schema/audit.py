@@ -6,9 +6,8 @@ from typing import Annotated, Literal
 
 from gaverify.records.audit import RowCheck, UpdateComparison
 from gaverify.records.audit_report import AuditReport, Moment, RunSummary, WindowCount
-from gaverify.records.partners import Foreign, Partner
-from gaverify.records.stages import Clip, SettingDifference, StageComparison
-from gaverify.records.weights import WeightFit
+from gaverify.records.experiment import WeightFit
+from gaverify.records.stages import Clip, Foreign, Partner, SettingDifference, StageComparison
 from gaverify.report.documents.schema.deriving import Of, Shape, derived
 from gaverify.report.documents.schema.verdict import AcceptanceItem, Environment
 

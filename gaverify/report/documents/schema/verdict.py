@@ -6,10 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from gaverify.records.compared import FewSamples
-from gaverify.records.comparison import Element, ParameterComparison
+from gaverify.records.comparison import Element, FewSamples, ParameterComparison
+from gaverify.records.experiment import ModuleDifference
 from gaverify.records.findings import Evidence, Excerpt, Finding, Location
-from gaverify.records.operations import ModuleDifference
 from gaverify.records.profile import (
     Line,
     Memory,
