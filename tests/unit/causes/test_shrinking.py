@@ -37,8 +37,9 @@ from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.task import Task
 from gaverify.records.comparison import NotCompared
 from gaverify.records.experiment import ControlKind, ControlRun
-from gaverify.records.facts import Facts, Repeatability
-from gaverify.thresholds import CORRECT_FLOAT32, FEW_TIMES, SAME_ORDER, SHOWS_UNITS, U32
+from gaverify.records.facts import Facts, Repeatability, Weights
+from gaverify.records.weights import WeightFit
+from gaverify.thresholds import CORRECT_FLOAT32, FEW_TIMES, SAME_IN_FLOAT32, SAME_ORDER, SHOWS_UNITS, U32
 from gaverify.verdict import window
 from gaverify.verdict.criteria import Difference
 
@@ -460,6 +461,80 @@ def test_a_cause_is_confirmed_where_no_more_is_left_than_correct_models_show(
     monkeypatch.setattr(confirming, "_weights", lambda _, facts, __: replace(facts, cleared=cleared, left=left))
     bench: Any = SimpleNamespace(rounding=rounding, floor=floor)
     assert (confirming.confirmed(bench, FOUND, FOUND) is not None) is kept
+
+
+def confirms(confirm: Any, found: Facts, **bench: Any) -> bool:
+    """Whether one of the ways to confirm something tells more than was known of the whole batch."""
+    known: Any = SimpleNamespace(**{"rounding": 1e-6, "floor": 0.0, "exact": True, "earlier": None, **bench})
+    return confirm(known, FACTS, found) is not FACTS
+
+
+FACTS = measured.divergent(left=1.0, micro_losses=(1.0, 1.0, 1.0, 1.0))
+
+
+@pytest.mark.parametrize(("times", "told"), [(0.9, True), (1.1, False)])
+def test_weights_of_the_part_are_those_of_the_whole_by_what_they_mean(times: float, told: bool) -> None:
+    """Seven of 55 valid targets there, one of three here; they have to explain the whole batch's gradient, too."""
+    sketches: Any = SimpleNamespace(full=torch.zeros(1), left_by=lambda weights: times * 1e-3)
+    known = Weights((0.25,) * 4, "uniform", (16,) * 4, valid_targets=(7.0, 16.0, 16.0, 16.0))
+    there = WeightFit((1 / 3, 2 / 3), 1e-9, used=(0.5, 0.5))
+    part = Weights((0.5, 0.5), "uniform", (2, 2), valid_targets=(1.0, 2.0), fit=there)
+    found = confirming._of_the_part(WeightFit((0.1, 0.3, 0.3, 0.3), 0.1), sketches, known, part, 1e-3)
+    assert (found.weights if found is not None else None) == ((7 / 55, 16 / 55, 16 / 55, 16 / 55) if told else None)
+
+
+@pytest.mark.parametrize(("times", "asked"), [(0.9, True), (1.1, False)])
+def test_the_backward_is_asked_where_the_losses_agree(
+    monkeypatch: pytest.MonkeyPatch, times: float, asked: bool
+) -> None:
+    monkeypatch.setattr(confirming.backward, "ask", lambda bench, facts: facts)
+    loss = 1.0 / (1 + times * SAME_IN_FLOAT32)
+    earlier = SimpleNamespace(full=SimpleNamespace(loss=loss))
+    assert confirms(confirming._backward, FOUND, earlier=earlier) is asked
+
+
+@pytest.mark.parametrize(
+    ("repair", "told"),
+    [
+        (replace(measured.HELPED, left=0.9e-6), True),
+        (replace(measured.HELPED, left=1.1e-6), False),
+        (replace(measured.HELPED, rounding=False), False),
+        (None, False),
+    ],
+)
+def test_a_cause_is_confirmed_where_its_repairs_come_out_as_in_the_part(
+    monkeypatch: pytest.MonkeyPatch, repair: ControlRun | None, told: bool
+) -> None:
+    before = measured.cause(remedies=(measured.HELPED,))
+    again = replace(before, remedies=() if repair is None else (repair,))
+    monkeypatch.setattr(proof, "again", lambda *_: again)
+    part = replace(FOUND, forward=replace(FOUND.forward, causes=(before,)))
+    assert confirms(confirming._cause, part) is told
+
+
+@pytest.mark.parametrize(
+    ("to_blame", "rounding", "told"), [(True, True, True), (False, True, False), (False, False, True)]
+)
+def test_state_is_confirmed_where_what_was_blamed_is_enough(
+    monkeypatch: pytest.MonkeyPatch, to_blame: bool, rounding: bool, told: bool
+) -> None:
+    monkeypatch.setattr(confirming.state, "read_changes", lambda changes: changes)
+    monkeypatch.setattr(confirming.state, "run_control", lambda *_: replace(measured.HELPED, rounding=rounding))
+    monkeypatch.setattr(confirming.state, "is_to_blame", lambda *_: to_blame)
+    assert confirms(confirming._state, replace(FOUND, state=measured.changed("mean"))) is told
+
+
+@pytest.mark.parametrize(
+    ("meant", "meaning", "alike", "told"),
+    [(True, True, False, True), (False, True, True, False), (False, False, True, True), (False, False, False, False)],
+)
+def test_weights_without_a_meaning_are_tried_where_those_of_the_part_had_none(
+    monkeypatch: pytest.MonkeyPatch, meant: bool, meaning: bool, alike: bool, told: bool
+) -> None:
+    for name, answer in (("means", meant), ("have_meaning", meaning), ("explains", alike)):
+        monkeypatch.setattr(weights, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(weights, "tried", lambda _, facts, fit: replace(facts, left=0.0))
+    assert confirms(confirming._weights, FOUND) is told
 
 
 # Which line counts: the loss, and never what is the same for every batch; none where the recipe itself is wrong.

@@ -374,7 +374,7 @@ def test_the_unit_is_that_of_the_coarsest_arithmetic_autocast_included(autocast:
 
 
 def test_the_noise_floor_is_the_largest_of_three_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    moves = iter([1.0, 3.0, math.nan])
+    moves = iter([3.0, 1.0, math.nan])
     weight = nn.Parameter(torch.ones(3))
     task: Any = SimpleNamespace(parameters={"w": weight}, modules=[], progress=lambda _: None, problem=nn.Identity())
     task.problem.loss = None
