@@ -32,6 +32,7 @@ from gaverify.rulebook import rule_pages
 from gaverify.rules import RULES
 from gaverify.rules import findings_for as findings_of
 from gaverify.rules.scale import constant
+from gaverify.rules.wrong_scale import short_by
 
 KINDS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "B": ("backward", {"touched": [0], "targets": []}),
@@ -221,8 +222,8 @@ def test_arguments_for_another_batch_are_no_early_step() -> None:
 class TestDivisionsByCalls:
     """What each loss was multiplied by, where calls alone are looked at."""
 
-    def found(self, *weights: float | None) -> list[str]:
-        events, known = loop("BBBBSZ BBBBSZ BBSZ"), iter(weights)
+    def found(self, *weights: float | None, text: str = "BBBBSZ BBBBSZ BBSZ") -> list[str]:
+        events, known = loop(text), iter(weights)
         events = [
             replace(event, values={**event.values, "weight": next(known)}) if event.kind == "backward" else event
             for event in events
@@ -235,6 +236,9 @@ class TestDivisionsByCalls:
     @pytest.mark.parametrize("last", [0.5, None], ids=["divided by two", "unknown"])
     def test_another_division_is_no_fault(self, last: float | None) -> None:
         assert self.found(*[0.25] * 8, last, last) == []
+
+    def test_a_first_window_of_another_length_tells_no_number_to_divide_by(self) -> None:
+        assert "GAV605" not in self.found(*[0.25] * 10, text="BBSZ BBBBSZ BBBBSZ")
 
     def test_sums_that_nothing_divides_are_no_fault(self) -> None:
         assert self.found(*[1.0] * 10) == []
@@ -305,6 +309,15 @@ class TestWeights:
         short = Record(windows_of(events), ledger_of(events), windows_of(loop("BBSZ BSZ", 4)), updates)
         (found,) = findings_for(short)
         assert found.code == "GAV605" and "K = 4" in found.summary
+
+    @pytest.mark.parametrize(("count", "short"), [(2, (2, 4)), (6, None)])
+    def test_a_window_is_short_where_it_has_fewer_micro_batches(
+        self, count: int, short: tuple[int, int] | None
+    ) -> None:
+        factor = count / 4
+        scaled = update(2, factor, backwards=count, fit=fit(factor, right=(1 / factor,) * count, used=(1.0,) * count))
+        found = record(RIGHT, "BSZ BSZ", updates=(update(), scaled), steps=4)
+        assert short_by(found, scaled) == short
 
     @pytest.mark.parametrize(
         ("targets", "sizes", "said"),
@@ -639,6 +652,13 @@ class TestTerms:
     )
     def test_weights_that_explain_no_term_accuse_nobody(self, term: LossTerm) -> None:
         assert "GAV202" not in self.judged(term)
+
+    @pytest.mark.parametrize(("left", "counted"), [(1e-7, True), (0.2, False)])
+    def test_the_other_terms_are_said_to_count_rightly_where_they_do(self, left: float, counted: bool) -> None:
+        loop = record(RIGHT, "BSZ BSZ", updates=(update(ratio=1.1, fit=self.UNKNOWN),))
+        other = LossTerm(1, 2, fit(1.0, left, right=(1.0, 1.2, 1.4, 1.8), residual=left))
+        (found,) = findings_for(replace(loop, terms=(other, LossTerm(2, 2, fit(4.0), False))))
+        assert ("1 other term counted rightly" in str(found.evidence)) is counted
 
     def test_terms_that_are_right_or_not_one_factor_accuse_nobody(self) -> None:
         assert self.judged(LossTerm(1, 2, fit()), LossTerm(2, 2, self.UNKNOWN)) == []

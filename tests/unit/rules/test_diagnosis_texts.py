@@ -174,7 +174,7 @@ def test_backward_names_parameters_hooks_and_module() -> None:
         (16.0, "B"),
         (1 / 16, "1/B"),
         (0.8, None),
-        (1.5, None),
+        (4.1, None),
     ],
 )
 def test_wrong_loss_scale_says_which_factor(factor: float, meaning: str | None) -> None:
