@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch.nn import functional
 from gaverify.audit.flow import parts_of
 from gaverify.audit.reading import Samples
 from gaverify.audit.recording.graph import MOST, Terms, Weight
-from gaverify.audit.stages import add_up, fit_gradients
+from gaverify.audit.stages import _feels_samples, add_up, fit_gradients
 from gaverify.records.audit import Record
 from gaverify.records.events import Event, Ledger
 from gaverify.records.windows import Window
@@ -170,6 +172,31 @@ def test_what_a_backward_pass_gave_before_the_optimizer_took_more_parameters_cou
     whole = {0: gradient}
     fit = fit_gradients(whole, {0: torch.ones_like(gradient)}, whole, [{0: gradient[:2]}, {0: gradient}, {}])
     assert fit is not None and (len(fit.weights), fit.residual) == (3, pytest.approx(0, abs=1e-12))
+
+
+@pytest.mark.parametrize(
+    ("target", "used"),
+    [
+        ([1.0, 2.0], [1.0, 2.0, 3.0]),
+        ([1.0, 2.0, math.nan], [1.0, 2.0, 3.0]),
+        ([1.0, 2.0, 3.0], [1.0, math.inf, 3.0]),
+        ([0.0, 0.0, 0.0], [1.0, 2.0, 3.0]),
+    ],
+    ids=["other parameters", "not a number", "infinite", "no gradient"],
+)
+def test_nothing_is_fitted_to_what_is_no_gradient_of_the_same_parameters(
+    target: list[float], used: list[float]
+) -> None:
+    whole, reached = ({0: torch.tensor(values, dtype=torch.float64, device="cpu")} for values in (target, used))
+    assert fit_gradients(whole, {0: torch.ones_like(whole[0])}, reached, [reached]) is None
+
+
+@pytest.mark.parametrize(("second", "feels"), [([1.0, 2.0 + 1e-9], False), ([1.0, 2.1], True)])
+def test_a_term_feels_the_samples_where_its_micro_batches_have_other_gradients(
+    second: list[float], feels: bool
+) -> None:
+    gradients = [{0: torch.tensor(values, dtype=torch.float64, device="cpu")} for values in ([1.0, 2.0], second)]
+    assert _feels_samples(SimpleNamespace(increments=gradients), 1e-6) is feels  # type: ignore[arg-type]
 
 
 CRITIC, GENERATOR = 0, 1
