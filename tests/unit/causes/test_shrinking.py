@@ -19,7 +19,6 @@ import problems_weights
 import pytest
 import torch
 import torch.nn.functional as F
-from gaverify.records.weights import WeightFit
 from problems import Case, Problem, fault_codes, mlp, squared_error, story
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -37,7 +36,7 @@ from gaverify.passes.isolation import ModelState
 from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.task import Task
 from gaverify.records.comparison import NotCompared
-from gaverify.records.experiment import ControlKind, ControlRun
+from gaverify.records.experiment import ControlKind, ControlRun, WeightFit
 from gaverify.records.facts import Facts, Repeatability, Weights
 from gaverify.thresholds import CORRECT_FLOAT32, FEW_TIMES, SAME_IN_FLOAT32, SAME_ORDER, SHOWS_UNITS, U32
 from gaverify.verdict import window
