@@ -30,11 +30,11 @@ def outputs(text: str) -> list[tuple[str, str]]:
 
 def block(command: str) -> str:
     """Returns a code block with the command and what it prints at 80 columns, run in the repository's root."""
-    line, _, last = command.partition(" | tail -n ")
+    line, _, first = command.partition(" | head -n ")
     printed = run(line)
-    if last:
-        printed = "".join(printed.splitlines(keepends=True)[-int(last) :])
-    return f"```console\n$ {line}\n{'…' + chr(10) if last else ''}{printed}```\n"
+    if first:
+        printed = "".join(printed.splitlines(keepends=True)[: int(first)])
+    return f"```console\n$ {line}\n{printed}{'…' + chr(10) if first else ''}```\n"
 
 
 def run(line: str) -> str:

@@ -133,12 +133,9 @@ def table_of(rows: Iterable[Sequence[str]], right: Iterable[int] = (), indent: i
     return [[(" " * indent + "  ".join(row), "" if at else "bold")] for at, row in enumerate(shown)]
 
 
-def fact_lines(title: str, facts: Iterable[tuple[str, str]], layout: Layout, indent: int) -> list[Line]:
-    """Returns a heading and under it a line for each (label, text), the texts hanging at `indent`."""
-    lines: list[Line] = [[(layout.text(title), "bold")]]
-    for label, text in facts:
-        lines += layout.wrap(text, first="  " + label, indent=indent)
-    return lines
+def fact_lines(facts: Iterable[tuple[str, str]], layout: Layout, indent: int) -> list[Line]:
+    """Returns a line for each (label, text), the texts hanging at `indent`."""
+    return [line for label, text in facts for line in layout.wrap(text, first="  " + label, indent=indent)]
 
 
 def joined(blocks: Iterable[list[Line]]) -> list[Line]:

@@ -23,16 +23,17 @@ _WIDEST = 28
 
 
 def answer_lines(answer: Answer, layout: Layout, show_all: bool = False) -> list[Line]:
-    """Returns the whole report of one answer: what was run, its numbers, findings, the outcome and why."""
+    """Returns the whole report of one answer: the outcome and why, findings, then what was run and its numbers."""
     story = story_of(answer)
-    end = outcome_lines(story.outcome, [story.sentence, *filter(None, [story.method]), *story.remarks], layout)
+    first = layout.wrap(f"{story.heading}: {story.title}", style="bold") if story.heading else []
+    first += outcome_lines(story.outcome, [story.sentence, *filter(None, [story.method]), *story.remarks], layout)
     if isinstance(answer, Profile) and answer.interrupted:
-        end += layout.wrap("interrupted: the rows that were not run are missing", indent=2)
+        first += layout.wrap("interrupted: the rows that were not run are missing", indent=2)
     blocks = [
-        fact_lines(story.heading, story.facts, layout, _LABELS[story.kind]) if story.facts else [],
-        *_blocks(answer, layout, show_all),
+        first,
         *(finding_lines(finding, layout) for finding in story.findings),
-        end,
+        fact_lines(story.facts, layout, _LABELS[story.kind]),
+        *_blocks(answer, layout, show_all),
     ]
     return joined(blocks)
 
