@@ -195,7 +195,7 @@ def _on_ranks_or_alone(
 def _verified_afresh(origin: LoadedAfresh, ranks: Ranks, progress: Progress | None) -> Verdict:
     """Verifies what a fresh coordinator loads, which tells its ranks what it found."""
     problem = origin.problem()
-    return _verified(problem, origin.settings, replace(ranks, origin=origin.known(problem)), progress)
+    return _verified(problem, origin.settings, replace(ranks, origin=origin.known(problem).task), progress)
 
 
 def _verified(problem: Problem, settings: Settings, ranks: Ranks | None, progress: Progress | None) -> Verdict:

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -48,17 +48,6 @@ from gaverify.verdict.settings import Settings
 Result = TypeVar("Result")
 
 
-class Origin(Protocol):
-    """Where a fresh process gets the problem from; must be picklable."""
-
-    def task(self, stack: ExitStack, device: torch.device) -> Task:
-        """Returns the task on a device, as the process that judges has it, for as long as `stack` is open.
-
-        Raises:
-            GaverifyError: The problem cannot be loaded, or its numbers are others than in that process.
-        """
-
-
 @dataclass(frozen=True)
 class Ranks:
     """How many ranks there shall be, under which engine, how long they may take, and what they are.
@@ -69,7 +58,8 @@ class Ranks:
         device: Where the verification in one process runs.
         timeout: Seconds for a window; None waits for ever.
         fresh: Whether processes are started afresh, rather than forked.
-        origin: Where fresh ones get the problem from.
+        origin: In a fresh process returns the task on a device, as the process that judges has it, for as long as the
+            stack is open; raises GaverifyError where that is impossible. Must be picklable.
     """
 
     count: int
@@ -77,7 +67,7 @@ class Ranks:
     device: torch.device
     timeout: float | None = None
     fresh: bool = False
-    origin: Origin | None = None
+    origin: Callable[[ExitStack, torch.device], Task] | None = None
 
     @property
     def devices(self) -> list[torch.device]:
@@ -116,7 +106,7 @@ class Window:
             return
         assert self.ranks.origin is not None
         with ExitStack() as stack:
-            task = self.ranks.origin.task(stack, self.ranks.devices[rank])
+            task = self.ranks.origin(stack, self.ranks.devices[rank])
             if self.lifted:
                 state = ModelState(task.modules, (task.problem.loss,))
                 task, _ = stack.enter_context(in_float64(task, state))

@@ -129,7 +129,7 @@ def _checked_ranks(problem: Any, spec: Any, plan: Any) -> Any:
         )
         device = resolve_device(spec.device)
         ranks = ranks_wanted(spec.ranks, settings, spec.engine, spec.timeout, problem, device)
-        return replace(ranks, origin=LoadedAfresh(settings, spec).known(problem))
+        return replace(ranks, origin=LoadedAfresh(settings, spec).known(problem).task)
 
     try:
         wanted(1)
