@@ -1,37 +1,42 @@
-"""What a run alone can be given besides arguments, seeds, and records that are kept."""
+"""What a run of an audit can be given besides arguments, records that are kept, and a folder that is the user's."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from audits import SCRIPTS, Audited, gaverify, refused
+import torch
+from audits import SCRIPTS, Audited, audit, folder, gaverify, marked, refused
+
+from gaverify.audit import ending, outputs, processes
+from gaverify.audit.job import Job
 
 slow = pytest.mark.slow
 CONSTANTS = str(SCRIPTS / "train_constants.py")
 SET = ("--accumulated-set", "BATCH_SIZE=4", "--accumulated-set", "Config.steps=4")
 
 
-def audit(*options: str, script: str = CONSTANTS) -> Audited:
+def constants(*options: str, script: str = CONSTANTS) -> Audited:
     return gaverify(["audit", script, "--format", "json", *options])
 
 
 @slow
 class TestWhatOneRunIsGiven:
     def test_constants_and_defaults(self) -> None:
-        result = audit(*SET)
+        result = constants(*SET)
         assert (result.code, result.outcome) == (0, "equivalent"), str(result)
         run = next(run for run in result.document["runs"] if run["role"] == "accumulated")
         assert run["command"].endswith("with BATCH_SIZE=4 with Config.steps=4")
 
     def test_a_fault_is_found_with_them(self) -> None:
-        result = audit(*SET, "--set", "FORGOTTEN=True")
+        result = constants(*SET, "--set", "FORGOTTEN=True")
         assert (result.code, result.faults) == (1, {"GAV201"}), str(result)
 
     def test_the_environment(self) -> None:
         steps = ("--accumulated-set", "Config.steps=4")
-        result = audit("--full-env", "BATCH_SIZE=16", "--accumulated-env", "BATCH_SIZE=4", *steps)
+        result = constants("--full-env", "BATCH_SIZE=16", "--accumulated-env", "BATCH_SIZE=4", *steps)
         assert (result.code, result.outcome) == (0, "equivalent"), str(result)
 
     def test_another_script(self, tmp_path: Path) -> None:
@@ -40,18 +45,20 @@ class TestWhatOneRunIsGiven:
         text = Path(CONSTANTS).read_text(encoding="utf-8")
         small = tmp_path / "small.py"
         small.write_text(text.replace("BATCH_SIZE = 16", "BATCH_SIZE = 4").replace("= 1\n", "= 4\n"), encoding="utf-8")
-        result = audit("--full-script", str(other), "--accumulated", "", script=str(small))
+        result = constants("--full-script", str(other), "--accumulated", "", script=str(small))
         assert (result.code, result.outcome) == (0, "equivalent"), str(result)
 
     def test_a_name_that_is_not_there(self) -> None:
-        refused(audit("--accumulated-set", "BATCH_SIZ=4"), "assigns no `BATCH_SIZ`", "did you mean `BATCH_SIZE` (line")
+        refused(
+            constants("--accumulated-set", "BATCH_SIZ=4"), "assigns no `BATCH_SIZ`", "did you mean `BATCH_SIZE` (line"
+        )
 
     def test_text_for_a_number(self) -> None:
-        refused(audit("--accumulated-set", "BATCH_SIZE=4x"), "it is 16", "write a number")
+        refused(constants("--accumulated-set", "BATCH_SIZE=4x"), "it is 16", "write a number")
 
     def test_a_seed_makes_the_runs_start_alike(self) -> None:
-        assert audit(*SET, "--set", "SEEDED=False").code == 3
-        result = audit(*SET, "--set", "SEEDED=False", "--seed", "3")
+        assert constants(*SET, "--set", "SEEDED=False").code == 3
+        result = constants(*SET, "--set", "SEEDED=False", "--seed", "3")
         assert (result.code, result.outcome) == (0, "equivalent"), str(result)
 
 
@@ -59,7 +66,7 @@ class TestWhatOneRunIsGiven:
 class TestRecordsThatAreKept:
     def test_they_are_reported_again(self, tmp_path: Path) -> None:
         kept = tmp_path / "kept"
-        first = audit(*SET, "--set", "FORGOTTEN=True", "--keep", str(kept))
+        first = constants(*SET, "--set", "FORGOTTEN=True", "--keep", str(kept))
         assert first.code == 1, str(first)
         again = gaverify(["audit", "--from", str(kept), "--format", "json"])
         assert again.code == 1, str(again)
@@ -71,7 +78,7 @@ class TestRecordsThatAreKept:
         refused(gaverify(["audit", "--from", str(kept)]), "1-accumulated", "run the audit again")
 
     def test_a_failed_audit_leaves_nothing(self, tmp_path: Path) -> None:
-        refused(audit("--keep", str(tmp_path / "kept"), "--accumulated-set", "NONE=1"), "NONE")
+        refused(constants("--keep", str(tmp_path / "kept"), "--accumulated-set", "NONE=1"), "NONE")
         assert not (tmp_path / "kept").exists()
 
 
@@ -91,11 +98,118 @@ class TestBadInput:
         ],
     )
     def test_a_sentence_each(self, options: tuple[str, ...], words: tuple[str, ...]) -> None:
-        refused(audit(*options), *words)
+        refused(constants(*options), *words)
 
     def test_kept_records_are_not_overwritten(self, tmp_path: Path) -> None:
         (tmp_path / "mine").touch()
-        refused(audit(*SET, "--keep", str(tmp_path)), "not empty")
-        refused(audit(*SET, "--keep", str(tmp_path / "mine")), "it is a file")
+        refused(constants(*SET, "--keep", str(tmp_path)), "not empty")
+        refused(constants(*SET, "--keep", str(tmp_path / "mine")), "it is a file")
         refused(gaverify(["audit", "--from", str(tmp_path)]), "keeps no audit's records")
         refused(gaverify(["audit", "--from", str(tmp_path), CONSTANTS, *SET]), "leave out", "--accumulated-set")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path) -> Iterator[Path]:
+    with folder(tmp_path):
+        yield tmp_path
+
+
+@pytest.fixture
+def no_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system without private views of files."""
+    original = processes._start
+
+    def start(job: Job, command: str) -> processes.Child:
+        if job.files != "view":
+            return original(job, command)
+        raise ending.NoView("not allowed here")
+
+    monkeypatch.setattr(processes, "_start", start)
+
+
+def resumed(*options: str, common: str = "") -> Audited:
+    """Audits the script anew: what it answers hangs on the folder."""
+    return audit(SCRIPTS / "train_resuming.py", common=common, options=options)
+
+
+def saved(path: Path) -> bytes:
+    """A checkpoint of the user's own, and a log beside it."""
+    path.mkdir()
+    torch.manual_seed(5)
+    model = torch.nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path / "last.pt")
+    (path / "log.txt").write_text("mine\n", encoding="utf-8")
+    return (path / "last.pt").read_bytes()
+
+
+@slow
+class TestAViewForEveryRun:
+    @pytest.fixture(autouse=True)
+    def _possible(self, tmp_path: Path) -> None:
+        import os
+        import sys
+
+        child = os.fork() if sys.platform == "linux" else 0
+        if child == 0 and sys.platform == "linux":
+            os._exit(bool(outputs.enter(tmp_path, [], [])))
+        if sys.platform != "linux" or os.waitpid(child, 0)[1]:
+            pytest.skip("this system makes no private views of files")
+
+    @pytest.mark.parametrize("common", ["", "--other-program"])
+    def test_the_users_checkpoint_is_resumed_by_all_and_changed_by_none(self, common: str, here: Path) -> None:
+        before = saved(here / "out")
+        result = resumed(common=common)
+        assert (result.code, result.faults) == (0, set()), str(result)
+        assert (here / "out" / "last.pt").read_bytes() == before
+        assert (here / "out" / "log.txt").read_text(encoding="utf-8") == "mine\n"
+        assert sorted(path.name for path in (here / "out").iterdir()) == ["last.pt", "log.txt"]
+
+    def test_no_run_goes_on_from_another(self, here: Path) -> None:
+        result = resumed()
+        assert (result.code, result.faults) == (0, set()), str(result)
+        assert not (here / "out").exists()
+
+    def test_a_fault_is_found_all_the_same(self) -> None:
+        result = resumed(common="--undivided")
+        assert (result.code, result.faults) == (1, {"GAV201"}), str(result)
+
+    def test_absolute_paths_are_seen_through_the_view_too(self, here: Path) -> None:
+        elsewhere = here / "elsewhere"
+        before = saved(elsewhere)
+        assert resumed(common=f"--out {elsewhere}").code == 0
+        assert (elsewhere / "last.pt").read_bytes() == before
+
+    def test_in_place_changes_what_the_script_changes(self, here: Path) -> None:
+        result = resumed("--in-place")
+        assert (here / "out" / "last.pt").exists()
+        assert result.code == 3, str(result)  # the second run went on from the first one's checkpoint
+        assert "resume" in result.document["reason"], str(result)
+
+
+@slow
+@pytest.mark.usefixtures("no_view")
+class TestAGuardWhereThereIsNoView:
+    def test_a_change_of_the_users_file_is_refused_before_it_is_made(self, here: Path) -> None:
+        before = saved(here / "out")
+        (here / "out" / "log.txt").unlink()
+        result = resumed()
+        refused(result, "would change", "last.pt", "--in-place", str(marked("train_resuming.py", "saves")[1]))
+        assert (here / "out" / "last.pt").read_bytes() == before
+        assert [path.name for path in (here / "out").iterdir()] == ["last.pt"]
+
+    def test_what_the_runs_add_is_taken_away(self, here: Path) -> None:
+        result = resumed()
+        assert (result.code, result.faults) == (0, set()), str(result)
+        assert not (here / "out").exists()
+
+    def test_a_fault_is_found_all_the_same(self) -> None:
+        result = resumed(common="--undivided")
+        assert (result.code, result.faults) == (1, {"GAV201"}), str(result)
+
+
+@slow
+def test_other_weights_without_a_checkpoint_want_a_seed() -> None:
+    result = resumed(common="--unseeded")
+    assert result.code == 3 and "--seed" in result.document["reason"], str(result)
+    assert "resume" not in result.document["reason"], str(result)
