@@ -19,7 +19,7 @@ from gaverify.passes.gradients import Gradients, accumulated_gradients
 from gaverify.passes.precision import buffers_apart
 from gaverify.passes.sketches import SINGULAR_FLOAT32, fit_weights, sketch
 from gaverify.passes.task import Task
-from gaverify.passes.wrappers import is_sharded, summed_over
+from gaverify.passes.wrappers import is_sharded, local, shard_number, summed_over
 from gaverify.records.comparison import Outcome, ParameterComparison, relative_total
 from gaverify.records.experiment import WeightFit
 from gaverify.records.ranks import Engine, RankFacts, Shares, Traffic
@@ -158,17 +158,22 @@ def facts_of_ranks(
     if one is None:
         return facts
     together = one.accumulated.gradients
-    weights = fitted(_own_gradients(task, trained, judgement), together, window.gradients)
-    facts = replace(facts, from_one_process=left_between(window.gradients, together), weights=weights)
+    facts = replace(facts, from_one_process=left_between(window.gradients, together))
     if trained.strategy is not None:
-        return _of_strategy(task, trained, judgement, facts)
+        together = judgement.full.gradients  # the loop counts its losses itself, and better than one process may
+        weights = fitted(_own_of_strategy(task, trained, judgement), together, window.gradients)
+        facts = _of_strategy(task, trained, judgement, replace(facts, weights=weights))
+    else:
+        own = [trained.own(task, rank) for rank in range(member.count)]
+        weights = fitted(_own_gradients(task, trained, judgement, own), together, window.gradients)
+        facts = replace(facts, weights=weights)
 
     def left(shares: Shares) -> float:
         own = replace(trained, share=shares[member.rank][0])
         repaired, _ = own.window(task, judgement.state, judgement.record, judgement.full)
         return left_between(repaired.gradients, together)
 
-    return with_shares(facts, left) if facts.at_fault else facts
+    return with_shares(facts, left) if facts.at_fault and not facts.apart > facts.rounding else facts
 
 
 def _of_strategy(task: Task, trained: Trained, judgement: Judgement, facts: RankFacts) -> RankFacts:
@@ -198,15 +203,20 @@ def _of_strategy(task: Task, trained: Trained, judgement: Judgement, facts: Rank
 
 
 def _apart(trained: Trained, gradients: Gradients) -> float:
-    """How far the ranks' replicas of the gradient are apart, relative; 0 where all bits agree, NaN where none are."""
-    held = {name: g for name, g in gradients.items() if not is_sharded(g)}
-    if trained.engine is Engine.FSDP2 or not held:
+    """How far ranks that hold the same parts are apart, relative; 0 where all bits agree, NaN where there are none."""
+    member, held = trained.member, {name: None if g is None else local(g) for name, g in gradients.items()}
+    parts = tuple(shard_number(gradient) for gradient in gradients.values())
+    said = member.everyones("replicas", (parts, digest_of(held)))
+    alike = [
+        [at for at, (held_by, _) in enumerate(said) if held_by == own] for own in dict.fromkeys(s[0] for s in said)
+    ]
+    copies = [ranks for ranks in alike if len(ranks) > 1]
+    if not copies or all(gradient is None for gradient in gradients.values()):
         return math.nan
-    member = trained.member
-    digests = member.everyones("replicas", digest_of(held))
-    if len(set(digests)) == 1:
+    if all(len({said[rank][1] for rank in ranks}) == 1 for ranks in copies):
         return 0.0
-    return apart_by(of_every_rank(own_sketch(held), member.count, member.device))
+    sketches = of_every_rank(own_sketch(held), member.count, member.device)
+    return max(apart_by([sketches[rank] for rank in ranks]) for ranks in copies)
 
 
 def _update_bytes(task: Task, reduced_in: set[torch.dtype]) -> int:
@@ -215,16 +225,33 @@ def _update_bytes(task: Task, reduced_in: set[torch.dtype]) -> int:
     return each * sum(parameter.numel() for parameter in task.parameters.values())
 
 
-def _own_gradients(task: Task, trained: Trained, judgement: Judgement) -> list[torch.Tensor]:
-    """The sketch of what each rank's micro-batches give, scaled as its loop scales them, by rank."""
+def _own_gradients(task: Task, trained: Trained, judgement: Judgement, each: Sequence[range]) -> list[torch.Tensor]:
+    """The sketches of what some groups of micro-batches give, R times: as many of them on each rank, in its order."""
     member, sharded = trained.member, trained.engine is Engine.FSDP2
     here = task if sharded else bare(task)
 
-    def gradients(rank: int) -> Gradients:
-        own, probe = trained.own(task, rank), Scaled(member.count)
+    def gradients(own: range) -> Gradients:
         started = judgement.state, judgement.record, judgement.full
-        return accumulated_gradients(here, *started, probe=probe, own=own).gradients
+        return accumulated_gradients(here, *started, probe=Scaled(member.count), own=own).gradients
 
     if sharded:  # a shard of it needs all ranks: every one runs each one's micro-batches
-        return [sketch(list(gradients(rank).values())) for rank in range(member.count)]
-    return of_every_rank(own_sketch(gradients(member.rank)), member.count, member.device)
+        return [sketch(list(gradients(own).values())) for own in each]
+    count = len(each) // member.count
+    mine = [own_sketch(gradients(own)) for own in each[member.rank * count : (member.rank + 1) * count]]
+    return [found for rank in of_every_rank(mine, member.count, member.device) for found in rank]
+
+
+def _own_of_strategy(task: Task, trained: Trained, judgement: Judgement) -> list[torch.Tensor]:
+    """The sketch of what each rank's micro-batches give, counted as the user's loop does, by rank.
+
+    What each of them counts is fitted; where no weights make the loop's gradient, or several do, they count as given.
+    """
+    each = [range(k, k + 1) for k in range(task.steps)]
+    columns = _own_gradients(task, trained, judgement, each)
+    found = fitted(columns, judgement.full.gradients, judgement.accumulated.gradients)
+    counted = [1.0] * task.steps
+    if found is not None and found.determined and found.used_residual <= COMPUTED_FLOAT32:
+        counted = [trained.member.count * used for used in found.used]
+    pairs = list(zip(columns, counted, strict=True))
+    own = (trained.own(task, rank) for rank in range(trained.member.count))
+    return [sum((pairs[k][0] * pairs[k][1] for k in mine), torch.zeros(())) for mine in own]

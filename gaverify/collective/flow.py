@@ -36,7 +36,7 @@ from gaverify.passes.gradients import Gradients, PassResult, full_batch_gradient
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.task import Task
-from gaverify.passes.wrappers import over_ranks, summed_over
+from gaverify.passes.wrappers import dividing, over_ranks, summed_over
 from gaverify.records.comparison import Method, Outcome
 from gaverify.records.facts import Facts
 from gaverify.records.ranks import Engine, RankFacts
@@ -70,7 +70,8 @@ def judge_together(task: Task, trained: Trained, *, diagnose: bool, exact: bool)
         ProblemError: The problem cannot be verified by ranks.
     """
     member = trained.member
-    with summed_over(member.count, member.total):
+    with summed_over(member.count, member.total), dividing(task.modules) as factors:
+        trained = replace(trained, factors=factors)
         started = time.perf_counter()
         judgement, moved = _passes(task, trained)
         passed = time.perf_counter()
@@ -86,6 +87,9 @@ def judge_together(task: Task, trained: Trained, *, diagnose: bool, exact: bool)
         ranks = facts_of_ranks(task, trained, judgement, moved, one)
     if not facts.compared.divergent:
         facts = replace(facts, compared=replace(facts.compared, rows=tuple(judgement.rows), method=judgement.method))
+    if trained.strategy is not None and ranks.is_rounding(ranks.weights_control):
+        # the loop's own losses need what the ranks count and no more: it does not weigh micro-batches as one process
+        facts = replace(facts, weights=replace(facts.weights, fit=None, remedy=None, failure="", counts=()))
     return judgement, replace(facts, ranks=ranks)
 
 

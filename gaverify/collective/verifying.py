@@ -65,10 +65,10 @@ def verified_together(
         task = prepared(stack, problem, replace(settings, steps=len(sizes), weighting=weighting))
         report = reporter(progress if member.rank == 0 else None, len(sizes))
         task = replace(task, sizes=sizes, progress=report)
+        engine = users_engine(task.modules)
         described = member.everyones("model", (tuple(task.parameters), description(task), settings.seed))
         odd = next((rank for rank, found in enumerate(described) if found != described[0]), None)
         member.agree("alike", _other_model(odd, described) if odd is not None else "")
-        engine = users_engine(task.modules)
         if engine is None and asked.strategy is None:
             engine = asked.engine
             member.agree("wrapping", "" if asked.fresh or engine is Engine.DDP else _WRAP_IT)

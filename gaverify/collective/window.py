@@ -24,7 +24,7 @@ from gaverify.passes.gradients import PassProbe, PassResult, Strategy, accumulat
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.task import Task
-from gaverify.passes.wrappers import engine_of, flattened, is_sharded, tensor_parallel
+from gaverify.passes.wrappers import dividing, engine_of, flattened, is_sharded, tensor_parallel
 from gaverify.records.ranks import Collective, Engine
 from gaverify.tracebacks import Owner, hands_over, owner_of, shown
 
@@ -91,6 +91,7 @@ class Trained:
     """How the ranks train: under which engine, and by whose loop.
 
     In controls `share` multiplies this rank's loss, and `merged` gives the loop one micro-batch of all of the rank's.
+    `factors` are what the user's code lets FSDP2 divide by: part of what is tested, so that nothing else knows them.
     """
 
     member: Member
@@ -98,6 +99,7 @@ class Trained:
     strategy: Strategy | None = None
     merged: bool = False
     share: float = 1.0
+    factors: tuple[float | None, ...] = ()
 
     def own(self, task: Task, rank: int | None = None) -> range:
         """The micro-batches of a rank, by default of this one."""
@@ -110,17 +112,18 @@ class Trained:
     ) -> tuple[PassResult, Moved]:
         """Returns the gradient that the ranks end up with, and what the window moved."""
         moved, own = Moved(TrafficMeter(), []), self.own(task)
-        with moved.meter.counting(), _backwards_noted(moved):
+        noting = _backwards_noted(moved, self.share)
+        with moved.meter.counting(), noting, dividing(task.modules, self.factors):
             if self.strategy is not None:
                 each = task.steps // self.member.count if self.merged else 1
                 sizes = tuple(sum(task.sizes[at : at + each]) for at in range(0, task.steps, each))
                 cut = replace(task, sizes=sizes)
                 result = gradients_of_strategy(cut, state, record, self.strategy, self.own(cut))
             else:
-                factor = self.member.count * self.share
-                probe: PassProbe = Scaled(factor)
+                ranks = self.member.count
+                probe: PassProbe = Scaled(ranks)
                 if self.engine is not None:
-                    probe = Synchronised(task, self.engine, own[-1], factor)
+                    probe = Synchronised(task, self.engine, own[-1], ranks)
                 result = accumulated_gradients(task, state, record, full, lift=lift, probe=probe, own=own)
         if self.strategy is not None and not moved.reduced:
             raise ProblemError("the strategy never calls backward: no gradient is there to compare")
@@ -145,15 +148,22 @@ def always_reducing() -> Iterator[None]:
 
 
 @contextmanager
-def _backwards_noted(moved: Moved) -> Iterator[None]:
-    """Notes what each backward pass reduces: every way to call one ends in `torch.autograd.backward`."""
+def _backwards_noted(moved: Moved, share: float) -> Iterator[None]:
+    """Notes what each backward pass reduces: every way to call one ends in `torch.autograd.backward`.
+
+    Args:
+        moved: Where.
+        share: What this rank's losses are multiplied by.
+    """
     plain = torch.autograd.backward
 
     @hands_over
-    def noted(*args: Any, **kwargs: Any) -> Any:
+    def noted(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if share != 1.0:
+            tensors = tensors * share if isinstance(tensors, torch.Tensor) else [tensor * share for tensor in tensors]
         before = _bytes_reduced(moved.meter)
         try:
-            return plain(*args, **kwargs)
+            return plain(tensors, *args, **kwargs)
         finally:
             moved.reduced.append(_bytes_reduced(moved.meter) - before)
 

@@ -145,6 +145,25 @@ def _groups(module: Any) -> list[Any]:
         raise ProblemError("this torch keeps what `fully_shard` gathers where gaverify does not find it") from error
 
 
+@contextmanager
+def dividing(modules: list[nn.Module], factors: Sequence[float | None] = ()) -> Iterator[tuple[float | None, ...]]:
+    """Lets sharded modules divide what they reduce by some factors; yields those that they had.
+
+    Args:
+        modules: The model, and the loss where it is a module.
+        factors: As this yielded them; none: all take the mean over the ranks, whatever the user's code set.
+    """
+    groups = [group for module in sharded_modules(modules) for group in _groups(module)]
+    had = tuple(getattr(group, "gradient_divide_factor", None) for group in groups)
+    try:
+        for group, factor in zip(groups, factors or (None,) * len(groups), strict=True):
+            group.gradient_divide_factor = factor
+        yield had
+    finally:
+        for group, factor in zip(groups, had, strict=True):
+            group.gradient_divide_factor = factor
+
+
 def keep_reducers() -> None:
     """Gives modules back the reducers that listen, after a state from before they were renewed was restored."""
     for module, (reducer, logger) in list(_live.items()):

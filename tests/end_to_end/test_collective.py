@@ -23,6 +23,7 @@ pytestmark = [
 ROUNDING = 1e-6  # relative, of a float32 gradient of a hundred parameters
 
 RIGHT = ("ddp", "fsdp2", "plain", "fsdp2 dropout", "ddp apart", "fsdp2 apart", "ddp own", "fsdp2 own once")
+RIGHT_LOOPS = ("fsdp2 own once summed divides", "ddp own once padded all-tokens", "fsdp2 own once padded all-tokens")
 RIGHT_IN_FLOAT64 = ("ddp exact", "fsdp2 exact", "fsdp2 bfloat16")
 FAULTY = {
     "ddp batchnorm": {"GAV101"},
@@ -34,11 +35,16 @@ FAULTY = {
     "fsdp2 own never": {"GAV702"},
     "ddp own undivided": {"GAV201"},
     "ddp own twice": {"GAV704"},
+    "fsdp2 own once summed": {"GAV704"},
+    "fsdp2 own once divides": {"GAV704"},
+    "ddp own once padded tokens": {"GAV703"},
+    "fsdp2 own once padded tokens": {"GAV703"},
 }
 REFUSED = {
     "ddp talks": "calls `torch.distributed` itself",
     "ddp other-steps": "rank 1 has 6 steps, rank 0 has 3",
     "ddp other-seed": "rank 1 has seed 1, rank 0 has 0",
+    "fsdp1": "use `fully_shard` (FSDP2)",
     "ddp own nothing": "the strategy never calls backward",
     "ddp own steps": "the strategy changes parameters",
     "ddp own dropout": "the model draws random numbers",
@@ -62,10 +68,10 @@ def answers(ranks: int, *cases: str) -> dict[str, Any]:
 
 
 def of_two(name: str) -> dict[str, Any]:
-    return dict(answers(2, *RIGHT, *RIGHT_IN_FLOAT64, *FAULTY, *REFUSED)[name])
+    return dict(answers(2, *RIGHT, *RIGHT_LOOPS, *RIGHT_IN_FLOAT64, *FAULTY, *REFUSED)[name])
 
 
-@pytest.mark.parametrize("name", [*RIGHT, *RIGHT_IN_FLOAT64])
+@pytest.mark.parametrize("name", [*RIGHT, *RIGHT_LOOPS, *RIGHT_IN_FLOAT64])
 def test_a_right_window_is_equivalent_on_every_rank(name: str) -> None:
     found = of_two(name)
     assert found["outcome"] == ["equivalent"] * 2 and not found["faults"], found
@@ -81,8 +87,8 @@ def test_the_reference_is_the_gradient_of_the_plain_model_in_one_process(name: s
 def test_a_fault_is_named_and_proven(name: str) -> None:
     found = of_two(name)
     assert found["outcome"] == ["divergent"] * 2 and found["faults"] == sorted(FAULTY[name]), found
-    # what a loop of the user's own counts otherwise is measured: no control counts it rightly
-    assert found["proven"] == (name not in ("ddp own twice", "ddp own undivided"))
+    # what a loop of the user's own counts otherwise than one process is measured: no control counts that rightly
+    assert found["proven"] == (name != "ddp own undivided")
 
 
 @pytest.mark.parametrize("name", [*RIGHT, *RIGHT_IN_FLOAT64, *FAULTY])
@@ -97,10 +103,26 @@ def test_what_ranks_cannot_do_is_one_sentence_on_every_rank(name: str) -> None:
     assert first == second and REFUSED[name] in first
 
 
+def of_four(name: str) -> dict[str, Any]:
+    cases = ("hsdp", "hsdp batchnorm", "hsdp own once", "hsdp inner own once", "own by-hand", "own by-hand copies")
+    return dict(answers(4, *cases)[name])
+
+
 def test_shards_of_replicas() -> None:
-    found = answers(4, "hsdp", "hsdp batchnorm")
+    found = {name: of_four(name) for name in ("hsdp", "hsdp batchnorm")}
     assert found["hsdp"]["outcome"] == ["equivalent"] * 4 and found["hsdp"]["reference"] < ROUNDING
     assert found["hsdp batchnorm"]["faults"] == ["GAV101"]
+
+
+@pytest.mark.parametrize("name", ["own by-hand copies", "hsdp inner own once"])
+def test_ranks_that_reduce_over_a_part_of_the_mesh_hold_different_gradients(name: str) -> None:
+    found = of_four(name)
+    assert found["outcome"] == ["divergent"] * 4 and found["faults"] == ["GAV701"] and found["proven"], found
+
+
+@pytest.mark.parametrize("name", ["own by-hand", "hsdp own once"])
+def test_ranks_that_reduce_over_all_of_the_mesh_do_not(name: str) -> None:
+    assert of_four(name)["outcome"] == ["equivalent"] * 4 and not of_four(name)["faults"]
 
 
 FACTORY = """

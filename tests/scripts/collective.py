@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -59,9 +59,17 @@ def wrapped(model: nn.Sequential, words: list[str]) -> Any:
         options["mesh"] = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("copies", "shards"))
     if "bfloat16" in words:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if "inner" in words:  # the copies of a shard never meet
+        options["mesh"] = options["mesh"]["shards"]
+    if "fsdp1" in words:
+        return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
     if "fsdp2" in words or "hsdp" in words:
         fully_shard(model[0], **options)
         fully_shard(model, **options)
+    if "summed" in words:  # what the engine reduces is added up: the loop divides, or forgets to
+        for part in (model[0], model):
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
     return model
 
 
@@ -76,6 +84,8 @@ def loss_of(words: list[str], size: int) -> Any:
 
 
 def switched(model: Any, words: list[str], *, last: bool) -> Any:
+    if not hasattr(model, "module") and not hasattr(model, "set_requires_gradient_sync"):
+        return nullcontext()
     off = "never" in words or ("once" in words and not last)
     if "ddp" in words:
         return model.no_sync() if off else nullcontext()
@@ -84,19 +94,37 @@ def switched(model: Any, words: list[str], *, last: bool) -> Any:
 
 
 def strategy_of(words: list[str], loss: Any) -> Any:
-    divisor = 1 if "undivided" in words else STEPS
+    ranks = dist.get_world_size()
+    divisor = (1 if "undivided" in words else STEPS) * (ranks if "divides" in words else 1)
 
     def run(model: Any, parts: list[Any]) -> None:
+        tokens = torch.tensor(float(sum(int((part[1] >= 0).sum()) for part in parts)))
+        if "all-tokens" in words:
+            dist.all_reduce(tokens)
+            tokens /= ranks
         for at, part in enumerate(parts if "nothing" not in words else ()):
             with switched(model, words, last=at == len(parts) - 1):
-                (loss(model, part) / divisor).backward()
+                if "tokens" in words or "all-tokens" in words:
+                    (cross_entropy(model(part[0]), part[1], reduction="sum") / tokens).backward()
+                else:
+                    (loss(model, part) / divisor).backward()
+        if "by-hand" in words:
+            group = wrong_group() if "copies" in words else None
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad, group=group)
+                parameter.grad /= dist.get_world_size(group)
         if "steps" in words:
             torch.optim.SGD(model.parameters(), lr=0.1).step()
         if "twice" in words:  # the mean over the ranks was taken already
             for parameter in model.parameters():
-                parameter.grad.mul_(dist.get_world_size())
+                parameter.grad.mul_(ranks)
 
     return run if "own" in words else "accumulate"
+
+
+def wrong_group() -> Any:
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("copies", "shards"))
+    return mesh["copies"].get_group()
 
 
 def case(words: list[str]) -> dict[str, Any]:
