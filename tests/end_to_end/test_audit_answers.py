@@ -65,7 +65,7 @@ HALF = {"full": "--batch-size 16 --accum 1", "accumulated": "--batch-size 8 --ac
 RAGGED = {"full": "--micro 16", "accumulated": "--micro 6"}
 ANOTHER = {"full": "--batch-size 8 --accum 1 --generated 1", "accumulated": "--batch-size 2 --accum 4 --generated 8"}
 CLIPPING, DRAWING, UNUSUAL = "loops_clipping.py", "train_drawing.py", "loops_unusual.py"
-SCALE, STEPS, EXTRAS, RIGHT = "loops_scale.py", "loops_steps.py", "loops_extras.py", "loops_right.py"
+SCALE, STEPS, EXTRAS = "loops_scale.py", "loops_steps.py", "loops_extras.py"
 RARE, WORDS, COUPLED, AVERAGES = "loops_rare.py", "train_language_model.py", "loops_coupled.py", "loops_averages.py"
 DRAWN = "diffusion mixed crops one_by_one ahead shuffled augmented stream sharded bucketed"
 TIMES_4 = "the gradient of update 1 is 4 times the full batch's = K"
@@ -117,18 +117,18 @@ ROWS = [
     looped(EXTRAS, "clip_by_hand_per_micro_batch", "GAV606", "--clip 0.05"),
     looped(EXTRAS, "average_per_micro_batch", notes="GAV402"),  # L10: the gradients agree
     # plain loops that are right: N07, N08, N09, N18, N19, N27, N26, and the twins of B04, row 9 and L08
-    *(looped(RIGHT, loop) for loop in ("gradients_divided", "losses_summed", "cleared_at_start")),
-    *(looped(RIGHT, loop) for loop in ("logged_loss_off", "constant_divisor", "cleared_by_hand")),
-    looped(RIGHT, "other_order", common="--dropout 0.2"),
-    looped(RIGHT, "short_window_divided", common="--samples 24"),
-    looped(RIGHT, "usual", common=USUAL, quick=True),
-    looped(RIGHT, "weighted_by_samples", **RAGGED),
+    *(looped(SCALE, loop) for loop in ("gradients_divided", "losses_summed", "cleared_at_start")),
+    *(looped(SCALE, loop) for loop in ("logged_loss_off", "constant_divisor", "cleared_by_hand")),
+    looped(SCALE, "other_order", common="--dropout 0.2"),
+    looped(SCALE, "short_window_divided", common="--samples 24"),
+    looped(SCALE, "usual", common=USUAL, quick=True),
+    looped(SCALE, "weighted_by_samples", **RAGGED),
     *(looped(EXTRAS, loop) for loop in ("clip_per_update", "schedule_per_update", "scaler_per_update")),
     *(looped(RARE, loop) for loop in ("distributed", "sums_of_its_own", "sharpness_aware", "line_search")),
     *(looped(RARE, loop) for loop in ("compiled", "overflowing", "gradient_penalty", "clamped")),
     looped(RARE, "dropout_in_the_loss", common="--dropout 0.3", notes="GAV301"),
     # A01, D01: the gradients differ, the running statistics drift, and no line of the loop is blamed
-    looped(RIGHT, "usual", "GAV101", "--batchnorm", mark="", notes="GAV402"),
+    looped(SCALE, "usual", "GAV101", "--batchnorm", mark="", notes="GAV402"),
     # clipping: whichever run is clipped, the sum before it is judged; the twin divides
     *(Row(CLIPPING, f"{how} --undivided", "GAV201", "loss", TIMES_4, clips=clips) for how, clips in CLIPS),
     *(Row(CLIPPING, how) for how, _ in CLIPS),
@@ -200,7 +200,7 @@ ROWS = [
     Row("train_epochs.py", "--end lost", "GAV604", options=TAIL),
     Row("train_epochs.py", "--end coupled", "GAV103", options=TAIL),
     Row("train_epochs.py", "--end right", words="last window has 2 of 4 micro-batches", options=TAIL),
-    Row("loops_right.py", "--loop usual", "GAV602", options=TAIL),
+    Row("loops_scale.py", "--loop usual", "GAV602", options=TAIL),
     Row("train_resuming.py", words="could not shorten an epoch", options=TAIL),
     # samples that act on each other: the operation or the loss is named and proven
     looped(COUPLED, "compared", "GAV103", mark="contrastive", proven=True, words=CACHED),
@@ -284,7 +284,7 @@ EVENTS = [
     looped(EXTRAS, "scaler_per_micro_batch", "GAV608"),  # L08
     looped(STEPS, "decay_by_hand", "GAV601"),  # L11
     looped(STEPS, "step_in_a_hook", "GAV601", options=STEPS_4),  # L12
-    looped(RIGHT, "usual", quick=True),
+    looped(SCALE, "usual", quick=True),
     # an epoch's short last window: calls alone tell a division that stays the same, and not a short window's scale
     Row("train_epochs.py", "--end misscaled", "GAV605", options=ALL, accumulated="--batch-size 7 --accum 4"),
     Row(

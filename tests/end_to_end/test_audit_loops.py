@@ -14,7 +14,7 @@ SLICED = ("train_slices.py", "--batch-size 8", "--batch-size 2 --accum 4")
 
 def test_every_window_has_its_counts() -> None:
     """Row 3: backward : step : zero_grad = K : 1 : 1."""
-    result = audit("loops_right.py", common="--loop usual --shuffle --workers 2 --dropout 0.2")
+    result = audit("loops_scale.py", common="--loop usual --shuffle --workers 2 --dropout 0.2")
     counts = [(c["backward"], c["step"], c["zero_grad"]) for c in result.document["counts"] if c["complete"]]
     assert counts[:2] == [(4, 1, 1)] * 2, str(result)
 

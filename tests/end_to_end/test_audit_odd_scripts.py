@@ -132,7 +132,7 @@ def _child(folder: Path) -> int:
     raise AssertionError("the script has not begun")
 
 
-RIGHT = str(SCRIPTS / "loops_right.py")
+RIGHT = str(SCRIPTS / "loops_scale.py")
 
 
 class TestTheRequest:
@@ -273,7 +273,7 @@ class TestNothingToCompare:
     @slow
     def test_a_batch_that_was_not_cut(self) -> None:
         """The accumulated run has four times the samples: nothing is called divergent."""
-        result = audit("loops_right.py", "--batch-size 8", "--batch-size 8 --accum 4", "--loop usual")
+        result = audit("loops_scale.py", "--batch-size 8", "--batch-size 8 --accum 4", "--loop usual")
         assert (result.code, result.faults) == (3, set()), str(result)
         data = result.update(1)["data"]
         assert (data["full"], data["accumulated"]) == (8, 32), str(result)
@@ -281,7 +281,7 @@ class TestNothingToCompare:
     @slow
     def test_learning_rates_that_differ(self) -> None:
         """The gradients agree, and the steps are made at another rate: a fault of its own, at the step's line."""
-        result = audit("loops_right.py", "--lr 0.1", "--batch-size 4 --accum 4 --lr 0.025", "--loop usual")
+        result = audit("loops_scale.py", "--lr 0.1", "--batch-size 4 --accum 4 --lr 0.025", "--loop usual")
         assert result.code == 1, str(result)
         assert result.faults == {"GAV609"}, str(result)
         assert result.update(1)["outcome"] == "equivalent"
