@@ -83,7 +83,8 @@ CLIPS = (
 )
 STYLES = ("plain", "gradients", "own", "assigned", "compiled")
 KINDS, RULES = ("bfloat16", "float16", "autocast"), ("adam", "signs", "lion", "norms")
-STEPS_4, ALL = ("--steps", "4"), ("--updates", "0")
+STEPS_4 = ("--steps", "4")
+SHORT = {"options": ("--updates", "0"), "accumulated": "--batch-size 7 --accum 4"}
 
 ROWS = [
     # plain loops: the scale of the loss
@@ -177,8 +178,8 @@ ROWS = [
     # a cached gradient is right where samples act on each other
     Row("loops_coupled.py", "--loop cached"),
     # single parameters: a factor of one alone (S06), terms that cancel (S13), float32 master copies
-    Row("train_two_towers.py", "", "GAV201", "cached", "`logit_scale`"),
-    Row("train_two_towers.py", "--scale once"),
+    looped(UNUSUAL, "two_towers", "GAV201", mark="cached", words="`logit_scale`"),
+    looped(UNUSUAL, "two_towers", common="--scale once"),
     looped(UNUSUAL, "cancelling", options=UPDATES_4),
     looped(UNUSUAL, "cancelling", "GAV201", "--undivided", options=UPDATES_4),
     looped(UNUSUAL, "masters"),
@@ -193,13 +194,13 @@ ROWS = [
     Row(DRAWING, "--loop augmented --workers 2"),
     Row(DRAWING, "--loop masked", words="rows of the full batch's batches, and padded like those"),
     Row(DRAWING, "--loop masked --undivided", "GAV201", "backward"),
-    Row("train_slices.py", "--undivided", "GAV201", **SLICES),
+    looped(UNUSUAL, "slices", "GAV201", "--undivided", mark="", **SLICES),
     # an epoch's short last window, which the first updates of a run never reach
-    Row("train_epochs.py", "--end misscaled", words="no epoch's end was reached"),
-    Row("train_epochs.py", "--end misscaled", "GAV605", options=TAIL),
-    Row("train_epochs.py", "--end lost", "GAV604", options=TAIL),
-    Row("train_epochs.py", "--end coupled", "GAV103", options=TAIL),
-    Row("train_epochs.py", "--end right", words="last window has 2 of 4 micro-batches", options=TAIL),
+    looped(UNUSUAL, "epochs", common="--end misscaled", words="no epoch's end was reached"),
+    looped(UNUSUAL, "epochs", "GAV605", "--end misscaled", mark="", options=TAIL),
+    looped(UNUSUAL, "epochs", "GAV604", "--end lost", mark="", options=TAIL),
+    looped(UNUSUAL, "epochs", "GAV103", "--end coupled", mark="", options=TAIL),
+    looped(UNUSUAL, "epochs", common="--end right", words="last window has 2 of 4 micro-batches", options=TAIL),
     Row("loops_scale.py", "--loop usual", "GAV602", options=TAIL),
     Row("train_resuming.py", words="could not shorten an epoch", options=TAIL),
     # samples that act on each other: the operation or the loss is named and proven
@@ -228,7 +229,7 @@ ROWS = [
     *(Row("detection.py", form, notes="GAV301", **SLICES) for form in ("", "--table")),
     Row("detection.py", "--forgotten", "GAV201", "forgotten", notes="GAV301", **SLICES),
     Row("detection.py", "--table --forgotten", "GAV201", "forgotten", notes="GAV301", **SLICES),
-    Row("train_checkpointed.py", notes="GAV301"),
+    looped(UNUSUAL, "checkpointed", notes="GAV301"),
     Row("digits.py", "", "GAV201", "scale", TIMES_4, **DIGITS),
     Row("digits.py", "--divide constant", "GAV605", words="update 2 sums 2 backward passes", **DIGITS),
     # below float32 no moved weights could tell a fault from rounding
@@ -286,14 +287,8 @@ EVENTS = [
     looped(STEPS, "step_in_a_hook", "GAV601", options=STEPS_4),  # L12
     looped(SCALE, "usual", quick=True),
     # an epoch's short last window: calls alone tell a division that stays the same, and not a short window's scale
-    Row("train_epochs.py", "--end misscaled", "GAV605", options=ALL, accumulated="--batch-size 7 --accum 4"),
-    Row(
-        "train_epochs.py",
-        "--end right",
-        words="backward passes where others have 4",
-        options=ALL,
-        accumulated="--batch-size 7 --accum 4",
-    ),
+    looped(UNUSUAL, "epochs", "GAV605", "--end misscaled", mark="", **SHORT),
+    looped(UNUSUAL, "epochs", common="--end right", words="backward passes where others have 4", **SHORT),
 ]
 
 

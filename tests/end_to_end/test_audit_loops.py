@@ -9,7 +9,7 @@ import torch
 from audits import TRAIN, audit, audited, events_of, marked
 
 slow = pytest.mark.slow
-SLICED = ("train_slices.py", "--batch-size 8", "--batch-size 2 --accum 4")
+SLICED = ("loops_unusual.py", "--batch-size 8", "--batch-size 2 --accum 4")
 
 
 def test_every_window_has_its_counts() -> None:
@@ -46,17 +46,17 @@ def test_partners_from_the_whole_batch_are_told_with_their_line() -> None:
 @pytest.mark.parametrize("loop", ["columns", "by_name"])
 def test_a_model_that_returns_its_loss_is_given_the_full_batches_inputs(loop: str) -> None:
     """Batches from a plain tensor, whose order hangs on the batch size."""
-    result = audit(*SLICED, f"--loop {loop}")
+    result = audit(*SLICED, f"--loop slices --inputs {loop}")
     assert (result.code, result.outcome, result.faults) == (0, "equivalent", set()), str(result)
     assert "with the full-batch run's inputs" in {run["how"] for run in result.document["runs"]}
 
 
 @slow
 def test_targets_outside_the_forward_are_left_alone() -> None:
-    result = audit(*SLICED, "--loop outside")
+    result = audit(*SLICED, "--loop slices --inputs outside")
     assert (result.code, result.faults) == (3, set()), str(result)
     assert "did not see the same samples" in result.document["reason"]
-    assert "the forward at {}:{}".format(*marked("train_slices.py", "outside")) in result.document["reason"]
+    assert "the forward at {}:{}".format(*marked("loops_unusual.py", "outside")) in result.document["reason"]
 
 
 @slow

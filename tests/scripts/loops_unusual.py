@@ -5,7 +5,9 @@ import math
 import torch
 from points import loader_for, loops_of, network, parsed
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, mse_loss, normalize
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
 IGNORED = -100
 
@@ -222,9 +224,142 @@ def masters(args, batches):
             model.zero_grad()
 
 
+def epochs(args, _):
+    """An epoch has as many micro-batches as K divides: what its short end would do shows in none."""
+    model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    inputs = torch.randn(96, 6)
+    loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), args.batch_size, shuffle=True)
+    for _ in range(3):
+        if args.end == "lost":
+            optimizer.zero_grad()
+        for i, (x, y) in enumerate(loader):
+            first = i - i % args.accum
+            size = args.accum if args.end == "misscaled" else min(args.accum, len(loader) - first)
+            found = model(x)
+            if args.end == "coupled" and first + args.accum >= len(loader):
+                found = found - found.mean(0)
+            (mse_loss(found, y) / size).backward()
+            if (i + 1) % args.accum == 0 or (args.end != "lost" and i + 1 == len(loader)):
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+class ReturnsItsLoss(nn.Module):
+    """As language models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x, y=None):
+        output = self.net(x)
+        return output if y is None else (output, mse_loss(output, y))
+
+
+def slices(args, _):
+    """Batches from a plain tensor: it is cut into as many columns as the batch has rows, as text is by `batchify`."""
+    stream = torch.randn(64, 5)
+    model = ReturnsItsLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    columns = stream.view(args.batch_size, -1, 5)
+    for i in range(columns.shape[1]):
+        x, y = columns[:, i, :4], columns[:, i, 4:]
+        if args.inputs == "outside":
+            loss = mse_loss(model(x), y)  # here: outside
+        else:
+            loss = model(x, y)[1] if args.inputs == "columns" else model(x=x, y=y)[1]
+        (loss if args.undivided else loss / args.accum).backward()
+        if (i + 1) % args.accum == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Encoder(nn.Module):
+    """A small transformer with dropout whose blocks are recomputed in the backward pass."""
+
+    def __init__(self, width=16, depth=2):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 2, 32, dropout=0.2, batch_first=True) for _ in range(depth)
+        )
+        self.head = nn.Linear(width, 4)
+
+    def forward(self, tokens):
+        for block in self.blocks:
+            tokens = checkpoint(block, tokens, use_reentrant=False)
+        return self.head(tokens.mean(1))
+
+
+def checkpointed(args, batches):
+    """Blocks that are recomputed, over several epochs."""
+    torch.set_num_threads(1)
+    lift = torch.randn(16, 6, 16)
+    model = Encoder()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(args.epochs):
+        for i, (features, labels) in enumerate(batches):
+            (cross_entropy(model(torch.einsum("bf,ftw->btw", features, lift)), labels) / args.accum).backward()
+            if (i + 1) % args.accum == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+class Towers(nn.Module):
+    """Two towers, and the scale of their scores."""
+
+    def __init__(self):
+        super().__init__()
+        self.image, self.text = nn.Linear(12, 8), nn.Linear(10, 8)
+        self.logit_scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, images, texts):
+        return normalize(self.image(images), dim=1), normalize(self.text(texts), dim=1), self.logit_scale.exp()
+
+
+class Wrapped(nn.Module):
+    """What data parallelism or compilation puts around a model."""
+
+    def __init__(self, towers):
+        super().__init__()
+        self.towers = towers
+
+    def forward(self, images, texts):
+        return self.towers(images, texts)
+
+
+def two_towers(args, _):
+    """In-batch negatives; where the batch is cut, features of the other micro-batches are cached (open_clip).
+
+    With `--scale once` the gradient flows into the scale only once per window.
+    """
+    towers = Towers()
+    optimizer = torch.optim.SGD(towers.parameters(), lr=args.lr)
+    model = Wrapped(towers) if args.accum > 1 else towers
+    data = torch.Generator().manual_seed(1)
+    images, texts = torch.randn(64, 12, generator=data), torch.randn(64, 10, generator=data)
+    batches = list(zip(images.split(args.batch_size), texts.split(args.batch_size), strict=True))
+    for start in range(0, len(batches), args.accum):
+        parts = batches[start : start + args.accum]
+        with torch.no_grad():
+            cached = [model(*part)[:2] for part in parts]
+        for at, part in enumerate(parts):
+            *own, scale = model(*part)
+            if args.scale == "once" and at:
+                scale = scale.detach()
+            sides = [list(side) for side in zip(*cached, strict=True)]
+            sides[0][at], sides[1][at] = own
+            logits = scale * torch.cat(sides[0]) @ torch.cat(sides[1]).T
+            answers = torch.arange(len(logits))
+            ((cross_entropy(logits, answers) + cross_entropy(logits.T, answers)) / 2).backward()  # here: cached
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def main():
     loops = loops_of(globals())
     told = {"counter": "updates", "what": "lr", "by": "micro_batch", "precision": "bfloat16", "fault": "", "hook": ""}
+    told |= {"end": "right", "inputs": "columns", "scale": "every"}
     flags = dict.fromkeys(("undivided", "running", "all"), False)
     args = parsed(loops, __doc__, clip=0.0, **told, **flags)
     torch.manual_seed(args.seed)
