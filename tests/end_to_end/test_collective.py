@@ -19,6 +19,7 @@ from audits import SCRIPTS
 pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed"),
     pytest.mark.slow,
+    pytest.mark.xdist_group("collective"),  # their cases are answered after one start of the ranks
 ]
 ROUNDING = 1e-6  # relative, of a float32 gradient of a hundred parameters
 

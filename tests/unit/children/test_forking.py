@@ -15,7 +15,11 @@ from forking import Server, Servers
 
 from gaverify.children.launching import Kept, started
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="runs are forked on Linux")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="runs are forked on Linux"),
+    pytest.mark.xdist_group("forking"),  # they share a server
+]
 FINDS = """
 import torch._dynamo, numpy, multiprocessing.process, os, random, signal, sys, threading, warnings
 signals = [str(signal.getsignal(number)).split(" at ")[0] for number in sorted(signal.valid_signals())]
