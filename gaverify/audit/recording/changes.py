@@ -92,6 +92,8 @@ class Followers:
         Args:
             announced: A call of torch's has updated one, whatever the copies have become.
         """
+        if not self._copies:
+            return []
         alive = [(copy, tensor) for copy in self._copies if (tensor := copy.tensor()) is not None]
         lost = [copy for copy in self._copies if copy.tensor() is None]
         now = read([(tensor, copy.landmark.positions) for copy, tensor in alive])
@@ -170,13 +172,10 @@ def _moved(olds: Sequence[Copy], new: Copy, weights: torch.Tensor, announced: bo
         weights: The same elements of the parameter, shape (S,).
         announced: It is one of an average.
     """
-    size = float(torch.linalg.vector_norm(weights))
-    same = 0.0 if any(old.tensor is new.tensor for old in olds) else new.unit * size
-    if any(_apart(new.values, old.values) <= same for old in olds) or (
-        torch.equal(new.values, weights) and not announced
-    ):
+    became = torch.equal(new.values, weights) and not announced
+    if became or any(torch.equal(new.values, old.values) for old in olds):
         return None
-    allowed = FEW_UNITS * new.unit * size
+    allowed = FEW_UNITS * new.unit * float(torch.linalg.vector_norm(weights))
     optimizer = frozenset([new.landmark.optimizer])
     for old in olds:
         apart, before = old.values - weights, _apart(old.values, weights)

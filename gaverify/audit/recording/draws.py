@@ -48,10 +48,10 @@ class Draws:
     def _next(self, key: Key, shapes: Shapes, prints: dict[str, Any]) -> Recorder | Dealer | None:
         return None
 
-    def in_forward(self, module: nn.Module | None) -> AbstractContextManager[Any]:
+    def in_forward(self, module: nn.Module) -> AbstractContextManager[Any]:
         """Returns what to run a forward in; compiled graphs do not run under a mode, their draws stay their own."""
         compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-        if module is None or self._handler is None or (compiled and not self._eager):
+        if self._handler is None or (compiled and not self._eager):
             return nullcontext()
         return draw_mode(self._handler, self._arithmetic)
 
@@ -99,12 +99,12 @@ class KeptDraws(Draws):
         return recorder
 
     @contextmanager
-    def in_forward(self, module: nn.Module | None) -> Iterator[None]:
+    def in_forward(self, module: nn.Module) -> Iterator[None]:
         """Runs a forward; notes when it drew out of sight, as a compiled graph does."""
-        before = torch_generator_states() if module is not None else []
+        before = torch_generator_states()
         with super().in_forward(module):
             yield
-        if module is not None and not self._forwards[-1][2].draws and torch_generator_states() != before:
+        if not self._forwards[-1][2].draws and torch_generator_states() != before:
             self._fused.add(COMPILED)
 
     def close(self, update: int) -> None:
@@ -130,8 +130,7 @@ class DealtDraws(Draws):
     def __init__(self, job: Job, arithmetic: Arithmetic) -> None:
         super().__init__(job, arithmetic)
         self._sources = [Path(source) for source in job.sources]
-        self._held = job.role == "frozen"  # all its steps belong to the full batch's first update
-        self._replayed = job.replay  # what is drawn outside the forwards is dealt out as well
+        self._job = job
         self._outside: list[bytes] | None = None  # the generators at the end of the last forward
         self._open(1)
 
@@ -187,7 +186,8 @@ class DealtDraws(Draws):
 
     def leave_forward(self) -> None:
         """Remembers the generators."""
-        self._outside = None if self._replayed else torch_generator_states()
+        # In a replay what is drawn outside the forwards is dealt out as well.
+        self._outside = None if self._job.replay else torch_generator_states()
 
     def enter_backward(self) -> None:
         """Notes draws between the forward and its backward (in the loss, say), which nobody deals out."""
@@ -198,7 +198,7 @@ class DealtDraws(Draws):
     def close(self, update: int) -> None:
         """Ends an update."""
         super().close(update)
-        if not self._held:
+        if self._job.role != "frozen":  # all its steps belong to the full batch's first update
             self._close()
             self._open(update + 1)
 

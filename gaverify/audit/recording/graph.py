@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -178,7 +179,7 @@ class Weight:
         for depth in range(_DEEPEST):
             if node is None:
                 return
-            self._hooks.append(node.register_prehook(self._note(depth, alone)))
+            self._hooks.append(node.register_prehook(partial(self._note, depth, alone)))
             following = [child for child, _ in node.next_functions if child is not None]
             alone = alone and len(following) == 1
             node = following[0] if following else None
@@ -201,16 +202,13 @@ class Weight:
         weight = abs(self._seen[max(self._seen)]) if self._seen else 0.0
         return weight > 0.0 and math.isclose(weight, self._share, rel_tol=COMPUTED_FLOAT32)
 
-    def _note(self, depth: int, alone: bool) -> Callable[[tuple[torch.Tensor, ...]], None]:
-        def note(gradients: tuple[torch.Tensor, ...]) -> None:
-            if len(gradients) != 1:
-                return
-            if gradients[0].numel() == 1:
-                self._seen |= {depth: float(gradients[0])} if alone else {}
-            elif not self._share:
-                self._share = float(gradients[0].abs().max()) if gradients[0].numel() else math.inf
-
-        return note
+    def _note(self, depth: int, alone: bool, gradients: tuple[torch.Tensor, ...]) -> None:
+        if len(gradients) != 1:
+            return
+        if gradients[0].numel() == 1:
+            self._seen |= {depth: float(gradients[0])} if alone else {}
+        elif not self._share:
+            self._share = float(gradients[0].abs().max()) if gradients[0].numel() else math.inf
 
 
 class Terms:
@@ -240,7 +238,7 @@ class Terms:
             number: Of the term, from 1.
         """
         others = [edge for at, group in enumerate(self._groups, 1) if at != number for edge in group]
-        hooks = [node.register_hook(_stopping(slot)) for node, slot in others]
+        hooks = [node.register_hook(partial(_stopped, slot)) for node, slot in others]
         try:
             yield
         finally:
@@ -260,13 +258,9 @@ class Terms:
         return line_of(self._made)
 
 
-def _stopping(slot: int) -> Callable[[Sequence[Any], Any], tuple[Any, ...]]:
-    """Returns a hook of a node that makes nothing of the gradient for one operand."""
-
-    def stopped(gradients: Sequence[Any], _: Any) -> tuple[Any, ...]:
-        return tuple(
-            torch.zeros_like(gradient) if at == slot and gradient is not None else gradient
-            for at, gradient in enumerate(gradients)
-        )
-
-    return stopped
+def _stopped(slot: int, gradients: Sequence[Any], _: Any) -> tuple[Any, ...]:
+    """The hook of a node that makes nothing of the gradient for one operand."""
+    return tuple(
+        torch.zeros_like(gradient) if at == slot and gradient is not None else gradient
+        for at, gradient in enumerate(gradients)
+    )

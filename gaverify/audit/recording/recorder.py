@@ -57,7 +57,7 @@ class Recorder(Steps):
             self._in_forward = True
             try:
                 with (
-                    self._draws.in_forward(module if trains else None),
+                    self._draws.in_forward(module) if trains else nullcontext(),
                     self._control.forward(module),
                     self._holding.listening(module, args, kwargs) if trains and self._holding else nullcontext(),
                     self._outputs.listening(module, args, kwargs) if trains and self._outputs else nullcontext(),

@@ -153,7 +153,7 @@ class Session:
         kinds = [type(entry.optimizer).__name__ for entry in self.watch]
         drawn, models = self._draws.summary(), self.names.models
         return {
-            "fused": drawn["fused"],
+            **drawn,
             "draws": drawn["draws"] + self._loop.count,
             "dealt": drawn["dealt"] + self._loop.count,
             "unaligned": {**drawn["unaligned"], **self._loop.unaligned},

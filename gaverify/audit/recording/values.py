@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -72,12 +72,9 @@ def on_meta(tensors: Any) -> bool:
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Runs the recorder's own operations on plain tensors: no mode of the script sees them or decides their device."""
-    with torch._C.DisableTorchFunction(), torch.no_grad():
-        if not torch._C._len_torch_dispatch_stack():
-            yield
-            return
-        with _disable_current_modes():
-            yield
+    modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+    with torch._C.DisableTorchFunction(), torch.no_grad(), modes:
+        yield
 
 
 def _is_fake(tensor: torch.Tensor) -> bool:
@@ -247,10 +244,9 @@ class Names:
 
     def __init__(self) -> None:
         self.models: list[nn.Module] = []
-        self._known: dict[int, bool] = {}
+        self._known: dict[int, tuple[nn.Module, bool]] = {}  # by id; held, so that no other one gets it
         self._names: dict[int, tuple[int, str]] = {}
         self._used: dict[int, int] = {}
-        self._kept: list[Any] = []  # keeps ids from being used again
 
     def add(self, module: nn.Module) -> bool:
         """Notes an outermost module; returns whether it has parameters to train.
@@ -258,9 +254,8 @@ class Names:
         Raises:
             OutOfSight: Its parameters have no values that could be read: on the meta device, or still to be made.
         """
-        known = self._known.get(id(module))
-        if known is not None:
-            return known
+        if id(module) in self._known:
+            return self._known[id(module)][1]
         if any(plain(parameter) is None for parameter in module.parameters()):
             raise OutOfSight
         trains = any(parameter.requires_grad for parameter in module.parameters())
@@ -268,8 +263,7 @@ class Names:
             self.models.append(module)
         if not all(isinstance(parameter, nn.Parameter) for parameter in module.parameters()):
             return trains  # called with other weights than its own, by `functional_call`: those have no names
-        self._known[id(module)] = trains
-        self._kept.append(module)
+        self._known[id(module)] = module, trains
         if trains:
             taken: set[str] = set()
             for name, parameter in module.named_parameters():
@@ -291,10 +285,8 @@ class Names:
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Returns all buffers of the noted modules by `model:name`."""
-        found = {}
-        for at, model in enumerate(self.models):
-            found.update({f"{at}:{plain_name(name)}": buffer for name, buffer in model.named_buffers()})
-        return found
+        named = ((at, *pair) for at, model in enumerate(self.models) for pair in model.named_buffers())
+        return {f"{at}:{plain_name(name)}": buffer for at, name, buffer in named}
 
 
 class Roundoff:

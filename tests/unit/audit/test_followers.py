@@ -117,6 +117,10 @@ def take(kept: dict[str, torch.Tensor], model: nn.Module) -> None:
     kept |= {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
+def take_rounded(kept: dict[str, torch.Tensor], model: nn.Module) -> None:
+    kept |= {name: value.detach() * 3 / 3 for name, value in model.state_dict().items()}
+
+
 def shrink(kept: dict[str, torch.Tensor], model: nn.Module) -> None:
     for value in kept.values():
         value.mul_(DECAY)
@@ -127,7 +131,7 @@ def wander(kept: dict[str, torch.Tensor], model: nn.Module) -> None:
         value.add_(torch.randn_like(value), alpha=1e-3)
 
 
-@pytest.mark.parametrize("update", [forget, take, shrink, wander])
+@pytest.mark.parametrize("update", [forget, take, take_rounded, shrink, wander])
 def test_other_copies_are_no_averages(update: Callable[[dict[str, torch.Tensor], nn.Module], None]) -> None:
     training = Training(tensors)
     for _ in range(3):
