@@ -218,7 +218,7 @@ def _tell_of_failures(folder: Path) -> None:
 
     def told(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
         if os.getpid() == process and not isinstance(error, KeyboardInterrupt):
-            from gaverify.audit.recording.ranks import place_in_group
+            from gaverify.audit.recording.values import place_in_group
 
             _note(error, folder)
             rank, ranks = place_in_group()

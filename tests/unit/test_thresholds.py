@@ -25,7 +25,7 @@ DECIDE_NOTHING = {
     "audit/processes.py": "seconds",
     "audit/request.py": "seconds",
     "audit/recording/outputs.py": "what values are moved by",
-    "audit/recording/ranks.py": "seconds",
+    "audit/recording/storage.py": "seconds",
     "audit/recording/steps.py": "seconds",
     "audit/recording/watching.py": "what stands for NaN",
 }

@@ -18,9 +18,8 @@ from torch import nn
 
 from gaverify.audit.job import Job
 from gaverify.audit.recording.graph import Terms
-from gaverify.audit.recording.ranks import frozen, place_in_group, synchronised
 from gaverify.audit.recording.storage import Storage
-from gaverify.audit.recording.values import Names, copied, plain, same
+from gaverify.audit.recording.values import Names, copied, place_in_group, plain, same
 from gaverify.audit.recording.watching import Watched
 from gaverify.passes.precision import Coins, move, rounding_share
 
@@ -183,3 +182,32 @@ class Buffers:
             own = plain(buffers[name]) if name in buffers else None
             if own is not None and own.shape == value.shape and own.dtype is value.dtype:
                 own.copy_(value)
+
+
+@contextmanager
+def synchronised(models: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Lets the engines of these models reduce in the next backward pass, by their own public switches."""
+    modules: Iterable[Any] = (module for model in models for module in model.modules())
+    for module in modules:
+        if hasattr(module, "set_requires_gradient_sync"):  # FSDP2
+            module.set_requires_gradient_sync(True)
+            module.set_requires_all_reduce(True)
+            module.set_is_last_backward(True)
+        elif hasattr(module, "require_backward_grad_sync"):  # DDP
+            module.require_backward_grad_sync = True
+    yield
+
+
+@contextmanager
+def frozen(buffers: Sequence[torch.Tensor], models: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Runs the modules that hold any of these buffers in evaluation mode, and puts them back."""
+    wanted, modules = {id(buffer) for buffer in buffers}, (module for model in models for module in model.modules())
+    holding = [module for module in modules if not wanted.isdisjoint(map(id, module.buffers(recurse=False)))]
+    changed = [module for module in holding if module.training]
+    for module in changed:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in changed:
+            module.training = True

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from gaverify.audit.recording.ranks import place_in_group
+from gaverify.audit.recording.values import place_in_group
 from gaverify.passes.isolation.generators import foreign_generator_states, torch_generator_states
 from gaverify.passes.randomness import draw_mode, foreign
 from gaverify.passes.randomness.foreign import loop_site
@@ -59,18 +59,11 @@ class LoopDraw:
 
 
 class Part(NamedTuple):
-    """The part of a draw that belongs to a micro-batch, every `step`-th row; a dimension of −1 means all of it."""
+    """The part of a draw that belongs to a micro-batch; a dimension of −1 means all of it."""
 
     draw: LoopDraw
     dim: int = -1
-    start: int = 0
-    size: int = 0
-    step: int = 1
-
-    @property
-    def rows(self) -> range:
-        """Which rows of the draw."""
-        return range(self.start, self.start + self.size * self.step, self.step)
+    rows: range = range(0)
 
 
 class Share(NamedTuple):
@@ -117,9 +110,8 @@ class _Row:
             size, start = shape[dim], self._taken
             if start + size * share.ranks <= draw.shape[dim]:
                 self._taken += size * share.ranks
-                if share.turns:
-                    return Part(draw, dim, start + share.rank, size, share.ranks)
-                return Part(draw, dim, start + share.rank * size, size)
+                first, step = (share.rank, share.ranks) if share.turns else (share.rank * size, 1)
+                return Part(draw, dim, range(start + first, start + first + size * step, step))
             self._at, self._taken = self._at + 1, 0
         raise Unalignable("the full-batch run drew fewer rows at this place")
 

@@ -22,11 +22,10 @@ from gaverify.audit.recording.draws import draws_of
 from gaverify.audit.recording.graph import Reach, Weight, keep_lines
 from gaverify.audit.recording.loop import DealtLoopDraws, KeptLoopDraws, Loop
 from gaverify.audit.recording.outputs import Holding, Outputs
-from gaverify.audit.recording.ranks import OwnGradients, local_shapes, shards_of
 from gaverify.audit.recording.samples import GivenSamples, Inputs, KeptSamples, Loaders
-from gaverify.audit.recording.storage import Storage, Update
+from gaverify.audit.recording.storage import Storage, Update, local_shapes, shards_of
 from gaverify.audit.recording.values import Names, Roundoff, out_of_sight, undisturbed
-from gaverify.audit.recording.watching import Watch
+from gaverify.audit.recording.watching import OwnGradients, Watch
 from gaverify.collective.traffic import TrafficMeter
 from gaverify.passes.wrappers import engine_of, flattened, tensor_parallel
 from gaverify.records.events import Ending, Event, Kind

@@ -7,16 +7,16 @@ it counts as a backward pass once a step uses gradients that no backward pass ga
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from gaverify.audit.recording.changes import ByHand
-from gaverify.audit.recording.ranks import addends_of, leave_together, place_in_group, shards_alone
 from gaverify.audit.recording.session import Session
-from gaverify.audit.recording.storage import Forwards, Update, leave
+from gaverify.audit.recording.storage import Update, addends_of, leave, leave_together, shards_alone
+from gaverify.audit.recording.values import place_in_group
 from gaverify.audit.recording.watching import Watched, parameters_of
 from gaverify.passes.wrappers import is_sharded
 from gaverify.records.events import Ending
@@ -142,7 +142,7 @@ class Steps(Session):
             entry.steps += 1
             self._event("step", place, optimizer=index, inside=self._in_backward, by_hand=index in seen.changed)
             self.rank, self.ranks = max((self.rank, self.ranks), place_in_group(), key=lambda place: place[1])
-            self._open_window(entry, lambda forwards: self._update.capture(entry, forwards))
+            self._open_window(entry)
             if lead:
                 self._lead.lend(entry)
             if self.job.role == "frozen":
@@ -159,18 +159,18 @@ class Steps(Session):
         held = {id(parameter) for parameter in parameters_of(self._outer)}
         return all(id(parameter) in held for parameter in parameters_of(optimizer))
 
-    def _open_window(self, entry: Watched, capture: Callable[[Forwards], Mapping[str, Mapping[int, Any]]]) -> None:
+    def _open_window(self, entry: Watched, moved: Any = None, change: Any = None) -> None:
         """Stores what a step is made of, and opens the next window of its optimizer.
 
         What was cleared before the step and used by another optimizer's is that one's: a GAN's generator loss also
-        reaches the discriminator.
+        reaches the discriminator. `moved` and `change` are those of `Update.capture`.
         """
         entry.increments = [part for part in entry.increments if not (part.cleared and part.backward in self._used)]
         self._used |= {part.backward for part in entry.increments if not part.cleared}
         forwards = [self._forwards[number] for number in sorted(entry.forwards)]
         stored = self.job.role not in ("events", "frozen") and self._update.number <= max(self.job.updates, 1)
         self._addends[entry.index] = addends_of(entry.sample.parameters)
-        tensors = capture(forwards)
+        tensors = self._update.capture(entry, forwards, moved, change)
         if self.rank and self.job.role != "full":
             tensors = shards_alone(tensors, entry.sample.parameters)  # of replicas, those of rank 0 are read
         if stored:
@@ -205,9 +205,9 @@ class Steps(Session):
         self._event("step", self._changes.found or (None, None), optimizer=entry.index, inside=False, by_hand=True)
         if entry.summed is None or any(part.cleared for part in entry.increments):  # its sums lie elsewhere
             self._by_change = True
-            self._open_window(entry, lambda forwards: self._update.take(entry, forwards, before, change))
+            self._open_window(entry, before, change)
         else:
-            self._open_window(entry, lambda forwards: self._update.capture(entry, forwards, before))
+            self._open_window(entry, before)
         self._update.stepped(entry, self.names.buffers(), led=False)
         if entry.cleared:  # the script keeps its sums elsewhere: nothing is left that a later step could use again
             self._event("cleared", (None, None), cleared=[entry.index])

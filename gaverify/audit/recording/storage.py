@@ -1,12 +1,17 @@
-"""What a recorded run leaves on disk: events line by line, and once per update what its window held and was given."""
+"""What a recorded run leaves on disk: events line by line, and once per update what its window held and was given.
+
+Of a sharded parameter that is this rank's shard. A rank ends when all others are as far.
+"""
 
 from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
 import sys
+import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -18,8 +23,11 @@ import torch
 from gaverify.audit.job import DISK_FULL, RECORDER_FAILED, ROOM
 from gaverify.audit.recording.values import plain
 from gaverify.audit.recording.watching import Watched, counted_steps, settings_of
+from gaverify.passes.wrappers import is_sharded, offset_of_shard
 from gaverify.records.events import Event
 
+_PATIENCE = 20.0  # seconds that a rank waits for the others before it ends; one of them may have failed
+_LEFT = "left-{}"
 _LOW = 1 << 20  # less room than this: a failed write was a full disk
 
 
@@ -123,7 +131,11 @@ class Update:
         return list(self._steps)
 
     def capture(
-        self, entry: Watched, forwards: Forwards, moved: torch.Tensor | None = None
+        self,
+        entry: Watched,
+        forwards: Forwards,
+        moved: torch.Tensor | None = None,
+        change: Sequence[torch.Tensor | None] | None = None,
     ) -> dict[str, dict[int, torch.Tensor]]:
         """Takes what the optimizer is about to use.
 
@@ -132,14 +144,18 @@ class Update:
             forwards: Those that its window's passes reached.
             moved: The sampled weights before a step that the script has made itself, which may have cleared what it
                 used: then that is taken as it was when it was seen last.
+            change: What such a step took away from every parameter, where that stands for its gradients.
 
         Returns:
             The gradients to store; where they are no longer what the window's last backward pass left, those as well.
         """
         scale = getattr(entry.optimizer, "grad_scale", None)  # a fused optimizer divides by it itself
         divisor = 1.0 if scale is None else float(scale)
+        before = entry.weights if moved is None else moved
         summed, seen = entry.summed, entry.used or entry.summed
-        if moved is not None and seen is not None and entry.cleared:
+        if change is not None:
+            gradients, sampled, summed = list(change), before - entry.weights, None
+        elif moved is not None and seen is not None and entry.cleared:
             gradients, sampled = seen.gradients, seen.sampled
         else:
             grads = [parameter.grad for parameter in entry.sample.parameters]
@@ -147,42 +163,20 @@ class Update:
         if summed is not None and not summed.differs(gradients, sampled):
             summed = None
         self._steps[entry.index] = {
-            **self._common(entry, forwards),
-            "final": sampled / divisor,
-            "summed": summed.sampled / divisor if summed is not None else None,
-            "before": entry.weights if moved is None else moved,
-        }
-        found = {"gradients": _present(gradients, divisor)}
-        if summed is not None:
-            found["summed"] = _present(summed.gradients, divisor)
-        return found
-
-    def take(
-        self, entry: Watched, forwards: Forwards, before: torch.Tensor, change: Sequence[torch.Tensor | None]
-    ) -> dict[str, dict[int, torch.Tensor]]:
-        """Takes a step that the script made itself without `.grad`: what it took away from the weights stands for it.
-
-        Args:
-            entry: The parameters, as they are after it.
-            forwards: Those that its window's passes reached.
-            before: The sampled weights before it.
-            change: What was taken away from every parameter.
-
-        Returns:
-            What to store.
-        """
-        own = {"final": before - entry.weights, "summed": None, "before": before, "by_change": True}
-        self._steps[entry.index] = {**self._common(entry, forwards), **own}
-        return {"gradients": _present(change, 1.0)}
-
-    def _common(self, entry: Watched, forwards: Forwards) -> dict[str, Any]:
-        return {
             "update": self.number,
             "increments": [(part.backward, part.change) for part in entry.increments],
             "stretches": entry.sample.stretches(),
             "sizes": entry.sample.sizes,
             "forwards": list(forwards),
+            "final": sampled / divisor,
+            "summed": summed.sampled / divisor if summed is not None else None,
+            "before": before,
+            "by_change": change is not None,
         }
+        found = {"gradients": _present(gradients, divisor)}
+        if summed is not None:
+            found["summed"] = _present(summed.gradients, divisor)
+        return found
 
     def stepped(self, entry: Watched, buffers: dict[str, torch.Tensor], led: bool) -> None:
         """Takes weights, settings and buffers after the step.
@@ -223,3 +217,52 @@ def _present(gradients: Sequence[torch.Tensor | None], divisor: float) -> dict[i
         for at, gradient in enumerate(gradients)
         if gradient is not None
     }
+
+
+def leave_together(meeting: Path, rank: int, ranks: int) -> None:
+    """Waits until every rank is as far: who leaves first cuts the others' collectives off.
+
+    Args:
+        meeting: A folder that all ranks see.
+        rank: The number of this one.
+        ranks: How many there are.
+    """
+    (meeting / _LEFT.format(rank)).touch()
+    limit = time.monotonic() + _PATIENCE
+    others = [meeting / _LEFT.format(other) for other in range(ranks)]
+    while time.monotonic() < limit and not all(other.exists() for other in others):
+        time.sleep(0.01)
+
+
+def shards_of(parameters: list[torch.Tensor]) -> dict[int, tuple[int, ...]]:
+    """Returns where the shard of this process begins in each sharded parameter, by position; empty where none is."""
+    return {at: offset_of_shard(kept.data) for at, kept in enumerate(parameters) if is_sharded(kept.data)}
+
+
+def addends_of(parameters: Sequence[torch.Tensor]) -> dict[int, int]:
+    """Returns which gradients, by position, are addends of a sum still to be made, and how many ranks hold each.
+
+    A weight that tensor parallelism keeps whole beside sharded activations has such a gradient until the step.
+    """
+    found = {}
+    for at, parameter in enumerate(parameters):
+        gradient: Any = parameter.grad
+        placements = getattr(gradient, "placements", ())
+        if any(placement.is_partial() for placement in placements):
+            sizes = zip(placements, gradient.device_mesh.shape, strict=True)
+            found[at] = math.prod(size for placement, size in sizes if placement.is_replicate())
+    return found
+
+
+def shards_alone(
+    tensors: Mapping[str, Mapping[int, torch.Tensor]], parameters: Sequence[torch.Tensor]
+) -> dict[str, dict[int, torch.Tensor]]:
+    """Returns the members, by position, whose parameters are sharded: every rank holds the whole of all others."""
+    sharded = {at for at, parameter in enumerate(parameters) if hasattr(parameter.data, "placements")}
+    return {kind: {at: value for at, value in own.items() if at in sharded} for kind, own in tensors.items()}
+
+
+def local_shapes(parameters: list[torch.Tensor]) -> dict[int, tuple[int, ...]]:
+    """Returns the shape of the shard of this process of each sharded parameter, by position."""
+    kept: list[tuple[int, Any]] = [(at, parameter.data) for at, parameter in enumerate(parameters)]
+    return {at: tuple(data.to_local().shape) for at, data in kept if is_sharded(data)}

@@ -334,3 +334,11 @@ class Roundoff:
         dtypes = ", ".join(sorted(short_name(dtype) for dtype in self._dtypes))
         autocast = short_name(self._autocast) if self._autocast is not None else None
         return {"device": self._device, "dtype": dtypes or "unknown", "autocast": autocast}
+
+
+def place_in_group() -> tuple[int, int]:
+    """Returns this process's rank and how many train together: (0, 1) where no process group was initialised."""
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized():
+        return 0, 1
+    return distributed.get_rank(), distributed.get_world_size()

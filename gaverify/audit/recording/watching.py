@@ -1,14 +1,18 @@
-"""What happened to the gradients, weights and settings of every optimizer since the last look."""
+"""What happened to the gradients, weights and settings of every optimizer since the last look.
+
+A rank's own gradients are seen before they are reduced. Shapes: S sampled elements of an optimizer's gradients.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
-from gaverify.audit.recording.values import Kept, Sample
+from gaverify.audit.recording.values import Kept, Sample, plain
 
 
 @dataclass
@@ -240,3 +244,42 @@ def _number(value: Any) -> float | None:
     if isinstance(value, torch.Tensor):
         return float(value) if value.numel() == 1 and not value.is_meta else None
     return float(value) if isinstance(value, (int, float)) else None
+
+
+class OwnGradients:
+    """Sums what each backward pass of this process alone gives, at the sampled elements of every optimizer.
+
+    A leaf's hook sees the gradient before DDP reduces it. FSDP2's sharded parameters have no such moment: nothing is
+    known of them here.
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[int, list[torch.Tensor]] = {}
+        self._sharded: set[int] = set()
+        self._hooked: set[tuple[int, int]] = set()  # a parameter may be several optimizers'
+
+    def listen(self, index: int, sample: Sample) -> None:
+        """Listens to the parameters of an optimizer that are not listened to yet."""
+        if index in self._parts and len(self._parts[index]) == len(sample.parameters):
+            return
+        self._parts[index] = [torch.zeros(size, dtype=torch.float64, device="cpu") for size in sample.sizes]
+        for at, parameter in enumerate(sample.parameters):
+            if type(parameter.data) is not torch.Tensor:
+                self._sharded.add(index)
+            elif parameter.requires_grad and (index, id(parameter)) not in self._hooked:
+                self._hooked.add((index, id(parameter)))
+                parameter.register_hook(partial(self._add, index, at, sample))
+
+    def _add(self, index: int, at: int, sample: Sample, gradient: torch.Tensor) -> None:
+        values = plain(gradient)
+        if values is not None:
+            self._parts[index][at] += sample.elements(at, values)
+
+    def take(self, index: int) -> torch.Tensor | None:
+        """Returns what was added since it was taken last, shape (S,); None where nothing is known."""
+        parts = self._parts.get(index)
+        if parts is None or index in self._sharded:
+            return None
+        total = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64, device="cpu")
+        self._parts[index] = [torch.zeros_like(part) for part in parts]
+        return total

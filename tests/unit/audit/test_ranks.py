@@ -20,9 +20,10 @@ from gaverify.audit.processes import check_parameters
 from gaverify.audit.rank_facts import apart, rank_facts
 from gaverify.audit.ranks import RankedRun
 from gaverify.audit.reading import Run
-from gaverify.audit.recording.ranks import OwnGradients, shards_alone
 from gaverify.audit.recording.rows import input_rows
+from gaverify.audit.recording.storage import shards_alone
 from gaverify.audit.recording.values import Sample
+from gaverify.audit.recording.watching import OwnGradients
 from gaverify.audit.same_data import check_rows
 from gaverify.errors import ProblemError
 from gaverify.records.audit import RowCheck, UpdateComparison

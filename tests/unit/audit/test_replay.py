@@ -45,7 +45,7 @@ def draws(*shapes: tuple[int, ...], steps: tuple[int, ...] = (), intervals: tupl
 
 def taken(found: Counterparts, steps: int, shape: tuple[int, ...]) -> tuple[Any, int, int]:
     part = found.find("here", steps, "randn", shape)
-    return part.draw.value, part.start, part.dim
+    return part.draw.value, part.rows.start, part.dim
 
 
 class TestDraws:
