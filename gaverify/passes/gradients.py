@@ -321,7 +321,8 @@ def gradients_of_strategy(
         before = _versions(task)
         with mode, told_as_users("the strategy", task), task.autocasting():
             strategy(task.problem.model, parts)
-        if _versions(task) != before:
+        pairs = zip(task.parameters.values(), before, _versions(task), strict=True)
+        if not all(state.unchanged(parameter) for parameter, old, new in pairs if new != old):
             raise ProblemError(
                 "the strategy changes parameters, as an optimizer's step does; "
                 "let it end with the gradients in `.grad`, which are what is compared"

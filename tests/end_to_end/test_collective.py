@@ -24,7 +24,13 @@ pytestmark = [
 ROUNDING = 1e-6  # relative, of a float32 gradient of a hundred parameters
 
 RIGHT = ("ddp", "fsdp2", "plain", "fsdp2 dropout", "ddp apart", "fsdp2 apart", "ddp own", "fsdp2 own once")
-RIGHT_LOOPS = ("fsdp2 own once summed divides", "ddp own once padded all-tokens", "fsdp2 own once padded all-tokens")
+RIGHT_LOOPS = (
+    "ddp own once join",
+    "fsdp2 own once summed divides",
+    "ddp own once padded all-tokens",
+    "fsdp2 own once padded all-tokens",
+)
+GROWN = {"ddp": ("ddp deep", "ddp many"), "fsdp2": ("fsdp2 deep", "fsdp2 many")}
 RIGHT_IN_FLOAT64 = ("ddp exact", "fsdp2 exact", "fsdp2 bfloat16")
 FAULTY = {
     "ddp batchnorm": {"GAV101"},
@@ -48,6 +54,7 @@ REFUSED = {
     "fsdp1": "use `fully_shard` (FSDP2)",
     "ddp own nothing": "the strategy never calls backward",
     "ddp own steps": "the strategy changes parameters",
+    "ddp own join steps": "the strategy changes parameters",
     "ddp own dropout": "the model draws random numbers",
 }
 
@@ -69,7 +76,9 @@ def answers(ranks: int, *cases: str) -> dict[str, Any]:
 
 
 def of_two(name: str) -> dict[str, Any]:
-    return dict(answers(2, *RIGHT, *RIGHT_LOOPS, *RIGHT_IN_FLOAT64, *FAULTY, *REFUSED)[name])
+    return dict(
+        answers(2, *RIGHT, *RIGHT_LOOPS, *GROWN["ddp"], *GROWN["fsdp2"], *RIGHT_IN_FLOAT64, *FAULTY, *REFUSED)[name]
+    )
 
 
 @pytest.mark.parametrize("name", [*RIGHT, *RIGHT_LOOPS, *RIGHT_IN_FLOAT64])
@@ -96,6 +105,13 @@ def test_a_fault_is_named_and_proven(name: str) -> None:
 def test_all_ranks_ask_the_same_questions_and_the_users_wrapper_goes_on(name: str) -> None:
     found = of_two(name)
     assert found["sequences"][0] == found["sequences"][1] and found["reduces"]
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_the_number_of_sums_over_ranks_does_not_depend_on_parameters_or_steps(engine: str) -> None:
+    """An engine's own sums are counted with DDP, whose one bucket is reduced once; FSDP2 scatters."""
+    counts = [of_two(name)["sequences"][0].count("c10d::allreduce_") for name in (engine, *GROWN[engine])]
+    assert counts[0] and len(set(counts)) == 1, counts
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -46,6 +46,8 @@ def plain(words: list[str]) -> nn.Sequential:
     layers: list[nn.Module] = [nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3)]
     if "batchnorm" in words:
         layers.insert(1, nn.BatchNorm1d(9))
+    if "deep" in words:
+        layers[2:2] = [layer for _ in range(8) for layer in (nn.Linear(9, 9), nn.Tanh())]
     if "dropout" in words:
         layers.insert(1, nn.Dropout(0.5))
     return nn.Sequential(*layers)
@@ -108,18 +110,27 @@ def strategy_of(words: list[str], loss: Any) -> Any:
                     (cross_entropy(model(part[0]), part[1], reduction="sum") / tokens).backward()
                 else:
                     (loss(model, part) / divisor).backward()
-        if "by-hand" in words:
-            group = wrong_group() if "copies" in words else None
-            for parameter in model.parameters():
-                dist.all_reduce(parameter.grad, group=group)
-                parameter.grad /= dist.get_world_size(group)
-        if "steps" in words:
-            torch.optim.SGD(model.parameters(), lr=0.1).step()
-        if "twice" in words:  # the mean over the ranks was taken already
-            for parameter in model.parameters():
-                parameter.grad.mul_(ranks)
+        finished(model, words)
 
-    return run if "own" in words else "accumulate"
+    def joined(model: Any, parts: list[Any]) -> None:
+        with model.join():
+            run(model, parts)
+
+    return "accumulate" if "own" not in words else joined if "join" in words else run
+
+
+def finished(model: Any, words: list[str]) -> None:
+    """What a loop does once its backward passes are done."""
+    if "by-hand" in words:
+        group = wrong_group() if "copies" in words else None
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad, group=group)
+            parameter.grad /= dist.get_world_size(group)
+    if "steps" in words:
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    if "twice" in words:  # the mean over the ranks was taken already
+        for parameter in model.parameters():
+            parameter.grad.mul_(dist.get_world_size())
 
 
 def wrong_group() -> Any:
@@ -145,7 +156,7 @@ def case(words: list[str]) -> dict[str, Any]:
                 model,
                 loss,
                 (x_here, y_here),
-                steps=STEPS * (2 if "other-steps" in words and rank else 1),
+                steps=STEPS * (2 if "many" in words or ("other-steps" in words and rank) else 1),
                 strategy=strategy_of(words, loss),
                 exact="exact" in words,
                 seed=rank if "other-seed" in words else 0,

@@ -38,6 +38,11 @@ class Tensors:
         """The waiting tensors that something has written to."""
         return tuple(tensor for entries in self._written.values() for tensor, _, _ in entries)
 
+    def unchanged(self, tensor: torch.Tensor) -> bool:
+        """Whether what was written to a waiting tensor is what it held before."""
+        kept = (entry for entries in self._written.values() for entry in entries)
+        return any(found is tensor and torch.equal(data, value) for found, data, value in kept)
+
     def keep(self, tensor: torch.Tensor, *, wait: bool, gradient: bool) -> None:
         """Keeps what `tensor` is bound to and its value.
 
