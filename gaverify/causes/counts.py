@@ -138,7 +138,7 @@ def _listened(bench: Bench, used: Sequence[float]) -> dict[FunctionKey, _Seen]:
     seen = {
         key: _Seen(count, trained, [part.counts[key][0] for part in parts])
         for key, (count, trained) in whole.counts.items()
-        if all(key in part.counts for part in parts)
+        if count and all(key in part.counts for part in parts)
     }
     seen = {key: count for key, count in seen.items() if any(own != count.whole for own in count.own)}
     terms = _undivided(whole.terms, [part.terms for part in parts])
@@ -198,7 +198,7 @@ class _Listener(PassProbe):
         if isinstance(result, torch.Tensor) and result.is_floating_point() and not in_transform():
             with torch._C.DisableTorchFunction(), torch.no_grad():
                 count = _count(key[0], func, args, kwargs, result)
-            if count is not None and 0 < abs(count) < math.inf:
+            if count is not None and abs(count) < math.inf:
                 self.counts[key] = count, result.requires_grad
             if result.numel() == 1 and result.grad_fn is not None:
                 self._numbers[result.grad_fn] = key, result.detach()

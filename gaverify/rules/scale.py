@@ -140,6 +140,8 @@ def _of_count(known: Weights) -> float | None:
     Those of several terms are the same factor, or no weights explain them together.
     """
     counts, fit = known.counts, known.fit
+    if not all(all(count.own) for count in counts):  # one that holds nothing to count adds nothing
+        return None
     ratios = [w * count.window / own for count in counts for w, own in zip(known.used, count.own, strict=True)]
     if not is_constant(ratios) or any(count.term is not None or not count.counts for count in counts):
         return None

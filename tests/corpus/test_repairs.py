@@ -122,6 +122,42 @@ def test_weights_that_differ_from_window_to_window_are_told_as_their_rule(case: 
     )
 
 
+def hardest(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """A mean over what the model is far from: in the second of four micro-batches over nothing."""
+    errors = (model(batch[0]).squeeze(1) - batch[1]).square()
+    return errors[errors > 0.6].mean()
+
+
+def marked(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """A mean over the samples that are marked."""
+    return (model(batch[0]).squeeze(1) - batch[1]).square()[batch[1] > 0.5].mean()
+
+
+@pytest.mark.parametrize("loss", [hardest, marked])
+def test_a_micro_batch_that_holds_nothing_to_count_is_counted_as_that(loss) -> None:  # type: ignore[no-untyped-def]
+    torch.manual_seed(0)
+    model, targets = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)), torch.randn(16).abs() + 0.8
+    targets[4:8] = 0.1
+    verdict = gaverify.verify(model, loss, (0.1 * torch.randn(16, 6), targets))
+    (finding,) = [finding for finding in verdict.findings if finding.severity == "fault"]
+    assert finding.code == "GAV202" and finding.proven and finding.location is not None, story(verdict)
+    assert "once over the window" in finding.remedy and "tested, equivalent" in finding.remedy, finding.remedy
+
+
+def test_a_number_that_is_zero_for_the_whole_batch_alone_is_no_count() -> None:
+    """Signs that cancel over the batch, in a factor without a gradient."""
+
+    def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        apart = batch[1].sum()
+        share = torch.where(apart == 0, 0.0, torch.div(torch.ones(()), apart))
+        return (1 + share) * model(batch[0]).square().mean()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    verdict = gaverify.verify(model, loss, (torch.randn(16, 6), torch.tensor([1.0] * 8 + [-1.0] * 8)))
+    assert verdict.outcome is gaverify.Outcome.DIVERGENT and verdict.findings, story(verdict)
+
+
 def test_every_term_has_its_count() -> None:
     finding = weighed("positives")
     assert finding.remedy.count("`div` at ") == 2 and "tested, equivalent" in finding.remedy

@@ -196,7 +196,7 @@ def test_a_part_is_like_the_whole_or_there_is_none(
 
 
 @pytest.mark.usefixtures("everything")
-@pytest.mark.parametrize("name", ("A01", "A11", "B01", "B02", "B11", "D03", "C02"))
+@pytest.mark.parametrize("name", ("A01", "A11", "B01", "B02", "B11", "D03", "C02", "hard-examples"))
 def test_a_part_finds_what_the_whole_finds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case: Case = _CASES[name]
     part = gaverify.verify(case.build(), steps=case.steps, **case.options)
