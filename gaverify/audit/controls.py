@@ -17,7 +17,7 @@ import torch
 
 from gaverify.audit.judgement import working_unit
 from gaverify.audit.outcome import is_explained
-from gaverify.audit.rank_facts import left_by, rank_facts
+from gaverify.audit.rank_facts import left_by, rank_facts, weighed_run
 from gaverify.audit.ranks import RankedRun
 from gaverify.audit.reading import Run
 from gaverify.audit.running import Trial
@@ -30,7 +30,7 @@ from gaverify.records.facts import facts_of_loop
 from gaverify.records.stages import Stage, StageComparison
 from gaverify.records.windows import common_rounds, rounds_of, windows_of
 from gaverify.rules.calls import clipped_inside
-from gaverify.rules.scale import weights_of
+from gaverify.rules.scale import multipliers_of, weights_of
 from gaverify.thresholds import FIT_FLOAT32, MANY_UNITS, SMALLEST_FAULT, TENTH, U32
 from gaverify.verdict.criteria import floors_allowed
 
@@ -64,8 +64,10 @@ def unclipped(trial: Trial, record: Record) -> Record:
     """
     if not any(update.unclear for update in record.updates) and not clipped_inside(facts_of_loop(record)):
         return record
-    control = trial.changed(shrink=_SMALL, shown_as="unclipped").compared(unclipped=True)
-    small = tuple(replace(update, decided=Stage.UNCLIPPED) for update in control)
+    control = trial.changed(shrink=_SMALL, shown_as="unclipped")
+    small = tuple(replace(update, decided=Stage.UNCLIPPED) for update in control.compared(unclipped=True))
+    windows = windows_of(control.accumulated.events, control.numbers)
+    record = replace(record, weighed=weighed(control, replace(record, updates=small, windows=windows)).weighed)
     known = {update.number: update for update in small if update.judged}
     updates = tuple(
         _without_clips(update, known[update.number]) if update.unclear and update.number in known else update
@@ -132,6 +134,20 @@ def overwritten(trial: Trial, record: Record) -> Record:
     if not left <= record.tolerance:
         return record
     return replace(record, overwritten=Overwritten(left, *(cleared.meta["setter"] or (None, None))))
+
+
+def weighed(trial: Trial, record: Record) -> Record:
+    """The control for weights that fit: the accumulated run with every loss of the update times what it should count.
+
+    A fit is arithmetic on recorded gradients. What the script makes of such losses (with its state, its hooks, its
+    limits) only a run shows.
+    """
+    update, right = record.divergent, multipliers_of(record)
+    shares = trial.shares(record, right)
+    if update is None or not shares or record.overwritten is not None or record.weighed is not None:
+        return record
+    again = trial.again("accumulated", shares=shares, updates=update.number, shown_as="weights")
+    return replace(record, weighed=weighed_run(trial.full, again, record))
 
 
 def with_steps_undone(trial: Trial, record: Record) -> Record:

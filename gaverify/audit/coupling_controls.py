@@ -19,13 +19,13 @@ import torch
 
 from gaverify.audit.job import SCRIPT, Role
 from gaverify.audit.outcome import is_explained
-from gaverify.audit.rank_facts import left_by
+from gaverify.audit.rank_facts import left_by, weighed_run
 from gaverify.audit.reading import Run, labels
 from gaverify.audit.running import Trial
 from gaverify.audit.same_data import Matcher
 from gaverify.audit.stages import fit_of
 from gaverify.records.audit import Record, UpdateComparison
-from gaverify.records.experiment import Cause, ControlKind, ControlRun, Operation, Suspect
+from gaverify.records.experiment import Cause, ControlKind, ControlRun, Operation, Suspect, WeightFit
 from gaverify.records.windows import rounds_of
 from gaverify.rules.wording import listed
 from gaverify.thresholds import COMPUTED_FLOAT32, MANY_UNITS, SMALL_PART, TINY
@@ -281,7 +281,8 @@ def coupled(trial: Trial, record: Record) -> Record:
     update = record.divergent
     if update is None or record.ranks > 1 or record.unaligned or is_explained(record):
         return record
-    return replace(record, coupling=tuple(_causes(_Bench(trial, record, update))))
+    bench = _Bench(trial, record, update)
+    return replace(record, coupling=tuple(_causes(bench)), weighed=bench.weighed)
 
 
 @dataclass(frozen=True)
@@ -307,14 +308,25 @@ class _Bench:
 
     def __init__(self, trial: Trial, record: Record, update: UpdateComparison) -> None:
         self._trial, self.record, self.update = trial, record, update
+        self.weighed: ControlRun | None = None
 
     def tried(self, held: _Held, first: Sequence[Pair | None] = ()) -> _Tried:
         """Makes both runs; the pairs of those in which nothing is held tell whose rows are given to which forward."""
-        change = {"frozen": held.frozen, "held": held.code}
-        spots = tuple(None if pair is None else (pair[0]["number"], tuple(pair[2])) for pair in first)
-        full = self._again("full", **change)
-        accumulated = self._again("accumulated", source=full, spots=spots, **change)
+        full = self._again("full", frozen=held.frozen, held=held.code)
+        accumulated = self._accumulated(full, held, first)
         return _Tried(held, full, accumulated, pairs_of(full, accumulated, self.update.number))
+
+    def weigh(self, tried: _Tried, fit: WeightFit, first: Sequence[Pair | None]) -> None:
+        """Runs the losses times the weights that fit what is left, with the same things held."""
+        shares = self._trial.shares(self.record, fit.multipliers)
+        if shares:
+            again = self._accumulated(tried.full, tried.held, first, shares=shares)
+            self.weighed = weighed_run(tried.full, again, self.record)
+
+    def _accumulated(self, full: Run, held: _Held, first: Sequence[Pair | None], **changed: Any) -> Run:
+        spots = tuple(None if pair is None else (pair[0]["number"], tuple(pair[2])) for pair in first)
+        changed |= {"frozen": held.frozen, "held": held.code}
+        return self._again("accumulated", source=full, spots=spots, **changed)
 
     def feels(self, tried: _Tried, level: tuple[str, ...]) -> bool:
         """Whether a loss gives other gradients to half of the rows where the other half has other values."""
@@ -368,6 +380,8 @@ def _causes(bench: _Bench) -> Iterator[Cause]:
         statistics = suspect.statistics or kind is ControlKind.FROZEN
         control = replace(control, modules=_owners(held.frozen) if kind is ControlKind.FROZEN else ())
         yield Cause(replace(suspect, statistics=statistics), control, explained=_explained(control, whole))
+        if control.fit is not None and not control.rounding:
+            bench.weigh(tried, control.fit, first)
         if control.rounding or control.fit is not None:
             return
 

@@ -290,12 +290,13 @@ class _Audit:
             on_its_own,
             overwritten,
             unclipped,
+            weighed,
             with_rank_facts,
             with_steps_undone,
         )
         from gaverify.audit.coupling_controls import coupled
 
-        alone = () if self._request.ranked else (with_steps_undone, overwritten, by_terms)
+        alone = () if self._request.ranked else (with_steps_undone, overwritten, weighed, by_terms)
         together = floored, with_rank_facts, unclipped, by_change, on_its_own, controlled_ranks
         for control in (*together, *alone, coupled):
             with suppress(ProblemError):

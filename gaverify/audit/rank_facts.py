@@ -19,10 +19,10 @@ from gaverify.audit.reading import Place, Run, Samples
 from gaverify.audit.same_data import check_rows
 from gaverify.audit.stages import clips_of, fit_gradients
 from gaverify.passes.precision import buffers_apart
-from gaverify.records.audit import UpdateComparison
+from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.comparison import Outcome, relative_total
 from gaverify.records.events import Event
-from gaverify.records.experiment import WeightFit, is_constant
+from gaverify.records.experiment import ControlRun, WeightFit, is_constant
 from gaverify.records.ranks import Collective, Engine, RankFacts, Share, Traffic
 from gaverify.records.stages import Stage
 from gaverify.records.windows import Round, rounds_of, windows_of
@@ -177,6 +177,14 @@ def _cut(run: Run, place: Place, whole: torch.Tensor) -> torch.Tensor:
         return whole
     sizes = run.meta["local"][place[0]][str(place[1])]
     return whole[tuple(slice(at, at + size) for at, size in zip(offset, sizes, strict=True))]
+
+
+def weighed_run(full: Run, again: Run, record: Record) -> ControlRun:
+    """Returns what the first differing update of a run with other weights leaves."""
+    update = record.divergent
+    assert update is not None
+    left = left_by(full, again, summed=update.decided is not Stage.USED, update=update.number)
+    return ControlRun("each loss multiplied by what it should count", left, left <= record.tolerance)
 
 
 def left_by(

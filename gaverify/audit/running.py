@@ -13,8 +13,9 @@ from gaverify.audit.launch import free_port, ranks_of
 from gaverify.audit.processes import check_parameters, check_ranks, check_updates, run_jobs
 from gaverify.audit.request import Request
 from gaverify.errors import ProblemError
-from gaverify.records.audit import UpdateComparison
+from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.audit_report import RunSummary
+from gaverify.records.ranks import Shares
 from gaverify.records.windows import common_rounds, numbered
 
 if TYPE_CHECKING:
@@ -215,6 +216,19 @@ class Trial:
         """
         (run,) = self.runner.runs(self.jobs(role, **changed))
         return run
+
+    def shares(self, record: Record, right: Sequence[float]) -> Shares:
+        """Returns what each backward pass multiplies its loss by, for weights in the first update that differs.
+
+        Empty where its passes are not those that the weights are of.
+        """
+        window = record.window_of(record.divergent.number) if record.divergent is not None else None
+        passes = [id(event) for event in self.accumulated.events if event.kind == "backward"]
+        own = [id(event) for event in window.of("backward")] if window is not None else []
+        if not right or len(own) != len(right) or not set(own) <= set(passes):
+            return ()
+        times = dict(zip(own, right, strict=True))
+        return (tuple(times.get(event, 1.0) for event in passes),)
 
     def changed(self, **changed: Any) -> Trial:
         """Makes all three runs again."""

@@ -28,7 +28,7 @@ from gaverify.passes.precision import moved
 from gaverify.passes.walks import addends, unscaled
 from gaverify.records.experiment import ControlKind, ControlRun, Count, FunctionKey, TermKind
 from gaverify.records.facts import Facts
-from gaverify.thresholds import COMPUTED_FLOAT32, SAME_NUMBER, SMALL_PART
+from gaverify.thresholds import COMPUTED_FLOAT32, HELPS, SAME_NUMBER, SMALL_PART
 
 _DIVISIONS = ("div", "div_", "true_divide", "divide")
 _PRODUCTS = ("mul", "mul_", "multiply")
@@ -79,8 +79,19 @@ def found_in(bench: Bench, used: Sequence[float], most: float = 0.0) -> Found | 
         there = bench.weighted(shares) if added_up else bench
         what = "the window's counts in every micro-batch"
         control = there.repaired(what, _Rescaled(wrong), ControlKind.COUNTS) if counts else None
-        if control is not None and (control.rounding or control.left <= most):
-            return Found(tuple(replace(count, added_up=added_up) for count in counts), control, wrong)
+        if control is None or not (control.rounding or control.left <= SMALL_PART * bench.total):
+            continue
+        while not control.rounding and len(wrong) > 1:  # some of them may belong to what is left
+            fewer = [{key: each for key, each in wrong.items() if key != left_out} for left_out in wrong]
+            runs = [(there.repaired(what, _Rescaled(some), ControlKind.COUNTS), some) for some in fewer]
+            less, some = min(runs, key=lambda run: run[0].left)
+            if less.left * HELPS > control.left:
+                break
+            control, wrong = less, some
+        if not (control.rounding or control.left <= most):
+            continue
+        counts = tuple(replace(seen[key].record(key), added_up=added_up) for key in wrong)
+        return Found(counts, control, wrong)
     return None
 
 

@@ -16,6 +16,7 @@ from gaverify.causes import counts, proof, state, weights
 from gaverify.causes.bench import FORESEEN, Bench, released
 from gaverify.causes.neutral.cached import cached_gradients
 from gaverify.causes.neutral.holding import Evaluated, ResultsHeld
+from gaverify.causes.neutral.state import StateHeld
 from gaverify.causes.proof import Tried
 from gaverify.causes.trace.first_divergence import trace_divergences
 from gaverify.causes.trace.normalisation import normalises
@@ -38,6 +39,7 @@ def ask(bench: Bench, facts: Facts) -> Facts:
     left = facts.left if weighed is None else facts.compared.total
     search = _Search(there, facts, left if control is None else control.left, residual)
     bench.attempt("first diverging operation", lambda: search.run(control.fit if control is not None else None))
+    facts = _held_instead(bench, facts, search)
     forward = replace(search.first or facts.forward, coupling=facts.forward.coupling)
     ruled_out = tuple(search.ruled_out.values())
     causes = search.causes
@@ -53,6 +55,27 @@ def ask(bench: Bench, facts: Facts) -> Facts:
     if search.cleared or search.causes:
         facts = replace(facts, left=search.left, cleared=search.cleared)
     return _others_released(bench, facts, search) if search.cleared else facts
+
+
+def _held_instead(bench: Bench, facts: Facts, search: _Search) -> Facts:
+    """Holds the state still where it was restored, and nothing is to be counted then.
+
+    What a forward makes of restored state by its own batch (the number of samples seen) looks like a count of it.
+    """
+    known = facts.state
+    restored = known is not None and known.control is not None and known.control.kind is ControlKind.STATE_RESTORED
+    if known is None or not restored or search.counted is None:
+        return facts
+    changes, counted = state.read_changes(known.changes), search.counted
+    there = bench.without(StateHeld(bench.task, [change.name for change in changes]))
+    search.counted = None
+    run = bench.possible(lambda: search.final(there))
+    if run is None or not run.rounding:
+        search.counted = counted
+        return facts
+    search.left = run.left
+    control = state.run_control(bench, ControlKind.STATE_HELD, changes)
+    return replace(facts, state=replace(known, control=control))
 
 
 def _others_released(bench: Bench, facts: Facts, search: _Search) -> Facts:

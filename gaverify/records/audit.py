@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from gaverify.records.comparison import Outcome, ParameterComparison, relative_total, resolution_of
 from gaverify.records.events import Event, Ledger
-from gaverify.records.experiment import Cause, LossTerm, WeightFit
+from gaverify.records.experiment import Cause, ControlRun, LossTerm, WeightFit
 from gaverify.records.ranks import RankFacts
 from gaverify.records.stages import Clip, Foreign, Partner, SettingDifference, Stage, StageComparison
 from gaverify.records.windows import Window
@@ -152,6 +152,7 @@ class Record:
         unclipped: The updates in a control whose losses are too small to be clipped, where clipping was inside windows.
         terms: Of the loss of the first update that differs, where nothing else explained it and they add up to it.
         coupling: Where samples act on each other, in modules or in the loss, with what the control runs showed.
+        weighed: The accumulated run with the losses of the first update that differs times what they should count.
     """
 
     windows: tuple[Window, ...]
@@ -174,6 +175,7 @@ class Record:
     unclipped: tuple[UpdateComparison, ...] = ()
     terms: tuple[LossTerm, ...] = ()
     coupling: tuple[Cause, ...] = ()
+    weighed: ControlRun | None = None
 
     @property
     def tolerance(self) -> float:

@@ -21,6 +21,7 @@ TITLES = {
     "frozen": "accumulated run with its steps undone",
     "unclipped": "runs with smaller losses",
     "terms": "runs with one term of each loss alone",
+    "weights": "accumulated run with its losses times what they should count",
     "ranks": "controls of the ranks",
     "coupling": "both runs with what every module gives for each row",
     "events": "run",

@@ -9,6 +9,8 @@ from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.comparison import Method, Outcome, ParameterComparison
 from gaverify.records.experiment import LossTerm, WeightFit, alike, are_shares, is_constant
 from gaverify.records.facts import Facts, Weights
+from gaverify.records.findings import Evidence
+from gaverify.rules.rule import judged
 from gaverify.thresholds import FIT_FLOAT32, FIT_FLOAT64, FIT_MAGNIFIES, LOST_SHARE
 
 
@@ -72,6 +74,31 @@ def weights_of(loop: Record) -> tuple[UpdateComparison, WeightFit] | None:
     if update is None or fit is None or fit.residual > loop.tolerance or not fit.weights or not _differs(update):
         return None
     return (update, fit) if _unequal(fit, loop.tolerance) and not _of_one_rank(loop, fit) else None
+
+
+def multipliers_of(loop: Record) -> tuple[float, ...]:
+    """Returns what each loss of the first differing update should be multiplied by; empty where nothing tells."""
+    update, found = loop.divergent, weights_of(loop)
+    factor = factor_in_loop(loop, update) if update is not None else None
+    if update is not None and factor is not None:
+        return (1 / factor,) * update.backwards
+    return found[1].multipliers if found is not None else ()
+
+
+def weighed_in_loop(loop: Record, number: int, *, means: bool = True) -> tuple[tuple[Evidence, ...], bool]:
+    """Returns what the run with the right weights of an update showed, and whether it proves them.
+
+    Args:
+        loop: What was recorded.
+        number: The update.
+        means: Whether they stand for something; others make up for a number that moves as well.
+    """
+    update, run = loop.divergent, loop.weighed
+    if update is None or run is None or update.number != number:
+        return (), False
+    rest = "" if run.rounding else "another cause is left"
+    shown = judged("control", f"with {run.what} the difference", run.left, run.rounding and means, rest)
+    return (shown,), run.rounding and means
 
 
 def _of_one_rank(loop: Record, fit: WeightFit) -> bool:

@@ -20,6 +20,7 @@ from gaverify.rules.scale import (
     factor_of_some,
     meaning_in_loop,
     told_steps,
+    weighed_in_loop,
     weights_of,
 )
 from gaverify.rules.steps import early_windows
@@ -174,7 +175,7 @@ def _of_some(facts: Facts, loop: Record, update: UpdateComparison) -> Iterator[F
     yield told(
         "GAV201.some-more" if factor > 1 else "GAV201.some-less",
         location=backward_place(facts, update.number),
-        proven=True,
+        proven=False,
         parameters=[row.name for row in rows],
         update=update,
         factor=factor,
@@ -189,18 +190,22 @@ def _of_update(
     count = count or told_steps(loop, factor)
     number = update.number if update is not None else 1
     right = exact([1 / factor], loop.tolerance)
+    remedy = f"multiply each micro-batch's loss by {right}" + ("" if count < 2 else f" (weights {right} each)")
+    control, proven = weighed_in_loop(loop, number) if update is not None else ((), True)  # undone steps are a control
+    if control:
+        remedy = f"{remedy}: tested, equivalent" if proven else NOT_ENOUGH
     return told(
         "GAV201.update",
+        *control,
         location=backward_place(facts, number),
-        proven=True,
+        proven=proven,
         what=f"the gradient of update {number}" if update is not None else "the sum over the window's micro-batches",
         factor=factor,
         meaning=meaning_in_loop(factor, count, facts.ranks.ranks if facts.ranks is not None else 1, loop.tolerance),
         before=f"{difference(update)}; " if update is not None else "with every step undone, ",
         residual=fit.factor_residual if fit.factor_residual < loop.tolerance else fit.residual,
         update=number,
-        right=right,
-        weights="" if count < 2 else f" (weights {right} each)",
+        remedy=remedy,
     )
 
 
@@ -214,11 +219,12 @@ def trailing_window_misscaled(facts: Facts, loop: Record) -> Iterator[Finding]:
         found = short_by(loop, update)
         if found is None:
             continue
-        short, whole = found
+        (short, whole), (control, proven) = found, weighed_in_loop(loop, update.number)
         yield told(
             "GAV605.misscaled",
+            *control,
             location=backward_place(facts, update.number),
-            proven=True,
+            proven=proven,
             update=update,
             short=short,
             whole=whole,

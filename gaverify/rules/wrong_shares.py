@@ -11,7 +11,16 @@ from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
 from gaverify.rules.controls import beside, in_order, weighed, weights_proven
 from gaverify.rules.rule import controlled, judged, rule
-from gaverify.rules.scale import constant, counted_at, factor_in_loop, factor_of, shares, weighted_term, weights_of
+from gaverify.rules.scale import (
+    constant,
+    counted_at,
+    factor_in_loop,
+    factor_of,
+    shares,
+    weighed_in_loop,
+    weighted_term,
+    weights_of,
+)
 from gaverify.rules.wording import (
     NOT_ENOUGH,
     backward_place,
@@ -57,10 +66,10 @@ def empty_micro_batch(facts: Facts) -> Iterator[Finding]:
 
 
 def _weights_leave_nothing(facts: Facts) -> bool:
-    """Whether other weights give the full batch's gradient: what a run with them left, or the fit of an update."""
-    fit, run = facts.weights.fit, facts.weights.remedy
+    """Whether other weights give the full batch's gradient: what a run with them left."""
+    run = facts.weights.remedy
     if facts.loop is not None:
-        return fit is not None and fit.residual <= facts.loop.tolerance
+        return facts.loop.weighed is not None and facts.loop.weighed.rounding
     return run is not None and run.rounding
 
 
@@ -244,9 +253,19 @@ def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
     of = next((of for of, each in amounts if shares(weights, each, loop.tolerance)), "")
     kind, table = of or _kind(update, weights), words("GAV202")
     usual = ", ".join(f"{min(weights) / weight:.3g}" for weight in weights[:12]) if all(weights) else ""
-    proven = kind == "running-sum" or _adds_up(multipliers, loop.tolerance)
+    adds_up = kind == "running-sum" or _adds_up(multipliers, loop.tolerance)
+    control: tuple[Evidence, ...] = ()
+    proven = adds_up  # each term ran alone
+    if found is not None:
+        control, proven = weighed_in_loop(loop, update.number, means=adds_up)
+    remedy = (
+        table["remedies_in_loops"].get(kind, table["remedies"]["share"]) if adds_up else table["remedies"]["moving"]
+    )
+    if control and adds_up and not proven:
+        remedy = NOT_ENOUGH
     yield told(
         "GAV202.update",
+        *control,
         location=backward_place(facts, update.number),
         proven=proven,
         summary=table["summaries"].get(kind, table["summaries"]["equally"]),
@@ -258,9 +277,9 @@ def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
         multipliers=list(fit.multipliers),
         meaning=said(table["meanings"].get(kind, ""), usual=usual),
         altogether=_altogether(multipliers, loop.tolerance) if of else "",
-        unsure=_unsure(fit) + ("" if proven else table["unproven"]["moving"]),
-        remedy=table["remedies_in_loops"].get(kind, table["remedies"]["share"]),
-        multiply=_multiply(loop, fit) if all(weights) and proven else "",
+        unsure=_unsure(fit) + ("" if adds_up else table["unproven"]["moving"]),
+        remedy=remedy,
+        multiply=_multiply(loop, fit) + (": tested, equivalent" if control else "") if all(weights) and proven else "",
     )
 
 

@@ -118,6 +118,19 @@ def _counted(read: bool) -> Problem:
     return Problem(Detector(True), loss, (torch.randn(16, 6), positive))
 
 
+class Slower(nn.Module):
+    """Scores over the number of samples seen so far, behind BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += len(x)
+        return self.net(x) / (1 + self.seen / 100)
+
+
 class FakeQuantised(nn.Module):
     """Rounds to 8 bits of the largest value seen so far (straight-through), then updates that value."""
 
@@ -287,6 +300,12 @@ FAULTS = (
 )
 
 COMBINED = (
+    fault(
+        "samples-seen",
+        lambda: classified(Slower(), 6),
+        "GAV101 GAV401",
+        "what is counted of restored state is no count",
+    ),
     fault("divisor-and-scale", moving_divisor, "GAV401 GAV201", "a sum is averaged, and its divisor moves on"),
     fault("moved-divisor-and-scale", divisor_that_moves_first, "GAV401 GAV201", "the same, read after it is written"),
     fault("divisor-and-count", lambda: _counted(True), "GAV401 GAV202", "means of means, and a divisor that moves on"),

@@ -295,6 +295,22 @@ def test_weights_that_explain_nearly_everything_are_named_before_a_small_couplin
     assert any("alone, with the other causes neutralised" in each.statement for each in coupling.evidence)
 
 
+@pytest.mark.parametrize("size", [1e-2, 1e-3])
+def test_what_a_small_coupling_divides_by_is_no_count_of_the_window(size: float) -> None:
+    """A spectral convergence: a norm over that of the targets, which has a square root's share in each micro-batch."""
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), (torch.randn(16, 6), torch.randn(16, 3))
+
+    def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        missed = batch[1] - model(batch[0])
+        return missed.abs().sum() + size * missed.norm() / batch[1].norm()
+
+    verdict = gaverify.verify(model, loss, batch, steps=4)
+    weights = verdict.findings[0]
+    assert (weights.code, weights.proven) == ("GAV201", True), story(verdict)
+    assert "`sum`" in weights.remedy and "`div`" not in weights.remedy
+
+
 @pytest.mark.parametrize("size", [0.0, 1e-7, 1e-9])
 def test_what_rounding_hides_is_no_cause_beside_weights(size: float) -> None:
     """Nor does it make of the full batch one that does not repeat itself."""

@@ -22,7 +22,7 @@ _STAGES = {
     Stage.UNCLIPPED: "with losses too small to be clipped",
     Stage.CHANGE: "what the optimizer makes of the same gradient",
 }
-_CONTROLS = ("perturbed", "frozen", "unclipped", "terms", "ranks", "coupling")
+_CONTROLS = ("perturbed", "frozen", "unclipped", "terms", "weights", "ranks", "coupling")
 _ROLES = {"full": "full batch", "accumulated": "accumulated", "events": "run"}
 
 

@@ -68,7 +68,9 @@ def loop(text: str, rows: int = 2) -> list[Event]:
 
 
 def record(text: str, full: str = "", **fields: Any) -> Record:
+    """Two runs; that with the right weights is the full batch's, unless `fields` say otherwise."""
     events, whole = loop(text), loop(full, 8)
+    fields = {"weighed": ControlRun("each loss multiplied", 1e-7, True), **fields}
     return Record(windows_of(events), ledger_of(events), windows_of(whole), full_ledger=ledger_of(whole), **fields)
 
 
@@ -385,6 +387,16 @@ class TestWeights:
         assert ("multiply the losses by" in found.remedy) is proven
         assert ("moves from forward to forward" in found.evidence[1].statement) is not proven
 
+    @pytest.mark.parametrize("right", [(0.25,) * 4, (0.1, 0.2, 0.3, 0.4)])
+    @pytest.mark.parametrize("weighed", [None, ControlRun("each loss multiplied", 0.3, False)])
+    def test_weights_that_only_fit_are_suspected(self, right: tuple[float, ...], weighed: ControlRun | None) -> None:
+        """What a script makes of other losses, with its state and its hooks, a fit cannot see."""
+        factor, left = (4.0, 1e-7) if right[0] == right[1] else (4.0, 0.1)
+        differs = update(ratio=4.0, fit=fit(factor, left, right=right), valid_targets=(1, 2, 3, 4))
+        for run, proven in ((weighed, False), (ControlRun("each loss multiplied", 1e-7, True), True)):
+            (found,) = findings_for(record(RIGHT, "BSZ BSZ", updates=(differs,), weighed=run))
+            assert (found.proven, "tested, equivalent" in found.remedy) == (proven, proven), found
+
     def test_a_running_sum_repeats_micro_batches(self) -> None:
         repeated = update(ratio=2.1, fit=fit(1.5, 0.4, right=(1e-8, -2e-8, 3e-8, 1.0)))
         (found,) = findings_for(record(RIGHT, "BSZ BSZ", updates=(repeated,)))
@@ -406,7 +418,9 @@ class TestWeights:
     ) -> None:
         factor = fit(0.75, 0.3, right=(1.0, 4 / 3, 4 / 3, 4 / 3), residual=left)
         empty = update(ratio=0.75, fit=factor, valid_targets=(0, 4, 4, 4), ignored_targets=True)
-        found = [f for f in findings_for(record(RIGHT, "BSZ BSZ", updates=(empty,))) if f.code == "GAV203"]
+        weighed = ControlRun("each loss multiplied", left, proven)
+        judged = findings_for(record(RIGHT, "BSZ BSZ", updates=(empty,), weighed=weighed))
+        found = [f for f in judged if f.code == "GAV203"]
         assert [finding.proven for finding in found] == [proven]
 
     @pytest.mark.parametrize(("ranks", "said"), [(2, True), (1, False)])

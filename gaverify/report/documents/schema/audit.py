@@ -32,7 +32,9 @@ class WhereItem(Shape):
 class RunItem(Shape):
     """One process of the audit."""
 
-    role: Literal["full", "perturbed", "accumulated", "frozen", "unclipped", "terms", "ranks", "coupling", "events"]
+    role: Literal[
+        "full", "perturbed", "accumulated", "frozen", "unclipped", "terms", "weights", "ranks", "coupling", "events"
+    ]
 
 
 @derived(WindowCount)
