@@ -144,7 +144,8 @@ def weighed(trial: Trial, record: Record) -> Record:
     """
     update, right = record.divergent, multipliers_of(record)
     shares = trial.shares(record, right)
-    if update is None or not shares or record.overwritten is not None or record.weighed is not None:
+    known = record.overwritten is not None or record.weighed is not None
+    if update is None or not shares or known or record.ranks > 1:
         return record
     again = trial.again("accumulated", shares=shares, updates=update.number, shown_as="weights")
     return replace(record, weighed=weighed_run(trial.full, again, record))

@@ -88,12 +88,16 @@ def multipliers_of(loop: Record) -> tuple[float, ...]:
 def weighed_in_loop(loop: Record, number: int, *, means: bool = True) -> tuple[tuple[Evidence, ...], bool]:
     """Returns what the run with the right weights of an update showed, and whether it proves them.
 
+    Of several ranks the fit alone tells, whose weights are those of all their passes.
+
     Args:
         loop: What was recorded.
         number: The update.
         means: Whether they stand for something; others make up for a number that moves as well.
     """
     update, run = loop.divergent, loop.weighed
+    if loop.ranks > 1:
+        return (), means
     if update is None or run is None or update.number != number:
         return (), False
     rest = "" if run.rounding else "another cause is left"
