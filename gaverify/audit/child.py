@@ -19,8 +19,18 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from gaverify.audit.editing import PLACED, Edits
-from gaverify.audit.job import RECORDER_FAILED, SCRIPT_FAILED, Job
-from gaverify.audit.launch import ERROR, INTERNAL, RANK, entering, folder_for, launched, program
+from gaverify.audit.job import (
+    ERROR,
+    INTERNAL,
+    RANK,
+    RECORDER_FAILED,
+    SCRIPT_FAILED,
+    Job,
+    entering,
+    folder_for,
+    launched,
+    program,
+)
 from gaverify.children.launching import cause_of
 from gaverify.errors import ProblemError
 from gaverify.records.events import Ending

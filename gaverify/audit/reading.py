@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gaverify.audit.job import Role
+from gaverify.audit.job import Role, meta_of
 from gaverify.records.events import Event
 from gaverify.records.windows import Round
 
@@ -31,7 +31,7 @@ class Run:
     @cached_property
     def meta(self) -> Mapping[str, Any]:
         """The closing record."""
-        return json.loads((self.folder / "meta.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+        return meta_of(self.folder)
 
     @cached_property
     def events(self) -> tuple[Event, ...]:

@@ -9,8 +9,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
-from gaverify.audit.job import tuples
-from gaverify.audit.launch import program
+from gaverify.audit.job import program, tuples
 from gaverify.errors import SpecError
 
 RECORDED = "audit.json"

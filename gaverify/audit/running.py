@@ -7,10 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gaverify.audit.ending import Child, NoView
-from gaverify.audit.job import COMPILED, Files, Job, Role
-from gaverify.audit.launch import free_port, ranks_of
-from gaverify.audit.processes import check_parameters, check_ranks, check_updates, run_jobs
+from gaverify.audit.job import COMPILED, Files, Job, Role, free_port, ranks_of
+from gaverify.audit.processes import Child, NoView, check_parameters, check_ranks, check_updates, run_jobs
 from gaverify.audit.request import Request
 from gaverify.errors import ProblemError
 from gaverify.records.audit import Record, UpdateComparison

@@ -74,7 +74,8 @@ def _check(path: str, full: list[Any], accumulated: list[Any]) -> RowCheck | Non
         return None  # a mask, a table of positions: the same in every forward
     dim = _batch_dimension(full, accumulated)
     whole, part = rows_of(full, dim), rows_of(accumulated, dim)
-    left, right = _exactly(whole, part)
+    here, there = (Counter(row.contents for row in rows) for rows in (whole, part))
+    left, right = _without(whole, here & there), _without(part, here & there)
     exactly = len(left)
     for side in (0, 1):
         left, right = _trimmed(left, right, side)
@@ -121,12 +122,6 @@ def rows_of(entries: list[Any], dim: int) -> list[Row]:
 def alike(row: Row, other: Row) -> bool:
     """Whether two rows hold the same sample, whatever each was padded to."""
     return row.contents == other.contents or any(map(_goes_on, row.sides, other.sides))
-
-
-def _exactly(full: list[Row], accumulated: list[Row]) -> tuple[list[Row], list[Row]]:
-    """Returns the rows of both that are left where each is paired with one that holds the same values."""
-    here, there = (Counter(row.contents for row in rows) for rows in (full, accumulated))
-    return _without(full, here & there), _without(accumulated, here & there)
 
 
 def _without(rows: list[Row], paired: Counter[tuple[int, int]]) -> list[Row]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from audits import SCRIPTS, Audited, audit, folder, gaverify, marked, refused
 
-from gaverify.audit import ending, outputs, processes
+from gaverify.audit import outputs, processes
 from gaverify.audit.job import Job
 
 slow = pytest.mark.slow
@@ -122,7 +122,7 @@ def no_view(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(job: Job, command: str) -> processes.Child:
         if job.files != "view":
             return original(job, command)
-        raise ending.NoView("not allowed here")
+        raise processes.NoView("not allowed here")
 
     monkeypatch.setattr(processes, "_start", start)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gaverify.audit.launch import (
+from gaverify.audit.job import (
     ended_early,
     entering,
     failed_first,
@@ -163,7 +163,7 @@ def test_a_port_that_is_taken_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> 
         taken.bind(("127.0.0.1", port))
         taken.listen()
         numbers = iter([port - 10_000, 7])
-        monkeypatch.setattr("gaverify.audit.launch.secrets.randbelow", lambda _: next(numbers, 8))
+        monkeypatch.setattr("gaverify.audit.job.secrets.randbelow", lambda _: next(numbers, 8))
         assert free_port() != port
 
 
@@ -177,6 +177,6 @@ def test_no_free_port_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         port = free_port()
         taken.bind(("127.0.0.1", port))
         taken.listen()
-        monkeypatch.setattr("gaverify.audit.launch.secrets.randbelow", lambda _: port - 10_000)
+        monkeypatch.setattr("gaverify.audit.job.secrets.randbelow", lambda _: port - 10_000)
         with pytest.raises(ProblemError, match="none of 64 ports"):
             free_port()
