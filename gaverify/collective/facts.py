@@ -254,4 +254,4 @@ def _own_of_strategy(task: Task, trained: Trained, judgement: Judgement) -> list
         counted = [trained.member.count * used for used in found.used]
     pairs = list(zip(columns, counted, strict=True))
     own = (trained.own(task, rank) for rank in range(trained.member.count))
-    return [sum((pairs[k][0] * pairs[k][1] for k in mine), torch.zeros(())) for mine in own]
+    return [sum((pairs[k][0] * pairs[k][1] for k in mine), torch.zeros((), device="cpu")) for mine in own]
