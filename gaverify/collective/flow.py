@@ -34,13 +34,14 @@ from gaverify.errors import Agreed, ProblemError
 from gaverify.passes.batching import micro_batch_sizes
 from gaverify.passes.gradients import Gradients, PassResult, full_batch_gradients
 from gaverify.passes.isolation import ModelState
+from gaverify.passes.precision import unit_roundoff
 from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.task import Task
 from gaverify.passes.wrappers import dividing, over_ranks, summed_over
 from gaverify.records.comparison import Method, Outcome
 from gaverify.records.facts import Facts
 from gaverify.records.ranks import Engine, RankFacts
-from gaverify.thresholds import U32, U64
+from gaverify.thresholds import CAPPED_UNITS, U32, U64
 from gaverify.tracebacks import is_own_fault
 from gaverify.verdict.comparison import left_between, measure
 from gaverify.verdict.control import (
@@ -51,7 +52,7 @@ from gaverify.verdict.control import (
     lowest_precision,
     noise_floor,
 )
-from gaverify.verdict.criteria import decide_at_once
+from gaverify.verdict.criteria import decide_at_once, record
 from gaverify.verdict.judging import Judgement, decide_by_control, judge, working_unit
 
 _PATIENCE = 10.0  # seconds, and as long again as the control took: others that fail in it fail by then
@@ -78,6 +79,8 @@ def judge_together(task: Task, trained: Trained, *, diagnose: bool, exact: bool)
         # each rank has seen its own micro-batches alone: what decides is the coarsest that any has seen
         unit = max(member.everyones("unit", working_unit(task, judgement.full, judgement.accumulated)))
         decide_window(task, judgement, unit, exact, lambda: _control(task, trained, judgement))
+        if judgement.control is not None and trained.hooked(task):
+            _decide_hooks(judgement)
         judgement.timings = {"passes": passed - started, "control": time.perf_counter() - passed}
         divergent = any(row.outcome is Outcome.DIVERGENT for row in judgement.rows)
         own = replace(task, sizes=tuple(task.sizes[k] for k in trained.own(task)))
@@ -101,10 +104,10 @@ def _passes(task: Task, trained: Trained) -> tuple[Judgement, Moved]:
     """
     state, listener = ModelState(task.modules, (task.problem.loss,)), OwnCollectives()
     task.progress("the whole batch on every rank")
-    full, record = full_batch_gradients(task, state, probe=listener)
+    full, record = full_batch_gradients(trained.whole(task), state, probe=listener)
     if record.fused and not task.math_kernels:
         task.math_kernels = True
-        full, record = full_batch_gradients(task, state, probe=listener)
+        full, record = full_batch_gradients(trained.whole(task), state, probe=listener)
     if listener.found:
         raise ProblemError(
             f"the model or the loss calls `torch.distributed` itself ({listener.found}): every rank runs the whole "
@@ -148,6 +151,20 @@ def decide_window(
     judgement.method = Method.NOISE_FLOOR
 
 
+def _decide_hooks(judgement: Judgement) -> None:
+    """Decides in working precision what communication hooks changed by more than the rounding of 16 bits.
+
+    The float64 control runs without them, for one that compresses rounds in any precision.
+    """
+    allowed = CAPPED_UNITS * unit_roundoff(torch.bfloat16)
+    judgement.rows = [
+        record(row, Outcome.DIVERGENT, Method.WORKING_PRECISION, allowed * row.reference, row.difference)
+        if row.why is None and row.difference > allowed * row.reference
+        else decided
+        for row, decided in zip(judgement.working.values(), judgement.rows, strict=True)
+    ]
+
+
 def _control(task: Task, trained: Trained, judgement: Judgement) -> Control | None:
     """Runs both passes in float64, on every rank; None on all where one could not.
 
@@ -157,7 +174,7 @@ def _control(task: Task, trained: Trained, judgement: Judgement) -> Control | No
     try:
         with in_float64(task, judgement.state) as (lifted, state):
             task.progress("float64 control")
-            full, _ = full_batch_gradients(lifted, state, judgement.record, lift=True)
+            full, _ = full_batch_gradients(trained.whole(lifted), state, judgement.record, lift=True)
             full.gradients = {name: None if g is None else g.clone() for name, g in full.gradients.items()}
             window, _ = trained.window(lifted, state, judgement.record, full, lift=True)
             rows = {row.name: row for row in measure(window.gradients, full.gradients)}

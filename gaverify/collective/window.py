@@ -101,6 +101,14 @@ class Trained:
     share: float = 1.0
     factors: tuple[float | None, ...] = ()
 
+    def whole(self, task: Task) -> Task:
+        """The task that runs the whole batch on every rank: without DDP, so that nothing it does is taken for right."""
+        return bare(task) if self.engine is Engine.DDP else task
+
+    def hooked(self, task: Task) -> bool:
+        """Whether the user's code put hooks of its own in the place of DDP's mean over the ranks."""
+        return any(getattr(module, "_comm_hooks", None) for root in task.modules for module in root.modules())
+
     def own(self, task: Task, rank: int | None = None) -> range:
         """The micro-batches of a rank, by default of this one."""
         steps = task.steps // self.member.count

@@ -23,7 +23,8 @@ pytestmark = [
 ]
 ROUNDING = 1e-6  # relative, of a float32 gradient of a hundred parameters
 
-RIGHT = ("ddp", "fsdp2", "plain", "fsdp2 dropout", "ddp apart", "fsdp2 apart", "ddp own", "fsdp2 own once")
+RIGHT_PLAIN = ("ddp", "fsdp2", "plain", "ddp hook-mean", "ddp hook-half", "ddp apart", "fsdp2 apart")
+RIGHT = (*RIGHT_PLAIN, "fsdp2 dropout", "ddp own", "fsdp2 own once")
 RIGHT_LOOPS = (
     "ddp own once join",
     "fsdp2 own once summed divides",
@@ -38,6 +39,7 @@ FAULTY = {
     "ddp padded": {"GAV202"},
     "fsdp2 padded": {"GAV202"},
     "fsdp2 tripled": {"GAV201"},
+    "ddp hook-sum": {"GAV704"},
     "ddp own never": {"GAV701"},
     "fsdp2 own never": {"GAV702"},
     "ddp own undivided": {"GAV201"},
