@@ -37,8 +37,8 @@ from gaverify.passes.isolation import ModelState
 from gaverify.passes.precision import unit_roundoff
 from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.task import Task
-from gaverify.passes.wrappers import dividing, over_ranks, summed_over
-from gaverify.records.comparison import Method, Outcome
+from gaverify.passes.wrappers import dividing, hooks_left_out, over_ranks, summed_over
+from gaverify.records.comparison import Method, Outcome, relative_total
 from gaverify.records.facts import Facts
 from gaverify.records.ranks import Engine, RankFacts
 from gaverify.thresholds import CAPPED_UNITS, U32, U64
@@ -80,7 +80,7 @@ def judge_together(task: Task, trained: Trained, *, diagnose: bool, exact: bool)
         unit = max(member.everyones("unit", working_unit(task, judgement.full, judgement.accumulated)))
         decide_window(task, judgement, unit, exact, lambda: _control(task, trained, judgement))
         if judgement.control is not None and trained.hooked(task):
-            _decide_hooks(judgement)
+            _decide_hooks(task, trained, judgement)
         judgement.timings = {"passes": passed - started, "control": time.perf_counter() - passed}
         divergent = any(row.outcome is Outcome.DIVERGENT for row in judgement.rows)
         own = replace(task, sizes=tuple(task.sizes[k] for k in trained.own(task)))
@@ -151,17 +151,25 @@ def decide_window(
     judgement.method = Method.NOISE_FLOOR
 
 
-def _decide_hooks(judgement: Judgement) -> None:
-    """Decides in working precision what communication hooks changed by more than the rounding of 16 bits.
+def _decide_hooks(task: Task, trained: Trained, judgement: Judgement) -> None:
+    """Decides by a control without the user's communication hooks what these change by more than 16 bits round.
 
-    The float64 control runs without them, for one that compresses rounds in any precision.
+    The float64 control runs without them, for one that compresses rounds in any precision. The same window in the same
+    arithmetic tells their share exactly, also below float32, where right runs are percents apart.
     """
+    window = judgement.accumulated
+    window.gradients = {name: None if g is None else g.clone() for name, g in window.gradients.items()}
+    with hooks_left_out(task.modules):
+        without, _ = trained.window(task, judgement.state, judgement.record, judgement.full)
+    rows = measure(window.gradients, without.gradients)
     allowed = CAPPED_UNITS * unit_roundoff(torch.bfloat16)
+    if relative_total((row.difference, row.reference) for row in rows if row.why is None) <= allowed:
+        return
     judgement.rows = [
         record(row, Outcome.DIVERGENT, Method.WORKING_PRECISION, allowed * row.reference, row.difference)
-        if row.why is None and row.difference > allowed * row.reference
+        if row.why is None and changed.difference > allowed * changed.reference
         else decided
-        for row, decided in zip(judgement.working.values(), judgement.rows, strict=True)
+        for row, changed, decided in zip(judgement.working.values(), rows, judgement.rows, strict=True)
     ]
 
 

@@ -246,3 +246,13 @@ def renew_reducers(modules: list[nn.Module], *, hooks: bool) -> None:
             _live[module] = module.reducer, module.logger
             for hook, state in module._comm_hooks if hooks else ():
                 torch._C._distributed_c10d._register_comm_hook(module.reducer, state, hook)
+
+
+@contextmanager
+def hooks_left_out(modules: list[nn.Module]) -> Iterator[None]:
+    """Lets DistributedDataParallel take the mean itself, without communication hooks."""
+    renew_reducers(modules, hooks=False)
+    try:
+        yield
+    finally:
+        renew_reducers(modules, hooks=True)

@@ -156,7 +156,7 @@ def judge(
         *_on_host(full.terms),
     )
     window = window_of(full, accumulated, seen) if seen.taken else None
-    if window is not None or (part is not None and rtol is None and _divergence_shows(task, measured, coarse)):
+    if window is not None or (asked and part is not None and _divergence_shows(task, measured, coarse)):
         judgement.earlier = noted(full, window)
     # What adding up loses is read from the window's sketches, where there are any.
     low = unit_roundoff(judgement.dtype) > U32 and rtol is None and window is None

@@ -150,12 +150,18 @@ def _freed(parameter: torch.Tensor) -> None:
 def window_of(full: PassResult, accumulated: PassResult, seen: GradientSketches) -> Sketches | None:
     """Returns a window that was listened to; None where the full batch's gradient, or another, is zero."""
     used = torch.tensor(accumulated.weights, dtype=torch.float64, device="cpu")
-    found = Sketches(_on_host(full.gradients), seen.columns() / used, used, _on_host(accumulated.gradients))
+    columns = _unweighted(seen.columns(), used)
+    found = Sketches(_on_host(full.gradients), columns, used, _on_host(accumulated.gradients))
     return found if len(found.columns) == len(found.full) and bool(found.full.any()) else None
 
 
 def _on_host(gradients: Gradients) -> torch.Tensor:
     return sketch(list(gradients.values())).to("cpu", torch.float64)
+
+
+def _unweighted(columns: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
+    """What micro-batches gave before their weights; one that counts nothing gave nothing."""
+    return columns / torch.where(used == 0, torch.ones_like(used), used)
 
 
 class Sums:
@@ -184,7 +190,7 @@ class Sums:
             target, sums = target.cpu().double(), [part.cpu().double() for part in sums]
         steps = torch.stack([sums[0], *(b - a for a, b in pairwise(sums))], dim=1)
         weights = torch.tensor(used, dtype=steps.dtype, device=steps.device)
-        return Sketches(target, steps / torch.where(weights == 0, torch.ones_like(weights), weights), weights, sums[-1])
+        return Sketches(target, _unweighted(steps, weights), weights, sums[-1])
 
 
 def fitted(runs: Sequence[Sketches]) -> WeightFit:

@@ -32,7 +32,7 @@ RIGHT_LOOPS = (
     "fsdp2 own once padded all-tokens",
 )
 GROWN = {"ddp": ("ddp deep", "ddp many"), "fsdp2": ("fsdp2 deep", "fsdp2 many")}
-RIGHT_IN_FLOAT64 = ("ddp exact", "fsdp2 exact", "fsdp2 bfloat16")
+RIGHT_IN_FLOAT64 = ("ddp exact", "fsdp2 exact", "fsdp2 bfloat16", "ddp hook-mean low")
 FAULTY = {
     "ddp batchnorm": {"GAV101"},
     "fsdp2 batchnorm": {"GAV101"},
@@ -40,6 +40,7 @@ FAULTY = {
     "fsdp2 padded": {"GAV202"},
     "fsdp2 tripled": {"GAV201"},
     "ddp hook-sum": {"GAV704"},
+    "ddp hook-sum low": {"GAV704"},
     "ddp own never": {"GAV701"},
     "fsdp2 own never": {"GAV702"},
     "ddp own undivided": {"GAV201"},

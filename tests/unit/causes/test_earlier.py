@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import problems_coupling
@@ -20,8 +21,9 @@ from gaverify import Outcome, Verdict
 from gaverify.cli import main
 from gaverify.passes import gradients, task
 from gaverify.passes.gradients import PassResult
+from gaverify.passes.sketches import SKETCH
 from gaverify.verdict import window
-from gaverify.verdict.sketches import Earlier, kept
+from gaverify.verdict.sketches import Earlier, kept, window_of
 
 
 def earlier_of(**found: torch.Tensor | None) -> Earlier:
@@ -201,3 +203,10 @@ def test_the_option(word: str, code: int, told: str, capsys: pytest.CaptureFixtu
 def test_a_limit_that_is_no_time_gets_a_sentence() -> None:
     with pytest.raises(gaverify.ProblemError, match="time_limit is -1"):
         gaverify.verify(nn.Linear(2, 1), lambda model, batch: model(batch).mean(), torch.ones(4, 2), time_limit=-1)
+
+
+def test_a_micro_batch_that_counts_nothing_gave_nothing_to_a_window_that_was_listened_to() -> None:
+    gradient = PassResult({"a": numbers(3)}, 1.0, weights=(0.5, 0.0))
+    listened: Any = SimpleNamespace(columns=lambda: torch.tensor([[1.0, 0.0]], dtype=torch.float64).expand(SKETCH, 2))
+    window = window_of(gradient, gradient, listened)
+    assert window is not None and window.columns[0].tolist() == [2.0, 0.0]
