@@ -72,7 +72,7 @@ def _may_be_spec(file: Path) -> bool:
     import difflib
     import tomllib
 
-    from gaverify.spec import Spec
+    from gaverify.spec import OPTIONS
 
     try:
         table = tomllib.loads(file.read_text(encoding="utf-8-sig"))
@@ -81,7 +81,7 @@ def _may_be_spec(file: Path) -> bool:
     keys = {key.replace("-", "_") for key in table}
     if keys & {"script", "module"} and "model" not in keys:
         return False
-    return not keys or not keys.isdisjoint(Spec.model_fields) or bool(difflib.get_close_matches("model", keys))
+    return not keys or not keys.isdisjoint(OPTIONS) or bool(difflib.get_close_matches("model", keys))
 
 
 class SpecFile(pytest.File):

@@ -1,10 +1,13 @@
-"""Text files that people name: read whole, or a sentence on why not."""
+"""Text and TOML files that people name: read whole, or a sentence on why not."""
 
 from __future__ import annotations
 
 import os
+import re
 import stat
+import tomllib
 from pathlib import Path
+from typing import Any
 
 from gaverify.errors import SpecError
 
@@ -33,3 +36,19 @@ def text_of_file(file: Path, what: str, most: int = 1 << 20) -> str:
     except UnicodeDecodeError as error:
         told = f"not UTF-8 text: byte {error.start} cannot be read; save the file as UTF-8"
         raise SpecError(told, str(file)) from error
+
+
+def table_of_file(file: Path, what: str) -> dict[str, Any]:
+    """Returns the table that a TOML file holds.
+
+    Raises:
+        SpecError: As of `text_of_file`, or it is not TOML; the sentence says where.
+    """
+    try:
+        return tomllib.loads(text_of_file(file, what))
+    except ValueError as error:
+        place = re.search(r" \(at (.*)\)$", str(error))
+        where, told = (place[1], str(error).removesuffix(place[0])) if place else ("somewhere", str(error))
+        raise SpecError(f"{where}: not TOML: {told}", str(file)) from error
+    except RecursionError as error:
+        raise SpecError("lists or tables stand too deep in each other; one level is enough", str(file)) from error

@@ -10,11 +10,11 @@ from typing import Any
 from torch import nn
 
 from gaverify.acceptance import settled
-from gaverify.errors import GaverifyError, ProblemError
+from gaverify.errors import GaverifyError, ProblemError, SpecError
 from gaverify.passes.problem import Problem
 from gaverify.records.verdict import Verdict
 from gaverify.report import print_answer
-from gaverify.spec.accepting import Accept, project_settings
+from gaverify.spec.accepting import project_settings, read_entries
 from gaverify.verification import verify
 
 
@@ -43,7 +43,10 @@ class Gate:
     """
 
     def __init__(self, accept: Sequence[Mapping[str, Any]] = (), *, stop: bool = True, **options: Any) -> None:
-        self.accept = tuple(Accept.model_validate(dict(entry)) for entry in accept)
+        problems: list[str] = []
+        self.accept = read_entries(list(map(dict, accept)), "accept", problems)
+        if problems:
+            raise SpecError(problems, "callback")
         self.stop = stop
         self.options = options
         self.verdict: Verdict | None = None

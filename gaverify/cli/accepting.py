@@ -12,11 +12,11 @@ import click
 
 from gaverify.cli.streams import INTERRUPTED, Invocation, report_failure, say
 from gaverify.errors import GaverifyError, SpecError
+from gaverify.spec import Spec, parse_spec, read_specs
+from gaverify.spec.accepting import Accept, project_settings
 
 if TYPE_CHECKING:
     from gaverify.records.verdict import Verdict
-    from gaverify.spec import Spec
-    from gaverify.spec.accepting import Accept
 
 _REASON = "known when `gaverify baseline` was run; write here why it is wanted"
 
@@ -34,8 +34,6 @@ def baseline(invocation: Invocation | None, /, specs: tuple[Path, ...], reason: 
     that of `gaverify run`. A spec that cannot be verified is told, too, and does not stop the others.
     """
     from gaverify.cli.running import verified
-    from gaverify.spec import read_specs
-    from gaverify.spec.accepting import project_settings
 
     if not reason.strip():
         raise SpecError("--reason: must be text that is not empty")
@@ -93,7 +91,6 @@ def _pairs(entry: Accept) -> Sequence[tuple[str, str | bool]]:
 def _append(file: Path, spec: Spec, text: str, added: int) -> None:
     """Appends the tables to the spec's file, after checking that the new text is TOML with just these entries more."""
     from gaverify.report.formats import write_whole
-    from gaverify.spec import parse_spec
 
     old = file.read_text(encoding="utf-8-sig")
     new = (old if old.endswith("\n") or not old else old + "\n") + text

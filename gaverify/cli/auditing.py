@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,18 +20,18 @@ from gaverify.cli.progress import DelayedProgress
 from gaverify.cli.showing import check_outputs, exit_code_of, output_options, show, strict_option
 from gaverify.cli.streams import Invocation, failure_message, report_failure
 from gaverify.errors import SpecError, nearest
-from gaverify.text_files import text_of_file
+from gaverify.spec.accepting import Accept, Project, project_settings, read_entries
+from gaverify.spec.fields import OPTIONS, sentence
+from gaverify.text_files import table_of_file
 
 if TYPE_CHECKING:
     from gaverify.audit.request import Request
     from gaverify.records.audit_report import AuditReport
-    from gaverify.spec.accepting import Accept, Project
 
 
 _NOT_KEYS = frozenset({"kept", "show_all", "strict", "form", "outputs", "debug", "help"})
 """Options that say how to report: they belong to the call, not to one of its audits."""
 _OWN = ("accept", "expect")
-_OUTCOMES = ("equivalent", "divergent", "inconclusive")
 _EXAMPLE = 'script = "train.py"'
 
 
@@ -79,9 +78,7 @@ def read_options(file: Path, params: Sequence[click.Parameter]) -> AuditFile:
     Raises:
         SpecError: With every problem of the file.
     """
-    from gaverify.spec.accepting import Accept, entry_problems
-
-    table = _table(file)
+    table = table_of_file(file, "file of an audit")
     known = {_key(param): param for param in params if param.name not in _NOT_KEYS}
     if "model" in table and "script" not in table and "module" not in table:
         raise SpecError("is a spec, not the options of an audit; run it with `gaverify run`", str(file))
@@ -92,24 +89,16 @@ def read_options(file: Path, params: Sequence[click.Parameter]) -> AuditFile:
             given[str(param.name)] = _value(key, table[key], param, problems)
     if "script" not in table and "module" not in table:
         problems.append(f"$.script: is missing; write `{_EXAMPLE}`")
-    problems += [f"$.accept{place}: {text}" for place, text in entry_problems(table.get("accept", []))]
+    accept = read_entries(table.get("accept", []), "$.accept", problems)
     expect = table.get("expect")
-    if expect is not None and expect not in _OUTCOMES:
-        problems.append(f"$.expect: must be one of {', '.join(_OUTCOMES)}")
+    if expect is not None and not OPTIONS["expect"].kind.fits(expect):
+        problems.append(f"$.expect: {sentence('expect', '', table, option=False)}")
     if problems:
         raise SpecError(problems, str(file))
     for name in ("script", "full_script"):  # beside the file, as with a spec's model; else from where the command runs
         if given.get(name) and (file.parent / given[name]).exists():
             given[name] = str(file.parent / given[name])
-    accept = tuple(Accept.model_validate(entry) for entry in table.get("accept", []))
     return AuditFile(file, given, accept, expect)
-
-
-def _table(file: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(text_of_file(file, "file of an audit"))
-    except (ValueError, RecursionError) as error:
-        raise SpecError(f"not TOML: {error}", str(file)) from error
 
 
 def _key(param: click.Parameter) -> str:
@@ -220,7 +209,6 @@ def audit(kept: str | None, show_all: bool, strict: bool, form: str, outputs: tu
       gaverify audit -m package.train --events-only -- --accum 4
     """
     from gaverify.acceptance import settled
-    from gaverify.spec.accepting import project_settings
 
     project = project_settings()
     if kept is None and given["module"] is None:

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 import click
 
-from gaverify.cli.options import complete_devices
+from gaverify.cli.options import completing
 from gaverify.cli.progress import DelayedProgress
 from gaverify.cli.streams import INTERNAL, guests
-from gaverify.report.text.layout import Layout, plain
+from gaverify.spec.kinds import DEVICE
 
 _MARKS = {True: "ok", False: "WRONG", None: ""}
 
@@ -18,9 +18,9 @@ _MARKS = {True: "ok", False: "WRONG", None: ""}
 @click.command(short_help="Check this machine, and that known faults are found on it.")
 @click.option(
     "--device",
-    metavar="cpu|cuda|cuda:N|mps|auto",
+    metavar=DEVICE.metavar,
     help="Examine this one.  [one of each]",
-    shell_complete=complete_devices,
+    shell_complete=completing(DEVICE),
 )
 def doctor(device: str | None) -> int:
     """Prints versions and devices, and verifies every built-in whose verdict is known, faults included.
@@ -54,6 +54,8 @@ def doctor(device: str | None) -> int:
 
 def _print(lines: Iterable[tuple[str, str, bool | None]]) -> int:
     """Prints the lines and returns how many of them are wrong."""
+    from gaverify.report.text.layout import Layout, plain
+
     layout = Layout(width=max(60, min(shutil.get_terminal_size((80, 24)).columns, 120)))
     wrong = 0
     for subject, found, fine in lines:

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import CompletionItem
 
-from gaverify.report.text.layout import Layout, plain
-
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
@@ -63,6 +61,8 @@ def models() -> int:
 
     to = console(highlight=False)
     if to.width < NARROW:
+        from gaverify.report.text.layout import Layout, plain
+
         layout = Layout(width=to.width)
         for entry in BUILTINS:
             click.echo(entry.name)

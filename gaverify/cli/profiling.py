@@ -11,20 +11,25 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gaverify.cli.options import complete_specs, overrides_from, plain_options
+from gaverify.cli.options import complete_specs, overrides_from, spec_options
 from gaverify.cli.progress import DelayedProgress
 from gaverify.cli.showing import output_options, show
 from gaverify.cli.streams import INTERRUPTED, tell
 from gaverify.errors import SpecError
+from gaverify.spec import OPTIONS, Spec, load_specs, parse_spec
+from gaverify.spec.kinds import FLAG
 
 if TYPE_CHECKING:
     from gaverify.profiling import Profile
     from gaverify.records.profile import Strategy
-    from gaverify.spec import Spec
 
-# options of a run that mean something else here, or nothing: what the full batch costs is what is measured
-_OTHERWISE = ("--steps", "--strategy", "--optimizer", "--lr", "--reference", "--expect")
 _STEPS = "1,2,4,8"
+_OPTIMIZERS = OPTIONS["optimizer"].kind
+_OTHERWISE = (
+    *("steps", "strategy", "optimizer", "lr", "reference", "expect"),
+    *(name for name, option in OPTIONS.items() if option.kind is FLAG),
+)
+"""Options of a run that mean something else here, or nothing: what the full batch costs is what is measured."""
 
 
 def _print_schema(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -51,8 +56,8 @@ def _print_schema(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
 @click.option("--memory", metavar="24GB", help="Predict the largest micro-batch that fits.  [a GPU's own]")
 @click.option("--wanted-batch", metavar="N", help="Predict the smallest K for N samples.  [the batch]")
 @click.option("--repeats", metavar="N", default="10", help="Updates whose time is taken, after warm-up.  [10]")
-@click.option("--optimizer", metavar="sgd|adam|adamw", help="Include its step in every update.  [no step]")
-@partial(plain_options, without=_OTHERWISE)
+@click.option("--optimizer", metavar=_OPTIMIZERS.metavar, help="Include its step in every update.  [no step]")
+@partial(spec_options, without=_OTHERWISE)
 @output_options
 @click.option(
     "--schema",
@@ -92,7 +97,7 @@ def profile(
     wanted = _numbers("--wanted-batch", wanted_batch, "256", problems) if wanted_batch is not None else ()
     limit = _bytes(memory, problems)
     chosen = _strategies(strategies, problems)
-    if optimizer not in (None, "sgd", "adam", "adamw"):
+    if optimizer is not None and not _OPTIMIZERS.fits(optimizer):
         problems.append(f"--optimizer: unknown optimizer `{optimizer}`; write `sgd`, `adam` or `adamw`")
     for option, numbers in (("--repeats", count), ("--wanted-batch", wanted)):
         if len(numbers) > 1:
@@ -145,8 +150,6 @@ def _read_spec(file: Path | None, overrides: dict[str, Any]) -> Spec:
     A profile has its own values of K and its own strategies, so those of the spec are not used. Weights that are listed
     one by one fit a single K and are refused.
     """
-    from gaverify.spec import load_specs, parse_spec
-
     if isinstance(overrides.get("weighting"), tuple):
         raise SpecError("--weighting: numbers fit one K only; write `uniform`, `samples`, `tokens` or `none`")
     if file is None:

@@ -27,12 +27,11 @@ from gaverify.cli.streams import (
 )
 from gaverify.errors import Agreed, MissingPackage, SpecError
 from gaverify.launched import await_first, is_first
-from gaverify.records.verdict import Verdict
+from gaverify.spec import Spec, parse_spec, read_specs
+from gaverify.spec.accepting import Project, project_settings
 
 if TYPE_CHECKING:
-    from gaverify.spec import Spec
-    from gaverify.spec.accepting import Project
-
+    from gaverify.records.verdict import Verdict
 
 _COMMAND_LINE = "command line"
 
@@ -87,8 +86,6 @@ def run(
     echo = False
     project: Project | None = None
     try:
-        from gaverify.spec.accepting import project_settings
-
         project = project_settings()
         jobs = _jobs(specs, overrides)
         echo = form == "text" and len(jobs) > 1 and not quiet and is_first()
@@ -110,8 +107,6 @@ def run(
 
 def _jobs(paths: Sequence[Path], overrides: dict[str, Any]) -> list[tuple[str, Spec | SpecError]]:
     """Returns each source with its spec, or with what is wrong with it."""
-    from gaverify.spec import parse_spec, read_specs
-
     if not paths and "model" not in overrides:
         raise click.UsageError("nothing to verify: name a model (see `gaverify models`) or spec files")
     models = [] if "model" in overrides else list(filter(_names_a_model, paths))

@@ -186,7 +186,7 @@ def _built(factory: Any, spec: Spec) -> Any:
 def _options(spec: Spec) -> dict[str, Any]:
     """The options that were given and that a factory may have a parameter for."""
     options = {name: getattr(spec, name) for name in ("batch_size", "data", "pretrained")}
-    if spec.ignore_index != type(spec).model_fields["ignore_index"].default:
+    if spec.ignore_index != type(spec).ignore_index:
         options["ignore_index"] = spec.ignore_index
     return {name: value for name, value in options.items() if value is not None}
 

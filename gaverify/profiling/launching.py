@@ -7,6 +7,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gaverify.children.launching import Kept, ended_as_interrupted, given, signal_name
@@ -66,9 +67,10 @@ def profile_spec(
     try:
         with ended_as_interrupted():
             for plan in plans:
+                strategy = "accumulate" if plan.strategy == "full-batch" else plan.strategy
                 label = f"{LABELS[plan.strategy]}, K = {plan.steps}"
                 job = {
-                    "spec": _spec_text(spec, plan),
+                    "spec": replace(spec, steps=plan.steps, strategy=strategy).to_dict(),
                     "strategy": plan.strategy,
                     "steps": plan.steps,
                     "repeats": repeats,
@@ -192,8 +194,3 @@ def _during(stage: str) -> str:
         "starting": "it started",
     }
     return f" while {known.get(stage, 'its time was taken')}"
-
-
-def _spec_text(spec: Spec, plan: Plan) -> str:
-    strategy = "summed-loss" if plan.strategy == "summed-loss" else "accumulate"
-    return spec.model_copy(update={"steps": plan.steps, "strategy": strategy}).model_dump_json()

@@ -43,10 +43,10 @@ def main() -> None:
 
 def _measure(job: dict[str, Any], channel: IO[str]) -> None:
     from gaverify.records.profile import Plan
-    from gaverify.spec import Spec
+    from gaverify.spec import parse_spec
 
     _send(channel, stage="loading")
-    spec = Spec.model_validate_json(job["spec"])
+    spec = parse_spec(job["spec"], "profile")
     plan = Plan(job["strategy"], job["steps"])
     problem = _loaded(spec)
     ranks = _checked_ranks(problem, spec, plan)

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict
-
 from gaverify.errors import SpecError
-from gaverify.text_files import text_of_file
+from gaverify.spec.kinds import Kind
+from gaverify.text_files import table_of_file
 
 EXAMPLE = '{ code = "GAV101", location = "backbone.*", reason = "ghost batch norm on purpose" }'
+ENTRIES = Kind(
+    "a list of tables with `code`, `location` and `reason`",
+    "",
+    lambda value: all(isinstance(entry, Accept) for entry in value),
+)
 _KEYS = {"code": str, "location": str, "reason": str, "suspected": bool}
 _UNEXPLAINED = "GAV000"
 
 
-class Accept(BaseModel):
+@dataclass(frozen=True)
+class Accept:
     """A divergence that is known and wanted.
 
     `location` is a pattern (`*`, `?`, `[…]`) for the module's path (`(root)` for the model itself), the file or
     `file:line`; `suspected` accepts a cause that no control run proved, too.
     """
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     code: str
     location: str
@@ -45,9 +48,22 @@ class Project(NamedTuple):
     source: str = ""
 
 
-def entry_problems(value: Any) -> Iterator[tuple[str, str]]:
-    """Yields (place below the list, sentence) for everything that is wrong with a list of entries."""
-    if not isinstance(value, (list, tuple)):
+def read_entries(value: Any, place: str, problems: list[str]) -> tuple[Accept, ...]:
+    """Returns the entries of a list of tables.
+
+    Args:
+        value: The list.
+        place: Where it stands, for messages.
+        problems: Gets a sentence for everything that is wrong; then there are no entries.
+    """
+    told = [f"{place}{where}: {text}" for where, text in _problems(value)]
+    problems += told
+    return () if told else tuple(Accept(**entry) for entry in value)
+
+
+def _problems(value: Any) -> Iterator[tuple[str, str]]:
+    """Yields (place below the list, sentence)."""
+    if not isinstance(value, list | tuple):
         yield "", f"must be a list of tables; write `accept = [{EXAMPLE}]`"
         return
     for at, entry in enumerate(value):
@@ -85,28 +101,19 @@ def project_settings(start: Path | None = None) -> Project:
     for candidate in (folder, *folder.parents):
         file = candidate / "pyproject.toml"
         if file.is_file():
-            table = _table(file)
-            if table is not None:
+            tools = table_of_file(file, "pyproject.toml").get("tool")
+            table = tools.get("gaverify") if isinstance(tools, dict) else None
+            if isinstance(table, dict):
                 return _project(table, file)
     return Project()
-
-
-def _table(file: Path) -> dict[str, Any] | None:
-    try:
-        document = tomllib.loads(text_of_file(file, "pyproject.toml"))
-    except ValueError as error:
-        raise SpecError(f"cannot be read: {error}", str(file)) from error
-    table = document.get("tool", {}).get("gaverify") if isinstance(document.get("tool"), dict) else None
-    return table if isinstance(table, dict) else None
 
 
 def _project(table: dict[str, Any], file: Path) -> Project:
     unknown = sorted(table.keys() - {"accept", "strict"})
     problems = [f"$.tool.gaverify.{key}: unknown key; the keys are accept, strict" for key in unknown]
-    problems += [f"$.tool.gaverify.accept{place}: {text}" for place, text in entry_problems(table.get("accept", []))]
+    entries = read_entries(table.get("accept", []), "$.tool.gaverify.accept", problems)
     if not isinstance(table.get("strict", False), bool):
         problems.append("$.tool.gaverify.strict: must be true or false")
     if problems:
         raise SpecError(problems, str(file))
-    entries = tuple(Accept.model_validate(entry) for entry in table.get("accept", []))
     return Project(entries, table.get("strict", False), str(file))

@@ -1,154 +1,190 @@
-"""The fields of a spec, what each allows, and what is wrong with one: what was expected, and what to write."""
+"""The one table of options: what each is called, must be and means; specs, the command line and messages read it."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal, get_args
-
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from typing import Any, NamedTuple
 
 from gaverify.errors import SpecError, nearest
-from gaverify.spec.accepting import Accept
+from gaverify.spec.accepting import ENTRIES, Accept
+from gaverify.spec.kinds import (
+    ARGUMENT,
+    DEVICE,
+    FLAG,
+    INTEGER,
+    SECONDS,
+    SEED,
+    SHAPE,
+    WEIGHTING,
+    Kind,
+    above_zero,
+    one_of,
+    text,
+    tolerance,
+    whole,
+)
 
-WeightingWord = Literal["uniform", "samples", "tokens", "none"]
-DtypeWord = Literal["float32", "float64", "bfloat16", "float16"]
-AutocastWord = Literal["bfloat16", "float16"]
-ModeWord = Literal["train", "eval"]
-StrategyWord = Literal["accumulate", "summed-loss"]
-ExpectWord = Literal["equivalent", "divergent", "inconclusive"]
-OptimizerWord = Literal["sgd", "adam", "adamw"]
-EngineWord = Literal["ddp", "fsdp2"]
-ReferenceWord = Literal["full", "offload", "recompute", "auto"]
-
-_Finite = Annotated[float, Field(allow_inf_nan=False)]
-_Positive = Annotated[int, Field(ge=1)]
-_Tolerance = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-_Text = Annotated[str, Field(min_length=1)]
-_Argument = str | int | float | bool
+MODEL = text("a built-in, `package.module:factory` or `file.py:factory`", "NAME")
+LOSS = text("the name of a loss in `torch.nn.functional`", "NAME")
+WEIGHTS = text("a model's name or folder", "NAME-OR-FOLDER")
+DTYPE = one_of("float32", "float64", "bfloat16", "float16")
+STRATEGY = one_of("accumulate", "summed-loss")
+REFERENCE = one_of("full", "offload", "recompute", "auto")
+OUTCOME = one_of("equivalent", "divergent", "inconclusive")
 
 
-def _words(literal: Any) -> str:
-    """`"a", "b" or "c"`."""
-    *most, last = (json.dumps(word) for word in get_args(literal))
-    return f"{', '.join(most)} or {last}"
+class Option(NamedTuple):
+    """What is known of one field of `Spec`.
 
-
-class Spec(BaseModel):
-    """What to verify and how, as a TOML spec or the command line says it.
-
-    Each field's `description` completes the sentence "must be …", and its first example is the remedy that a message
-    offers; so a field and its error text stand in one place. `None` leaves the choice to the model (`device`, `dtype`,
-    `batch_size`) or to the built-in problem.
+    Args:
+        kind: What its values must be.
+        help: What the help page says; "" for what has no option on the command line.
+        example: A right value, which messages offer as the remedy.
     """
 
-    # strict: `steps = "4"` and `steps = true` are mistakes, although Python could read them as numbers
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", protected_namespaces=())
+    kind: Kind
+    help: str
+    example: Any
 
-    model: _Text = Field(description="a built-in, `package.module:factory` or `file.py:factory`", examples=["mlp"])
-    name: _Text | None = Field(default=None, description="a name for reports", examples=["nightly"])
-    model_args: dict[str, _Argument] = Field(
-        default_factory=dict, description="text, a number or true/false", examples=[{"width": 32}]
-    )
-    steps: _Positive = Field(default=4, description="a whole number of at least 1", examples=[4])
-    batch_size: _Positive | None = Field(default=None, description="a whole number of at least 1", examples=[8])
-    weighting: WeightingWord | tuple[_Finite, ...] = Field(
-        default="uniform", description=f"{_words(WeightingWord)}, or one number per micro-batch", examples=["uniform"]
-    )
-    device: Annotated[str, Field(pattern=r"^(cpu|(cuda|xpu)(:\d+)?|mps|auto)$")] | None = Field(
-        default=None, description='"cpu", "cuda", "cuda:N", "xpu", "mps" or "auto"', examples=["cpu"]
-    )
-    dtype: DtypeWord | None = Field(default=None, description=_words(DtypeWord), examples=["float32"])
-    autocast: AutocastWord | None = Field(default=None, description=_words(AutocastWord), examples=["bfloat16"])
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
-        default=0, description="a whole number from 0 to 2^63 − 1", examples=[0]
-    )
-    mode: ModeWord = Field(default="train", description=_words(ModeWord), examples=["train"])
-    strategy: StrategyWord = Field(default="accumulate", description=_words(StrategyWord), examples=["accumulate"])
-    trace: bool = Field(default=False, description="true or false", examples=[True])
-    optimizer: OptimizerWord = Field(default="sgd", description=_words(OptimizerWord), examples=["sgd"])
-    lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        default=None, description="a number above 0", examples=[0.01]
-    )
-    rtol: _Tolerance | None = Field(default=None, description="a number of at least 0", examples=[1e-5])
-    atol: _Tolerance | None = Field(default=None, description="a number of at least 0", examples=[1e-8])
-    input_shape: Annotated[tuple[_Positive, ...], Field(min_length=1)] | None = Field(
-        default=None, description="the sizes of one sample, whole numbers of at least 1", examples=[(3, 32, 32)]
-    )
-    loss: _Text | None = Field(
-        default=None, description="the name of a loss in `torch.nn.functional`", examples=["cross_entropy"]
-    )
-    classes: _Positive | None = Field(default=None, description="a whole number of at least 1", examples=[10])
-    data: _Text | None = Field(default=None, description="a folder", examples=["data/mnist"])
-    pretrained: _Text | None = Field(default=None, description="a model's name or folder", examples=["gpt2"])
-    ignore_index: int = Field(default=-100, description="a whole number", examples=[-100])
-    ranks: Annotated[int, Field(ge=2)] | None = Field(
-        default=None, description="a whole number of at least 2", examples=[2]
-    )
-    engine: EngineWord = Field(default="ddp", description=_words(EngineWord), examples=["ddp"])
-    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        default=None, description="a number of seconds above 0", examples=[600]
-    )
-    diagnose: bool = Field(default=True, description="true or false", examples=[True])
-    time_limit: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        default=None, description="a number of seconds above 0", examples=[60]
-    )
-    exact: bool = Field(default=False, description="true or false", examples=[True])
-    reference: ReferenceWord = Field(default="full", description=_words(ReferenceWord), examples=["auto"])
-    spill: bool = Field(default=False, description="true or false", examples=[True])
 
-    accept: tuple[Accept, ...] = Field(
-        default=(),
-        description="a list of tables with `code`, `location` and `reason`",
-        examples=[({"code": "GAV101", "location": "backbone.*", "reason": "ghost batch norm on purpose"},)],
-    )
-    expect: ExpectWord | None = Field(default=None, description=_words(ExpectWord), examples=["divergent"])
+def _set(kind: Kind, help: str, default: Any, example: Any = None) -> Any:
+    """A field with a default, or the type of an empty one; it is an example where none is given."""
+    known = {"option": Option(kind, help, default if example is None else example)}
+    return field(default_factory=default, metadata=known) if default is dict else field(default=default, metadata=known)
 
-    @model_validator(mode="after")
-    def _agree(self) -> Spec:
+
+def _left(kind: Kind, example: Any, help: str) -> Any:
+    """A field that is None where it is left out: the model decides."""
+    return _set(kind, help, None, example)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """What to verify and how, as a TOML spec or the command line says it; None leaves the choice to the model.
+
+    Raises:
+        ValueError: A value is none of its kind, or values contradict each other.
+    """
+
+    model: str = _set(
+        MODEL, "Built-in (see `gaverify models`), package.module:factory or file.py:factory.", MISSING, "mlp"
+    )
+    name: str | None = _left(text("a name for reports", "NAME"), "nightly", "How reports call this run.  [the model]")
+    model_args: Mapping[str, str | int | float | bool] = _set(
+        ARGUMENT, "Argument of the factory; repeatable.", dict, {"width": 32}
+    )
+    steps: int = _set(whole(1, "K"), "Micro-batches per full batch.  [4]", 4)
+    batch_size: int | None = _left(whole(1, "B"), 8, "Samples in the full batch, where the model's factory takes it.")
+    weighting: str | tuple[float, ...] = _set(
+        WEIGHTING, "Weight of each micro-batch: 1/K, n/N, token shares.  [uniform]", "uniform"
+    )
+    device: str | None = _left(DEVICE, "cpu", "Where to run.  [where the model lives]")
+    dtype: str | None = _left(DTYPE, "float32", "Working precision.  [the model's]")
+    autocast: str | None = _left(one_of("bfloat16", "float16"), "bfloat16", "Run the forwards under autocast.")
+    seed: int = _set(SEED, "Seed of weights, data and random draws.  [0]", 0)
+    mode: str = _set(one_of("train", "eval"), "Mode of the model.  [train]", "train")
+    strategy: str = _set(STRATEGY, "K backwards, or one over the summed losses.  [accumulate]", "accumulate")
+    trace: bool = _set(FLAG, "Show every micro-batch and the step.", False, True)
+    optimizer: str = _set(one_of("sgd", "adam", "adamw"), "Optimizer of --trace.  [sgd]", "sgd")
+    lr: float | None = _left(above_zero("a number", "LR"), 0.01, "Its learning rate.")
+    rtol: float | None = _left(
+        tolerance("R"), 1e-5, "Fixed tolerance as in assert_close, with --atol; default: rounding is measured."
+    )
+    atol: float | None = _left(tolerance("A"), 1e-8, "See --rtol.")
+    input_shape: tuple[int, ...] | None = _left(
+        SHAPE, (3, 32, 32), "Shape of one sample, for a factory that returns a bare module."
+    )
+    loss: str | None = _left(LOSS, "cross_entropy", "Loss of torch.nn.functional, for a bare module.")
+    classes: int | None = _left(whole(1, "N"), 10, "Classes of the targets, for a bare module.")
+    data: str | None = _left(text("a folder", "FOLDER"), "data/mnist", "Real data for a built-in that has some.")
+    pretrained: str | None = _left(WEIGHTS, "gpt2", "Real weights for a built-in that has some.")
+    ignore_index: int = _set(INTEGER, "Target that counts as padding.  [-100]", -100)
+    ranks: int | None = _left(whole(2, "R"), 2, "Run K micro-batches on each of R processes, as torchrun would.")
+    engine: str = _set(one_of("ddp", "fsdp2"), "How the ranks share the model, with --ranks.  [ddp]", "ddp")
+    timeout: float | None = _left(SECONDS, 600, "How long the ranks may take for a window.")
+    diagnose: bool = _set(FLAG, "Look for the cause.  [on]", True)
+    time_limit: float | None = _left(SECONDS, 60, "When to stop looking for the cause; the verdict comes in any case.")
+    exact: bool = _set(FLAG, "Ask float64 for every parameter.  [off]", False, True)
+    reference: str = _set(
+        REFERENCE,
+        "Activations of the full batch: on the device, on the host, made again, or what fits.  [full]",
+        "full",
+        "auto",
+    )
+    spill: bool = _set(FLAG, "Full-batch gradients on disk, in TMPDIR.  [off]", False, True)
+
+    accept: tuple[Accept, ...] = _set(ENTRIES, "", ())
+    expect: str | None = _left(OUTCOME, "divergent", "The outcome that counts as a success.  [equivalent]")
+
+    def __post_init__(self) -> None:
         found = [
-            f"`{field}` {text}"
-            for field, text in conflicts(self.steps * (self.ranks or 1), self.weighting, self.rtol, self.atol)
+            f"`{name}` {told or sentence(name, key, vars(self), option=False)}"
+            for (name, key), told in wrong(vars(self)).items()
         ]
         if found:
             raise ValueError("; ".join(found))
-        return self
 
     def to_dict(self) -> dict[str, Any]:
         """Returns every field as plain strings, numbers, lists and mappings, ready for JSON."""
-        return self.model_dump(mode="json")
+        plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return plain
 
 
-def conflicts(steps: Any, weighting: Any, rtol: Any, atol: Any) -> Iterator[tuple[str, str]]:
+OPTIONS: dict[str, Option] = {entry.name: entry.metadata["option"] for entry in fields(Spec)}
+
+
+def wrong(values: Mapping[str, Any]) -> dict[tuple[str, str], str]:
+    """Returns what is wrong: (field, or field and model argument) → a sentence; "" where it is none of its kind.
+
+    Fields that are not there have their defaults. Those that are right alone are held against each other.
+    """
+    found: dict[tuple[str, str], str] = {}
+    right: dict[str, Any] = {}
+    for entry in fields(Spec):
+        name, kind = entry.name, OPTIONS[entry.name].kind
+        value = right[name] = values.get(name, entry.default)
+        if name == "model_args":
+            given = value if isinstance(value, Mapping) else {"": None} if name in values else {}
+            found |= {(name, key): "" for key, argument in given.items() if not kind.fits(argument)}
+        elif not kind.fits(value) and (value is not None or entry.default is not None):
+            found[name, ""] = ""
+            del right[name]
+    return found | {(field, ""): text for field, text in _conflicts(right)}
+
+
+def _conflicts(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yields (field, sentence) for fields that are right alone and wrong together."""
-    if isinstance(weighting, tuple) and isinstance(steps, int) and len(weighting) != steps:
-        yield "weighting", f"must have one number per micro-batch: {len(weighting)} numbers, but steps is {steps}"
-    if (rtol is None) != (atol is None):
-        given, missing = ("rtol", "atol") if atol is None else ("atol", "rtol")
-        yield given, f"needs `{missing}` beside it: give both, or neither and let gaverify measure the rounding"
+    numbers = values.get("weighting")
+    if isinstance(numbers, tuple) and {"steps", "ranks"} <= values.keys():
+        steps = values["steps"] * (values["ranks"] or 1)
+        if len(numbers) != steps:
+            yield "weighting", f"must have one number per micro-batch: {len(numbers)} numbers, but steps is {steps}"
+    missing = [name for name in ("rtol", "atol") if values.get(name, 0) is None]
+    if len(missing) == 1 and {"rtol", "atol"} <= values.keys():
+        given = "atol" if missing == ["rtol"] else "rtol"
+        yield given, f"needs `{missing[0]}` beside it: give both, or neither and let gaverify measure the rounding"
 
 
-def sentence(field: str, key: str, kind: str, value: Any, *, option: bool) -> str:
-    """Returns what is wrong with a value and what to write instead.
+def sentence(field: str, key: str, values: Mapping[str, Any], *, option: bool) -> str:
+    """Returns what is wrong with a value that is none of its kind, and what to write instead.
 
     Args:
         field: The field of `Spec`.
         key: The model argument, where one is wrong and not the whole field.
-        kind: Pydantic's kind of error, or a whole sentence already.
-        value: What was written.
+        values: What was written for the fields.
         option: Whether it stands on the command line.
     """
-    if " " in kind:
-        return kind
     advice = f"write `{example(field, option=option)}`"
-    if kind == "missing":
+    if field not in values:
         return f"is missing; {advice}"
-    table = field == "model_args" and not key
-    expected = "a table of names and values" if table else Spec.model_fields[field].description or ""
-    words = re.findall(r'"([^"]+)"', expected)
-    near = nearest(value.lower(), words, 0.5) if isinstance(value, str) else ""
-    return f"must be {expected}, got {_shown(value)}; " + (f'did you mean "{near}"?' if near else advice)
+    value = values[field][key] if key else values[field]
+    kind = OPTIONS[field].kind
+    must = "a table of names and values" if field == "model_args" and not key else kind.must
+    near = nearest(value.lower(), re.findall(r'"([^"]+)"', must), 0.5) if isinstance(value, str) else ""
+    return f"must be {must}, got {_shown(value)}; " + (f'did you mean "{near}"?' if near else advice)
 
 
 def _shown(value: Any) -> str:
@@ -166,7 +202,7 @@ def option_name(field: str) -> str:
 
 def example(field: str, *, option: bool) -> str:
     """Returns the field's first example as TOML, or as an option."""
-    value = (Spec.model_fields[field].examples or [""])[0]
+    value = OPTIONS[field].example
     if not option:
         name = field.replace("_", "-")
         inline = ", ".join(f"{key} = {_shown(item)}" for key, item in value.items()) if isinstance(value, dict) else ""

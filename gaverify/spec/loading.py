@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from gaverify.errors import SpecError, nearest
 from gaverify.launched import launched
-from gaverify.spec.accepting import entry_problems
-from gaverify.spec.fields import Spec, conflicts, joined, option_name, sentence
-from gaverify.text_files import text_of_file
+from gaverify.spec.accepting import read_entries
+from gaverify.spec.fields import OPTIONS, Spec, joined, option_name, sentence, wrong
+from gaverify.text_files import table_of_file
 
 _OTHER_COMMANDS = {
     ".py": "is Python, not a spec; verify a model with `--model {file}:factory`, a script with `gaverify audit {file}`",
@@ -106,15 +102,9 @@ def _read(file: Path) -> tuple[dict[str, Any], str]:
     if file.suffix in _OTHER_COMMANDS:
         return {}, _OTHER_COMMANDS[file.suffix].format(file=file)
     try:
-        table = tomllib.loads(text_of_file(file, "spec; `gaverify init` writes one"))
-    except tomllib.TOMLDecodeError as error:
-        place = re.search(r" \(at (.*)\)$", str(error))
-        where = place[1] if place else "somewhere"
-        return {}, f"{where}: not TOML: {str(error).removesuffix(place[0]) if place else error}"
+        table = table_of_file(file, "spec; `gaverify init` writes one")
     except SpecError as error:
         return {}, error.problems[0]
-    except RecursionError:
-        return {}, "lists or tables stand too deep in each other; a spec needs one level"
     if "model" not in table and not table.keys().isdisjoint(("script", "module")):
         return {}, "holds the options of an audit, not a spec; run it with `gaverify audit`"
     return _resolve(table, file.parent), ""
@@ -144,48 +134,19 @@ def _check(table: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[list
     if arguments:
         stated = values.get("model_args", {})
         values["model_args"] = {**stated, **arguments} if isinstance(stated, Mapping) else arguments
-    for place, text in entry_problems(values.get("accept", ())):
-        in_file.append(f"$.accept{place}: {text}")
-        values["accept"] = ()  # its own sentences say more than pydantic's
+    values["accept"] = read_entries(values.get("accept", ()), "$.accept", in_file)
     on_line: list[str] = []
-    spec: Spec | None = None
-    try:
-        spec = Spec.model_validate(values)
-    except ValidationError as error:
-        for (field, key), kind in _wrong(error, values).items():
-            option = key in arguments if key else field in options
-            place = option_name(field) if option else f"$.{written.get(field, field.replace('_', '-'))}"
-            place += f" {key}" if option and key else f".{key}" if key else ""
-            value = values[field][key] if key else values.get(field)
-            (on_line if option else in_file).append(f"{place}: {sentence(field, key, kind, value, option=option)}")
+    for (field, key), told in wrong(values).items():
+        option = key in arguments if key else field in options
+        place = option_name(field) if option else f"$.{written.get(field, field.replace('_', '-'))}"
+        place += f" {key}" if option and key else f".{key}" if key else ""
+        text = told or sentence(field, key, values, option=option)
+        (on_line if option else in_file).append(f"{place}: {text}")
     for needed, fields, told in _ONLY_WITH:
         started = needed == "ranks" and launched() is not None
         if not (table.get(needed) or options.get(needed) or started):  # `--no-trace` over a spec that traces is meant
             on_line += [f"--{field}: {told}" for field in fields if field in options]
-    return in_file, on_line, None if in_file or on_line else spec
-
-
-def _wrong(error: ValidationError, values: Mapping[str, Any]) -> dict[tuple[str, str], str]:
-    """Returns what is wrong with each (field, model argument or ""): pydantic's kind, or a conflict's sentence.
-
-    A union reports each of its members, one entry per field is enough. The model's own check of fields against each
-    other does not run while any field is wrong, so it is made up for here, with the fields that are right.
-    """
-    wrong: dict[tuple[str, str], str] = {}
-    for detail in error.errors(include_url=False, include_context=False):
-        field, *inner = map(str, detail["loc"]) if detail["loc"] else ("",)
-        if field:
-            wrong.setdefault((field, inner[0] if field == "model_args" and inner else ""), detail["type"])
-    facts = {
-        name: values.get(name, info.default) for name, info in Spec.model_fields.items() if (name, "") not in wrong
-    }
-    if not {"rtol", "atol"} <= facts.keys():
-        facts.update(rtol=None, atol=None)  # one of them is wrong: no second sentence about the pair
-    steps, ranks = facts.get("steps"), facts.get("ranks") or 1
-    total = steps * ranks if isinstance(steps, int) and isinstance(ranks, int) else None
-    for field, conflict in conflicts(total, facts.get("weighting"), facts["rtol"], facts["atol"]):
-        wrong[field, ""] = conflict
-    return wrong
+    return in_file, on_line, None if in_file or on_line else Spec(**values)
 
 
 def _normalise(table: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
@@ -195,10 +156,10 @@ def _normalise(table: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]
     problems = []
     for key, value in table.items():
         field = key.replace("-", "_")
-        if field not in Spec.model_fields:
+        if field not in OPTIONS:
             missing = ["model"] if "model" not in table else []  # what lacks is likelier than what is there
-            near = nearest(field.lower(), missing, 0.8) or nearest(field.lower(), Spec.model_fields)
-            known = ", ".join(name.replace("_", "-") for name in Spec.model_fields)
+            near = nearest(field.lower(), missing, 0.8) or nearest(field.lower(), OPTIONS)
+            known = ", ".join(name.replace("_", "-") for name in OPTIONS)
             advice = f"did you mean `{near.replace('_', '-')}`?" if near else f"the keys are {known}"
             problems.append(f"$.{key}: unknown key; {advice}")
         elif field in values:

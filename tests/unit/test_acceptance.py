@@ -224,7 +224,7 @@ def test_the_projects_settings(tmp_path: Path) -> None:
         project_settings(inner)
     assert len(caught.value.problems) == 2
     file.write_text("[tool.gaverify\n")
-    with pytest.raises(SpecError, match="cannot be read"):
+    with pytest.raises(SpecError, match="line 1, column 15: not TOML"):
         project_settings(inner)
 
 

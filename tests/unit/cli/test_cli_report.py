@@ -185,7 +185,7 @@ def test_keys_are_the_commands_options(tmp_path: Path) -> None:
         ('script = "a"\nin-place = "yes"', "$.in-place: must be true or false"),
         ('script = "a"\nfull = { a = 1 }', "$.full: must be text, a number or a list of them"),
         ('script = "a"\narguments = "\'"', "cannot be split into arguments"),
-        ('script = "a"\nexpect = "red"', "$.expect: must be one of"),
+        ('script = "a"\nexpect = "red"', '$.expect: must be "equivalent", "divergent" or "inconclusive", got "red"'),
         ('script = "a"\naccept = [{ code = "GAV101" }]', "`reason` is missing"),
         ("script = ", "not TOML"),
         ('model = "mlp"\nsteps = 4', "is a spec, not the options of an audit; run it with `gaverify run`"),

@@ -17,11 +17,12 @@ import pytest
 import gaverify
 from gaverify.__main__ import start
 from gaverify.cli import main
-from gaverify.cli.options import overrides_from, read_value
+from gaverify.cli.options import overrides_from
 from gaverify.errors import InternalError, MissingPackage, ProblemError
 from gaverify.records.comparison import Outcome
 from gaverify.records.verdict import RunInfo, Verdict
 from gaverify.spec import Spec
+from gaverify.spec.kinds import read_value
 
 
 def verdict(outcome: Outcome, model: str = "m") -> Verdict:

@@ -154,7 +154,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def refused(model: str, **options: object) -> str:
     with pytest.raises((SpecError, ProblemError)) as caught:
-        load_problem(Spec.model_validate({"model": model, **options}))
+        load_problem(Spec(model=model, **options))
     return str(caught.value)
 
 

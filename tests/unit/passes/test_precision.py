@@ -224,7 +224,7 @@ NAMED = {
     "pytest_plugin.py": "the names of pytest's marks",
     "audit/recording/values.py": "graphs that are captured, which torch asks of CUDA",
     "audit/recording/samples.py": "whether torch pins memory is asked of CUDA alone",
-    "cli/options.py": "the words that completion offers",
+    "spec/kinds.py": "the words of an option, which completion offers",
 }
 
 

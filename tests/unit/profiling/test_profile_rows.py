@@ -231,7 +231,7 @@ def test_a_predicted_micro_batch_needs_the_memory_that_was_predicted(name: str, 
     limit = round(line.intercept + 2.5 * line.slope * batch_size)
     predicted = predict(replace(small, memory_limit=limit))
     assert isinstance(predicted, Prediction) and predicted.largest_micro_batch > 1.5 * batch_size
-    wide = spec.model_copy(update={"batch_size": predicted.largest_micro_batch})
+    wide = replace(spec, batch_size=predicted.largest_micro_batch)
     (measured,) = profile_spec(wide, plans(["full-batch"], [1]), repeats=1).rows
     assert measured.memory is not None
     assert measured.memory.peak - line.intercept == pytest.approx(limit - line.intercept, rel=0.15)
