@@ -136,8 +136,6 @@ HELPS = 0.5
 """Share of a difference that a control has to take away to be the cause's: most of it."""
 STARTED_APART = 1e-3
 """Relative distance of first weights that were drawn anew: such are 1.4 apart, rounded ones 64 u at most."""
-CLOSE_COPY = 0.5
-"""Share of the weights' size by which a copy of them may be off; other weights are 1.4 times their size away."""
 CUT = 2.0
 """Factor by which the rows of both runs may differ; K = 2 micro-batches taken for the batch is the smallest mistake."""
 

@@ -210,8 +210,8 @@ ROWS = [
     looped(COUPLED, "criterion", "GAV103", mark="made", proven=True, words=CACHED),
     looped(COUPLED, "attention", "GAV102", proven=True),
     looped(COUPLED, "chained", "GAV101", proven=True),
-    # L10 without a call of torch's: tensors, copied modules and objects of a script's own
-    Row(AVERAGES, "--average replaced --when after", words="4 times in the window of update 2", notes="GAV402"),
+    # L10 without a call of torch's: a copied model
+    Row(AVERAGES, "--average copied --when after", words="4 times in the window of update 2", notes="GAV402"),
     Row(AVERAGES, "--average warmed --when after", "GAV609", notes="GAV402"),  # its decay counts micro-batches
     # every way to write one, a snapshot, a frozen teacher and counters beside them, and a loss that uses the average
     Row(AVERAGES, "--average together --when update --target", notes=""),

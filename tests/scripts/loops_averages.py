@@ -10,26 +10,6 @@ criterion = nn.CrossEntropyLoss()
 DECAY = 0.9
 
 
-class Shadow:
-    """A dictionary that is updated in place."""
-
-    def __init__(self, model, args):
-        self.shadow = {name: value.detach().clone() for name, value in model.named_parameters()}
-
-    def update(self, model):
-        with torch.no_grad():
-            for name, value in model.named_parameters():
-                self.shadow[name].mul_(DECAY).add_(value, alpha=1 - DECAY)
-
-
-class Replaced(Shadow):
-    """A dictionary whose tensors are made anew."""
-
-    def update(self, model):
-        for name, value in model.named_parameters():
-            self.shadow[name] = DECAY * self.shadow[name] + (1 - DECAY) * value.data
-
-
 class Copied:
     """A copied model that is moved by `lerp_` through its state."""
 
@@ -92,20 +72,20 @@ class Together:
 
     def __init__(self, model, args):
         self.averages = [kind(model, args) for kind in KINDS]
-        self.module = self.averages[2].module
+        self.module = self.averages[0].module
 
     def update(self, model):
         for average in self.averages:
             average.update(model)
 
 
-KINDS = (Shadow, Replaced, Copied, Loaded, Warmed, Snapshot, Frozen)
+KINDS = (Copied, Loaded, Warmed, Snapshot, Frozen)
 AVERAGES = {kind.__name__.lower(): kind for kind in (*KINDS, Together)}
 
 
 def main():
     parser = options()
-    parser.add_argument("--average", default="shadow", choices=sorted(AVERAGES))
+    parser.add_argument("--average", default="copied", choices=sorted(AVERAGES))
     parser.add_argument("--when", default="update", choices=["update", "before", "after", "top"])
     parser.add_argument("--target", action="store_true", help="the loss uses what the copy gives")
     args = parser.parse_args()

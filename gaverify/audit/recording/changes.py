@@ -9,198 +9,99 @@ size (Adam, a sign) shows nothing of it.
 
 from __future__ import annotations
 
-import gc
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from gaverify.audit.recording.values import TOTAL, Sample, copied, plain, positions, read
+from gaverify.audit.recording.values import Sample, copied
 from gaverify.audit.recording.watching import Seen, Watch
-from gaverify.passes.walks import reached
-from gaverify.thresholds import CLOSE_COPY, FEW_UNITS, ONE_FACTOR
+from gaverify.thresholds import FEW_UNITS, ONE_FACTOR
 from gaverify.tracebacks import LineHunt, Owner, Place
 
-_READ = 128  # elements of a large parameter
-_LANDMARKS = 6  # parameters of each optimizer whose copies are looked for
-SEARCHES = 40  # searches through all objects in a run: each takes some hundredths of a second
-_FIRST = 3  # of them while no copy has been found
-_FEWEST = 3  # elements of a parameter: a decay fits any two values
-
-
-class Move(NamedTuple):
-    """An update of averages between two looks, read as new = decay · old + (1 − decay) · weights.
-
-    `slack` is how far rounding may have moved the decay; infinite where the decay cannot be told from rounding.
-    """
-
-    optimizers: frozenset[int]
-    decay: float
-    slack: float
-
-    def values(self) -> dict[str, Any]:
-        """Returns what its event holds."""
-        known = {"decay": self.decay, "slack": self.slack} if self.slack < float("inf") else {}
-        return {"optimizers": sorted(self.optimizers), **known}
-
-
-@dataclass(eq=False)
-class Landmark:
-    """A trained parameter whose copies are looked for, and the positions of its elements that are read."""
-
-    optimizer: int
-    parameter: torch.Tensor
-    positions: torch.Tensor
+_FEWEST = 3  # elements of a model: a decay fits any two values
 
 
 @dataclass(eq=False)
 class Copy:
-    """A tensor that began close to a parameter; `values` are its elements at the last look, shape (S,)."""
+    """A copy that the script has made of a model; `values` are its elements at the last look, shape (S,)."""
 
-    landmark: Landmark
-    tensor: weakref.ref[torch.Tensor]
-    values: torch.Tensor
-    unit: float  # the distance from 1 to the next number in its format
+    model: weakref.ref[nn.Module]
+    module: weakref.ref[nn.Module]
+    sample: Sample | None = None
+    values: torch.Tensor | None = None
 
 
-class Followers:
-    """Copies of a script's weights, and what has become of them since the last look.
+class Averages:
+    """Copies of the script's models (`copy.deepcopy`), which may be moved as averages of their weights.
+
+    Averages in loose tensors are not seen: to find these, all objects of the process would have to be searched.
 
     Args:
         watch: The optimizers.
-        on: Whether this run looks for copies at all.
     """
 
-    def __init__(self, watch: Watch, on: bool = True) -> None:
-        self._watch, self._on = watch, on
-        self._landmarks: list[Landmark] = []
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
         self._copies: list[Copy] = []
-        self._searches = 0
 
-    def search(self, most: int = _FIRST) -> None:
-        """Looks for copies of the weights, a few times at most, where none is known yet."""
-        if self._on and not self._copies and self._searches < most:
-            self._copies = self._found()
+    def add(self, model: nn.Module, module: nn.Module) -> None:
+        """Notes a copy of a model."""
+        if all(copy.module() is not module for copy in self._copies):
+            self._copies.append(Copy(weakref.ref(model), weakref.ref(module)))
 
-    def look(self, *, announced: bool = False) -> list[Move]:
-        """Returns the updates of averages since the last look; those of different decay are different ones.
+    def look(self, announced: nn.Module | None = None) -> list[dict[str, Any]]:
+        """Returns the updates of averages since the last look, read as new = decay · old + (1 − decay) · weights.
 
-        Args:
-            announced: A call of torch's has updated one, whatever the copies have become.
+        Each is what its event holds: the optimizers, and the decay with how far rounding may have moved it, where the
+        decay can be told from rounding. `announced` is a copy that a call of torch's has updated.
         """
         if not self._copies:
             return []
-        alive = [(copy, tensor) for copy in self._copies if (tensor := copy.tensor()) is not None]
-        lost = [copy for copy in self._copies if copy.tensor() is None]
-        now = read([(tensor, copy.landmark.positions) for copy, tensor in alive])
-        self._copies = [replace(copy, values=values) for (copy, _), values in zip(alive, now, strict=True)]
-        pairs = [([old], new) for (old, _), new in zip(alive, self._copies, strict=True)]
-        if lost and self._searches < SEARCHES:
-            found = self._found(lost)
-            self._copies += found
-            pairs += [([old for old in lost if old.landmark is new.landmark], new) for new in found]
-        weights = self._weights()
-        moves = [_moved(olds, new, weights[new.landmark], announced) for olds, new in pairs]
-        together = _together([move for move in moves if move is not None])
-        return sorted(together, key=lambda move: move.slack)[:1] if announced else together
-
-    def _found(self, lost: Sequence[Copy] = ()) -> list[Copy]:
-        """The copies of the weights among all tensors of the process that are not known yet."""
-        self._searches += 1
-        self._choose()
-        known, weights = [*self._copies, *lost], self._weights()
-        own = [*weights.values(), *(copy.values for copy in known), *(mark.parameter for mark in self._landmarks)]
-        memory = {_memory(values) for tensor in own if (values := plain(tensor)) is not None}
-        taken = {id(tensor) for tensor in [*self._watch.all_parameters(), *(copy.tensor() for copy in known)]}
-        kinds = set(reached([torch.Tensor], type.__subclasses__))
-        found = []
-        for thing in gc.get_objects():
-            values = values_of(thing) if type(thing) in kinds and id(thing) not in taken else None
-            if values is None or thing.grad_fn is not None or _memory(values) in memory:
+        trained = {id(part): at for at in range(len(self._watch)) for part in self._watch.parameters(at)}
+        found, copies, self._copies = [], self._copies, []
+        for copy in copies:
+            model, module = copy.model(), copy.module()
+            if model is None or module is None or any(id(part) in trained for part in module.parameters()):
                 continue
-            for mark in self._landmarks:
-                own_values = values_of(mark.parameter)
-                if own_values is not None and own_values.shape == values.shape:
-                    elements = read([(thing, mark.positions)])[0]
-                    if _apart(elements, weights[mark]) < CLOSE_COPY * _apart(weights[mark], weights[mark].mean()):
-                        found.append(Copy(mark, weakref.ref(thing), elements, torch.finfo(values.dtype).eps))
+            self._copies.append(copy)
+            optimizers = {trained[id(part)] for part in model.parameters() if id(part) in trained}
+            told = _moved(copy, model, module, module is announced) if optimizers else None
+            if told is not None:
+                found.append({"optimizers": sorted(optimizers), **told})
         return found
 
-    def _choose(self) -> None:
-        """Chooses the largest parameters of every optimizer."""
-        known = {mark.optimizer for mark in self._landmarks}
-        for index in set(range(len(self._watch))) - known:
-            trained = (parameter for parameter in self._watch.parameters(index) if parameter.requires_grad)
-            found = [(parameter, values) for parameter in trained if (values := values_of(parameter)) is not None]
-            found.sort(key=lambda pair: -pair[1].numel())
-            for at, (parameter, values) in enumerate(found[:_LANDMARKS]):
-                chosen = positions(at, values.numel(), values.numel() * TOTAL // _READ).to(values.device)
-                self._landmarks.append(Landmark(index, parameter, chosen))
 
-    def _weights(self) -> dict[Landmark, torch.Tensor]:
-        values = read([(mark.parameter, mark.positions) for mark in self._landmarks])
-        return dict(zip(self._landmarks, values, strict=True))
-
-
-def values_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A tensor's numbers; None where they are too few, of no use, or gone: sharding frees what nobody needs."""
-    values = plain(tensor)
-    if values is None or values.layout is not torch.strided or not values.is_floating_point():
-        return None
-    gone = values.untyped_storage().nbytes() < values.element_size()
-    return None if gone or values.numel() < _FEWEST else values
-
-
-def _memory(values: torch.Tensor) -> int:
-    return values.untyped_storage().data_ptr()
-
-
-def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(a - b))
-
-
-def _moved(olds: Sequence[Copy], new: Copy, weights: torch.Tensor, announced: bool) -> Move | None:
-    """The update that made a copy of itself or of one that is gone, if it is one of an average.
+def _moved(copy: Copy, model: nn.Module, module: nn.Module, announced: bool) -> dict[str, float] | None:
+    """The decay and its slack, where they are known, of an update that moved a copy; None where none of an average did.
 
     Args:
-        olds: What it may have been before.
-        new: The copy as it is.
-        weights: The same elements of the parameter, shape (S,).
-        announced: It is one of an average.
+        copy: The copy.
+        model: What it was made of.
+        module: Itself.
+        announced: It was moved as an average.
     """
-    became = torch.equal(new.values, weights) and not announced
-    if became or any(torch.equal(new.values, old.values) for old in olds):
+    own, parameters = list(model.parameters()), list(module.parameters())
+    if [part.shape for part in own] != [part.shape for part in parameters]:
         return None
-    allowed = FEW_UNITS * new.unit * float(torch.linalg.vector_norm(weights))
-    optimizer = frozenset([new.landmark.optimizer])
-    for old in olds:
-        apart, before = old.values - weights, _apart(old.values, weights)
-        if not before > allowed:  # any decay leaves it where it is
-            if _apart(new.values, weights) <= allowed:
-                return Move(optimizer, 0.0, float("inf"))
-            continue
-        decay, slack = float((new.values - weights) @ apart) / before**2, allowed / before
-        exact = _apart(new.values - weights, decay * apart) <= allowed
-        if announced or (exact and decay > slack):
-            return Move(optimizer, decay, slack)
-    return None
-
-
-def _together(moves: Sequence[Move]) -> list[Move]:
-    """Returns the updates by decay: copies of one average moved alike; those that tell no decay are one of them."""
-    groups: list[Move] = []
-    for move in sorted(moves, key=lambda move: (move.slack == float("inf"), move.decay)):
-        last = groups[-1] if groups else move
-        if groups and move.decay - last.decay <= move.slack + last.slack:
-            best = min(last, move, key=lambda each: each.slack)
-            groups[-1] = best._replace(optimizers=last.optimizers | move.optimizers)
-        else:
-            groups.append(move)
-    return groups
+    copy.sample = copy.sample or Sample(own)
+    old, weights, new = copy.values, copy.sample.weights(), copy.sample.read(parameters)
+    copy.values = new
+    became = torch.equal(new, weights) and not announced
+    if old is None or became or torch.equal(new, old) or len(new) < _FEWEST:
+        return None
+    unit = max(torch.finfo(part.dtype).eps for part in parameters if part.is_floating_point())
+    allowed = FEW_UNITS * unit * float(torch.linalg.vector_norm(weights))
+    apart, before = old - weights, float(torch.linalg.vector_norm(old - weights))
+    if not before > allowed:  # any decay leaves it where it is
+        return {} if float(torch.linalg.vector_norm(new - weights)) <= allowed else None
+    decay, slack = float((new - weights) @ apart) / before**2, allowed / before
+    exact = float(torch.linalg.vector_norm(new - weights - decay * apart)) <= allowed
+    return {"decay": decay, "slack": slack} if announced or (exact and decay > slack) else None
 
 
 What = Literal["moved", "edited", "settings"]
@@ -217,7 +118,7 @@ class Changes:
         averages: The averages of the weights.
     """
 
-    def __init__(self, watch: Watch, event: Callable[..., Any], averages: Followers, hunting: bool = False) -> None:
+    def __init__(self, watch: Watch, event: Callable[..., Any], averages: Averages, hunting: bool = False) -> None:
         self._watch, self._event, self._averages = watch, event, averages
         self._hunt: LineHunt | None = None
         self._always = hunting
@@ -253,11 +154,11 @@ class Changes:
             self._event("edited", self._place_of("edited"), optimizers=changed, factors=factors)
             self._hunting.add("edited")
 
-    def note_averages(self, *, announced: bool = False) -> None:
+    def note_averages(self, announced: nn.Module | None = None) -> None:
         """Records updates of averages of the weights: one that a call has announced, or others without a line."""
-        moves = [move.values() for move in self._averages.look(announced=announced)]
-        for values in moves or [{}] * announced:
-            self._event("average", None if announced else (None, None), **values)
+        moves = self._averages.look(announced)
+        for values in moves or [{}] * (announced is not None):
+            self._event("average", None if announced is not None else (None, None), **values)
 
     def note_settings(self) -> None:
         """Records that settings of optimizers were changed by hand; the line is known from the second time on."""

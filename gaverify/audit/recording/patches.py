@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import os
@@ -43,8 +44,13 @@ def install(recorder: Recorder) -> None:
     _schedulers(recorder)
     _scalers(recorder)
     _losses(recorder)
-    _surround(AveragedModel, "update_parameters", lambda *_, **__: recorder.average(), recorder, [False])
+    _surround(AveragedModel, "update_parameters", recorder.average, recorder, [False])
+    _surround(copy, "deepcopy", lambda thing, *_: _copying(recorder, thing), recorder, [False])
     _loads(recorder)
+
+
+def _copying(recorder: Recorder, thing: Any) -> Any:
+    return nullcontext(functools.partial(recorder.copied, thing)) if isinstance(thing, nn.Module) else None
 
 
 def _replace(owner: Any, name: str, call: Callable[..., Any]) -> None:

@@ -136,7 +136,6 @@ class Steps(Session):
             seen = self.watch.look()
             self._changes.note(seen, "backward" if self._in_backward else "between")
             self._changes.note_averages()
-            self._averages.search()
             self.steps += 1
             entry = self.watch.of(index)
             entry.steps += 1
