@@ -85,7 +85,8 @@ def _moved(copy: Copy, model: nn.Module, module: nn.Module, announced: bool) -> 
         module: Itself.
         announced: It was moved as an average.
     """
-    own, parameters = list(model.parameters()), list(module.parameters())
+    own: list[torch.Tensor] = [*model.parameters()]
+    parameters = list(module.parameters())
     if [part.shape for part in own] != [part.shape for part in parameters]:
         return None
     copy.sample = copy.sample or Sample(own)
