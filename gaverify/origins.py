@@ -13,12 +13,11 @@ from torch import nn
 from gaverify.children.launching import ended_as_interrupted, working_folder
 from gaverify.collective.launching import loaded, saved
 from gaverify.errors import ProblemError
-from gaverify.loading import load_problem
 from gaverify.passes.fingerprints import digest_of
 from gaverify.passes.nesting import leaves
 from gaverify.passes.problem import Problem
 from gaverify.passes.task import Task
-from gaverify.preparation import prepared, problem_of, trimmed
+from gaverify.preparation import prepared, problem_of_spec
 from gaverify.spec import Spec
 from gaverify.verdict.settings import Settings
 
@@ -46,8 +45,7 @@ class LoadedAfresh:
             GaverifyError: It cannot be loaded.
         """
         if self.spec is not None:
-            built = trimmed(load_problem(self.spec), self.spec.batch_size)
-            return problem_of(built, None, None, None, None, self.spec.model)
+            return problem_of_spec(self.spec)
         assert self.file is not None
         problem: Problem = loaded(self.file)
         return problem

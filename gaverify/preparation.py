@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from gaverify.errors import ProblemError, SpecError
+from gaverify.loading import load_problem
 from gaverify.loading.adapting import as_loss, first_batch, has_training_step, training_step_loss
 from gaverify.passes import batching
 from gaverify.passes.devices import resolve_device
@@ -28,16 +29,19 @@ from gaverify.passes.reference import Fitting
 from gaverify.passes.task import Task, TimeLimit
 from gaverify.passes.weighting import check_weighting
 from gaverify.records.comparison import Reference
+from gaverify.spec import OPTIONS, Spec
 from gaverify.verdict.settings import Settings
-
-if TYPE_CHECKING:
-    from gaverify.spec import Spec
 
 Progress = Callable[[str, int, int], None]
 
 
 def problem_of(
-    model: Any, loss: Loss | None, batch: Any, split: Split | None, batch_size: int | None, name: str | None
+    model: Any,
+    loss: Loss | None = None,
+    batch: Any = None,
+    split: Split | None = None,
+    batch_size: int | None = None,
+    name: str | None = None,
 ) -> Problem:
     """Returns the problem that the first arguments of `verify` describe.
 
@@ -63,26 +67,36 @@ def problem_of(
     return problem
 
 
-def settings_of(ranks: int | None, **words: Any) -> Settings:
+def problem_of_spec(spec: Spec) -> Problem:
+    """Returns the problem that a spec names, with as many samples as it asks for."""
+    return problem_of(trimmed(load_problem(spec), spec.batch_size), name=spec.model)
+
+
+def settings_of(given: Mapping[str, Any]) -> Settings:
     """Returns what a verification is asked to do.
 
     Args:
-        ranks: R, or None.
-        words: The fields of `Settings` as `verify` takes them; `steps` are those of one rank.
+        given: `ranks`, and the fields of `Settings` as `verify` and specs have them; `steps` are those of one rank.
 
     Raises:
         ProblemError: A word is unknown, or options contradict each other.
     """
-    steps = words["steps"] * (ranks or 1)
-    check_weighting(words["weighting"], steps)
-    check_choices(**{name: words[name] for name in ("mode", "strategy", "rtol", "atol", "exact", "time_limit")})
-    meant = {name: dtype_of(words[name]) for name in ("dtype", "autocast")}
-    return Settings(**{**words, **meant, "steps": steps, "reference": reference_of(words["reference"])})
-
-
-def settings_of_spec(spec: Spec) -> Settings:
-    """Returns what a spec asks a verification to do."""
-    return settings_of(spec.ranks, **{entry.name: getattr(spec, entry.name) for entry in fields(Settings)})
+    words = {entry.name: given[entry.name] for entry in fields(Settings)}
+    words["steps"] *= given["ranks"] or 1
+    check_weighting(words["weighting"], words["steps"])
+    for name in ("mode", "strategy", "reference"):
+        kind = OPTIONS[name].kind
+        if not kind.fits(words[name]) and (name, words[name]) != ("mode", None):
+            raise ProblemError(f"unknown {name} {words[name]!r}; write {kind.must}")
+    if words["exact"] and words["rtol"] is not None:
+        raise ProblemError("exact asks float64 and rtol and atol judge by tolerance: give one or the other")
+    if (words["rtol"] is None) != (words["atol"] is None):
+        raise ProblemError("rtol and atol go together: give both or neither")
+    limit = words["time_limit"]
+    if limit is not None and not limit > 0:
+        raise ProblemError(f"time_limit is {limit!r}; give a number of seconds above 0, or None for no limit")
+    words |= {name: dtype_of(words[name]) for name in ("dtype", "autocast")}
+    return Settings(**{**words, "reference": Reference(words["reference"])})
 
 
 def trimmed(problem: Problem, batch_size: int | None) -> Problem:
@@ -181,28 +195,6 @@ def _parameters(problem: Problem) -> dict[str, nn.Parameter]:
     return trainable
 
 
-def check_choices(
-    *,
-    mode: str | None,
-    strategy: str,
-    rtol: float | None,
-    atol: float | None,
-    exact: bool,
-    time_limit: float | None,
-) -> None:
-    """Raises `ProblemError` where a word is unknown, or options contradict each other."""
-    if mode not in ("train", "eval", None):
-        raise ProblemError(f'unknown mode {mode!r}; write "train" or "eval"')
-    if strategy not in ("accumulate", "summed-loss"):
-        raise ProblemError(f'unknown strategy {strategy!r}; write "accumulate" or "summed-loss"')
-    if exact and rtol is not None:
-        raise ProblemError("exact asks float64 and rtol and atol judge by tolerance: give one or the other")
-    if (rtol is None) != (atol is None):
-        raise ProblemError("rtol and atol go together: give both or neither")
-    if time_limit is not None and not time_limit > 0:
-        raise ProblemError(f"time_limit is {time_limit!r}; give a number of seconds above 0, or None for no limit")
-
-
 def dtype_of(dtype: str | torch.dtype | None) -> torch.dtype | None:
     """Returns the dtype that a word names; None and dtypes as they are."""
     if dtype is None or isinstance(dtype, torch.dtype):
@@ -210,15 +202,6 @@ def dtype_of(dtype: str | torch.dtype | None) -> torch.dtype | None:
     if dtype not in DTYPES:
         raise ProblemError(f"unknown dtype `{dtype}`; write one of {', '.join(DTYPES)}")
     return DTYPES[dtype]
-
-
-def reference_of(word: str | Reference) -> Reference:
-    """Returns the way to run the full batch that a word names."""
-    try:
-        return Reference(word)
-    except ValueError:
-        ways = ", ".join(f'"{way}"' for way in Reference)
-        raise ProblemError(f"unknown reference {word!r}; write one of {ways}") from None
 
 
 def reporter(progress: Progress | None, steps: int) -> Callable[[str], None]:

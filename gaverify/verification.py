@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -16,12 +15,11 @@ from gaverify.causes.investigation import Heard, investigate
 from gaverify.causes.shrinking import Shrunk
 from gaverify.collective.membership import membership
 from gaverify.errors import ProblemError
-from gaverify.loading import load_problem
 from gaverify.passes.devices import resolve_device
 from gaverify.passes.problem import Loss, Problem, Split
 from gaverify.passes.task import Task
-from gaverify.preparation import Progress, prepared, problem_of, reporter, settings_of, settings_of_spec, trimmed
-from gaverify.records.comparison import Method, NotCompared, Outcome, ParameterComparison, Reference
+from gaverify.preparation import Progress, prepared, problem_of, problem_of_spec, reporter, settings_of
+from gaverify.records.comparison import Method, NotCompared, Outcome, Reference
 from gaverify.records.facts import Facts
 from gaverify.records.ranks import Engine
 from gaverify.records.verdict import Verdict
@@ -115,39 +113,19 @@ def verify(
     Raises:
         ProblemError: The problem cannot be verified; the message says what is wrong, and where.
     """
+    given = locals() | ({} if isinstance(strategy, str) else {"strategy": "accumulate"})
     problem = problem_of(model, loss, batch, split, batch_size, name)
-    settings = settings_of(
-        ranks,
-        steps=steps,
-        weighting=weighting,
-        device=device,
-        dtype=dtype,
-        seed=seed,
-        mode=mode,
-        autocast=autocast,
-        strategy=strategy if isinstance(strategy, str) else "accumulate",
-        rtol=rtol,
-        atol=atol,
-        ignore_index=ignore_index,
-        trace=trace,
-        optimizer=optimizer,
-        lr=lr,
-        diagnose=diagnose,
-        time_limit=time_limit,
-        exact=exact,
-        reference=reference,
-        spill=spill,
-    )
+    settings = settings_of(given)
     own = None if isinstance(strategy, str) else strategy
     return _on_ranks_or_alone(problem, settings, ranks, engine, timeout, own, None, progress)
 
 
 def verify_spec(spec: Spec, progress: Progress | None = None) -> Verdict:
     """Builds the problem of a spec and verifies it."""
-    problem = trimmed(load_problem(spec), spec.batch_size)
-    problem = problem_of(problem, None, None, None, None, spec.model)
-    settings = settings_of_spec(spec)
-    verdict = _on_ranks_or_alone(problem, settings, spec.ranks, spec.engine, spec.timeout, None, spec, progress)
+    problem = problem_of_spec(spec)
+    verdict = _on_ranks_or_alone(
+        problem, settings_of(vars(spec)), spec.ranks, spec.engine, spec.timeout, None, spec, progress
+    )
     return replace(verdict, spec=spec.to_dict())
 
 
@@ -213,10 +191,14 @@ def _verdict(settings: Settings, started: float, task: Task, judgement: Judgemen
     outcome = judgement.outcome(findings)
     if outcome is Outcome.EQUIVALENT and facts.blind:
         outcome = Outcome.INCONCLUSIVE
+    rows = tuple(  # one without a gradient on either side was measured without knowing its shape
+        row._replace(shape=tuple(task.parameters[row.name].shape)) if row.why is NotCompared.UNUSED else row
+        for row in judgement.rows
+    )
     steps_shown = traced(task, judgement, settings.optimizer, settings.lr) if settings.trace else None
     return Verdict(
         outcome=outcome,
-        parameters=tuple(_shaped(row, task.parameters) for row in judgement.rows),
+        parameters=rows,
         findings=findings,
         run=run_info(task, judgement, settings),
         method=judgement.method,
@@ -268,9 +250,3 @@ def assert_equivalent(
         error.__dict__["gaverify_verdict"] = verdict  # the pytest plugin shows it in colour
         raise error
     return verdict
-
-
-def _shaped(row: ParameterComparison, parameters: Mapping[str, nn.Parameter]) -> ParameterComparison:
-    """The row with its parameter's shape: one without a gradient on either side was measured without knowing it."""
-    unknown = row.why is NotCompared.UNUSED
-    return row._replace(shape=tuple(parameters[row.name].shape)) if unknown else row

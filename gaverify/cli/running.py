@@ -98,7 +98,7 @@ def run(
         outputs = tuple(path for path in outputs if not path.exists())
     errors = [(failure.source, failure.message) for failure in failures]
     if is_first():
-        show(verdicts, form, outputs, show_all=show_all, errors=errors, printed=echo or quiet)
+        show(verdicts, form, outputs, show_all=show_all, errors=errors, printed=echo, quiet=quiet)
     # an error weighs more than any outcome: Ctrl-C, a fault of gaverify's, what could not be verified
     code = max((failure.code for failure in failures), default=0) or exit_code_of(verdicts, project, strict=strict)
     await_first(code)

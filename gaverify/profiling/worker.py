@@ -121,11 +121,11 @@ def _checked_ranks(problem: Any, spec: Any, plan: Any) -> Any:
     from gaverify.errors import ProblemError
     from gaverify.origins import LoadedAfresh
     from gaverify.passes.devices import resolve_device
-    from gaverify.preparation import settings_of_spec
+    from gaverify.preparation import settings_of
 
     def wanted(steps: int) -> Any:
         settings = replace(
-            settings_of_spec(spec), steps=steps * spec.ranks, weighting="uniform", strategy="accumulate", rtol=None
+            settings_of(vars(spec)), steps=steps * spec.ranks, weighting="uniform", strategy="accumulate", rtol=None
         )
         device = resolve_device(spec.device)
         ranks = ranks_wanted(spec.ranks, settings, spec.engine, spec.timeout, problem, device)

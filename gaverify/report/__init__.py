@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import IO
 
 from gaverify.errors import SpecError
@@ -30,6 +31,8 @@ __all__ = [
     "write_reports",
 ]
 
+_ENDLESS = 100_000
+"""Columns that no line fills."""
 Errors = Iterable[tuple[str, str]]
 
 
@@ -86,11 +89,21 @@ def print_report(report: Report, file: IO[str] | None = None) -> None:
     _print(lambda layout: report_lines(report, layout), file)
 
 
-def print_summary(answers: Iterable[Answer], errors: Errors = (), file: IO[str] | None = None) -> None:
-    """Prints one line per answer, one per (source, message) of `errors`, and the count of each outcome."""
+def print_summary(
+    answers: Iterable[Answer], errors: Errors = (), file: IO[str] | None = None, *, bare: bool = False
+) -> None:
+    """Prints a line per answer and per (source, message) of `errors`, under a heading and with the count of outcomes.
+
+    Where it is `bare` the lines stand alone and are not wrapped, as one for each run is what was asked for.
+    """
     from gaverify.report.text.report import summary_lines
 
-    _print(lambda layout: summary_lines([story_of(answer) for answer in answers], tuple(errors), layout), file)
+    def lines(layout: Layout) -> list[Line]:
+        wide = replace(layout, width=_ENDLESS) if bare else layout
+        _, *rows, _ = found = summary_lines([story_of(answer) for answer in answers], tuple(errors), wide)
+        return rows if bare else found
+
+    _print(lines, file)
 
 
 def _print(lines: Callable[[Layout], list[Line]], file: IO[str] | None) -> None:

@@ -104,7 +104,7 @@ def test_no_memory_names_the_ways_with_what_they_need() -> None:
 
 
 def test_an_unknown_word() -> None:
-    with pytest.raises(gaverify.ProblemError, match='unknown reference \'disk\'; write one of "full", "offload"'):
+    with pytest.raises(gaverify.ProblemError, match='unknown reference \'disk\'; write "full", "offload"'):
         gaverify.verify(build(), steps=STEPS, reference="disk")
 
 

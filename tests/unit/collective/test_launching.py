@@ -22,7 +22,7 @@ from gaverify.collective.launching import Fresh, run, told
 from gaverify.errors import InternalError, ProblemError
 from gaverify.origins import LoadedAfresh
 from gaverify.passes.devices import backend_of
-from gaverify.preparation import settings_of_spec
+from gaverify.preparation import settings_of
 from gaverify.spec import Spec
 from gaverify.verification import verify_spec
 
@@ -219,19 +219,19 @@ def test_a_model_that_cannot_be_handed_over_is_told() -> None:
 def test_a_factory_that_draws_anew_is_told(tmp_path: Path) -> None:
     (tmp_path / "drawing.py").write_text(DRAWING, encoding="utf-8")
     spec = Spec(model=f"{tmp_path / 'drawing.py'}:drawing", steps=2, ranks=2)
-    origin = LoadedAfresh(settings_of_spec(spec), spec)
+    origin = LoadedAfresh(settings_of(vars(spec)), spec)
     known = origin.known(origin.problem())
     with ExitStack() as stack, pytest.raises(ProblemError, match="its parameters differ from those of another one"):
         known.task(stack, CPU)
     spec = Spec(model="mlp", steps=2, ranks=2)
-    twin = LoadedAfresh(settings_of_spec(spec), spec)
+    twin = LoadedAfresh(settings_of(vars(spec)), spec)
     with ExitStack() as stack:
         assert twin.known(twin.problem()).task(stack, CPU).steps == 4
 
 
 def test_devices_that_ranks_cannot_have_are_told() -> None:
     problem = problems_ranks.noisy_on_ranks()
-    settings = settings_of_spec(Spec(model="mlp", steps=1, ranks=2))
+    settings = settings_of(vars(Spec(model="mlp", steps=1, ranks=2)))
     with pytest.raises(ProblemError, match="ranks run on CPUs and on CUDA devices, not on mps; write device='cpu'"):
         processes.ranks_wanted(2, settings, "ddp", None, problem, torch.device("mps"))
 
@@ -240,7 +240,7 @@ def test_devices_that_ranks_cannot_have_are_told() -> None:
 def test_nccl_takes_a_device_per_rank(there: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: there)
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
-    problem, settings = problems_ranks.noisy_on_ranks(), settings_of_spec(Spec(model="mlp", steps=1, ranks=2))
+    problem, settings = problems_ranks.noisy_on_ranks(), settings_of(vars(Spec(model="mlp", steps=1, ranks=2)))
     ranks = processes.ranks_wanted(2, settings, "ddp", None, problem, torch.device("cuda", 0))
     assert backend_of(ranks.devices) == backend and ranks.fresh
     assert [str(device) for device in ranks.devices] == ["cuda:0", f"cuda:{min(1, there - 1)}"]
