@@ -17,7 +17,7 @@ def guarded() -> Iterator[None]:
     Without the first a factory could end gaverify, or a whole run of pytest, with 0. Without the second reports would
     be written, and the next specs looked for, in a folder that nobody named.
     """
-    leave, own, folder = os._exit, os.getpid(), _folder()
+    leave, own, folder = os._exit, os.getpid(), current_folder()
 
     def refuse(status: int) -> NoReturn:
         if os.getpid() != own:  # a child that was forked leaves by it, as it must
@@ -34,7 +34,7 @@ def guarded() -> Iterator[None]:
                 os.chdir(folder)
 
 
-def _folder() -> str | None:
+def current_folder() -> str | None:
     """The current folder; None where it has been removed."""
     try:
         return os.getcwd()

@@ -21,13 +21,13 @@ from gaverify.cli.profiling import profile
 from gaverify.cli.reporting import report
 from gaverify.cli.running import run
 from gaverify.cli.scaffolding import init
+from gaverify.cli.showing import debug_option
 from gaverify.cli.streams import (
     Invocation,
     interrupts_noted,
     leave_to_the_system,
     open_closed_streams,
     report_failure,
-    report_interrupt,
     silence,
 )
 from gaverify.errors import nearest
@@ -83,7 +83,7 @@ def _print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Versions.")
-@click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
+@debug_option
 def cli() -> None:
     """Proves whether gradient accumulation computes the gradient of the full batch.
 
@@ -117,8 +117,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = _run(words, invocation)
         sys.stdout.flush()
         return code
-    except (KeyboardInterrupt, click.Abort):
-        return report_interrupt()
     except BrokenPipeError:
         silence(sys.stdout)
         return BROKEN_PIPE

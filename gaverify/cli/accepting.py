@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gaverify.cli.streams import INTERRUPTED, Invocation, report_failure, say
+from gaverify.cli.showing import debug_option
+from gaverify.cli.streams import INTERRUPTED, Invocation, failures_of, say
 from gaverify.errors import GaverifyError, SpecError
 from gaverify.spec import Spec, parse_spec, read_specs
 from gaverify.spec.accepting import Accept, project_settings
@@ -25,7 +26,7 @@ _REASON = "known when `gaverify baseline` was run; write here why it is wanted"
 @click.argument("specs", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--reason", metavar="TEXT", default=_REASON, help="Why the divergences are wanted.")
 @click.option("--print", "only_print", is_flag=True, help="Print the entries and write nothing.")
-@click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
+@debug_option
 @click.pass_obj
 def baseline(invocation: Invocation | None, /, specs: tuple[Path, ...], reason: str, only_print: bool) -> int:
     """Verifies SPECS and appends an entry of `accept` to each for every cause that is found and not accepted yet.
@@ -46,8 +47,7 @@ def baseline(invocation: Invocation | None, /, specs: tuple[Path, ...], reason: 
             verdict = verified(spec, project, str(file))
             left = _settle(file, spec, verdict, reason, only_print=only_print)
         except (Exception, SystemExit) as error:
-            # the problems of a spec name their file themselves
-            left = report_failure(error, invocation or Invocation(), "" if error is spec else str(file))
+            left = failures_of(error, str(file), invocation or Invocation())[0].code
             if left == INTERRUPTED:
                 return left
         code = max(code, left)

@@ -18,10 +18,11 @@ import click
 
 from gaverify.cli.progress import DelayedProgress
 from gaverify.cli.showing import check_outputs, exit_code_of, output_options, show, strict_option
-from gaverify.cli.streams import Invocation, failure_message, report_failure
+from gaverify.cli.streams import Failure, Invocation, failures_of
 from gaverify.errors import SpecError, nearest
 from gaverify.spec.accepting import Accept, Project, project_settings, read_entries
 from gaverify.spec.fields import OPTIONS, sentence
+from gaverify.spec.loading import toml_files
 from gaverify.text_files import table_of_file
 
 if TYPE_CHECKING:
@@ -44,22 +45,16 @@ class AuditFile(NamedTuple):
     expect: str | None
 
 
-def options_files(words: Iterable[str]) -> list[Path]:
-    """Returns the files of options that the words name; nothing where the first of them is a script."""
+def options_files(words: Iterable[str]) -> list[tuple[Path, str]]:
+    """Returns the files of options that the words name, each with "" or why there is none.
+
+    There are none where the first of the words is a script.
+    """
     listed = list(words)
     if not listed or not _holds_options(listed[0]):
         return []
-    files: list[Path] = []
-    for word in listed:
-        path = Path(word)
-        found = sorted(path.glob("*.toml")) if path.is_dir() else [path]
-        if not found:
-            raise SpecError(
-                "the folder holds neither a `__main__.py`, as a script has, nor a *.toml file with an audit's options",
-                word,
-            )
-        files += [file for file in found if file not in files]
-    return files
+    nothing = "the folder holds neither a `__main__.py`, as a script has, nor a *.toml file with an audit's options"
+    return list(toml_files(listed, nothing))
 
 
 def _holds_options(word: str) -> bool:
@@ -158,7 +153,6 @@ def _word(value: Any) -> str:
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _UPDATES, _TIMEOUT = 2, 3600.0
-_COMMANDS = ("full", "accumulated", "launcher", "full_launcher")
 _NUMBERS = {"updates": (int, 2), "steps": (int, 1), "timeout": (float, 600), "seed": (int, 0), "ranks": (int, 2)}
 """Options that are numbers, and what a message offers in place of a word that is none."""
 
@@ -194,7 +188,6 @@ def _repeated(option: str, name: str, metavar: str, text: str) -> Callable[[_Com
 @click.option("--all", "show_all", is_flag=True, help="Show every parameter, not only the worst.")
 @strict_option
 @output_options
-@click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
 def audit(kept: str | None, show_all: bool, strict: bool, form: str, outputs: tuple[Path, ...], **given: Any) -> int:
     """Runs SCRIPT with a large batch and with accumulation, and compares what reaches the optimizer.
 
@@ -214,65 +207,60 @@ def audit(kept: str | None, show_all: bool, strict: bool, form: str, outputs: tu
     if kept is None and given["module"] is None:
         files = options_files(filter(None, (given["script"], *given["arguments"])))
         if files:
-            _check_only_files(given)
+            _refuse({**given, "script": None, "arguments": ()}, "the options of these audits stand in their files")
             check_outputs(outputs)
             return _audit_files(files, project, form, outputs, show_all=show_all, strict=strict)
     request = None if kept is not None else _request(given)
     if kept is not None:
-        _check_alone(given)
+        _refuse(given, "--from reports again what was run before")
     check_outputs(outputs)
-    report = _audited(request) if request is not None else _again(kept or "")
+    from gaverify.audit.flow import audit_again
+
+    report = _audited(request) if request is not None else audit_again(kept or "")
     report = settled(report, (), project, strict=strict)
     show([report], form, outputs, show_all=show_all)
     return report.exit_code
 
 
-def _named(given: dict[str, Any]) -> list[str]:
-    """The options among what the command was given, as people write them; not the script."""
-    names = {"both_set": "--set", "arguments": "arguments", "module": "-m"}
-    return [names.get(name, _option(name)) for name in given if given[name] and name != "script"]
-
-
-def _check_only_files(given: dict[str, Any]) -> None:
-    """Raises where options of an audit stand beside files that hold them."""
-    also = _named({**given, "arguments": ()})
+def _refuse(given: dict[str, Any], why: str) -> None:
+    """Raises where options were given that nothing reads; names them as people write them, the script first."""
+    names = {"script": f"`{given['script']}`", "both_set": "--set", "arguments": "arguments", "module": "-m"}
+    also = [names.get(name, _option(name)) for name in sorted(given, key=lambda name: name != "script") if given[name]]
     if also:
-        raise SpecError(f"the options of these audits stand in their files; leave out {', '.join(also)}")
+        raise SpecError(f"{why}; leave out {', '.join(also)}")
 
 
 def _audit_files(
-    files: Sequence[Path], project: Project, form: str, outputs: Sequence[Path], *, show_all: bool, strict: bool
+    files: Sequence[tuple[Path, str]],
+    project: Project,
+    form: str,
+    outputs: Sequence[Path],
+    *,
+    show_all: bool,
+    strict: bool,
 ) -> int:
     """Audits one file after the other; one that cannot be audited is an error of the report and stops no other."""
     from gaverify.acceptance import settled
 
     invocation = click.get_current_context().find_object(Invocation) or Invocation()
     reports: list[AuditReport] = []
-    errors: list[tuple[str, str]] = []
-    codes: list[int] = []
-    for file in files:
+    failures: list[Failure] = []
+    for file, missing in files:
         try:
+            if missing:
+                raise SpecError(missing)
             options = read_options(file, audit.params)
             report = _audited(_request(options.given))
         except SpecError as error:  # of options that stand in the file, wherever they were checked
-            codes.append(report_failure(SpecError(error.problems, str(file)), invocation))
-            errors += [(str(file), problem) for problem in error.problems]
+            failures += failures_of(SpecError(error.problems, str(file)), str(file), invocation)
             continue
         except (Exception, SystemExit) as error:  # Ctrl-C ends them all
-            codes.append(report_failure(error, invocation, str(file)))
-            errors.append((str(file), failure_message(error)))
+            failures += failures_of(error, str(file), invocation)
             continue
         made = settled(report, options.accept, project, expect=options.expect, strict=strict)
         reports.append(replace(made, source=str(file)))
-    show(reports, form, outputs, show_all=show_all, errors=errors)
-    return max(codes, default=0) or exit_code_of(reports, project, strict=strict)
-
-
-def _check_alone(given: dict[str, Any]) -> None:
-    """Raises where `--from` stands beside what only a new audit could obey."""
-    also = ([f"`{given['script']}`"] if given["script"] else []) + _named(given)
-    if also:
-        raise SpecError(f"--from reports again what was run before; leave out {', '.join(also)}")
+    show(reports, form, outputs, show_all=show_all, failures=failures)
+    return exit_code_of(reports, project, failures, strict=strict)
 
 
 def _request(given: dict[str, Any]) -> Request:
@@ -358,12 +346,6 @@ def _pairs(option: str, words: Sequence[str], problems: list[str]) -> tuple[tupl
         else:
             pairs[name] = value
     return tuple(pairs.items())
-
-
-def _again(folder: str) -> AuditReport:
-    from gaverify.audit.flow import audit_again
-
-    return audit_again(folder)
 
 
 def _audited(request: Request) -> AuditReport:

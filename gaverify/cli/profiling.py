@@ -67,7 +67,6 @@ def _print_schema(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
     callback=_print_schema,
     help="Print the JSON schema of --format json.",
 )
-@click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
 def profile(
     spec_file: Path | None,
     steps: str,

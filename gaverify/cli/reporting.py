@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gaverify.cli.showing import check_outputs, output_options
+from gaverify.cli.showing import check_outputs, output_options, worst_of
+from gaverify.cli.streams import USAGE
 from gaverify.errors import SpecError
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ _SIDE_BY_SIDE = ("text", "html", "markdown")
 @click.argument("documents", nargs=-1, type=click.Path(path_type=Path), metavar="JSON [JSON]")
 @click.option("--all", "show_all", is_flag=True, help="Show every parameter, not only the worst.")
 @output_options
-@click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
 def report(documents: tuple[Path, ...], show_all: bool, form: str, outputs: tuple[Path, ...]) -> int:
     """Writes any report from a document that `--output FILE.json` saved; two documents stand side by side.
 
@@ -39,7 +39,8 @@ def report(documents: tuple[Path, ...], show_all: bool, form: str, outputs: tupl
     _check(documents, form, outputs)
     whole = _read(documents, show_all)
     _show(whole, form, outputs)
-    return _exit_code(whole)
+    failed = [USAGE] if whole.errors or not whole.answers else []
+    return worst_of([answer.exit_code for answer in whole.answers] + failed)
 
 
 def _check(documents: tuple[Path, ...], form: str, outputs: tuple[Path, ...]) -> None:
@@ -90,10 +91,3 @@ def _show(whole: Report, form: str, outputs: tuple[Path, ...]) -> None:
         print_report(whole)
     else:
         click.echo(format_named(form).render(whole), nl=False)
-
-
-def _exit_code(whole: Report) -> int:
-    codes = [answer.exit_code for answer in whole.answers]
-    if whole.errors or not codes:
-        return SpecError.exit_code
-    return next((code for code in (2, 1, 3) if code in codes), 0)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,15 +17,15 @@ from gaverify.cli.progress import DelayedProgress
 from gaverify.cli.showing import check_outputs, exit_code_of, output_options, show, strict_option
 from gaverify.cli.streams import (
     INTERRUPTED,
+    Failure,
     Invocation,
-    failure_message,
+    failures_of,
     guests,
     paused,
     report_failure,
-    report_interrupt,
     say,
 )
-from gaverify.errors import Agreed, MissingPackage, SpecError
+from gaverify.errors import MissingPackage, SpecError
 from gaverify.launched import await_first, is_first
 from gaverify.spec import Spec, parse_spec, read_specs
 from gaverify.spec.accepting import Project, project_settings
@@ -34,14 +34,6 @@ if TYPE_CHECKING:
     from gaverify.records.verdict import Verdict
 
 _COMMAND_LINE = "command line"
-
-
-class _Failure(NamedTuple):
-    """A spec that could not be verified, and the exit code that it asks for."""
-
-    source: str
-    message: str
-    code: int
 
 
 @click.command(short_help="Compare accumulated with full-batch gradients.")
@@ -53,7 +45,6 @@ class _Failure(NamedTuple):
 @click.option("-v", "--all", "show_all", is_flag=True, help="Show every parameter, not only the worst.")
 @strict_option
 @output_options
-@click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
 @click.pass_obj
 def run(
     invocation: Invocation | None,
@@ -82,7 +73,7 @@ def run(
     check_outputs(outputs)
     invocation = invocation or Invocation()
     verdicts: list[Verdict] = []
-    failures: list[_Failure] = []
+    failures: list[Failure] = []
     echo = False
     project: Project | None = None
     try:
@@ -93,14 +84,12 @@ def run(
         _verify_all(jobs, named, invocation, verdicts, failures, project, echo=echo, show_all=show_all, strict=strict)
     except SpecError as error:  # no spec can run; a report of an earlier call must not stand for this one
         code = report_failure(error, invocation)
-        failures += [_Failure(error.source, sentence, code) for sentence in error.problems]
+        failures += [Failure(error.source, sentence, code) for sentence in error.problems]
     if any(failure.code == INTERRUPTED for failure in failures):  # half an answer replaces no whole one
         outputs = tuple(path for path in outputs if not path.exists())
-    errors = [(failure.source, failure.message) for failure in failures]
     if is_first():
-        show(verdicts, form, outputs, show_all=show_all, errors=errors, printed=echo, quiet=quiet)
-    # an error weighs more than any outcome: Ctrl-C, a fault of gaverify's, what could not be verified
-    code = max((failure.code for failure in failures), default=0) or exit_code_of(verdicts, project, strict=strict)
+        show(verdicts, form, outputs, show_all=show_all, failures=failures, printed=echo, quiet=quiet)
+    code = exit_code_of(verdicts, project, failures, strict=strict)
     await_first(code)
     return code
 
@@ -128,7 +117,7 @@ def _verify_all(
     named: AbstractSet[str],
     invocation: Invocation,
     verdicts: list[Verdict],
-    failures: list[_Failure],
+    failures: list[Failure],
     project: Project,
     *,
     echo: bool,
@@ -141,31 +130,23 @@ def _verify_all(
     what was not verified by then is a failure. A spec that nobody `named` and that lacks a package is skipped, unless
     that is `strict` or leaves no verdict at all.
     """
-    skipped: list[_Failure] = []
+    skipped: list[Failure] = []
     for at, (source, spec) in enumerate(jobs):
         try:
             if isinstance(spec, SpecError):
                 raise spec
             verdict = verified(spec, project, "" if source == _COMMAND_LINE else source, strict=strict)
         except (Exception, SystemExit, KeyboardInterrupt) as error:
-            # the problems of a spec name their file themselves
-            where = source if len(jobs) > 1 and error is not spec else ""
             if isinstance(error, MissingPackage) and source not in named and not strict:
                 say(f"{source}: {error}", "skipped")
-                skipped.append(_Failure(source, str(error), error.exit_code))
+                skipped.append(Failure(source, str(error), error.exit_code))
                 continue
-            interrupted = isinstance(error, KeyboardInterrupt)
-            if isinstance(error, Agreed) and not is_first():
-                code = error.exit_code  # rank 0 says it
-            elif isinstance(error, Agreed):
-                code = report_failure(error, invocation, where)
-            else:
-                code = report_interrupt() if interrupted else report_failure(error, invocation, where)
-            if code == INTERRUPTED:
-                failures += [_Failure(left, "interrupted before there was a verdict", code) for left, _ in jobs[at:]]
+            told = failures_of(error, source, invocation, alone=len(jobs) == 1)
+            if told[0].code == INTERRUPTED:
+                why = "interrupted before there was a verdict"
+                failures += [Failure(left, why, INTERRUPTED) for left, _ in jobs[at:]]
                 return
-            sentences = error.problems if error is spec else (failure_message(error),)
-            failures += [_Failure(source, sentence, code) for sentence in sentences]
+            failures += told
             continue
         verdicts.append(verdict)
         if echo:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from gaverify.cli.streams import Invocation, say
+from gaverify.cli.streams import INTERNAL, INTERRUPTED, USAGE, Failure, Invocation, say
 
 if TYPE_CHECKING:
     from gaverify.records.audit_report import AuditReport
@@ -41,7 +41,8 @@ class _FormatOption(click.Option):
 
 
 def output_options(command: Command) -> Command:
-    """Adds `--format` and `--output`, which every command that answers has."""
+    """Adds `--format`, `--output` and `--debug`, which every command that answers has."""
+    command = debug_option(command)
     command = click.option(
         "--output",
         "outputs",
@@ -60,13 +61,18 @@ def output_options(command: Command) -> Command:
     )(command)
 
 
+debug_option = click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
+
+
 def strict_option(command: Command) -> Command:
     """Adds `--strict`, which every command has that knows accepted divergences."""
     text = "Accepted divergences that are not found any more make it 1."
     return click.option("--strict", is_flag=True, help=text)(command)
 
 
-def exit_code_of(answers: Sequence[Verdict | AuditReport], project: Project | None, *, strict: bool) -> int:
+def exit_code_of(
+    answers: Sequence[Verdict | AuditReport], project: Project | None, failures: Sequence[Failure], *, strict: bool
+) -> int:
     """The worst of the answers' exit codes; tells which of the project's entries accept nothing any more.
 
     One spec alone says nothing about entries that may fit another: they are judged where several answers are.
@@ -76,10 +82,13 @@ def exit_code_of(answers: Sequence[Verdict | AuditReport], project: Project | No
     stale = unused(answers, project) if project is not None and len(answers) > 1 else ()
     for sentence in stale:
         say(sentence, "warning")
-    codes = {answer.exit_code for answer in answers}
-    if stale and project is not None and (strict or project.strict):
-        codes.add(1)
-    return next((code for code in (1, 3) if code in codes), 0)
+    codes = [answer.exit_code for answer in answers] + [failure.code for failure in failures]
+    return worst_of([*codes, 1] if stale and project is not None and (strict or project.strict) else codes)
+
+
+def worst_of(codes: Sequence[int]) -> int:
+    """The exit code that weighs most: an error more than any outcome, a divergence more than what was not decided."""
+    return next((code for code in (INTERRUPTED, INTERNAL, USAGE, 1, 3) if code in codes), 0)
 
 
 def check_outputs(outputs: Sequence[Path]) -> None:
@@ -96,7 +105,7 @@ def show(
     outputs: Iterable[Path],
     *,
     show_all: bool = False,
-    errors: Sequence[tuple[str, str]] = (),
+    failures: Sequence[Failure] = (),
     printed: bool = False,
     quiet: bool = False,
 ) -> None:
@@ -108,7 +117,7 @@ def show(
     """
     from gaverify import report
 
-    answers = [replace(answer, command=_command()) for answer in answers]
+    answers, errors = [replace(answer, command=_command()) for answer in answers], [failure[:2] for failure in failures]
     try:  # files first: a reader of stdout that leaves must not cost them
         report.write_reports(answers, outputs, show_all, errors)
     finally:  # and a disk that filled up must not cost the table

@@ -20,12 +20,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from types import FrameType
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 import click
 
-from gaverify.errors import GaverifyError, InternalError, exit_call, is_out_of_memory, text_of
-from gaverify.guarding import guarded
+from gaverify.errors import Agreed, GaverifyError, InternalError, SpecError, exit_call, is_out_of_memory, text_of
+from gaverify.guarding import current_folder, guarded
+from gaverify.launched import is_first
 from gaverify.tracebacks import Owner, calling_frame, owner_of, shown
 
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), 127, *range(128, 160))}
@@ -179,6 +180,22 @@ class Invocation:
     debug: bool = False
 
 
+class Failure(NamedTuple):
+    """What one of several could not be answered for, and the exit code that it asks for."""
+
+    source: str
+    message: str
+    code: int
+
+
+def failures_of(error: BaseException, source: str, invocation: Invocation, *, alone: bool = False) -> list[Failure]:
+    """Tells on stderr what one of several ended with, unless it is `alone` in front of its name; returns it as rows."""
+    own = isinstance(error, SpecError) and error.source == source  # the problems name their file themselves
+    code = report_failure(error, invocation, "" if own or alone else source)
+    sentences = error.problems if isinstance(error, SpecError) and own else (failure_message(error),)
+    return [Failure(source, sentence, code) for sentence in sentences]
+
+
 def report_failure(error: BaseException, invocation: Invocation, source: str = "") -> int:
     """Prints on stderr what an exception means and returns the exit code.
 
@@ -187,10 +204,13 @@ def report_failure(error: BaseException, invocation: Invocation, source: str = "
         invocation: How gaverify was called.
         source: The spec, where there are several.
     """
-    if _received:
-        return report_interrupt()
+    if _received or isinstance(error, KeyboardInterrupt | click.Abort):
+        tell("gaverify: interrupted; nothing was decided")
+        return INTERRUPTED
     if isinstance(error, click.ClickException):
         return _report_usage(error)
+    if isinstance(error, Agreed) and not is_first():  # which tells it
+        return error.exit_code
     if invocation.debug:
         for line in "".join(traceback.format_exception(error)).splitlines():
             tell(line)
@@ -229,23 +249,9 @@ def as_foreseen(error: BaseException) -> GaverifyError | None:
         return GaverifyError(f"the model's code left Python with {exit_call(error)}; nothing was compared")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return GaverifyError(f"cannot write: {error.strerror}")
-    if isinstance(error, FileNotFoundError) and _folder_is_gone():
+    if isinstance(error, FileNotFoundError) and current_folder() is None:
         return GaverifyError("the folder that this was started in has been removed; change to another one")
     return None
-
-
-def _folder_is_gone() -> bool:
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        return True
-    return False
-
-
-def report_interrupt() -> int:
-    """Says that Ctrl-C ended the run and returns its exit code."""
-    tell("gaverify: interrupted; nothing was decided")
-    return INTERRUPTED
 
 
 def _report_usage(error: click.ClickException) -> int:

@@ -72,7 +72,7 @@ def read_specs(
     entries: list[tuple[Path, Spec | SpecError]] = []
     problems: list[tuple[str, list[str]]] = []
     on_line: dict[str, None] = {}  # an override is wrong in every file, but is reported once
-    for file, missing in _files(paths):
+    for file, missing in toml_files(paths, "the folder holds no *.toml file; `gaverify init` writes one"):
         table, unreadable = ({}, missing) if missing else _read(file)
         in_file, from_options, spec = ([unreadable], [], None) if unreadable else _check(table, overrides or {})
         entries.append((file, spec or SpecError(in_file, str(file))))
@@ -83,18 +83,23 @@ def read_specs(
     return tuple(entries)
 
 
-def _files(paths: Iterable[str | Path]) -> Iterator[tuple[Path, str]]:
+def toml_files(paths: Iterable[str | Path], nothing: str) -> Iterator[tuple[Path, str]]:
+    """Yields the files that are named and the TOML files of folders that are, each once, with "" or why there is none.
+
+    Args:
+        paths: Files and folders.
+        nothing: What is wrong with a folder that holds none.
+    """
     seen = set()
     for path in map(Path, paths):
         found = sorted(path.glob("*.toml")) if path.is_dir() else [path]
         if not found:
-            yield path, "the folder holds no *.toml file; `gaverify init` writes one"
+            yield path, nothing
         for file in found:
             real = os.path.realpath(file)  # Path.resolve raises on links that lead to each other
-            if real in seen:
-                continue
-            seen.add(real)
-            yield file, "" if os.path.exists(file) else "there is no such file or folder"
+            if real not in seen:
+                seen.add(real)
+                yield file, "" if os.path.exists(file) else "there is no such file or folder"
 
 
 def _read(file: Path) -> tuple[dict[str, Any], str]:
