@@ -77,17 +77,19 @@ def _buckets(flat: torch.Tensor, place: int) -> torch.Tensor:
     """
     total = torch.zeros(SKETCH, dtype=widest(flat.device), device=flat.device)
     generator = torch.Generator(flat.device).manual_seed(place)
-    # Half a precision's products and sums of 16 are exact to its own roundoff in float32, at half the price.
-    shared = _shared_signs(flat.device, torch.float32 if flat.dtype.itemsize == 2 else total.dtype)
+    # A product with a sign is exact in float32, and a sum of 16 of half a precision's to that's own roundoff.
+    shared = _shared_signs(flat.device, torch.float32 if flat.dtype.itemsize <= 4 else total.dtype)
+    summed = torch.float32 if flat.dtype.itemsize == 2 else total.dtype
     for start in range(0, flat.numel(), SKETCH * _CHUNK_ROWS):
         part = flat[start : start + SKETCH * _CHUNK_ROWS].to(shared.dtype)
         if part.numel() % SKETCH:
             part = torch.nn.functional.pad(part, (0, -part.numel() % SKETCH))
         rows = part.view(-1, SKETCH)
         tiles = len(rows) // _TILE * _TILE
-        sums = (rows[:tiles].view(-1, _TILE, SKETCH) * shared).sum(1)
+        sums = (rows[:tiles].view(-1, _TILE, SKETCH) * shared).to(summed).sum(1)
         if tiles < len(rows):
-            sums = torch.cat([sums, (rows[tiles:] * shared[: len(rows) - tiles]).sum(0, keepdim=True)])
+            rest = (rows[tiles:] * shared[: len(rows) - tiles]).to(summed)
+            sums = torch.cat([sums, rest.sum(0, keepdim=True)])
         total += (sums.to(total.dtype) * _signs(sums.numel(), generator).view(-1, SKETCH)).sum(0)
     return total
 
