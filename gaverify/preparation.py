@@ -133,7 +133,7 @@ def prepared(stack: ExitStack, problem: Problem, settings: Settings) -> Task:
         weighting=settings.weighting,
         ignore_index=settings.ignore_index,
         strategy=settings.strategy,
-        fitting=Fitting(settings.reference, settings.spill),
+        fitting=Fitting(settings.reference),
         limit=TimeLimit(settings.time_limit),
     )
 

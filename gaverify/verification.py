@@ -61,7 +61,6 @@ def verify(
     time_limit: float | None = None,
     exact: bool = False,
     reference: str | Reference = Reference.FULL,
-    spill: bool = False,
     name: str | None = None,
     ranks: int | None = None,
     engine: str | Engine = Engine.DDP,
@@ -99,7 +98,6 @@ def verify(
         exact: Ask float64 for every parameter, also where the working precision could tell.
         reference: How the full batch is run: "full"; "offload", its activations on the host; "recompute", activations
             made again in the backward, block by block; "auto", the first of these that fits into memory.
-        spill: Put the full batch's gradients on disk, so that one set of gradients at a time is in memory.
         name: How reports call the model.
         ranks: R, 2 or more: K micro-batches on each of R ranks, processes on this machine, against one full batch.
             Where there is an accelerator they are fresh ones, for which model, loss and batch are pickled.

@@ -100,8 +100,6 @@ def _refused(settings: Settings) -> str:
         return "trace follows one process; leave it out, or start one process"
     if settings.time_limit is not None:
         return "time_limit would end the search on some ranks before others; leave it out"
-    if settings.spill:
-        return "spill writes whole gradients, which no rank holds; leave it out"
     return ""
 
 

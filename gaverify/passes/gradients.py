@@ -25,7 +25,7 @@ from gaverify.passes.batching import fresh
 from gaverify.passes.dispatch import Observed, PassMode
 from gaverify.passes.isolation import ModelState, foreign_generator_states, generator_states, seed_torch
 from gaverify.passes.randomness import Dealer, DrawRecord, Recomputing, Recorder, named_modules
-from gaverify.passes.reference import estimated_needs, fitted, spilled
+from gaverify.passes.reference import estimated_needs, fitted
 from gaverify.passes.task import Task, loss_of, micro_batch_of, told_as_users
 from gaverify.passes.terms import Terms
 from gaverify.passes.weighting import micro_batch_weight
@@ -136,9 +136,6 @@ def _full_batch(
             probe.backward(None, loss, 1.0)
         gradients = collected(task)
         terms = _terms(mode.observed, gradients)
-        if task.fitting.spill:
-            del gradients
-            gradients = spilled(task.parameters)
         buffers = _buffers(task)
         value, foreign = float(loss.detach()), foreign_generator_states()
     result = PassResult(gradients, value, observed=(mode.observed,), terms=terms, foreign=foreign, buffers=buffers)

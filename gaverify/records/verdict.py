@@ -39,7 +39,6 @@ class RunInfo:
     """How the full batch was run."""
     reference_failed: tuple[Reference, ...] = ()
     """The ways that did not fit into memory before."""
-    spill: bool = False
     """Whether the full batch's gradients were put on disk."""
     rounded: tuple[str, ...] = ()
     """Products whose float32 inputs were rounded before they were multiplied: "matmul tf32"."""

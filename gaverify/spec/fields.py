@@ -114,7 +114,6 @@ class Spec:
         "full",
         "auto",
     )
-    spill: bool = _set(FLAG, "Full-batch gradients on disk, in TMPDIR.  [off]", False, True)
 
     accept: tuple[Accept, ...] = _set(ENTRIES, "", ())
     expect: str | None = _left(OUTCOME, "divergent", "The outcome that counts as a success.  [equivalent]")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from gaverify.passes.gradients import Gradients
 from gaverify.passes.precision import unit_roundoff
-from gaverify.passes.reference import Spilled
 from gaverify.passes.wrappers import Sum, is_sharded, local, over_ranks, share_of
 from gaverify.records.comparison import Method, NotCompared, Outcome, ParameterComparison, relative_total
 from gaverify.thresholds import FEW_UNITS
@@ -27,26 +25,18 @@ def measure(accumulated: Gradients, reference: Gradients, *, located: bool = Fal
         located: Look for the worst element wherever there is a difference; else only where it is not surely rounding.
 
     A gradient of None is not a zero: a parameter that has one on one side only gets a NaN difference and a reason.
-    Those on disk are read a portion at a time. Sparse gradients are coalesced; complex ones are measured by modulus.
+    Sparse gradients are coalesced; complex ones are measured by modulus.
     Where several ranks hold the gradients the norms are those of all, after one collective for all parameters.
     """
     ranks = over_ranks()
     if ranks is not None:
         return _of_all_ranks(accumulated, reference, *ranks)
-    on_disk = next((side for side in (reference, accumulated) if isinstance(side, Spilled)), None)
-    if on_disk is not None:
-        return [row for names in on_disk.portions() for row in _portion(accumulated, reference, names, located)]
     return _measured(accumulated, reference, located)
 
 
 def left_between(gradients: Gradients, reference: Gradients) -> float:
     """Returns ‖gradients − reference‖ / ‖reference‖ of the whole gradient; 0 where there is none."""
     return relative_total((row.difference, row.reference) for row in measure(gradients, reference))
-
-
-def _portion(accumulated: Gradients, reference: Gradients, names: Sequence[str], located: bool) -> list[Difference]:
-    """Measures some of the parameters, whose gradients are in memory for that long."""
-    return _measured({name: accumulated[name] for name in names}, {name: reference[name] for name in names}, located)
 
 
 def _measured(accumulated: Gradients, reference: Gradients, located: bool) -> list[Difference]:

@@ -39,7 +39,6 @@ class Settings:
     time_limit: float | None
     exact: bool
     reference: Reference
-    spill: bool
 
 
 def run_info(task: Task, judgement: Judgement, settings: Settings) -> RunInfo:
@@ -66,7 +65,6 @@ def run_info(task: Task, judgement: Judgement, settings: Settings) -> RunInfo:
         autocast=short_name(task.autocast) if task.autocast else None,
         reference=task.fitting.way,
         reference_failed=tuple(task.fitting.failed),
-        spill=task.fitting.spill,
         rounded=tuple(f"{kind} {to}" for kind, to in judgement.rounded.items()),
         part=judgement.part,
         loss_full=judgement.full.loss,

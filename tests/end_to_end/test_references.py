@@ -1,4 +1,4 @@
-"""`reference` and `spill` through the front door: less memory, words where nothing fits; a thousand runs leave none."""
+"""`reference` through the front door: less memory, words where nothing fits; a thousand runs leave none."""
 
 from __future__ import annotations
 
@@ -59,23 +59,20 @@ def starved() -> gaverify.Problem:
 
 
 @pytest.mark.parametrize("way", ["offload", "recompute"])
-@pytest.mark.parametrize("spill", [False, True])
 @pytest.mark.parametrize(
     ("inner", "padded", "codes"),
     [(nn.Identity, False, set()), (nn.BatchNorm1d, False, {"GAV101"}), (nn.Identity, True, {"GAV202"})],
 )
-def test_the_same_verdict_and_cause(
-    way: str, spill: bool, inner: type[nn.Module], padded: bool, codes: set[str]
-) -> None:
+def test_the_same_verdict_and_cause(way: str, inner: type[nn.Module], padded: bool, codes: set[str]) -> None:
     full = gaverify.verify(build(inner, padded=padded), steps=STEPS)
-    other = gaverify.verify(build(inner, padded=padded), steps=STEPS, reference=way, spill=spill)
+    other = gaverify.verify(build(inner, padded=padded), steps=STEPS, reference=way)
     assert {f.code for f in other.findings if f.severity == "fault"} == codes
     assert [(f.code, f.location, f.proven) for f in other.findings] == [
         (f.code, f.location, f.proven) for f in full.findings
     ]
     assert other.outcome is full.outcome
     assert [row.reference_norm for row in other.parameters] == [row.reference_norm for row in full.parameters]
-    assert (other.run.reference, other.run.spill) == (way, spill)
+    assert other.run.reference == way
 
 
 def test_auto_falls_through_and_says_so() -> None:
@@ -90,7 +87,7 @@ def test_auto_falls_through_and_says_so() -> None:
 def test_auto_stays_with_the_full_batch_where_it_fits() -> None:
     verdict = gaverify.verify(build(), steps=STEPS, reference="auto")
     run = json.loads(verdict.to_json())["run"]
-    assert (run["reference"], run["reference_failed"], run["spill"]) == ("full", [], False)
+    assert (run["reference"], run["reference_failed"]) == ("full", [])
     assert "activations" not in render([verdict], "text")
 
 
@@ -109,11 +106,10 @@ def test_an_unknown_word() -> None:
 
 
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["run", "--model", "mlp", "--reference", "recompute", "--spill", "--format", "json"]
+    words = ["run", "--model", "mlp", "--reference", "recompute", "--format", "json"]
     assert main(words) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["run"]["reference"] == document["spec"]["reference"] == "recompute"
-    assert document["run"]["spill"] and document["spec"]["spill"]
     assert main(["run", "--model", "mlp", "--reference", "disk"]) == 2
     assert '"full", "offload", "recompute" or "auto"' in capsys.readouterr().err
 

@@ -137,5 +137,5 @@ def test_offload_and_recompute_take_less_of_the_device_and_give_the_same_gradien
 def test_the_verdict_says_offload() -> None:
     batch = torch.randn(64, 64, device="cpu")
     problem = gaverify.Problem(layers(), lambda model, batch: model(batch).square().mean(), batch)
-    verdict = gaverify.verify(problem, device="cuda", reference="offload", spill=True)
+    verdict = gaverify.verify(problem, device="cuda", reference="offload")
     assert verdict.outcome is gaverify.Outcome.EQUIVALENT and verdict.run.reference is Reference.OFFLOAD

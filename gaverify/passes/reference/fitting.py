@@ -114,11 +114,9 @@ class Fitting:
 
     Args:
         asked: What the user asked for.
-        spill: Whether the full batch's gradients are put on disk.
     """
 
     asked: Reference = Reference.FULL
-    spill: bool = False
     failed: list[Reference] = field(default_factory=list)
     states: WeakSet[ModelState] = field(default_factory=WeakSet)
 

@@ -131,11 +131,11 @@ _WAYS = {
 
 def _reference(run: RunInfo) -> str:
     """How the full batch was made to fit; nothing where it fitted."""
-    if run.reference is Reference.FULL and not run.spill:
+    if run.reference is Reference.FULL:
         return ""
     failed = " and ".join(run.reference_failed)
     why = f" ({failed} did not fit)" if failed else ""
-    return _WAYS[run.reference] + why + (", gradients on disk" if run.spill else "")
+    return _WAYS[run.reference] + why
 
 
 def _weights(run: RunInfo) -> str:

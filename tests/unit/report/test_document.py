@@ -187,6 +187,11 @@ def test_several_answers_and_errors(tmp_path: Path) -> None:
     assert report.errors == (("broken.toml", "no `model`"),)
 
 
+def test_a_document_that_tells_whether_gradients_lay_on_disk_is_read_without_that(tmp_path: Path) -> None:
+    (tmp_path / "older.json").write_text(json.dumps(GOOD | {"run": GOOD["run"] | {"spill": True}}))
+    assert read_report(tmp_path / "older.json").answers == (answer_of(GOOD),)
+
+
 GOOD = json.loads(answer_text(samples.divergent()))
 ROW = GOOD["parameters"][0]
 

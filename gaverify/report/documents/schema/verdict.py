@@ -106,8 +106,8 @@ class RanksItem(Shape):
 @derived(
     RunInfo,
     "model parameters trainable batch_size steps micro_batches weights weighting strategy device dtype autocast seed "
-    "mode loss_full loss_accumulated reference reference_failed spill rounded part environment",
-    older="spill rounded part",
+    "mode loss_full loss_accumulated reference reference_failed rounded part environment",
+    older="rounded part",
 )
 class Run(Shape):
     """What was run: enough to run it again."""
