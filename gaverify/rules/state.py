@@ -174,12 +174,14 @@ def _average(loop: Record) -> Iterator[Finding]:
 def _blamed(loop: Record, inside: list[Event]) -> int | None:
     """The first update that differs, if an average moved in its window and neither weights nor a factor explain it.
 
-    In the first window an average that begins as the weights stays what it is: its updates there change nothing.
+    In the first window an average that begins as the weights stays what it is: its updates there change nothing, and
+    tell no decay.
     """
     update = loop.divergent
-    if update is None or update.number < 2 or all(event.update != update.number for event in inside):
+    moved = [event for event in inside if update is not None and event.update == update.number]
+    if update is None or not moved or (update.number < 2 and not any("decay" in event.values for event in moved)):
         return None
-    explained = weights_of(loop) is not None or factor_in_loop(loop, update) is not None
+    explained = loop.coupling or weights_of(loop) is not None or factor_in_loop(loop, update) is not None
     return None if explained else update.number
 
 

@@ -215,6 +215,8 @@ ROWS = [
     Row(AVERAGES, "--average warmed --when after", "GAV609", notes="GAV402"),  # its decay counts micro-batches
     # every way to write one, a snapshot, a frozen teacher and counters beside them, and a loss that uses the average
     Row(AVERAGES, "--average together --when update --target", notes=""),
+    Row(AVERAGES, "--average copied --when before --target --resumed", "GAV402", words="update 1 differs by that"),
+    Row(AVERAGES, "--average copied --when update --target --resumed", notes=""),
     # what a hook adds is the next gradient less the last, which other weights of micro-batches seem to mend
     looped(UNUSUAL, "masters", common="--hook added"),
     looped(UNUSUAL, "masters", "GAV603", "--hook set", mark="set", words=ADDED, proven=True),

@@ -88,11 +88,14 @@ def main():
     parser.add_argument("--average", default="copied", choices=sorted(AVERAGES))
     parser.add_argument("--when", default="update", choices=["update", "before", "after", "top"])
     parser.add_argument("--target", action="store_true", help="the loss uses what the copy gives")
+    parser.add_argument("--resumed", action="store_true", help="the copy does not begin as the weights")
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr / 10)
     average = AVERAGES[args.average](model, args)
+    for parameter in average.module.parameters() if args.resumed else ():
+        parameter.data /= 2
     for _ in range(args.epochs):
         for i, (features, labels) in enumerate(loader_for(args)):
             if args.when == "top":

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from measured import ranks
 
-from gaverify.audit.outcome import report_of, same_arguments
+from gaverify.audit.outcome import is_explained, report_of, same_arguments
 from gaverify.audit.request import Request, words
 from gaverify.errors import SpecError
 from gaverify.records.audit import Overwritten, Record, RowCheck, UpdateComparison
@@ -44,6 +44,7 @@ KINDS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "L": ("scheduler", {"scheduler": 1, "lr": [0.1]}),
     "U": ("scaler", {"call": "unscale_", "skipped": False}),
     "A": ("average", {}),
+    "a": ("average", {"decay": 0.9}),
     "e": ("edited", {"optimizers": [0], "factors": [0.25]}),
     "f": ("edited", {"optimizers": [0], "factors": [0.7]}),
     "v": ("edited", {"optimizers": [0], "factors": [None]}),
@@ -483,6 +484,19 @@ class TestWeights:
         cause = Cause(replace(suspect, statistics=True), run, explained=0.3)
         found = findings_for(record(RIGHT, "BSZ BSZ", updates=(differs,), coupling=(cause,)))
         assert faults(found) == codes and found[0].proven is (left is not None)
+
+    @pytest.mark.parametrize(("coupled", "codes"), [(False, ["GAV402"]), (True, ["GAV101"])])
+    def test_an_average_that_moves_in_the_first_window_is_blamed_where_no_samples_meet(
+        self, coupled: bool, codes: list[str]
+    ) -> None:
+        run = ControlRun("`1` in evaluation mode", 1e-7, True)
+        suspect = Suspect("rows", Operation("BatchNorm1d", "1", "BatchNorm1d"), None, 0.5, 4, True, True)
+        differs = update(ratio=1.1, fit=fit(1.1, 0.5, right=(0.2, 0.3, 0.1, 0.2), residual=0.4))
+        coupling = (Cause(replace(suspect, statistics=True), run, explained=1.0),) if coupled else ()
+        moved, still = ("BaBaBaBSZ", "BABABABSZ")
+        found = record(moved, "BSZ", updates=(differs,), coupling=coupling)
+        assert faults(findings_for(found)) == codes and is_explained(found) is coupled
+        assert "GAV402" not in faults(findings_for(record(still, "BSZ", updates=(differs,), coupling=coupling)))
 
     def test_clipping_before_the_division_is_no_wrong_scale(self) -> None:
         stages = (StageComparison(Stage.UNCLIPPED, Outcome.EQUIVALENT, 1e-8, 1.0),)
