@@ -9,7 +9,6 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
@@ -21,7 +20,7 @@ from gaverify.passes.devices import available_devices, counts_memory, widest
 from gaverify.records.comparison import Outcome
 from gaverify.spec import Spec
 from gaverify.verification import verify_spec
-from gaverify.version import __version__
+from gaverify.version import __version__, installed
 
 Line = tuple[str, str, bool | None]
 """Subject, what was found, and whether it is as it should be; None where there is nothing to judge."""
@@ -75,7 +74,7 @@ def versions() -> Iterator[Line]:
         ("transformers", "the built-in gpt2, models by folder or name"),
         ("numpy", "arrays in batches"),
     ):
-        yield package, f"{_version(package) or 'not installed'} ({use})", None
+        yield package, f"{installed(package)} ({use})", None
 
 
 def devices(word: str | None) -> tuple[torch.device, ...]:
@@ -149,13 +148,6 @@ def _name(device: torch.device) -> str:
         properties = torch.get_device_module(device).get_device_properties(device)
         return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
     return platform.processor() or platform.machine()
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def _listed(codes: frozenset[str]) -> str:

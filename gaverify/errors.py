@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import errno
+import os
 from collections.abc import Iterable, Sequence
 
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
@@ -17,8 +19,10 @@ _NO_SUCH_SIZE = (
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Returns the known word that is most alike, for "did you mean"; "" where none is alike enough."""
-    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)), "")
+    """Returns the known word that is most alike, the first of equals, for "did you mean"; "" where none is enough."""
+    likeness = {other: difflib.SequenceMatcher(None, other, word).ratio() for other in known}
+    near = max(likeness, key=lambda other: likeness[other], default="")
+    return near if near and likeness[near] >= cutoff else ""
 
 
 def text_of(error: BaseException) -> str:
@@ -102,3 +106,29 @@ class InternalError(GaverifyError):
     """A fault in gaverify itself."""
 
     exit_code = 70
+
+
+def as_foreseen(error: BaseException) -> GaverifyError | None:
+    """Returns the error as one that gaverify foresees, or None if it is a fault."""
+    if isinstance(error, GaverifyError):
+        return error
+    if is_out_of_memory(error):
+        said = text_of(error).splitlines()[:1]
+        detail = f" ({said[0].rstrip()})" if said else ""
+        return GaverifyError(f"out of memory{detail}; try a smaller `--batch-size`, a smaller model or another device")
+    if isinstance(error, SystemExit):
+        # user code that exits with 0 would otherwise read as "equivalent"
+        return GaverifyError(f"the model's code left Python with {exit_call(error)}; nothing was compared")
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return GaverifyError(f"cannot write: {error.strerror}")
+    if isinstance(error, FileNotFoundError) and current_folder() is None:
+        return GaverifyError("the folder that this was started in has been removed; change to another one")
+    return None
+
+
+def current_folder() -> str | None:
+    """Returns the current folder; None where it has been removed."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return None

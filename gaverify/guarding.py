@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-from gaverify.errors import HardExit
+from gaverify.errors import HardExit, current_folder
 
 
 @contextmanager
@@ -32,11 +32,3 @@ def guarded() -> Iterator[None]:
         if folder is not None:
             with suppress(OSError):
                 os.chdir(folder)
-
-
-def current_folder() -> str | None:
-    """The current folder; None where it has been removed."""
-    try:
-        return os.getcwd()
-    except OSError:
-        return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -69,19 +70,17 @@ def _may_be_spec(file: Path) -> bool:
     """
     if file.name == "pyproject.toml":
         return False
-    import difflib
-    import tomllib
-
+    from gaverify.errors import SpecError, nearest
     from gaverify.spec import OPTIONS
+    from gaverify.text_files import table_of_file
 
     try:
-        table = tomllib.loads(file.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError):
+        keys = {key.replace("-", "_") for key in table_of_file(file, "spec")}
+    except SpecError:
         return True
-    keys = {key.replace("-", "_") for key in table}
     if keys & {"script", "module"} and "model" not in keys:
         return False
-    return not keys or not keys.isdisjoint(OPTIONS) or bool(difflib.get_close_matches("model", keys))
+    return not keys or not keys.isdisjoint(OPTIONS) or bool(nearest("model", keys))
 
 
 class SpecFile(pytest.File):
@@ -113,7 +112,7 @@ class SpecItem(pytest.Item):
 
     def setup(self) -> None:
         """Verifies. pytest calls what goes wrong here an error, not a failure: nothing was found about the model."""
-        from gaverify.errors import GaverifyError, SpecError, exit_call
+        from gaverify.errors import GaverifyError, SpecError, as_foreseen
         from gaverify.guarding import guarded
 
         shown = self.nodeid.partition("::")[0]
@@ -123,10 +122,8 @@ class SpecItem(pytest.Item):
         try:
             with guarded():
                 self.verdict = self._verified(self.entry)
-        except GaverifyError as error:
-            failure = str(error)
-        except SystemExit as error:
-            failure = f"the model's code left Python with {exit_call(error)}; nothing was compared"
+        except (GaverifyError, SystemExit) as error:
+            failure = str(as_foreseen(error))
         if failure:  # not inside the `except`: pytest would print the whole chain of exceptions
             pytest.fail(f"{shown}: {failure}", pytrace=False)
         if self.verdict.exit_code not in (0, 1):
@@ -227,25 +224,10 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
             terminalreporter.line(line)
 
 
-class Checker:
-    """What the fixture `gaverify` gives: `verify` and `assert_equivalent`, as the package has them."""
-
-    def verify(self, *args: Any, **options: Any) -> Verdict:
-        """Verifies as `gaverify.verify` does."""
-        from gaverify.verification import verify
-
-        return verify(*args, **options)
-
-    def assert_equivalent(self, *args: Any, **options: Any) -> Verdict:
-        """Verifies as `gaverify.assert_equivalent` does; pytest shows the report in its own colours."""
-        __tracebackhide__ = True
-        from gaverify.verification import assert_equivalent
-
-        return assert_equivalent(*args, **options)
-
-
 @pytest.fixture(name="gaverify")
-def gaverify_fixture(request: pytest.FixtureRequest) -> Checker:
-    """Verifies models in tests: `gaverify.assert_equivalent(model, loss, batch, steps=4)`."""
+def gaverify_fixture(request: pytest.FixtureRequest) -> ModuleType:
+    """The package, to verify models in tests: `gaverify.assert_equivalent(model, loss, batch, steps=4)`."""
+    import gaverify
+
     request.node.add_marker("gaverify")
-    return Checker()
+    return gaverify

@@ -1,33 +1,20 @@
 """The rule pages: what `gaverify explain` and `gaverify rules` print. Each is a file of `rules/pages/`.
 
 A page starts with `# CODE name: one line.`, where `(note)` or `(fault or note)` behind the name tells the severity of
-its findings (a fault where nothing is said), and has the sections of `HEADINGS`, a line `## HEADING` above each.
+its findings (a fault where nothing is said), and has sections, each with a line `## HEADING` above it.
 Indented lines are formulas and code. Where a code arises in runs and in audits, both examples stand under `Example`.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
-import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files as resources
 
-from gaverify.errors import InternalError, SpecError
+from gaverify.errors import InternalError, SpecError, nearest
 
-HEADINGS = (
-    "What it finds",
-    "Why gradients diverge",
-    "Signature in the numbers",
-    "Example",
-    "Use instead",
-    "When it is harmless",
-    "References",
-)
-A_MODEL, A_LOOP = "A model:", "A training loop:"
-"""Lines above the two examples of a code that arises in both: `gaverify run` shows one, `gaverify audit` the other."""
 _RULES = resources("gaverify") / "rules"
 _FOLDER = _RULES / "pages"
 _ALIKE = 0.5  # of `difflib`'s ratio; below it a word is no typing mistake of a rule's name
@@ -43,7 +30,7 @@ class RulePage:
         name: As in `batch-statistics`.
         severity: "fault", "note" or "fault or note".
         summary: One line.
-        sections: The text under each heading, in the order of `HEADINGS`.
+        sections: The text under each heading, in the page's order.
     """
 
     code: str
@@ -51,20 +38,6 @@ class RulePage:
     severity: str
     summary: str
     sections: Mapping[str, str]
-
-    def code_block(self, heading: str, kind: str | None = None) -> str:
-        """Returns the indented lines under a heading without their indentation; empty where there are none.
-
-        Args:
-            heading: One of `HEADINGS`.
-            kind: `A_MODEL` or `A_LOOP`: the lines below that line alone; None: all.
-        """
-        lines = self.sections[heading].splitlines()
-        if kind is not None:
-            starts = lines.index(kind) + 1 if kind in lines else len(lines)
-            others = [at for at in range(starts, len(lines)) if lines[at] in (A_MODEL, A_LOOP)]
-            lines = lines[starts : others[0] if others else len(lines)]
-        return textwrap.dedent("\n".join(line for line in lines if line.startswith("    ") or not line)).strip("\n")
 
 
 @cache
@@ -92,20 +65,12 @@ def find_page(wanted: str) -> RulePage:
     found = pages.get(f"GAV{code[1]}") if code else names.get(word)
     if found is not None:
         return found
-    near = _nearest_code(int(code[1]), pages) if code else _nearest_word(word, pages, names)
+    both = {known.lower(): page for known, page in (pages | names).items()}
+    near = both.get(nearest(word, both, _ALIKE))
+    if code:
+        near = min(pages.values(), key=lambda page: abs(int(page.code[3:]) - int(code[1])))
     advice = f"did you mean {near.code} {near.name}?" if near else "`gaverify rules` lists all"
     raise SpecError(f"there is no rule `{wanted}`; {advice}", "explain")
-
-
-def _nearest_code(number: int, pages: Mapping[str, RulePage]) -> RulePage:
-    return min(pages.values(), key=lambda page: abs(int(page.code[3:]) - number))
-
-
-def _nearest_word(word: str, pages: Mapping[str, RulePage], names: Mapping[str, RulePage]) -> RulePage | None:
-    both = {code.lower(): page for code, page in pages.items()} | dict(names)
-    likeness = {known: difflib.SequenceMatcher(None, word, known).ratio() for known in both}
-    near = max(likeness, key=lambda known: likeness[known])  # the first of equals, in the order of the codes
-    return both[near] if likeness[near] >= _ALIKE else None
 
 
 def _page(text: str, file: str) -> RulePage:

@@ -69,15 +69,10 @@ def _print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None
     if not wanted or ctx.resilient_parsing:
         return
     import platform
-    from importlib.metadata import PackageNotFoundError, version
 
-    from gaverify.version import __version__
+    from gaverify.version import __version__, installed
 
-    try:
-        torch = version("torch")  # the metadata: importing torch to ask it takes a second and a half
-    except PackageNotFoundError:
-        torch = "not installed"
-    click.echo(f"gaverify {__version__} (torch {torch}, Python {platform.python_version()})")
+    click.echo(f"gaverify {__version__} (torch {installed('torch')}, Python {platform.python_version()})")
     ctx.exit()
 
 

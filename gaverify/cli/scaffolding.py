@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -195,25 +194,21 @@ def init(file: Path, model: str | None, kind: str | None, force: bool) -> int:
         .replace("{name}", str(file))
         .replace('model = "mlp"', f"model = {json.dumps(made.model)}")
     )
-    _write(file, text, [factory] if made.text else [], force)
-    click.echo(f"Wrote {file}.")
-    if made.text:
-        _write(factory, made.text, [], force)
-        click.echo(f"Wrote {factory}{f': {made.advice}' if made.advice else ''}.")
+    texts = {file: text} | ({factory: made.text} if made.text else {})
+    for path in texts:
+        if path.exists() and not force:
+            raise GaverifyError(f"`{path}` exists already; `--force` overwrites it")
+    for path, content in texts.items():
+        _write(path, content, force)
+        click.echo(f"Wrote {path}{f': {made.advice}' if path is factory and made.advice else ''}.")
     click.echo(f"Next: gaverify run {shlex.quote(str(file))}")
     return 0
 
 
-def _write(file: Path, text: str, others: Sequence[Path], force: bool) -> None:
-    """Writes a file that does not exist yet; nothing where one of the others exists."""
-    for path in (file, *others):
-        if path.exists() and not force:
-            raise GaverifyError(f"`{path}` exists already; `--force` overwrites it")
+def _write(file: Path, text: str, force: bool) -> None:
     try:
         # "x" refuses in the same step that creates: no file slips in between
         with file.open("w" if force else "x", encoding="utf-8") as stream:
             stream.write(text)
-    except FileExistsError:
-        raise GaverifyError(f"`{file}` exists already; `--force` overwrites it") from None
     except OSError as error:
         raise GaverifyError(f"cannot write `{file}`: {error.strerror or error}") from None

@@ -6,7 +6,6 @@ closed or full: a message that cannot be written there is dropped and changes no
 
 from __future__ import annotations
 
-import errno
 import gc
 import os
 import re
@@ -24,8 +23,8 @@ from typing import NamedTuple, TextIO
 
 import click
 
-from gaverify.errors import Agreed, GaverifyError, InternalError, SpecError, exit_call, is_out_of_memory, text_of
-from gaverify.guarding import current_folder, guarded
+from gaverify.errors import Agreed, InternalError, SpecError, as_foreseen, text_of
+from gaverify.guarding import guarded
 from gaverify.launched import is_first
 from gaverify.tracebacks import Owner, calling_frame, owner_of, shown
 
@@ -234,24 +233,6 @@ def failure_message(error: BaseException) -> str:
     """Returns the sentence for an exception: gaverify's own, or Python's with its type in front."""
     foreseen = as_foreseen(error)
     return f"{type(error).__name__}: {text_of(error)}" if foreseen is None else str(foreseen)
-
-
-def as_foreseen(error: BaseException) -> GaverifyError | None:
-    """Returns the error as one that gaverify foresees, or None if it is a fault."""
-    if isinstance(error, GaverifyError):
-        return error
-    if is_out_of_memory(error):
-        said = text_of(error).splitlines()[:1]
-        detail = f" ({said[0].rstrip()})" if said else ""
-        return GaverifyError(f"out of memory{detail}; try a smaller `--batch-size`, a smaller model or another device")
-    if isinstance(error, SystemExit):
-        # user code that exits with 0 would otherwise read as "equivalent"
-        return GaverifyError(f"the model's code left Python with {exit_call(error)}; nothing was compared")
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return GaverifyError(f"cannot write: {error.strerror}")
-    if isinstance(error, FileNotFoundError) and current_folder() is None:
-        return GaverifyError("the folder that this was started in has been removed; change to another one")
-    return None
 
 
 def _report_usage(error: click.ClickException) -> int:
