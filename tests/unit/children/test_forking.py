@@ -42,10 +42,10 @@ STUCK = """
 import os, signal, subprocess
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print(os.getpid(), subprocess.Popen(["sleep", "600"], start_new_session=True).pid, flush=True)
-while True: pass
+while True: signal.pause()
 """
 FORGETFUL = """
-import os, subprocess, sys
+import os, signal, subprocess, sys
 from forking import Server
 env, none = dict(os.environ), subprocess.DEVNULL
 server = Server(env)
@@ -53,7 +53,7 @@ with open(sys.argv[1], "wb") as log:
     streams = {"stdin": none, "stdout": log, "stderr": subprocess.STDOUT}
     kept = server.started([sys.executable, "-c", sys.argv[2]], env=env, **streams)
 print(server.process.pid, kept.process.pid, flush=True)
-while len(open(sys.argv[1]).read().split()) < 2: pass
+while len(open(sys.argv[1]).read().split()) < 2: signal.sigtimedwait([], 0.02)
 os.kill(os.getpid(), 9)
 """
 
@@ -110,6 +110,7 @@ def test_it_is_ended_with_all_that_it_started(server: Server, tmp_path: Path) ->
     kept = _run(server.started, STUCK, log)
     while len(log.read_text().split()) < 2:
         assert kept.process.poll() is None
+        signal.sigtimedwait([], 0.02)
     kept.end()
     assert kept.process.poll() == -signal.SIGKILL
     assert not any(map(_lives, log.read_text().split()))
