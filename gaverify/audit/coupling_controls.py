@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from gaverify.audit.job import SCRIPT, Role
 from gaverify.audit.outcome import is_explained
 from gaverify.audit.rank_facts import left_by, weighed_run
 from gaverify.audit.reading import Run, labels
+from gaverify.audit.recording.outputs import layout_of_rows
 from gaverify.audit.running import Trial
 from gaverify.audit.same_data import Matcher
 from gaverify.audit.stages import fit_of
@@ -179,14 +180,9 @@ def _names(forward: Forward) -> frozenset[str]:
 
 def _hands_out_rows(forward: Forward) -> bool:
     """Whether the outermost module, or one of those that it calls, hands out something with as many rows."""
-    inner = {SCRIPT, *(call["path"] for call in forward["calls"] if call["under"] == SCRIPT)}
-    shapes = [
-        shape
-        for call in forward["calls"]
-        if call["under"] in inner
-        for shape in (output["shape"] for output in call["outputs"].values())
-    ]
-    return any(size and forward["rows"] and size % forward["rows"] == 0 for shape in shapes for size in shape[:2])
+    inner, rows = {SCRIPT, *(call["path"] for call in forward["calls"] if call["under"] == SCRIPT)}, forward["rows"]
+    outputs = [output for call in forward["calls"] if call["under"] in inner for output in call["outputs"].values()]
+    return any(size and rows and size % rows == 0 for output in outputs for size in output["shape"][:2])
 
 
 def _places(whole: Forward, part: Forward) -> tuple[int, ...]:
@@ -206,15 +202,9 @@ def _places(whole: Forward, part: Forward) -> tuple[int, ...]:
 
 def _calls(pair: Pair) -> Iterator[tuple[tuple[str, int], dict[str, Any], dict[str, Any]]]:
     """The calls of both forwards that belong together: the how-manieth of a module in each."""
-    seen: Counter[str] = Counter()
-    known: dict[tuple[str, int], dict[str, Any]] = {}
-    for call in pair[0]["calls"]:
-        seen[call["path"]] += 1
-        known[call["path"], seen[call["path"]]] = call
-    seen.clear()
+    known = {(call["path"], call["number"]): call for call in pair[0]["calls"]}
     for call in pair[1]["calls"]:
-        seen[call["path"]] += 1
-        key = call["path"], seen[call["path"]]
+        key = call["path"], call["number"]
         if key in known:
             yield key, known[key], call
 
@@ -257,16 +247,15 @@ def _left(pair: Pair, level: Collection[str]) -> float:
 
 def _rows(pair: Pair, whole: dict[str, Any], part: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
     """What was kept of the same rows in both forwards, shape (n, entries, 3); None where no dimension holds rows."""
-    (full, micro, places), (wide, narrow) = pair, (whole["shape"], part["shape"])
-    for dim in range(min(len(wide), len(narrow), 2)):
-        entries = wide[dim] // full["rows"] if full["rows"] else 0
-        rest = [(*shape[:dim], *shape[dim + 1 :]) for shape in (wide, narrow)]
-        counts = entries * full["rows"], entries * micro["rows"]
-        if entries and rest[0] == rest[1] and (wide[dim], narrow[dim]) == counts:
-            there = whole["along"][dim].reshape(full["rows"], entries, 3)[list(places)]
-            here = part["along"][dim].reshape(micro["rows"], entries, 3)
-            return there, here[: len(there)]
-    return None
+    full, micro, places = pair
+    layout = layout_of_rows(whole["shape"], part["shape"], full["rows"], micro["rows"])
+    if layout is None:
+        return None
+    there, here = (
+        side["along"][layout.dimension].reshape(forward["rows"], layout.fold, 3)
+        for side, forward in ((whole, full), (part, micro))
+    )
+    return there[list(places)], here[: len(places)]
 
 
 _MOST = 3  # causes that are looked for behind one another
@@ -285,12 +274,8 @@ def coupled(trial: Trial, record: Record) -> Record:
     return replace(record, coupling=tuple(_causes(bench)), weighed=bench.weighed)
 
 
-@dataclass(frozen=True)
-class _Held:
-    """What a pair of runs holds: buffers whose modules run in evaluation mode, and code that is held."""
-
-    frozen: tuple[str, ...] = ()
-    code: tuple[str, ...] = ()
+_Held = Mapping[str, tuple[str, ...]]
+"""Fields of `Job`: buffers whose modules run in evaluation mode, and code that is held."""
 
 
 @dataclass(frozen=True)
@@ -312,7 +297,7 @@ class _Bench:
 
     def tried(self, held: _Held, first: Sequence[Pair | None] = ()) -> _Tried:
         """Makes both runs; the pairs of those in which nothing is held tell whose rows are given to which forward."""
-        full = self._again("full", frozen=held.frozen, held=held.code)
+        full = self._again("full", **held)
         accumulated = self._accumulated(full, held, first)
         return _Tried(held, full, accumulated, pairs_of(full, accumulated, self.update.number))
 
@@ -325,12 +310,11 @@ class _Bench:
 
     def _accumulated(self, full: Run, held: _Held, first: Sequence[Pair | None], **changed: Any) -> Run:
         spots = tuple(None if pair is None else (pair[0]["number"], tuple(pair[2])) for pair in first)
-        changed |= {"frozen": held.frozen, "held": held.code}
-        return self._again("accumulated", source=full, spots=spots, **changed)
+        return self._again("accumulated", source=full, spots=spots, **held, **changed)
 
     def feels(self, tried: _Tried, level: tuple[str, ...]) -> bool:
         """Whether a loss gives other gradients to half of the rows where the other half has other values."""
-        moved = self._again("full", frozen=tried.held.frozen, moved=level)
+        moved = self._again("full", frozen=tried.held["frozen"], moved=level)
         return feels_the_rest(outputs_of(tried.full), outputs_of(moved), self.record.unit, level)
 
     def control(self, tried: _Tried, what: str, kind: ControlKind) -> ControlRun:
@@ -360,7 +344,7 @@ class _Bench:
 
 def _causes(bench: _Bench) -> Iterator[Cause]:
     """Yields what parts first, then with that held what parts next, until nothing but rounding is left."""
-    tried, unit, whole = bench.tried(_Held()), bench.record.unit, bench.update.relative_difference
+    tried, unit, whole = bench.tried({"frozen": (), "held": ()}), bench.record.unit, bench.update.relative_difference
     first = tried.pairs
     if not first:
         return
@@ -378,7 +362,7 @@ def _causes(bench: _Bench) -> Iterator[Cause]:
             tried = bench.tried(held, first)
         control = bench.control(tried, what, kind)
         statistics = suspect.statistics or kind is ControlKind.FROZEN
-        control = replace(control, modules=_owners(held.frozen) if kind is ControlKind.FROZEN else ())
+        control = replace(control, modules=_owners(held["frozen"]) if kind is ControlKind.FROZEN else ())
         yield Cause(replace(suspect, statistics=statistics), control, explained=_explained(control, whole))
         if control.fit is not None and not control.rounding:
             bench.weigh(tried, control.fit, first)
@@ -405,7 +389,7 @@ def _loss_causes(bench: _Bench, tried: _Tried, first: Sequence[Pair | None]) -> 
         feels = apart > 0 and bench.feels(tried, level)
         if not feels and not (apart and weights_excluded):
             continue
-        more = replace(held, code=tuple(dict.fromkeys((*held.code, *level))))
+        more: _Held = {**held, "held": tuple(dict.fromkeys((*held["held"], *level)))}
         what, kind = "the loss computed once over all outputs", ControlKind.CACHED_GRADIENTS
         control = bench.control(bench.tried(more, first), what, kind)
         if feels or control.rounding:
@@ -423,9 +407,9 @@ def _holding(suspect: Suspect, tried: _Tried, writers: dict[str, list[str]]) -> 
         steps = tried.full.samples(rounds_of(tried.full.events)[0]).steps.values()
         frozen = tuple(key for step in steps for key in step.get("buffers", {}) if key.partition(":")[2] in names)
         if frozen:
-            return replace(held, frozen=frozen), _named(frozen), ControlKind.FROZEN
+            return {**held, "frozen": frozen}, _named(frozen), ControlKind.FROZEN
     what = f"what `{path or '(root)'}` gives and gives back held at the full batch's"
-    return replace(held, code=(*held.code, path)), what, ControlKind.FULL_BATCH
+    return {**held, "held": (*held["held"], path)}, what, ControlKind.FULL_BATCH
 
 
 def _owners(frozen: tuple[str, ...]) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from gaverify.audit.recording.graph import meetings, parameters_behind
 from gaverify.audit.recording.rows import input_shapes
 from gaverify.audit.recording.values import paths_in, plain, same, tensors_in
 from gaverify.passes.calls import Call, listening, per_channel_affine
-from gaverify.passes.fingerprints import real_numbers, summaries
+from gaverify.passes.fingerprints import SampleLayout, real_numbers, summaries
 from gaverify.passes.nesting import changed, leaves, rebuilt
 from gaverify.tracebacks import Place, user_place
 
@@ -93,6 +93,7 @@ class Outputs:
             forward["calls"].append(
                 {
                     "path": call.path,
+                    "number": call.number,
                     "under": call.under,
                     "kind": type(call.module).__name__,
                     "place": user_place(),
@@ -304,14 +305,18 @@ def rows_at(whole: torch.Tensor, shape: tuple[int, ...], rows: int, places: Sequ
         rows: How many rows it holds.
         places: Those that are wanted.
     """
-    if whole.dim() != len(shape):
+    layout = layout_of_rows(tuple(whole.shape), shape, rows, len(places))
+    if layout is None:
         return None
-    for dim in range(min(whole.dim(), 2)):
-        entries = whole.shape[dim] // rows if rows else 0
-        wanted = (*whole.shape[:dim], entries * len(places), *whole.shape[dim + 1 :])
-        if entries and whole.shape[dim] == entries * rows and wanted == shape:
-            split = whole.unflatten(dim, (rows, entries))
-            index = torch.tensor(places, dtype=torch.int64, device=whole.device)
-            found: torch.Tensor = split.index_select(dim, index).flatten(dim, dim + 1)
-            return found
+    dim, index = layout.dimension, torch.tensor(places, dtype=torch.int64, device=whole.device)
+    found: torch.Tensor = whole.unflatten(dim, (rows, layout.fold)).index_select(dim, index).flatten(dim, dim + 1)
+    return found
+
+
+def layout_of_rows(whole: tuple[int, ...], part: tuple[int, ...], rows: int, count: int) -> SampleLayout | None:
+    """Returns how a tensor holds rows in its first or second dimension, of which the part has `count`; None: not so."""
+    for dim in range(min(len(whole), 2)):
+        fold = whole[dim] // rows if rows else 0
+        if fold and fold * rows == whole[dim] and part == (*whole[:dim], fold * count, *whole[dim + 1 :]):
+            return SampleLayout(dim, fold)
     return None
