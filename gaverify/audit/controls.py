@@ -8,7 +8,6 @@ ranks again, with one thing put right or held still.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -50,8 +49,9 @@ def floored(trial: Trial, record: Record) -> Record:
     apart = [row.relative_difference for row in rows if row.outcome is Outcome.DIVERGENT]
     if not apart or not all(difference < SMALLEST_FAULT for difference in apart):
         return record
-    again = [(trial.moved(coins=coins, shrink=factor), factor) for coins, factor in _OTHERWISE]
-    return replace(record, updates=trial.compared(again=again))
+    again = trial.runner.runs(*(trial.moved(coins=coins, shrink=factor) for coins, factor in _OTHERWISE))
+    factors = [factor for _, factor in _OTHERWISE]
+    return replace(record, updates=trial.compared(again=[*zip(again, factors, strict=True)]))
 
 
 def unclipped(trial: Trial, record: Record) -> Record:
@@ -279,35 +279,27 @@ def controlled_ranks(trial: Trial, record: Record) -> Record:
     if ranks is None:
         return record
 
-    full = trial.full
+    # What a script reduces by hand is right or wrong where the optimizers see it.
+    stages = record.updates[0].stages if record.updates else ()
+    at_the_step = any(stage.stage is Stage.USED and stage.outcome is Outcome.DIVERGENT for stage in stages)
 
-    def left(own: Run | None, change: Mapping[str, Any]) -> float:
-        return _left(trial, own, change, summed=not _differs_at_the_step(record))
+    def left(*, also_full: bool = False, **change: Any) -> float:
+        """What a changed run of the ranks leaves, against the full-batch run, or against that with the same change."""
+        try:
+            full = trial.again("full", shown_as="ranks", **change) if also_full else trial.full
+            accumulated = trial.again("accumulated", source=full, shown_as="ranks", **change)
+        except ProblemError:
+            return math.nan
+        return left_by(full, accumulated, summed=not at_the_step)
 
     if ranks.stepped_without:
-        ranks = replace(ranks, sync_control=left(None, {"synchronise": True}))
+        ranks = replace(ranks, sync_control=left(also_full=True, synchronise=True))
     elif ranks.at_fault and (ranks.apart > ranks.rounding or ranks.ends_unreduced):
-        ranks = replace(ranks, sync_control=left(full, {"synchronise": True}))
+        ranks = replace(ranks, sync_control=left(synchronise=True))
     elif ranks.at_fault and ranks.buffers_apart:
-        ranks = replace(ranks, frozen_control=left(None, {"frozen": ranks.buffers_apart}))
+        ranks = replace(ranks, frozen_control=left(also_full=True, frozen=ranks.buffers_apart))
     elif ranks.at_fault and ranks.gathers and not ranks.shares_to_try:
-        ranks = replace(ranks, gather_control=left(full, {"gathers": True}))
+        ranks = replace(ranks, gather_control=left(gathers=True))
     elif ranks.at_fault:
-        ranks = with_shares(ranks, lambda shares: left(full, {"shares": shares}))
+        ranks = with_shares(ranks, lambda shares: left(shares=shares))
     return replace(record, together=ranks)
-
-
-def _differs_at_the_step(record: Record) -> bool:
-    """Whether the optimizers saw other gradients: what a script reduces by hand is right or wrong there only."""
-    stages = record.updates[0].stages if record.updates else ()
-    return any(stage.stage is Stage.USED and stage.outcome is Outcome.DIVERGENT for stage in stages)
-
-
-def _left(trial: Trial, full: Run | None, change: Mapping[str, Any], *, summed: bool) -> float:
-    """What a changed run of the ranks leaves; against a full-batch run with the same change where `full` is None."""
-    try:
-        full = full or trial.again("full", shown_as="ranks", **change)
-        accumulated = trial.again("accumulated", source=full, shown_as="ranks", **change)
-    except ProblemError:
-        return float("nan")
-    return left_by(full, accumulated, summed=summed)

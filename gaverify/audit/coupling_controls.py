@@ -338,7 +338,7 @@ class _Bench:
 
     def _again(self, role: Role, **changed: Any) -> Run:
         number = self.update.number
-        changed |= {"eager": True, "outputs": True, "at": number, "updates": number, "shown_as": "coupling"}
+        changed |= {"eager": True, "outputs": True, "updates": number, "shown_as": "coupling"}
         return self._trial.again(role, **changed)
 
 

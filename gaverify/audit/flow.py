@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from gaverify.audit.editing import check_values
+from gaverify.audit.job import Order, Replay
 from gaverify.audit.outcome import is_explained, report_of, same_arguments
 from gaverify.audit.request import RECORDED, Request, kept, written
 from gaverify.audit.running import Progress, Runner, Trial
@@ -25,16 +26,13 @@ from gaverify.records.audit import Record
 from gaverify.records.audit_report import AuditReport
 from gaverify.records.events import ledger_of
 from gaverify.records.facts import facts_of_loop
-from gaverify.records.windows import Window, windows_of
+from gaverify.records.windows import windows_of
 from gaverify.rules import findings_for
 from gaverify.sources import with_excerpts
 from gaverify.thresholds import CUT, STARTED_APART
 
 if TYPE_CHECKING:
     from gaverify.audit.reading import Run
-
-
-Order = Literal["turns", "blocks"]
 
 
 def replay_helps(record: Record, full: Mapping[str, Any], accumulated: Mapping[str, Any]) -> bool:
@@ -46,17 +44,12 @@ def replay_helps(record: Record, full: Mapping[str, Any], accumulated: Mapping[s
         accumulated: That of the accumulated run.
     """
     draws = full["loop_draws"] or accumulated["loop_draws"]
-    if not record.updates or not (draws or full["loaders"]):
-        return False
-    first = record.updates[0]
-    if first.started_apart > STARTED_APART or record.same_pieces:
-        return False
-    rows = first.data.full, first.data.accumulated
-    if first.data.checked and not max(rows) < CUT * min(rows):
+    if not (draws or full["loaders"]) or not _may_see_the_same(record):
         return False
     if not all(update.data.same for update in record.updates):
         return True
-    return draws and (bool(record.unaligned) or record.divergent is not None or bool(first.unrepeatable))
+    unrepeatable = bool(record.updates[0].unrepeatable)
+    return draws and (bool(record.unaligned) or record.divergent is not None or unrepeatable)
 
 
 def inputs_help(record: Record, full: Mapping[str, Any]) -> bool:
@@ -68,12 +61,17 @@ def inputs_help(record: Record, full: Mapping[str, Any]) -> bool:
         record: The comparison.
         full: The closing record of the full-batch run.
     """
-    if not record.updates or record.same_pieces or not full["returns_loss"]:
+    if not full["returns_loss"] or not _may_see_the_same(record):
         return False
-    first = record.updates[0]
-    rows = first.data.full, first.data.accumulated
-    comparable = first.data.checked and max(rows) < CUT * min(rows)
-    return comparable and not first.data.same and not first.started_apart > STARTED_APART
+    return record.updates[0].data.checked and not record.updates[0].data.same
+
+
+def _may_see_the_same(record: Record) -> bool:
+    """Whether both runs began with the same weights, and were fed as many rows as a batch and its micro-batches are."""
+    if not record.updates or record.same_pieces or record.updates[0].started_apart > STARTED_APART:
+        return False
+    data = record.updates[0].data
+    return not data.checked or max(data.full, data.accumulated) < CUT * min(data.full, data.accumulated)
 
 
 def parts_of(record: Record) -> int:
@@ -84,17 +82,12 @@ def parts_of(record: Record) -> int:
     """
     first = record.first
     if first is not None and any(set(event.touched) - set(first.optimizers) for event in first.of("backward")):
-        whole_rows, rows = (_first_rows(windows) for windows in (record.full_windows, record.windows))
+        forwards = [windows[0].of("forward") if windows else () for windows in (record.full_windows, record.windows)]
+        whole_rows, rows = (int(calls[0].values.get("rows") or 0) if calls else 0 for calls in forwards)
         return whole_rows // rows if rows and whole_rows % rows == 0 else 0
     whole = next((window.backwards for window in record.full_windows if first and window.number == first.number), 0)
     steps = (record.expected(first) or 0) if first is not None else 0
     return steps // whole if whole and steps % whole == 0 else 0
-
-
-def _first_rows(windows: Sequence[Window]) -> int:
-    """The rows of a run's first forward; 0 where that has none."""
-    forwards = windows[0].of("forward") if windows else ()
-    return int(forwards[0].values.get("rows") or 0) if forwards else 0
 
 
 def orders(full: Run, accumulated: Run, *, same: bool) -> tuple[Order, ...]:
@@ -184,7 +177,7 @@ class _Audit:
 
     def __init__(self, request: Request, runner: Runner) -> None:
         self._request, self._runner = request, runner
-        self._collated: dict[str, Any] = {}  # the field of `Job`, where batches had to be cut as they were collated
+        self._replay: Replay = "samples"
 
     def events_only(self) -> Record:
         """One run, its calls alone."""
@@ -203,35 +196,37 @@ class _Audit:
         first = self._against(full, visible, {})
         main, unaligned = self.main, dict(first.unaligned)
         for way in self._ways(first, full):
-            again = {**way, **visible}
+            again = {"replay": way, **visible}
             record = self._against(self._runner.run("full", **again), again, {"parts": parts_of(first)})
             if record.updates and record.updates[0].data.same:
-                self._collated = {"collated": True} if "collated" in way else {}
+                self._replay = way
                 return record
             unaligned |= record.unaligned
         self.main = main
         return replace(first, unaligned=unaligned)
 
-    def _ways(self, record: Record, full: Run) -> list[dict[str, Any]]:
-        """The fields of `Job` with which the runs may be given the same data, those that change least first."""
-        helps, ways = replay_helps(record, full.meta, self.main.meta), []
+    def _ways(self, record: Record, full: Run) -> list[Replay]:
+        """How the runs may be given the same data, what changes least first."""
+        helps, ways = replay_helps(record, full.meta, self.main.meta), list[Replay]()
         if self._request.ranked:  # what their loops draw is dealt to them; their loaders hand out samples as they do
             if not helps or not (full.meta["loop_draws"] or self.main.meta["loop_draws"]):
                 return []
             same = record.updates[0].data.same
-            return [{"replay": True, "order": order} for order in orders(full, self.main, same=same)]
+            return [*orders(full, self.main, same=same)]
         if helps:
-            ways.append({"replay": True})
+            ways.append("samples")
             if full.meta["loaders"]:  # their collation may draw, which would be other draws for micro-batches
-                ways.append({"replay": True, "collated": True})
+                ways.append("batches")
         if inputs_help(record, full.meta):
-            ways.append({"replay": True, "inputs": True})
+            ways.append("inputs")
         return ways
 
     def _epochs(self) -> str:
         unseen = self.main.meta["loaders"] and not self.main.meta["epochs"]
-        cut = "; micro-batches were rows of the full batch's batches, and padded like those" if self._collated else ""
-        return cut + ("; no epoch's end was reached (`--tail` makes one)" if unseen else "")
+        cut = "; micro-batches were rows of the full batch's batches, and padded like those"
+        return cut * (self._replay == "batches") + (
+            "; no epoch's end was reached (`--tail` makes one)" if unseen else ""
+        )
 
     def _with_tail(self, record: Record, visible: dict[str, Any]) -> Record:
         """The same runs on epochs that end with a short window, where nothing was found without."""
@@ -245,7 +240,7 @@ class _Audit:
         tail: dict[str, Any] = {"parts": parts, "tail": parts // 2}
         # A whole window, the short one, and the first of the next epoch:
         self._runner.updates = max(self._request.updates, 3)
-        again = {"replay": True, **self._collated, **visible}
+        again = {"replay": "batches" if self._replay == "batches" else "samples", **visible}
         full = self._runner.run("full", **again, **tail)
         record = self._against(full, again, tail)
         return replace(record, epochs=f"; with epochs whose last window has {parts // 2} of {parts} micro-batches")

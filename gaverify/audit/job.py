@@ -27,6 +27,13 @@ Files = Literal["view", "guard", "in-place"]
 
 Role = Literal["full", "perturbed", "accumulated", "frozen", "events"]
 
+Order = Literal["turns", "blocks"]
+"""How ranks share the samples of a batch, which their own loaders hand out: row by row, or block by block."""
+
+Replay = Literal["", "samples", "batches", "inputs"] | Order
+"""What a replay gives besides draws: the samples of loaders, collated anew; their batches as they were collated, where
+that draws; the inputs of forwards as well; nothing, to ranks."""
+
 COMPILED = "compiled graph"
 """Stands among the kernels that draw out of sight; the runs are then made without compilation."""
 
@@ -60,8 +67,7 @@ class Job:
         synchronise: Let every backward pass reduce over the ranks, whatever the script asks for.
         gathers: Let gathers of trained tensors hand the gradient back.
         frozen: Buffers, `model:name`, whose modules run in evaluation mode, with the statistics that they hold.
-        at: The update whose forwards are listened to, or held.
-        outputs: Keep what every module of that update's forwards gives for each row, and what comes back for it.
+        outputs: Keep what every module of the last update's forwards gives for each row, and what comes back for it.
         moved: Paths of modules, or `SCRIPT`: what the calls that they make give them has other values in the second
             half of each forward's rows.
         held: Paths of modules, or `SCRIPT`, whose own code gives and gives back what it did in the full-batch run.
@@ -80,10 +86,7 @@ class Job:
         seed: Seeds every generator before the script starts.
         by_hand: The script moves its weights itself: it has made a step where they have moved. Where it keeps no
             `.grad`, what it takes away from them stands for the gradient.
-        replay: Keep the loaders' samples and the loop's draws ("full"), or take those of the run in `source`.
-        collated: In a replay, cut micro-batches from the batches as they were collated: their collation draws.
-        order: In a replay by several ranks, how they share the samples of a batch, which their own loaders hand out.
-        inputs: In a replay, keep the forwards' inputs as well, or put those of the run in `source` in place.
+        replay: What the run keeps ("full"), or is given of the run in `source`, besides the draws of its loop.
         tail: Micro-batches of a short last window that every pass over a loader ends with; 0 leaves passes alone.
         parts: Micro-batches per batch of the full-batch run, for a replay; 0 where that is not known.
         coins: Which of the directions the weights are moved in by chance; another number moves them otherwise.
@@ -112,10 +115,7 @@ class Job:
     values: tuple[tuple[str, str], ...] = ()
     seed: int | None = None
     by_hand: bool = False
-    replay: bool = False
-    collated: bool = False
-    order: Literal["", "turns", "blocks"] = ""
-    inputs: bool = False
+    replay: Replay = ""
     parts: int = 0
     tail: int = 0
     shrink: float = 1.0
@@ -130,7 +130,6 @@ class Job:
     synchronise: bool = False
     gathers: bool = False
     frozen: tuple[str, ...] = ()
-    at: int = 1
     outputs: bool = False
     moved: tuple[str, ...] = ()
     held: tuple[str, ...] = ()

@@ -106,7 +106,9 @@ def _compared(
     change = farthest_change(full, each, unit)
     decided, unclear = Stage.USED, False
     if not unclipped:
-        decided, unclear = _deciding(full, used, summed, clips + clips_full, _late(window) and len(each) == 1)
+        # Whether gradients were changed by hand between the last clipping and the step; ranks may be reduced there.
+        late = len(each) == 1 and window is not None and any(step.values.get("by_hand") for step in window.steps)
+        decided, unclear = _deciding(full, used, summed, clips + clips_full, late)
     rows = summed if decided is Stage.SUMMED else used
     unrepeatable = _unrepeatable(runs, round_, number, unit, rows.noise)
     apart = _distance(full, accumulated, "before")
@@ -183,11 +185,6 @@ def _foreign(runs: Runs, full: Samples, accumulated: Samples, window: Window | N
             if foreign is not None:
                 return foreign
     return None
-
-
-def _late(window: Window | None) -> bool:
-    """Whether a script changed gradients by hand between the last clipping and the step; ranks may be reduced there."""
-    return window is not None and any(step.values.get("by_hand") for step in window.steps)
 
 
 def _deciding(full: Samples, used: Rows, summed: Rows, clips: tuple[Clip, ...], late: bool) -> tuple[Stage, bool]:

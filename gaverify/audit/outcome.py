@@ -155,6 +155,8 @@ def report_of(
     """
     outcome, reason = _decided(request, record, findings)
     working = meta["working"]
+    methods = {row.method for update in record.updates for row in update.parameters}
+    method = Method.WEIGHTS if methods == {Method.WEIGHTS} else Method.NOISE_FLOOR  # where they decided everything
     return AuditReport(
         script=request.script,
         outcome=outcome,
@@ -171,7 +173,7 @@ def report_of(
         modules=tuple(meta["modules"]),
         optimizers=tuple(meta["optimizers"]),
         trainable=sum(math.prod(shape) for members in meta["parameters"] for _, shape in members),
-        method=Method.EVENTS if request.events_only else _method(record),
+        method=Method.EVENTS if request.events_only else method,
         events_only=request.events_only,
         timings=dict(timings),
         left_out=dict(meta.get("left_out", {})),
@@ -183,12 +185,6 @@ def is_explained(record: Record) -> bool:
     """Whether a rule finds a fault in what is known so far; that an average moved may be beside what matters."""
     faults = [finding for finding in findings_for(facts_of_loop(record)) if finding.severity == "fault"]
     return any(finding.proven or finding.code != "GAV402" for finding in faults)
-
-
-def _method(record: Record) -> Method:
-    """What decided the updates: the weights that fit, where they decided every parameter of all of them."""
-    methods = {row.method for update in record.updates for row in update.parameters}
-    return Method.WEIGHTS if methods == {Method.WEIGHTS} else Method.NOISE_FLOOR
 
 
 def same_arguments(request: Request) -> AuditReport:

@@ -279,7 +279,7 @@ def run_jobs(jobs: Sequence[tuple[Job, str]], timeout: float, progress: Callable
         NoView: The kernel makes no view of the files.
         ProblemError: A script failed, hung, or was killed; the message holds its own traceback and last output.
     """
-    progress(" and ".join(TITLES[job.role] for job, _ in jobs))
+    progress(" and ".join(dict.fromkeys(TITLES[job.role] for job, _ in jobs)))
     children: list[Child] = []
     try:
         children += [_start(job, command) for job, command in jobs]

@@ -42,7 +42,7 @@ class Runner:
         self.summaries: list[RunSummary] = []
         self.timings: dict[str, float] = {}
         self.updates = self.request.updates
-        self._done = 0
+        self._done, self._last = 0, -1  # how many processes have ended, and the number of the last run
         self._files: Files = "in-place" if self.request.in_place else "view"
 
     def _job(self, role: Role, *, rank: int = 0, source: Run | None = None, **options: Any) -> Job:
@@ -56,7 +56,7 @@ class Runner:
         """
         request, launcher = self.request, self.request.launcher_of(role)
         own = {"accumulated": request.accumulated, "frozen": request.accumulated, "events": ()}.get(role, request.full)
-        folder = self.folder / (f"{len(self.summaries)}-{role}" + (f"-rank-{rank}" if rank else ""))
+        folder = self.folder / (f"{self._last}-{role}" + (f"-rank-{rank}" if rank else ""))
         if request.ranked and launcher not in filter(None, (request.launcher, request.full_launcher)):
             options.setdefault("world", (0, 1, free_port()))
         if source is not None:
@@ -113,35 +113,33 @@ class Runner:
         Raises:
             ProblemError: It failed, or did not train.
         """
-        (run,) = self.runs(self.jobs(role, **options))
-        return run
+        return self.runs(self.jobs(role, **options))[0]
 
     def runs(self, *groups: list[Job]) -> list[Run]:
-        """Makes runs side by side, each given by the jobs of its ranks, and returns what they recorded.
+        """Makes runs, two side by side, each given by the jobs of its ranks, and returns what they recorded.
 
         Raises:
             ProblemError: A run failed, or did not train.
         """
-        made = iter(self._processes([job for jobs in groups for job in jobs]))
-        return [self._together([run for _ in jobs for run in next(made)]) for jobs in groups]
+        made = iter(self._children(groups))
+        return [self._together([run for _ in jobs for run in self._recorded(next(made))]) for jobs in groups]
 
-    def _processes(self, jobs: list[Job]) -> list[list[Run]]:
-        """Makes the runs of some jobs; each gives a process, or all ranks of its launcher."""
+    def _recorded(self, child: Child) -> list[Run]:
+        """Returns what a process recorded, or all ranks of its launcher."""
         from gaverify.audit.reading import Run
 
-        children = self._children(jobs)
-        self._done += len(jobs)
-        runs = [[Run(child.job.role, at, child.seconds) for at in ranks_of(child.folder)] for child in children]
-        for child, members in zip(children, runs, strict=True):
-            self.timings[child.job.shown_as or child.job.role] = child.seconds
-            self.summaries.append(_summary(child, members))
-            for run in members:
-                check_updates(child, run)
+        runs = [Run(child.job.role, at, child.seconds) for at in ranks_of(child.folder)]
+        self._done += 1
+        self.timings[child.job.shown_as or child.job.role] = child.seconds
+        self.summaries.append(_summary(child, runs))
+        for run in runs:
+            check_updates(child, run)
         return runs
 
     def jobs(self, role: Role, **options: Any) -> list[Job]:
         """Returns the jobs of a run, one for each rank that gaverify starts itself; `options` are fields of `Job`."""
         count = None if role in ("full", "perturbed") else self.request.ranks
+        self._last += 1
         if count is None:
             return [self._job(role, **options)]
         port = free_port()
@@ -157,20 +155,20 @@ class Runner:
         check_parameters(runs)
         return RankedRun(runs[0].role, runs[0].folder, max(run.seconds for run in runs), tuple(runs))
 
-    def _children(self, jobs: list[Job]) -> list[Child]:
-        """Side by side, or one after the other where they would write into the same folder."""
+    def _children(self, groups: Sequence[list[Job]]) -> list[Child]:
+        """Two runs side by side, or one after the other where they would write into the same folder."""
         if self.again:
-            return [Child.read(Path(job.folder)) for job in jobs]
-        told = self.request.command
-        pairs = [(job, told(job.arguments, self.request.setting(job.role), job.launcher)) for job in jobs]
-        roles = list(dict.fromkeys(job.role for job in jobs))  # the ranks of a run need each other
-        apart = [[pair for pair in pairs if pair[0].role == role] for role in roles]
-        groups = [pairs] if self._files == "view" else apart
+            return [Child.read(Path(job.folder)) for jobs in groups for job in jobs]
+        request, children, at_once = self.request, list[Child](), 2 if self._files == "view" else 1
         try:
-            return [child for group in groups for child in run_jobs(group, self.request.timeout, self._running)]
+            for at in range(0, len(groups), at_once):
+                jobs = [job for jobs in groups[at : at + at_once] for job in jobs]
+                told = [request.command(job.arguments, request.setting(job.role), job.launcher) for job in jobs]
+                children += run_jobs(list(zip(jobs, told, strict=True)), request.timeout, self._running)
+            return children
         except NoView:
             self._files = "guard"
-            return self._children([replace(job, files="guard") for job in jobs])
+            return self._children([[replace(job, files="guard") for job in jobs] for jobs in groups])
 
     def _running(self, what: str) -> None:
         self.progress(what, self._done, 3)
@@ -187,7 +185,7 @@ class Trial:
 
     def __init__(self, runner: Runner, full: Run, options: dict[str, Any]) -> None:
         self.runner, self.full, self.options = runner, full, options
-        accumulated, self.perturbed = runner.runs(self.jobs("accumulated"), self._moved())
+        accumulated, self.perturbed = runner.runs(self.jobs("accumulated"), self.moved())
         self.accumulated = accumulated.beside(full)
         self.numbers = numbered(common_rounds(full.events, self.accumulated.events))
 
@@ -212,8 +210,7 @@ class Trial:
         Raises:
             ProblemError: It failed.
         """
-        (run,) = self.runner.runs(self.jobs(role, **changed))
-        return run
+        return self.runner.runs(self.jobs(role, **changed))[0]
 
     def shares(self, record: Record, right: Sequence[float]) -> Shares:
         """Returns what each backward pass multiplies its loss by, for weights in the first update that differs.
@@ -232,11 +229,6 @@ class Trial:
         """Makes all three runs again."""
         return Trial(self.runner, self.again("full", **changed), {**self.options, **changed})
 
-    def moved(self, **changed: Any) -> Run:
-        """Makes another run with moved weights."""
-        (perturbed,) = self.runner.runs(self._moved(**changed))
-        return perturbed
-
     def compared(
         self, own: Run | None = None, *, unclipped: bool = False, again: Sequence[tuple[Run, float]] = ()
     ) -> tuple[UpdateComparison, ...]:
@@ -246,7 +238,8 @@ class Trial:
         runs = self.full, self.perturbed, own or self.accumulated
         return compare_updates(*runs, self.runner.updates, unclipped=unclipped, again=again)
 
-    def _moved(self, **changed: Any) -> list[Job]:
+    def moved(self, **changed: Any) -> list[Job]:
+        """Returns the jobs of a run with moved weights."""
         unit, early = float(self.full.meta["unit"]), not self.full.meta["modules"]
         return self.jobs("perturbed", unit=unit, perturb_early=early, **changed)
 
@@ -254,7 +247,7 @@ class Trial:
 def _summary(child: Child, members: list[Run]) -> RunSummary:
     job, run = child.job, members[0]
     disk = sum(member.disk_bytes for member in members)
-    what = "inputs" if job.inputs else "batches and draws" if job.collated else "samples and draws"
+    what = {"inputs": "inputs", "batches": "batches and draws"}.get(job.replay, "samples and draws")
     given = [f"with the full-batch run's {what}"] if job.replay and job.source else []
     ended = " ".join(filter(None, (run.meta["reason"], run.meta["status"])))
     how = ", ".join(

@@ -98,7 +98,7 @@ class Recorder(Steps):
                 if self.job.role in ("events", "accumulated"):
                     self._weight.begin(tensors)
                 if self._own is not None:
-                    for entry in self.watch.entries():
+                    for entry in self.watch:
                         self._own.listen(entry.index, entry.sample)
                 terms, self._meter = Terms(tensors), TrafficMeter()
                 met = [] if self._outputs is None else [*self._outputs.meetings(tensors), *filter(None, [terms.made])]
@@ -297,7 +297,7 @@ class Recorder(Steps):
         self._update.rows.append(prints)
         self._draws.begin((model, module.training, len(shapes)), shapes, prints)
         if self.job.by_hand and self._perturbation is not None:
-            for entry in self.watch.entries():
+            for entry in self.watch:
                 entry.optimizer.take()  # moved by their roundoff: no step of the script's
 
     def _goes_on(self) -> None:
@@ -315,13 +315,13 @@ class Recorder(Steps):
         self._numbers["backward"] += 1
         number = self._numbers["backward"]
         # A pass that adds nothing, of a micro-batch without targets, may be any optimizer's.
-        for entry in [self.watch.of(index) for index in touched] or self.watch.entries():
+        for entry in [self.watch.of(index) for index in touched] or [*self.watch]:
             change = seen.changed.get(entry.index)
             if self._own is not None and (own := self._own.take(entry.index)) is not None:
                 change = own
             entry.pending += change is not None and entry.index in touched
             entry.receive(number, change, reached)
-        for entry in self.watch.entries():
+        for entry in self.watch:
             if entry.pending:
                 entry.keep()
                 entry.clipped = False
@@ -365,7 +365,7 @@ class Recorder(Steps):
             return found
 
     def _keep_used(self) -> None:
-        for entry in self.watch.entries() if self.job.by_hand else ():
+        for entry in self.watch if self.job.by_hand else ():
             entry.keep_used()
 
     def _sampled(self, inputs: Sequence[Any], results: Sequence[Any]) -> dict[int, torch.Tensor]:

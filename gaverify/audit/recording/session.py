@@ -96,18 +96,18 @@ class Session:
 
     def _replay(self, folder: Path, source: Path | None) -> None:
         """Keeps what lies outside the model, samples and draws of the loop, or takes them from the full-batch run."""
-        job = self.job
+        job, collated = self.job, self.job.replay == "batches"
         if source is None:
             self._loop = KeptLoopDraws(folder)
             tail = job.tail / job.parts if job.tail else 0.0
-            self.loaders = KeptSamples(folder, self._loop.paused, tail, collated=job.collated)
+            self.loaders = KeptSamples(folder, self._loop.paused, tail, collated=collated)
         else:
-            self._loop = DealtLoopDraws(source, job.parts, turns=job.order == "turns")
+            self._loop = DealtLoopDraws(source, job.parts, turns=job.replay == "turns")
             # in parts: a whole batch and the short one behind it
             length = (job.parts + job.tail if job.parts > 1 else 2) if job.tail else None
-            given = GivenSamples(source, job.parts, self._loop.paused, length, collated=job.collated)
-            self.loaders = Loaders(self._loop.paused) if job.order else given
-        if job.inputs:
+            given = GivenSamples(source, job.parts, self._loop.paused, length, collated=collated)
+            self.loaders = Loaders(self._loop.paused) if job.replay in ("turns", "blocks") else given
+        if job.replay == "inputs":
             self._inputs = Inputs(source or folder, given=source is not None)
 
     @property
@@ -138,7 +138,7 @@ class Session:
 
     def _listen_to(self, update: int) -> None:
         """Begins to listen to modules, or to hold code, where it is this update's that are asked for; else ends it."""
-        job, this = self.job, update == self.job.at
+        job, this = self.job, update == self.job.updates
         self._outputs = Outputs(self._work, job.moved, small=job.role != "full") if job.outputs and this else None
         self._holding = Holding(self._work, job.held, self._source, job.spots) if job.held and this else None
 

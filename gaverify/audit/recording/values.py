@@ -38,7 +38,9 @@ def plain(tensor: torch.Tensor) -> torch.Tensor | None:
             tensor = tensor.to_local()
         if hasattr(tensor, "trigger_wait"):  # a collective that is still under way
             tensor = tensor.trigger_wait()
-        if is_lazy(tensor) or hasattr(tensor, "__tensor_flatten__") or _is_fake(tensor):
+        fakes = sys.modules.get("torch._subclasses.fake_tensor")  # where nobody imported it there are none
+        is_fake = fakes is not None and isinstance(tensor, fakes.FakeTensor)
+        if is_lazy(tensor) or hasattr(tensor, "__tensor_flatten__") or is_fake:
             return None  # its values are still to be made, lie in other tensors, or are nowhere
         tensor = tensor.detach().as_subclass(torch.Tensor)
     transformed = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
@@ -77,11 +79,6 @@ def undisturbed() -> Iterator[None]:
         yield
 
 
-def _is_fake(tensor: torch.Tensor) -> bool:
-    module = sys.modules.get("torch._subclasses.fake_tensor")  # where nobody imported it there are none
-    return module is not None and isinstance(tensor, module.FakeTensor)
-
-
 class Kept:
     """The gradients of some parameters as they were when this was made.
 
@@ -105,19 +102,8 @@ class Kept:
             gradients: Those of the same parameters as they are later.
             sampled: The same elements of them.
         """
-        if not torch.equal(sampled, self.sampled):
-            return True
-        unequal: dict[torch.device, list[torch.Tensor]] = {}
-        for now, kept in zip(gradients, self.gradients, strict=True):
-            if now is None or kept is None:
-                if (now is None) != (kept is None):
-                    return True
-            else:
-                if now.shape != kept.shape or now.layout is not kept.layout or now.dtype is not kept.dtype:
-                    return True
-                if now.layout is torch.strided:
-                    unequal.setdefault(now.device, []).append(((now != kept) & ((now == now) | (kept == kept))).any())
-        return any(bool(torch.stack(found).any()) for found in unequal.values())  # one transfer per device
+        pairs = zip(self.gradients, gradients, strict=True)
+        return not same(self.sampled, sampled) or not all(same(kept, now) for kept, now in pairs)
 
 
 def copied(gradient: torch.Tensor) -> torch.Tensor | None:
@@ -126,11 +112,15 @@ def copied(gradient: torch.Tensor) -> torch.Tensor | None:
     return None if values is None else values.clone()
 
 
-def same(before: torch.Tensor | None, now: torch.Tensor) -> bool:
-    """Whether values are what they were, of the same shape and type."""
-    if before is None or before.shape != now.shape or before.dtype is not now.dtype:
+def same(before: torch.Tensor | None, now: torch.Tensor | None) -> bool:
+    """Whether values are what they were, of the same shape and type; NaN equals NaN. Other layouts are not read."""
+    if before is None or now is None:
+        return before is now
+    if before.shape != now.shape or before.layout is not now.layout or before.dtype is not now.dtype:
         return False
-    return torch.equal(before, now)
+    if before.layout is not torch.strided or torch.equal(before, now):
+        return True
+    return torch.equal(before.nan_to_num(7.0), now.nan_to_num(7.0))
 
 
 TOTAL = 8192

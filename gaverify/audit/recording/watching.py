@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gaverify.audit.recording.values import Kept, Sample, plain
+from gaverify.audit.recording.values import Kept, Sample, plain, same
 
 
 @dataclass
@@ -145,10 +145,6 @@ class Watch:
                 parameter.grad.zero_()
         self.look()
 
-    def entries(self) -> list[Watched]:
-        """Returns the sampled state of all optimizers that were looked at."""
-        return list(self._watched.values())
-
     def settings(self) -> dict[int, list[dict[str, float]]]:
         """Returns the settings of all optimizers."""
         return {index: settings_of(optimizer) for index, optimizer in enumerate(self._optimizers)}
@@ -163,12 +159,12 @@ class Watch:
         for entry in self:
             index, had = entry.index, not entry.cleared
             gradients, weights = entry.sample.gradients(), entry.sample.weights()
-            if not unmoved(gradients, entry.gradients):
+            if not same(entry.gradients, gradients):
                 seen.changed[index] = gradients - entry.gradients
                 entry.gradients = gradients
                 if had and entry.cleared:
                     seen.cleared.append(index)
-            if not unmoved(weights, entry.weights):
+            if not same(entry.weights, weights):
                 seen.moved[index], entry.weights = entry.weights, weights
         return seen
 
@@ -189,24 +185,19 @@ class Watch:
     def differs(self) -> bool:
         """Whether weights moved or gradients vanished since the last look; remembers nothing."""
         return any(
-            not unmoved(entry.sample.weights(), entry.weights)
+            not same(entry.weights, entry.sample.weights())
             or (not entry.cleared and not bool(entry.sample.gradients().any()))
             for entry in self
         )
 
     def edited(self) -> bool:
         """Whether gradients are no longer those of the last look; remembers nothing."""
-        return any(not unmoved(entry.sample.gradients(), entry.gradients) for entry in self)
+        return any(not same(entry.gradients, entry.sample.gradients()) for entry in self)
 
 
 def parameters_of(optimizer: Any) -> list[torch.Tensor]:
     """Returns the parameters of an optimizer in the order of its groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def unmoved(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two samples are equal; NaN equals NaN."""
-    return bool(torch.equal(a, b)) or bool(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)))
 
 
 def settings_of(optimizer: Any) -> list[dict[str, float]]:
