@@ -38,6 +38,7 @@ from gaverify.records.stages import (
     reached_by,
 )
 from gaverify.records.windows import Round, Window, common_rounds, numbered, rounds_of, windows_of
+from gaverify.rules.wording import phrase
 from gaverify.thresholds import MANY_UNITS, VISIBLE
 from gaverify.verdict.criteria import floors_allowed
 
@@ -235,10 +236,7 @@ def _check_parameters(full: Run, accumulated: Run) -> None:
         if named[1].get(name, shape) != shape
     ]
     shown = "; ".join(missing[:5]) + (f"; and {len(missing) - 5} more" if len(missing) > 5 else "")
-    raise ProblemError(
-        f"the two runs trained different parameters: {shown or 'their optimizers hold them in another order'}; "
-        "their arguments must differ only in how the batch is cut"
-    )
+    raise ProblemError(phrase("runs.other-models", shown=shown or "their optimizers hold them in another order"))
 
 
 def _start_allowed(runs: Runs, round_: Round, number: int, unit: float) -> float:

@@ -15,51 +15,35 @@ from gaverify.records.facts import facts_of_loop
 from gaverify.records.findings import Finding
 from gaverify.records.stages import Stage
 from gaverify.rules import findings_for
+from gaverify.rules.wording import phrase
 
 
 def undecided(record: Record, update: UpdateComparison) -> str:
     """Returns why an update leaves the question open; empty where it does not."""
     before = update.number - 1
     if not before and record.same_pieces:
-        return "nothing was compared: both runs fed update 1 in the same pieces; do the arguments cut the batch?"
+        return phrase("outcome.same-pieces")
     why = _why(record, update)
-    earlier = f"update {before} agrees, and `--updates {before}` would settle for that; " if before else ""
+    earlier = phrase("outcome.earlier", before=before) if before else ""
     return f"{earlier}update {update.number}: {why}" if why else ""
 
 
 def _why(record: Record, update: UpdateComparison) -> str:
     if update.unrepeatable:
-        return f"the full-batch run does not repeat itself: {update.unrepeatable}; {_start_advice(record)}"
+        return phrase("outcome.unrepeatable", update=update, advice=_start_advice(record))
     if not update.data.same:
         return _other_data(record, update)
     if not update.judged:
-        return (
-            f"the runs start from different weights (relative difference {update.started_apart:.1e}); "
-            f"{_advice(record, update)}"
-        )
-    if update.unclear and update.decided is Stage.CHANGE:
-        return (
-            "the script keeps no `.grad` where its weights move, and they change "
-            "alike with losses half as large: their change shows nothing of the gradient's size; keep the sums in "
-            "`.grad`, or use SGD for the audit"
-        )
+        return phrase("outcome.started-apart", update=update, advice=_advice(record, update))
     if update.unclear:
-        return (
-            "the script changes its summed gradients by hand before the step, and "
-            "the sums differ. Clipping by hand would hide a wrong scale, and a control with losses too small to be "
-            "clipped decided nothing: use `torch.nn.utils.clip_grad_norm_`, or switch it off for the audit"
-        )
+        return phrase("outcome.change-alone" if update.decided is Stage.CHANGE else "outcome.unclear")
     if update.outcome is Outcome.INCONCLUSIVE:
         reason = next((row.reason for row in update.parameters if row.reason), "")
         count = sum(row.outcome is Outcome.INCONCLUSIVE for row in update.parameters)
-        noun = f"{count} of {len(update.parameters)} parameters could not be decided"
+        noun = phrase("outcome.undecided", count=count, total=len(update.parameters))
         if not count:
             hidden = hidden_share(update.parameters)
-            noun = (
-                f"rounding may hide up to {hidden:.0%} of the whole gradient; float32, or fewer samples, would tell"
-                if 0 < hidden < math.inf
-                else "every gradient is zero"
-            )
+            noun = phrase("outcome.hidden" if 0 < hidden < math.inf else "outcome.zero", hidden=hidden)
         return noun + (f": {reason}" if reason else "")
     return ""
 
@@ -71,8 +55,8 @@ def _advice(record: Record, update: UpdateComparison) -> str:
     if before.learning_rates != before.learning_rates_full:
         rates = ", ".join(f"{rate:.4g}" for rate in before.learning_rates)
         full = ", ".join(f"{rate:.4g}" for rate in before.learning_rates_full)
-        return f"the learning rates of update {before.number} differ: {full} in the full-batch run, {rates} here"
-    return f"the steps of update {before.number} differ although their gradients agree"
+        return phrase("outcome.other-rates", number=before.number, full=full, rates=rates)
+    return phrase("outcome.other-steps", number=before.number)
 
 
 def _start_advice(record: Record) -> str:
@@ -89,38 +73,28 @@ def _start_advice(record: Record) -> str:
     if alone:
         path, (file, line), run = alone[0]
         where = f" ({file}:{line})" if file else ""
-        return f"does it resume? the {run} run alone loaded `{path}`{where}; let both start anew"
-    return "seed every generator before the model is built: `--seed 0` does"
+        return phrase("outcome.resumed", run=run, path=path, where=where)
+    return phrase("outcome.unseeded")
 
 
 def _other_data(record: Record, update: UpdateComparison) -> str:
     data = update.data
     if data.full != data.accumulated:
-        rows = f"{data.full} rows in the full-batch run, {data.accumulated} in the accumulated one"
-        advice = "do batch size × accumulation make the same batch?"
+        rows, advice = phrase("outcome.other-rows", data=data), phrase("outcome.other-batch")
+    elif record.unaligned:
+        drawn = "; ".join(f"{name}: {why}" for name, why in record.unaligned.items())
+        rows, advice = f"{data.full} rows in both", phrase("outcome.drawn", drawn=drawn)
     else:
-        rows = f"{data.full} rows in both"
-        advice = f"shuffling, seeds, a dropped batch or packing make such differences{_fed_at(record, update)}"
-        if record.unaligned:
-            drawn = "; ".join(f"{name}: {why}" for name, why in record.unaligned.items())
-            advice = f"what the loop drew could not be dealt out per sample: {drawn}"
-    if record.together is not None and 0 < data.accumulated - data.full < record.ranks:
-        advice = (
-            "a `DistributedSampler` repeats samples where the data does not divide by the ranks: `drop_last=True` "
-            "leaves them out"
-        )
-    if record.together is not None and record.together.fed_alike:
-        advice = (
-            "ranks of tensor parallelism share their rows: does `--full` name the batch that one of them is fed?"
-            if record.together.tensor_parallel
-            else "ranks were fed the same rows: is a `DistributedSampler` missing, or the rank not asked for?"
-        )
+        rows, advice = f"{data.full} rows in both", phrase("outcome.shuffled", fed=_fed_at(record, update))
+    ranks = record.together
+    if ranks is not None and 0 < data.accumulated - data.full < record.ranks:
+        advice = phrase("outcome.repeated")
+    if ranks is not None and ranks.fed_alike:
+        advice = phrase("outcome.shared-rows" if ranks.tensor_parallel else "outcome.same-rows")
     padded = " (after padding was taken off)" if data.padded else ""
-    return (
-        f"the runs did not see the same samples: {data.differing} "
-        f"{'row' if data.differing == 1 else 'rows'} of `{data.path}` {'differs' if data.differing == 1 else 'differ'}"
-        f"{padded}; {rows}; {advice}"
-    )
+    what, differ = ("row", "differs") if data.differing == 1 else ("rows", "differ")
+    values = {"what": what, "differ": differ, "padded": padded, "rows": rows, "advice": advice}
+    return phrase("outcome.other-data", data=data, **values)
 
 
 def _fed_at(record: Record, update: UpdateComparison) -> str:
@@ -129,10 +103,7 @@ def _fed_at(record: Record, update: UpdateComparison) -> str:
     forwards = window.of("forward") if window is not None else ()
     file, line = forwards[0].place if forwards else (None, None)
     where = f" in what the forward at {Path(file).name}:{line} is given" if file else ""
-    return (
-        f"{where}; `--seed 0` seeds what the script leaves open, and batches of a `DataLoader`, or a model that is "
-        "given its targets and returns its loss, are made the same for both runs"
-    )
+    return phrase("outcome.fed", where=where)
 
 
 def report_of(
@@ -195,9 +166,7 @@ def same_arguments(request: Request) -> AuditReport:
     return AuditReport(
         script=request.script,
         outcome=Outcome.INCONCLUSIVE,
-        reason=f"nothing was compared: {told} would make two equal runs; "
-        'give a large batch and its micro-batches, such as --full "--batch-size 8 --accum 1" '
-        '--accumulated "--batch-size 2 --accum 4"',
+        reason=phrase("outcome.same-arguments", told=told),
     )
 
 
@@ -205,11 +174,7 @@ def _decided(request: Request, record: Record, findings: tuple[Finding, ...]) ->
     faults = [finding for finding in findings if finding.severity == "fault"]
     differing = record.divergent
     if record.ranks > 1 and record.together is None:
-        return Outcome.INCONCLUSIVE, (
-            f"the script trains in {record.ranks} processes and one of them was seen: what the others add to a "
-            f"gradient is unknown; write `--ranks {record.ranks}`, and gaverify starts all of them, or "
-            "`--launcher` with your own command (`--launcher python` where the script starts them itself)"
-        )
+        return Outcome.INCONCLUSIVE, phrase("outcome.one-of-several", record=record)
     open_ = _open(record, differing, faults)
     if open_:
         return Outcome.INCONCLUSIVE, open_
@@ -217,22 +182,22 @@ def _decided(request: Request, record: Record, findings: tuple[Finding, ...]) ->
         return Outcome.DIVERGENT, f"update {differing.number}: {_differing(differing)}{_hidden(record)}"
     decisive = [finding for finding in faults if finding.proven or request.events_only]
     if decisive:
-        return Outcome.DIVERGENT, f"{_compared(record)}the loop is at fault: {_named(decisive)}{_hidden(record)}"
+        values = {"compared": _compared(record), "named": _named(decisive), "hidden": _hidden(record)}
+        return Outcome.DIVERGENT, phrase("outcome.at-fault", **values)
     if request.events_only:
         seen = len(record.complete)
         calls = f"the calls of {seen} update{'s' if seen > 1 else ''} are in order{_short(record)}"
-        return Outcome.INCONCLUSIVE, f"{calls}; gradients were not compared (--events-only)"
+        return Outcome.INCONCLUSIVE, phrase("outcome.events-only", calls=calls)
     for update in record.updates:
         why = undecided(record, update)
         if why:
             return Outcome.INCONCLUSIVE, why + _launched_alone(request, record)
     if faults:
-        suspected = f"suspected, but not shown by any control: {_named(faults)}"
-        return Outcome.INCONCLUSIVE, _compared(record) + suspected
+        return Outcome.INCONCLUSIVE, phrase("outcome.suspected", compared=_compared(record), named=_named(faults))
     if not record.updates:
-        return Outcome.INCONCLUSIVE, "nothing was compared: the runs have no update in common"
-    made = len(record.updates)
-    fewer = f"; the runs have {made} of the {request.updates} wanted updates in common" * (made < request.updates)
+        return Outcome.INCONCLUSIVE, phrase("outcome.none-in-common")
+    made, wanted = len(record.updates), request.updates
+    fewer = phrase("outcome.fewer", made=made, wanted=wanted) if made < wanted else ""
     told = fewer + _hidden(record) + _in_both_runs(record) + record.epochs + _launched_alone(request, record)
     return Outcome.EQUIVALENT, _compared(record).rstrip("; ") + told
 
@@ -246,53 +211,31 @@ def _open(record: Record, differing: UpdateComparison | None, faults: Sequence[F
     if differing is None or faults:
         return ""
     if record.together is not None and record.together.is_altered:
-        return (
-            f"update {differing.number} differs, but {record.together.altered:.2g} of the gradient is no sum of what "
-            "the ranks' backward passes computed: a hook that compresses what is reduced (`register_comm_hook`), or "
-            "another one on gradients, makes something else of each cut of the batch; leave it out for the audit"
-        )
+        return phrase("outcome.altered", number=differing.number, altered=record.together.altered)
     if not differing.data.checked:
-        return (
-            f"update {differing.number} differs, but whether both runs saw the same samples could not be compared (no "
-            "input of a forward has the same name in both): hand both runs' forwards the same arguments, in the same "
-            "order of samples"
-        )
+        return phrase("outcome.unchecked", number=differing.number)
     if record.unaligned:
-        return (
-            f"update {differing.number} differs, but random draws could not be dealt out per sample "
-            f"({', '.join(record.unaligned)}): nothing can be told apart from them; switch them off for the audit"
-        )
+        return phrase("outcome.unaligned", number=differing.number, draws=", ".join(record.unaligned))
     return ""
 
 
 def _hidden(record: Record) -> str:
     """What cannot show where both runs trained in several processes; empty where one did."""
-    if record.full_ranks < 2:
-        return ""
-    return f"; both runs trained in {record.full_ranks} ranks, so that faults of ranks cannot show"
+    return phrase("outcome.ranks-in-both", record=record) if record.full_ranks > 1 else ""
 
 
 def _launched_alone(request: Request, record: Record) -> str:
     """That a launcher made no ranks; empty where it did, or there is none."""
-    if not request.launcher or record.ranks > 1:
-        return ""
-    return "; the command of `--launcher` trained in one process: no ranks were compared"
+    return phrase("outcome.launched-alone") if request.launcher and record.ranks < 2 else ""
 
 
 def _in_both_runs(record: Record) -> str:
     """What an equal gradient of ranks does not tell: what both runs lose, and which rows counted."""
     ranks, told = record.together, ""
     if ranks is not None and ranks.is_altered:
-        told += (
-            f"; {ranks.altered:.2g} of that gradient is no sum of what the backward passes computed (a hook that "
-            "compresses it, say): what it loses is in both runs"
-        )
+        told += phrase("outcome.altered-in-both", altered=ranks.altered)
     if ranks is not None and ranks.fed_alike:
-        told += (
-            "; ranks of tensor parallelism share their rows, which count once"
-            if ranks.tensor_parallel
-            else "; ranks were fed the same rows: is a `DistributedSampler` missing, or the rank not asked for?"
-        )
+        told += phrase("outcome.shared-rows-count") if ranks.tensor_parallel else f"; {phrase('outcome.same-rows')}"
     return told
 
 
@@ -301,10 +244,7 @@ def _short(record: Record) -> str:
     short = next((window for window in record.complete if 0 < window.backwards < record.usual(window)), None)
     if short is None:
         return ""
-    return (
-        f", but update {short.number} has {short.backwards} backward passes where others have {record.usual(short)}: "
-        "whether its losses are divided by as many, only gradients tell (`--tail`)"
-    )
+    return phrase("outcome.short", window=short, usual=record.usual(short))
 
 
 def _differing(update: UpdateComparison) -> str:

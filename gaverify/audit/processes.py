@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gaverify.amounts import bytes_text
 from gaverify.audit.editing import PLACED, not_placed
@@ -41,6 +41,7 @@ from gaverify.children.launching import Kept, last_lines, signal_name, started
 from gaverify.errors import InternalError, ProblemError
 from gaverify.records.audit_report import TITLES
 from gaverify.records.events import Ending
+from gaverify.rules.wording import listed, phrase
 
 if TYPE_CHECKING:
     from gaverify.audit.reading import Run
@@ -110,10 +111,7 @@ class Child:
             job = replace(Job.read(folder / _JOB), folder=str(folder))
             return cls(job, **json.loads((folder / _DONE).read_text(encoding="utf-8")))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ProblemError(
-                f"--from {folder.parent}: the record of `{folder.name}` is missing or cannot be read ({error}); "
-                "another version of gaverify made them: run the audit again"
-            ) from error
+            raise ProblemError(phrase("runs.not-kept", folder=folder, error=error)) from error
 
 
 class NoView(Exception):
@@ -139,27 +137,22 @@ def check(child: Child, beside: Sequence[Child] = ()) -> None:
 
     room, fault, refused = told(ROOM), told(INTERNAL), told("refused.json")
     if room or status == DISK_FULL:
-        no_room = _no_room(child, *json.loads(room or "[0, 0]"))
-        raise ProblemError(f"{no_room}; free some, record fewer `--updates`, or set TMPDIR to a larger disk")
+        wanted, free = (bytes_text(count) for count in json.loads(room or "[0, 0]"))
+        values = {"title": child.title, "folder": child.folder.parent, "wanted": wanted, "free": free}
+        # the recorder knew before it began, or else the disk filled up
+        raise ProblemError(phrase("runs.room", no_room=phrase("runs.no-room" if room else "runs.full-disk", **values)))
     if fault or status == RECORDER_FAILED:
         raise InternalError(f"the recorder failed in the {child.title}: {fault or 'no traceback'}")
     if status == IMPOSSIBLE:
         raise NoView((child.folder / "no-view.txt").read_text(encoding="utf-8"))
     if refused:
-        raise ProblemError(_refusal(child, *json.loads(refused)))
+        name, place = json.loads(refused)
+        where = f" ({place[0]}:{place[1]})" if place else ""
+        raise ProblemError(phrase("runs.refused", child=child, name=name, where=where))
     cause, whole = _cause(child, status)
     left = _left_before(child, beside)
-    raise ProblemError(f"the {child.title} failed: {cause}\n{child.command}\n{left}{whole}{output_of(child)}".rstrip())
-
-
-def _no_room(child: Child, wanted: int, free: int) -> str:
-    """Says what was to be stored where the recorder knew before it began; else that the disk filled up."""
-    if not wanted:
-        return f"no space left in `{child.folder.parent}` while the {child.title} stored its gradients"
-    return (
-        f"the {child.title} has to store {bytes_text(wanted)} of gradients, and `{child.folder.parent}` has "
-        f"{bytes_text(free)} left"
-    )
+    values = {"cause": cause, "left": left, "whole": whole, "output": output_of(child)}
+    raise ProblemError(phrase("runs.failed", child=child, **values).rstrip())
 
 
 def _check_values(child: Child) -> None:
@@ -170,16 +163,6 @@ def _check_values(child: Child) -> None:
     if left:
         sentences = [not_placed(name, child.job.script, child.job.module) for name in left]
         raise ProblemError(f"the {child.title}: " + "\n".join(sentences))
-
-
-def _refusal(child: Child, name: str, place: list[Any] | None) -> str:
-    where = f" ({place[0]}:{place[1]})" if place else ""
-    return (
-        f"the {child.title} would change `{name}`{where}, which was there before it, and was ended; the file is as it "
-        f"was: {child.command}\nthis system cannot give each run a view of the files of its own; let each write into "
-        'a folder of its own, such as --full "--out a" --accumulated "--out b", or write `--in-place` if the file may '
-        "be changed"
-    )
 
 
 def _cause(child: Child, status: int | None) -> tuple[str, str]:
@@ -194,8 +177,8 @@ def _cause(child: Child, status: int | None) -> tuple[str, str]:
         return _of_launcher(child, status), ""
     assert status is not None
     if status < 0:
-        return f"it was killed by {signal_name(-status)}" + (" (out of memory?)" if -status == 9 else ""), ""
-    return f"it left with status {status} past Python's own exit (os._exit)", ""
+        return phrase("runs.killed", signal=signal_name(-status)) + " (out of memory?)" * (-status == 9), ""
+    return phrase("runs.left", status=status), ""
 
 
 def _left_before(child: Child, beside: Sequence[Child]) -> str:
@@ -205,7 +188,7 @@ def _left_before(child: Child, beside: Sequence[Child]) -> str:
     else:
         others = [other for other in beside if child.job.ranks > 1 and other.job.ranks > 1 and other is not child]
         ended = [(other.job.rank, updates_of(other.folder)) for other in others if other.status == 0]
-    told = [f"rank {rank} had left with {made} of {child.job.updates} updates" for rank, made in ended]
+    told = [phrase("runs.ended-early", rank=rank, made=made, updates=child.job.updates) for rank, made in ended]
     return "; ".join(told) + "\n" if told else ""
 
 
@@ -215,15 +198,10 @@ def _of_launcher(child: Child, status: int | None) -> str:
     found = ranks_of(child.folder)
     if found:
         ranks, updates = meta_of(found[0])["ranks"], [meta_of(folder)["updates"] for folder in found]
-        made = ", ".join(map(str, updates))
-        return f"{len(found)} of its {ranks} ranks came to their end ({made} updates); `{word}` left with {status}"
+        values = {"found": len(found), "ranks": ranks, "made": ", ".join(map(str, updates))}
+        return phrase("runs.some-ranks", word=word, status=status, **values)
     entered = any(folder != child.folder for folder in folders_of(child.folder))
-    if not entered and status == 0:
-        return (
-            f"no Python that `{word}` started could be entered: it has to pass PYTHONPATH on, and to run Python "
-            "without -I, -E and -S"
-        )
-    return f"none of its processes reached an optimizer step; `{word}` left with {status}"
+    return phrase("runs.no-step" if entered or status else "runs.not-entered", word=word, status=status)
 
 
 def progress_so_far(child: Child, children: Sequence[Child]) -> str:
@@ -261,7 +239,6 @@ _BOOT = (
     "from gaverify.audit.child import main\n"
     "main({job!r})\n"
 )
-_TRAIN = "give arguments with which it trains for at least one update"
 _TICK = 0.05
 _LINGER = 0.5  # seconds: when a rank fails the others lose their connections, and may be seen to fail before it
 _PATIENCE = 5.0  # seconds that a launcher has to end the other ranks when one has failed
@@ -337,10 +314,8 @@ def _wait(children: Sequence[Child], timeout: float) -> Child | None:
             elif child.job.launcher and rank_that_failed(child.folder, _PATIENCE):
                 return child
             elif child.seconds > timeout:
-                raise ProblemError(
-                    f"the {child.title} was still running after {timeout:g} s and was ended (--timeout): "
-                    f"{child.command}\n{progress_so_far(child, children)}{output_of(child)}"
-                )
+                values = {"progress": progress_so_far(child, children), "output": output_of(child)}
+                raise ProblemError(phrase("runs.hung", child=child, timeout=timeout, **values))
         if open_children:
             time.sleep(_TICK)
     return None
@@ -361,16 +336,8 @@ def check_ranks(request: Request, seen: list[int]) -> None:
     if set(seen) != {len(seen)}:
         counts = ", ".join(map(str, sorted(set(seen))))
         option = f"--ranks {len(seen)}" if request.ranks is not None else "--launcher"
-        if max(seen) > len(seen):
-            raise ProblemError(
-                f"{option}: the script trains in {max(seen)} processes, and {len(seen)} of them could be recorded; "
-                "they have to be started anew (torchrun, `mp.spawn`), not forked from a process that has imported torch"
-            )
-        raise ProblemError(
-            f"{option}: the script's process group had {counts} of {len(seen)} ranks at its first step; "
-            "it has to call torch.distributed.init_process_group with the RANK and WORLD_SIZE of its environment, as "
-            "under torchrun"
-        )
+        which = "runs.more-ranks" if max(seen) > len(seen) else "runs.other-ranks"
+        raise ProblemError(phrase(which, option=option, most=max(seen), seen=len(seen), counts=counts))
 
 
 def check_parameters(runs: Sequence[Run]) -> None:
@@ -379,20 +346,14 @@ def check_parameters(runs: Sequence[Run]) -> None:
     What one leaves out goes on alone in the others.
     """
     if any(run.meta.get("flattened") for run in runs):
-        raise ProblemError(
-            "FullyShardedDataParallel cuts the model into flat pieces, which cannot be held against the parameters "
-            "of one process; wrap the model with `fully_shard` (FSDP2) or DistributedDataParallel for the audit"
-        )
+        raise ProblemError(phrase("runs.flattened"))
     known = [{key.partition(":")[2]: shape for key, shape in run.parameters.values()} for run in runs]
     for rank, own in enumerate(known):
         named = list(dict.fromkeys([*known[0], *own]))
         apart = [name for name in named if known[0].get(name) != own.get(name)]
         if apart:
-            shown = ", ".join(f"`{name}`" for name in apart[:5]) + (f" and {len(apart) - 5} more" * (len(apart) > 5))
-            raise ProblemError(
-                f"the ranks train different parameters: {shown} in the optimizers of one of ranks 0 and {rank} "
-                "alone, or in other shapes; give the optimizers of all ranks the same parameters"
-            )
+            shown = listed([f"`{name}`" for name in apart], 5)
+            raise ProblemError(phrase("runs.other-parameters", shown=shown, rank=rank))
 
 
 def check_updates(child: Child, run: Run) -> None:
@@ -405,42 +366,29 @@ def check_updates(child: Child, run: Run) -> None:
     Raises:
         ProblemError: It made no step, or stepped without any gradient.
     """
-    backwards = any(event.kind == "backward" for event in run.events)
+    backwards, train = any(event.kind == "backward" for event in run.events), phrase("runs.train")
     if not any(event.kind == "step" for event in run.events):
         if run.meta["by_hand"] and not child.job.by_hand:
             return  # it is run again
-        seen = f"backward passes, but no optimizer step; {_TRAIN}" if backwards else _instead(child.job, run)
+        seen = phrase("runs.backwards-alone", train=train) if backwards else _instead(child.job, run, train)
         raise ProblemError(_sentence(child, run, "reached no optimizer step", f"it made {seen}"))
     if not backwards and not run.meta["had_gradients"]:
-        raise ProblemError(_sentence(child, run, "stepped without any backward pass and without a gradient", _TRAIN))
+        raise ProblemError(_sentence(child, run, phrase("runs.no-gradient"), train))
 
 
-def _instead(job: Job, run: Run) -> str:
+def _instead(job: Job, run: Run, train: str) -> str:
     """What a script did that was seen to train nothing, with what would help."""
     if run.meta.get("processes") and not job.launcher:
-        return (
-            f"no update in its own process, and started {run.meta['processes']} others; if those train, write "
-            "`--launcher python` so that they are recorded"
-        )
+        return phrase("runs.other-processes", processes=run.meta["processes"])
     if run.meta.get("elsewhere"):
-        return (
-            "backward passes of tensors that are no `nn.Parameter`, whose updates cannot be judged; make the weights "
-            "an `nn.Parameter` that an optimizer of `torch.optim` holds"
-        )
+        return phrase("runs.no-parameters")
     if any("capture" in why for why in run.meta["left_out"]):
-        return (
-            "calls inside the capture of a CUDA graph, whose replays are not seen; run it without the graph for the "
-            "audit, or step the optimizer outside it"
-        )
-    if run.meta["left_out"].get("torch.func"):
-        return (
-            "gradients with `torch.func` for weights that no module or optimizer holds, which cannot be judged; assign "
-            "them to the `.grad` of a module's parameters and step an optimizer of `torch.optim`"
-        )
-    return f"neither a backward pass nor an optimizer step; {_TRAIN}"
+        return phrase("runs.captured")
+    return phrase("runs.functional" if run.meta["left_out"].get("torch.func") else "runs.nothing", train=train)
 
 
 def _sentence(child: Child, run: Run, what: str, advice: str) -> str:
     left = Ending(run.meta["reason"]) is Ending.EXIT
     how = f"it left with sys.exit({run.meta['status']})" if left else "it ran to its end"
-    return f"the {TITLES[child.job.role]} {what} ({how}): {child.command}\n{advice}"
+    title = TITLES[child.job.role]
+    return phrase("runs.no-updates", title=title, what=what, how=how, command=child.command, advice=advice)

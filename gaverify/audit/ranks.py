@@ -18,6 +18,7 @@ from gaverify.audit.same_data import check_rows
 from gaverify.errors import ProblemError
 from gaverify.records.events import Event
 from gaverify.records.windows import Round, rounds_of
+from gaverify.rules.wording import phrase
 
 _COUNTED = ("forward", "backward", "step", "zero_grad")
 
@@ -81,13 +82,10 @@ class RankedRun(Run):
                     for events in (streams[0], stream)
                 ]
                 common = min(run.updates for run in self.ranks)
-                fewer = f"; `--updates {common}` compares those that all ranks make" if common else ""
-                raise ProblemError(
-                    f"the ranks of the accumulated run made different calls: {counts[0]} in rank 0 and {counts[1]} in "
-                    f"rank {rank}; each rank must have as many batches as the others"
-                    + fewer
-                    * (common < max(run.updates for run in self.ranks))
-                )
+                fewer = 0 < common < max(run.updates for run in self.ranks)
+                advice = phrase("runs.fewer-updates", common=common) if fewer else ""
+                one, other = counts
+                raise ProblemError(phrase("runs.ranks-apart", one=one, other=other, rank=rank, fewer=advice))
 
     def gradients(self, round_: Round, *, summed: bool = False) -> dict[Place, torch.Tensor]:
         """Returns rank 0's gradients, those of sharded parameters put together from all ranks."""

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 
 from gaverify.audit.job import program, tuples
 from gaverify.errors import SpecError
+from gaverify.rules.wording import phrase
 
 RECORDED = "audit.json"
 """Name of the file in a folder of kept records that tells what was asked for."""
@@ -115,18 +116,18 @@ class Request:
         if self.full_setting.script is not None:
             problems += self._script_problems(self.full_setting.script)
         if self.updates < (0 if self.events_only else 1):
-            problems.append(f"--updates {self.updates}: record at least one update")
+            problems.append(phrase("request.updates", updates=self.updates))
         if self.steps is not None and self.steps < 1:
-            problems.append(f"--steps {self.steps}: K is at least 1")
+            problems.append(phrase("request.steps", steps=self.steps))
         if not self.timeout > 0:
-            problems.append(f"--timeout {self.timeout:g}: give a positive number of seconds")
+            problems.append(phrase("request.timeout", timeout=self.timeout))
         if self.seed is not None and not 0 <= self.seed < 2**32:
-            problems.append(f"--seed {self.seed}: give a whole number from 0 to 2^32 - 1, as NumPy takes it")
+            problems.append(phrase("request.seed", seed=self.seed))
         if self.keep is not None and os.path.lexists(self.keep):
             if not os.path.isdir(self.keep):
-                problems.append(f"--keep {self.keep}: it is a file; name a new folder")
+                problems.append(phrase("request.keep-file", keep=self.keep))
             elif os.listdir(self.keep):
-                problems.append(f"--keep {self.keep}: the folder is not empty; name a new one, nothing is overwritten")
+                problems.append(phrase("request.keep-full", keep=self.keep))
         problems += self._rank_problems()
         if problems:
             raise SpecError(problems)
@@ -135,26 +136,19 @@ class Request:
         option = "--launcher" if self.launcher else "--ranks"
         problems = []
         if self.ranks is not None and self.ranks < 2:
-            problems.append(f"--ranks {self.ranks}: one process is what an audit runs without it; write 2 or more")
+            problems.append(phrase("request.ranks", ranks=self.ranks))
         world = os.environ.get("WORLD_SIZE", "1")
         if not self.ranked and world.isdigit() and int(world) > 1:
-            problems.append(
-                f"WORLD_SIZE={world} stands in the environment, as under a launcher: the script would wait for "
-                f"{int(world) - 1} more; unset RANK and WORLD_SIZE, or let gaverify start them: --ranks {world}, or "
-                f'--launcher "torchrun --nproc-per-node {world}"'
-            )
+            problems.append(phrase("request.world", world=world, others=int(world) - 1))
         if self.ranked and self.events_only:
-            problems.append(f"{option} compares the gradients of several processes; leave out --events-only")
+            problems.append(phrase("request.events", option=option))
         if self.launcher and self.ranks is not None:
-            problems.append("--launcher and --ranks: the launcher decides how many processes there are; leave one out")
+            problems.append(phrase("request.both"))
         if self.full_launcher and not self.launcher:
-            problems.append("--full-launcher stands beside --launcher, the command of the accumulated run")
+            problems.append(phrase("request.full-launcher"))
         changed = [name for name, _ in (*self.full_setting.values, *self.accumulated_setting.values)]
         if self.launcher and changed:
-            problems.append(
-                f"--launcher: `{changed[0]}` cannot be changed in the source of processes that a launcher starts; use "
-                "arguments or variables (--full-env)"
-            )
+            problems.append(phrase("request.values", name=changed[0]))
         for name, words in (("--launcher", self.launcher), ("--full-launcher", self.full_launcher)):
             if words:
                 try:
@@ -172,13 +166,13 @@ class Request:
             here = os.path.join(os.getcwd(), *script.split("."))
             if found or os.path.exists(here + ".py") or os.path.isdir(here):
                 return []
-            return [f"there is no module `{script}`; `-m` looks in `{os.getcwd()}` and in what is installed"]
+            return [phrase("request.no-module", script=script, folder=os.getcwd())]
         if os.path.isfile(script):
             return []
         if os.path.isdir(script) and os.path.exists(os.path.join(script, "__main__.py")):
             return []
         kind = "a folder without `__main__.py`" if os.path.isdir(script) else "not there"
-        return [f"the script `{script}` is {kind}; name the file as for `python FILE`, or use `-m package.module`"]
+        return [phrase("request.no-script", script=script, kind=kind)]
 
 
 def written(request: Request) -> str:
@@ -202,9 +196,7 @@ def kept(folder: str) -> Request:
         settings = {name: Setting(**fields[name]) for name in ("full_setting", "accumulated_setting")}
         return Request(**{**fields, **settings, "keep": folder})
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SpecError(
-            f"--from {folder}: it keeps no audit's records ({error}); name a folder that `--keep` wrote"
-        ) from error
+        raise SpecError(phrase("request.no-records", folder=folder, error=error)) from error
 
 
 def words(text: str, option: str) -> tuple[str, ...]:
@@ -216,4 +208,4 @@ def words(text: str, option: str) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(text))
     except ValueError as error:
-        raise SpecError(f"{option} {text!r} cannot be split into arguments: {error}") from error
+        raise SpecError(phrase("request.words", option=option, text=text, error=error)) from error

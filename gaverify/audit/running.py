@@ -15,6 +15,7 @@ from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.audit_report import RunSummary
 from gaverify.records.ranks import Shares
 from gaverify.records.windows import common_rounds, numbered
+from gaverify.rules.wording import phrase
 
 if TYPE_CHECKING:
     from gaverify.audit.reading import Run
@@ -90,11 +91,7 @@ class Runner:
         visible: dict[str, Any] = {}
         run = self.run(role)
         if self.request.launcher and not self.request.full_launcher and run.meta["ranks"] > 1:
-            raise ProblemError(
-                f"the full-batch run trained in {run.meta['ranks']} processes: what goes wrong between them would be "
-                'in both runs; give it arguments for one process, such as --full "--devices 1", or --full-launcher if '
-                "the script seeds by rank"
-            )
+            raise ProblemError(phrase("runs.full-ranks", ranks=run.meta["ranks"]))
         if run.meta["compiled"] and not any(event.kind == "backward" for event in run.events):
             visible["eager"] = True
             run = self.run(role, **visible)
