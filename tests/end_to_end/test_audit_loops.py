@@ -144,6 +144,20 @@ def test_gradients_that_are_only_looked_at(tmp_path: Path) -> None:
     assert {(count["backward"], count["step"]) for count in counts} == {(4, 1)}
 
 
+CLEARED = "        optimizer.zero_grad()\n"
+LATE = "    if i % args.accum == 0:\n        optimizer.zero_grad()\n    (mse"
+
+
+@slow
+@pytest.mark.parametrize("late", [False, True], ids=["cleared at once", "cleared before the next pass"])
+def test_a_script_that_moves_what_its_optimizer_never_steps_stops_after_its_updates(tmp_path: Path, late: bool) -> None:
+    body = TRAIN.replace("optimizer.step()", "model.weight.data -= 0.1 * model.weight.grad")
+    if late:
+        body = body.replace(CLEARED, "").replace("    (mse", LATE)
+    result = audited(tmp_path / "train.py", f"batches *= 2\n{body}raise RuntimeError('it went on')\n")
+    assert (result.code, result.outcome, result.faults) == (0, "equivalent", set()), str(result)
+
+
 @slow
 def test_weights_that_are_loaded_between_forwards(tmp_path: Path) -> None:
     body = "start = {n: w.clone() for n, w in model.state_dict().items()}\nmodel(inputs[:2])\n"

@@ -270,26 +270,35 @@ class Waiting:
 
 
 class Unannounced:
-    """Counts how often weights moved after a differentiation without a step: by no optimizer of torch's."""
+    """Counts how often weights moved after a differentiation without a step: by no optimizer of torch's.
+
+    Where an optimizer holds them a window is over once its gradient is gone, too, and the weights are not put back:
+    before the optimizer's first step others are moved inside a window (clamped), or there and back (SAM).
+    """
 
     def __init__(self) -> None:
-        self._samples: dict[int, tuple[nn.Module, Sample, torch.Tensor]] = {}
+        self._samples: dict[int, tuple[nn.Module, Sample, list[torch.Tensor]]] = {}
         self._differentiated = False
-        self.moves = 0
+        self._moved: list[Sample] = []  # of what an optimizer holds, since the last differentiation
+        self.moves = self.windows = 0
 
     def differentiated(self) -> None:
-        """A gradient was computed: what moves the weights after it may be a step."""
+        """A gradient will be computed: what moves the weights after it may be a step."""
         self._differentiated = True
+        self.windows += bool(self._moved) and not any(bool(sample.gradients().any()) for sample in self._moved)
+        self._moved.clear()
 
-    def look(self, module: nn.Module) -> None:
-        """Looks at the weights of a module whose forward begins."""
-        if id(module) not in self._samples:
-            sample = Sample(list(module.parameters()))
-            self._samples[id(module)] = (module, sample, sample.weights())
-            return
-        _, sample, before = self._samples[id(module)]
+    def look(self, module: nn.Module, *, held: bool = False) -> None:
+        """Looks at the weights of a module whose forward begins; an optimizer may hold some of them."""
+        known = self._samples.setdefault(id(module), (module, Sample(list(module.parameters())), []))
+        _, sample, seen = known
         now = sample.weights()
-        if self._differentiated and not torch.equal(now, before):
+        if seen and torch.equal(now, seen[-1]):
+            return
+        if seen and self._differentiated:
+            back = torch.equal(now, seen[0])
             self.moves += 1
             self._differentiated = False
-        self._samples[id(module)] = (module, sample, now)
+            self._moved += [sample] * (held and not back)
+            self.windows *= not back
+        seen[:] = [*seen[-1:], now]

@@ -274,9 +274,9 @@ class Recorder(Steps):
             if trained:
                 self.watch.add(ByHand(trained))
         elif not self.steps:
-            self._unannounced.look(module)
-            # Beside an optimizer that holds them weights may move in one window: only the script's end tells.
-            if self._unannounced.moves >= CERTAIN and len(new) == len(list(module.parameters())):
+            held = len(new) < len(list(module.parameters()))
+            self._unannounced.look(module, held=held)
+            if (self._unannounced.windows if held else self._unannounced.moves) >= CERTAIN:
                 self.finish(Ending.BY_HAND, 0)
         self._begin()
         self._goes_on()

@@ -80,6 +80,28 @@ class TestUnannounced:
             moved(module, 0.5)
         assert unannounced.moves == 0
 
+    def test_windows_beside_an_optimizer_are_over_once_their_gradient_is_gone(self) -> None:
+        module, unannounced = model(), Unannounced()
+        for at, left in enumerate((None, None, 1.0, None)):
+            unannounced.differentiated()
+            assert unannounced.windows == [0, 1, 2, 2][at]  # one begins: the gradient of the last was used, or is left
+            unannounced.look(module, held=True)
+            moved(module, 0.5)
+            unannounced.look(module, held=True)
+            module.weight.grad = None if left is None else torch.full_like(module.weight, left)
+        unannounced.differentiated()
+        assert unannounced.windows == 3 and unannounced.moves == 4
+
+    def test_weights_that_are_put_back_make_no_step(self) -> None:
+        module, unannounced = model(), Unannounced()
+        for _ in range(4):
+            for step in (0.5, -0.5):
+                unannounced.differentiated()
+                unannounced.look(module, held=True)
+                moved(module, step)
+                unannounced.look(module, held=True)
+            assert unannounced.windows == 0
+
     def test_differentiations_without_a_move_do_not_count(self) -> None:
         module, unannounced = model(), Unannounced()
         for _ in range(4):
