@@ -43,18 +43,40 @@ def test_rows_of_equal_contents_are_given_once() -> None:
     matcher = Matcher([prints(twice)])
     assert matcher.find([0], prints(SAMPLES[[2, 1]])) == Spot(0, (2, 1))
     assert matcher.find([0], prints(SAMPLES[[2, 1]])) == Spot(0, (5, 4))
+    matcher = Matcher([prints(twice)])
+    assert [matcher.find([0], prints(SAMPLES[:2])) for _ in "ab"] == [Spot(0, (0, 1)), Spot(0, (3, 4))]
 
 
 def test_a_mask_that_lies_anywhere_does_not_decide() -> None:
     mask = torch.ones(8, 6)
     matcher = Matcher([prints(mask, SAMPLES)])
     assert matcher.find([0], prints(mask[:4], SAMPLES[::2])) == Spot(0, (0, 2, 4, 6))
+    matcher = Matcher([prints(mask / 2, SAMPLES)])
+    assert matcher.find([0], prints(mask[:2] / 2, SAMPLES[4:6])) == Spot(0, (4, 5))
 
 
 def test_rows_that_are_not_there_have_no_spot() -> None:
     matcher = Matcher([prints(SAMPLES)])
     assert matcher.find([0], prints(SAMPLES[[0, 3]] + 1)) is None
     assert matcher.find([0], prints(torch.stack([SAMPLES[0], SAMPLES[3] + 1]))) is None
+
+
+def test_one_row_is_not_two_that_are_near_it() -> None:
+    near = torch.cat([SAMPLES[:1] * (1 + 3e-7), SAMPLES[:1] * (1 - 3e-7)])
+    assert [check_rows([prints(near)], [prints(SAMPLES[:1])]).differing for near in (near[:1], near)] == [0, 1]
+
+
+@pytest.mark.parametrize("other", [0.0, 1.0])
+def test_padding_hides_no_other_samples(other: float) -> None:
+    padded, parts = torch.cat([SAMPLES, torch.zeros(8, 2)], 1), (SAMPLES + other).split(4)
+    assert check_rows([prints(padded)], [prints(part) for part in parts]).same is (other == 0.0)
+
+
+@pytest.mark.parametrize("turn", [1, -1])
+def test_padding_of_one_input_is_told_beside_another(turn: int) -> None:
+    fed = torch.cat([SAMPLES, torch.zeros(8, 2)], 1), SAMPLES
+    parts = [prints(*pair[::turn]) for pair in ((SAMPLES[:4], SAMPLES[:4]), (SAMPLES[4:], SAMPLES[4:]))]
+    assert check_rows([prints(*fed[::turn])], parts).padded
 
 
 def test_tensors_of_other_dimensions_are_other_samples() -> None:
