@@ -1,21 +1,12 @@
-"""What the profiler costs: one update with the hooks that count activations against one without, per strategy.
-
-Then what it counted of three small networks, against a count made by hand (which
-`tests/unit/profiling/test_profile_activations.py` asserts for every strategy and K).
-"""
+"""What the profiler costs: one update with the hooks that count activations against one without, per strategy."""
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
 
 import measuring
 
 from gaverify.profiling.workload import ActivationMeter, workload
 from gaverify.records.profile import Plan
 from gaverify.spec import Spec
-
-B = 8
 
 
 def hooks(name: str, problem, rounds: int) -> None:  # type: ignore[no-untyped-def]
@@ -38,29 +29,12 @@ def hooks(name: str, problem, rounds: int) -> None:  # type: ignore[no-untyped-d
         measuring.show(f"{name}, {plan.strategy}, K = {plan.steps}: hooks on : off", figure, "< 1.25")
 
 
-def counts() -> None:
-    """Shows the counted bytes of three small networks beside those that a hand counts."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit" / "profiling"))
-    from test_profile_activations import BY_HAND, measured
-
-    for case in BY_HAND:
-        make, per_sample, constant = case.values
-        for strategy, steps, by_hand in (
-            ("full-batch", 1, B * per_sample + constant),
-            ("summed-loss", 4, B * per_sample + 4 * constant),
-            ("accumulate", 4, B // 4 * per_sample + constant),
-        ):
-            counted = measured(make, strategy, steps)
-            measuring.show(f"{case.id}, {strategy}, K = {steps}", f"{counted} B", f"{by_hand} B")
-
-
 def main() -> None:
     """Measures a large model, where an update is arithmetic, and a small one, where it is overhead."""
     from gaverify.zoo import mnist_mlp
 
     hooks("mnist-mlp", mnist_mlp.build(), 200)
     hooks("30 million parameters", measuring.language_model(), 5)
-    counts()
 
 
 if __name__ == "__main__":
