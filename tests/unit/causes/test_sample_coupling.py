@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
+import measured
 import problems_coupling
 import pytest
 import torch
@@ -14,10 +15,13 @@ from problems import Problem, mlp
 from torch import nn
 
 import gaverify
-from gaverify.causes.neutral.holding import OutputHeld, ResultsHeld
+from gaverify.causes import proof
+from gaverify.causes.neutral.holding import Evaluated, OutputHeld, ResultsHeld
 from gaverify.causes.rows import ControlFailed, rows_for
 from gaverify.causes.trace.normalisation import per_channel_affine
+from gaverify.passes.gradients import PassProbe
 from gaverify.passes.task import Task
+from gaverify.records.experiment import ControlKind, ControlRun
 
 # --- The gradient of one sample's outputs with respect to the others: exactly zero, or not ---------------------------
 
@@ -226,3 +230,31 @@ def test_a_norm_is_one_wherever_it_is_written(mix: Callable[[torch.Tensor], torc
         (code, True)
     ]
     assert all(torch.equal(value, kept[name]) for name, value in before.state_dict().items())
+
+
+# --- Which of several controls of a suspect counts -------------------------------------------------------------------
+
+
+FROZEN, HELD = Evaluated([]), PassProbe()
+
+
+@pytest.mark.parametrize(
+    ("tried", "all_of_it", "chosen"),
+    [
+        ([(0.4, False, HELD), (1e-9, True, FROZEN)], False, 0),
+        ([(0.4, False, HELD), (1e-9, True, FROZEN)], True, 1),
+        ([(0.9, False, HELD), (0.8, False, HELD)], False, 1),
+        ([(0.8, False, HELD), (0.9, False, HELD)], False, 0),
+        ([(0.9, False, FROZEN), (0.8, False, HELD)], False, 0),
+    ],
+    ids=["helps", "all of it", "better", "worse", "others are tried behind a frozen layer"],
+)
+def test_the_control_that_counts(
+    monkeypatch: pytest.MonkeyPatch, tried: list[tuple[float, bool, PassProbe]], all_of_it: bool, chosen: int
+) -> None:
+    """Of a difference of 1 each control leaves a part; one that helps ends the search, unless all has to go."""
+    runs = [(ControlRun("held", left, rounding), probe) for left, rounding, probe in tried]
+    monkeypatch.setattr(proof, "_controls", lambda *_: [(ControlKind.HELD, lambda run=run: run) for run in runs])
+    bench: Any = SimpleNamespace(without=lambda _: None)
+    found = proof.try_suspect(bench, measured.cause().suspect, 1.0, 0.0, all_of_it=all_of_it)
+    assert found is not None and (found.cause.control, found.neutral) == runs[chosen]

@@ -379,9 +379,13 @@ def test_the_noise_floor_is_the_largest_of_three_runs(monkeypatch: pytest.Monkey
     task: Any = SimpleNamespace(parameters={"w": weight}, modules=[], progress=lambda _: None, problem=nn.Identity())
     task.problem.loss = None
     passed: Any = SimpleNamespace(gradients={})
-    monkeypatch.setattr(control, "full_batch_gradients", lambda *_, **__: (passed, None))
+    states = []
+    monkeypatch.setattr(
+        control, "full_batch_gradients", lambda _, state, *__, **___: (states.append(state) or passed, None)
+    )
     monkeypatch.setattr(control, "measure", lambda *_: [Difference("w", (3,), 1.0, 1.0, next(moves), None, None)])
     assert control.noise_floor(task, passed, passed, passed, U32) == {"w": 3.0}
+    assert len(states) == 3 and passed not in states, "a state of before would put the moved weights back"
     assert torch.equal(weight, torch.ones(3))
 
 
