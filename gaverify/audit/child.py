@@ -144,6 +144,10 @@ def installed(job: Job, folder: Path) -> Recorder:
 
     recorder = Recorder(job, Storage(folder))
     install(recorder)
+    if job.float32:
+        from gaverify.audit.recording.lifting import compute_in_float32
+
+        compute_in_float32()
     set_home(os.getcwd() if job.module else os.path.dirname(os.path.abspath(job.script)))
     return recorder
 

@@ -24,12 +24,13 @@ from gaverify.children.launching import ended_as_interrupted, remove, working_fo
 from gaverify.errors import ProblemError
 from gaverify.records.audit import Record
 from gaverify.records.audit_report import AuditReport
+from gaverify.records.comparison import Outcome
 from gaverify.records.events import ledger_of
 from gaverify.records.facts import facts_of_loop
 from gaverify.records.windows import windows_of
 from gaverify.rules import findings_for
 from gaverify.sources import with_excerpts
-from gaverify.thresholds import CUT, STARTED_APART
+from gaverify.thresholds import CUT, STARTED_APART, U32
 
 if TYPE_CHECKING:
     from gaverify.audit.reading import Run
@@ -72,6 +73,15 @@ def _may_see_the_same(record: Record) -> bool:
         return False
     data = record.updates[0].data
     return not data.checked or max(data.full, data.accumulated) < CUT * min(data.full, data.accumulated)
+
+
+def hidden_below_float32(record: Record) -> bool:
+    """Whether runs below float32 leave open, or without a name, what they could compare."""
+    if record.unit <= U32:
+        return False
+    if record.divergent is not None:
+        return not is_explained(record)
+    return any(update.data.same and update.outcome is Outcome.INCONCLUSIVE for update in record.updates)
 
 
 def parts_of(record: Record) -> int:
@@ -178,6 +188,7 @@ class _Audit:
     def __init__(self, request: Request, runner: Runner) -> None:
         self._request, self._runner = request, runner
         self._replay: Replay = "samples"
+        self._made: tuple[dict[str, Any], dict[str, Any]] = ({}, {})  # fields of `Job` in the runs that are judged
 
     def events_only(self) -> Record:
         """One run, its calls alone."""
@@ -188,22 +199,37 @@ class _Audit:
     def compared(self) -> Record:
         """Full batch first, because its draws are dealt to the accumulated run; then the other two side by side."""
         full, visible = self._runner.first("full")
-        record = self._replayed(full, visible)
+        record = self._in_float32(self._replayed(full, visible))
         return self._with_tail(record, visible) if self._request.tail else replace(record, epochs=self._epochs())
 
     def _replayed(self, full: Run, visible: dict[str, Any]) -> Record:
         """Compares, and again with the data of the full-batch run where that may help."""
         first = self._against(full, visible, {})
+        self._made = visible, {}
         main, unaligned = self.main, dict(first.unaligned)
         for way in self._ways(first, full):
             again = {"replay": way, **visible}
-            record = self._against(self._runner.run("full", **again), again, {"parts": parts_of(first)})
+            parts = {"parts": parts_of(first)}
+            record = self._against(self._runner.run("full", **again), again, parts)
             if record.updates and record.updates[0].data.same:
-                self._replay = way
+                self._replay, self._made = way, (again, parts)
                 return record
             unaligned |= record.unaligned
         self.main = main
         return replace(first, unaligned=unaligned)
+
+    def _in_float32(self, record: Record) -> Record:
+        """The same in float32, where rounding below it hides what the loop does; a script may not run so."""
+        if self._request.ranked or not hidden_below_float32(record):
+            return record
+        visible, parts = self._made
+        main, visible = self.main, {**visible, "float32": True, "eager": True, "shown_as": "float32"}
+        with suppress(ProblemError):
+            found = self._against(self._runner.run("full", **visible), visible, parts)
+            if found.updates and not hidden_below_float32(found):
+                record = replace(found, float32=True)
+        self.main = main
+        return record
 
     def _ways(self, record: Record, full: Run) -> list[Replay]:
         """How the runs may be given the same data, what changes least first."""

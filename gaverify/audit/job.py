@@ -78,6 +78,7 @@ class Job:
         perturb_early: Move weights when an optimizer takes them, for a script without modules.
         lead: Step with the gradients of the run at `source`, so that each update starts from that run's weights.
         eager: Run without compilation: draws inside a compiled graph cannot be replayed.
+        float32: Compute in float32 what the script computes below it.
         math_kernels: Run attention on its unfused kernel, whose draws can be replayed.
         files: "view" gives the run its own view of all files, "guard" ends it before it changes one that was there, and
             "in-place" lets it write as it does without gaverify.
@@ -108,6 +109,7 @@ class Job:
     unit: float = 0.0
     perturb_early: bool = False
     math_kernels: bool = False
+    float32: bool = False
     eager: bool = False
     lead: bool = True
     files: Files = "view"

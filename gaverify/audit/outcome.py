@@ -126,8 +126,6 @@ def report_of(
     """
     outcome, reason = _decided(request, record, findings)
     working = meta["working"]
-    methods = {row.method for update in record.updates for row in update.parameters}
-    method = Method.WEIGHTS if methods == {Method.WEIGHTS} else Method.NOISE_FLOOR  # where they decided everything
     return AuditReport(
         script=request.script,
         outcome=outcome,
@@ -144,7 +142,7 @@ def report_of(
         modules=tuple(meta["modules"]),
         optimizers=tuple(meta["optimizers"]),
         trainable=sum(math.prod(shape) for members in meta["parameters"] for _, shape in members),
-        method=Method.EVENTS if request.events_only else method,
+        method=Method.EVENTS if request.events_only else _method(record),
         events_only=request.events_only,
         timings=dict(timings),
         left_out=dict(meta.get("left_out", {})),
@@ -156,6 +154,14 @@ def is_explained(record: Record) -> bool:
     """Whether a rule finds a fault in what is known so far; that an average moved may be beside what matters."""
     faults = [finding for finding in findings_for(facts_of_loop(record)) if finding.severity == "fault"]
     return any(finding.proven or finding.code != "GAV402" for finding in faults)
+
+
+def _method(record: Record) -> Method:
+    """What decided the updates: runs in float32, or the weights that fit where they decided every parameter of all."""
+    methods = {row.method for update in record.updates for row in update.parameters}
+    if record.float32:
+        return Method.FLOAT32_RUNS
+    return Method.WEIGHTS if methods == {Method.WEIGHTS} else Method.NOISE_FLOOR
 
 
 def same_arguments(request: Request) -> AuditReport:

@@ -23,6 +23,7 @@ TITLES = {
     "terms": "runs with one term of each loss alone",
     "weights": "accumulated run with its losses times what they should count",
     "ranks": "controls of the ranks",
+    "float32": "the same runs in float32",
     "coupling": "both runs with what every module gives for each row",
     "events": "run",
 }

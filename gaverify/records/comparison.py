@@ -26,6 +26,7 @@ class Method(str, Enum):
     TWO_SAMPLES = "two-samples"
     FEW_SAMPLES = "few-samples"
     WEIGHTS = "weights"
+    FLOAT32_RUNS = "float32-runs"
     MICRO_BATCH_FLOOR = "micro-batch-floor"
     FLOAT64_PART = "float64-part"
     TOLERANCE = "tolerance"

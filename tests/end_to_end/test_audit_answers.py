@@ -83,6 +83,14 @@ CLIPS = (
 )
 STYLES = ("plain", "gradients", "own", "assigned", "compiled")
 KINDS, RULES = ("bfloat16", "float16", "autocast"), ("adam", "signs", "lion", "norms")
+HALVES = "--fault statistics --samples 128"
+IN_FLOAT32: dict[str, Any] = {
+    "full": "--batch-size 64 --accum 1",
+    "accumulated": "--batch-size 32 --accum 2",
+    "mark": "",
+    "proven": True,
+    "method": "float32-runs",
+}
 STEPS_4 = ("--steps", "4")
 SHORT = {"options": ("--updates", "0"), "accumulated": "--batch-size 7 --accum 4"}
 
@@ -238,6 +246,11 @@ ROWS = [
     looped(UNUSUAL, "low", "GAV201", "--precision bfloat16 --fault undivided --clip 0.1"),
     looped(UNUSUAL, "low", "GAV201", "--precision float16 --fault undivided --clip 0.1"),
     looped(UNUSUAL, "low", "GAV101", "--fault statistics", mark=""),
+    # what rounding would hide is looked for in float32
+    *(
+        looped(UNUSUAL, "low", "GAV101", f"--precision {kind} {HALVES}", **IN_FLOAT32)
+        for kind in ("bfloat16", "autocast")
+    ),
     *(looped(UNUSUAL, "low", common=f"--precision {kind}", method="weights") for kind in KINDS),
     *(looped(UNUSUAL, "low", common=f"--precision {kind} --clip 0.1", method="weights") for kind in KINDS),
     looped(UNUSUAL, "low", "GAV202", "--precision bfloat16 --fault means --clip 0.1", words=COUNTED),

@@ -22,7 +22,7 @@ _STAGES = {
     Stage.UNCLIPPED: "with losses too small to be clipped",
     Stage.CHANGE: "what the optimizer makes of the same gradient",
 }
-_CONTROLS = ("perturbed", "frozen", "unclipped", "terms", "weights", "ranks", "coupling")
+_CONTROLS = ("perturbed", "frozen", "unclipped", "terms", "weights", "ranks", "float32", "coupling")
 _ROLES = {"full": "full batch", "accumulated": "accumulated", "events": "run"}
 
 
@@ -166,7 +166,7 @@ def audit_method(report: AuditReport) -> str:
     decisive = report.decisive
     if decisive is not None and decisive.judged:
         how = "by the noise floor of the full-batch run"
-        how = METHODS[Method.WEIGHTS] if report.method == Method.WEIGHTS else how
+        how = METHODS[report.method] if report.method in (Method.WEIGHTS, Method.FLOAT32_RUNS) else how
         text = f"compared at every optimizer step, decided {how}"
         if math.isfinite(decisive.resolution):
             text += f"; smallest relative difference it could have seen: {number(decisive.resolution)}"

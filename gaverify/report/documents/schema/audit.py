@@ -33,7 +33,17 @@ class RunItem(Shape):
     """One process of the audit."""
 
     role: Literal[
-        "full", "perturbed", "accumulated", "frozen", "unclipped", "terms", "weights", "ranks", "coupling", "events"
+        "full",
+        "perturbed",
+        "accumulated",
+        "frozen",
+        "unclipped",
+        "terms",
+        "weights",
+        "ranks",
+        "float32",
+        "coupling",
+        "events",
     ]
 
 
