@@ -8,12 +8,14 @@ ranks again, with one thing put right or held still.
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 
+from gaverify.audit.coupling_controls import coupled
 from gaverify.audit.judgement import working_unit
 from gaverify.audit.outcome import is_explained
 from gaverify.audit.rank_facts import left_by, rank_facts, weighed_run
@@ -303,3 +305,19 @@ def controlled_ranks(trial: Trial, record: Record) -> Record:
     elif ranks.at_fault:
         ranks = with_shares(ranks, lambda shares: left(shares=shares))
     return replace(record, together=ranks)
+
+
+def controlled(trial: Trial, record: Record, *, ranked: bool) -> Record:
+    """Returns the record with what further runs show, where it calls for them; one that fails shows nothing.
+
+    Args:
+        trial: The runs that were compared.
+        record: What they show.
+        ranked: The accumulated run trains in several processes.
+    """
+    alone = () if ranked else (with_steps_undone, overwritten, weighed, by_terms)
+    together = floored, with_rank_facts, unclipped, by_change, on_its_own, controlled_ranks
+    for control in (*together, *alone, coupled):
+        with suppress(ProblemError):
+            record = control(trial, record)
+    return record

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,6 @@ from gaverify.audit.outcome import is_explained, report_of, same_arguments
 from gaverify.audit.request import RECORDED, Request, kept, written
 from gaverify.audit.running import Progress, Runner, Trial
 from gaverify.children.launching import ended_as_interrupted, remove, working_folder
-from gaverify.errors import ProblemError
 from gaverify.records.audit import Record
 from gaverify.records.audit_report import AuditReport
 from gaverify.records.comparison import Outcome
@@ -276,7 +275,9 @@ class _Audit:
         trial = Trial(self._runner, full, {**visible, **parts})
         self.main = trial.accumulated
         self._runner.progress("comparing", 3, 3)
-        return self._controlled(trial, self._record(trial))
+        from gaverify.audit.controls import controlled
+
+        return controlled(trial, self._record(trial), ranked=self._request.ranked)
 
     def _record(self, trial: Trial) -> Record:
         """What the runs show without any control."""
@@ -299,27 +300,4 @@ class _Audit:
             numbers=tuple(int(word) for argument in self._request.accumulated for word in _NUMBER.findall(argument)),
         )
         self._runner.timings["comparison"] = time.monotonic() - begun
-        return record
-
-    def _controlled(self, trial: Trial, record: Record) -> Record:
-        """What further runs show, those that the record calls for; a script that fails under one shows nothing."""
-        from gaverify.audit.controls import (
-            by_change,
-            by_terms,
-            controlled_ranks,
-            floored,
-            on_its_own,
-            overwritten,
-            unclipped,
-            weighed,
-            with_rank_facts,
-            with_steps_undone,
-        )
-        from gaverify.audit.coupling_controls import coupled
-
-        alone = () if self._request.ranked else (with_steps_undone, overwritten, weighed, by_terms)
-        together = floored, with_rank_facts, unclipped, by_change, on_its_own, controlled_ranks
-        for control in (*together, *alone, coupled):
-            with suppress(ProblemError):
-                record = control(trial, record)
         return record

@@ -90,11 +90,6 @@ class Child:
         updates = [int(meta_of(folder)["updates"]) for folder in ranks_of(self.folder)]
         return bool(self.job.updates) and min(updates) >= self.job.updates
 
-    def describe(self) -> str:
-        """Writes down what it is told, and returns the name of that file."""
-        self.job.write(self.folder / _JOB)
-        return str(self.folder / _JOB)
-
     def write(self) -> None:
         """Notes beside the record what only the parent knows."""
         text = json.dumps({"command": self.command, "seconds": self.seconds})
@@ -256,7 +251,7 @@ def run_jobs(jobs: Sequence[tuple[Job, str]], timeout: float, progress: Callable
         NoView: The kernel makes no view of the files.
         ProblemError: A script failed, hung, or was killed; the message holds its own traceback and last output.
     """
-    progress(" and ".join(dict.fromkeys(TITLES[job.role] for job, _ in jobs)))
+    progress(" and ".join(dict.fromkeys(TITLES[job.shown_as or job.role] for job, _ in jobs)))
     children: list[Child] = []
     try:
         children += [_start(job, command) for job, command in jobs]
@@ -279,7 +274,8 @@ def _start(job: Job, command: str) -> Child:
     child.folder.mkdir(parents=True, exist_ok=True)
     if job.meeting is not None:
         job.meeting.mkdir(exist_ok=True)
-    code = _BOOT.format(root=_ROOT, job=child.describe())
+    job.write(child.folder / _JOB)
+    code = _BOOT.format(root=_ROOT, job=str(child.folder / _JOB))
     with (child.folder / "log.txt").open("wb") as log:
         child.kept = started(
             [sys.executable, "-c", code],

@@ -36,17 +36,6 @@ def line_of(node: Any) -> Place | None:
     return next((place for place in reversed(lines) if owner_of(place[0]) is Owner.USER), None)
 
 
-def parameters_behind(roots: Iterable[Any], ends: Collection[Any]) -> list[torch.Tensor]:
-    """Returns the leaves that roots are computed from, but for what lies behind `ends`.
-
-    Args:
-        roots: Operations.
-        ends: Operations behind which nothing is looked at.
-    """
-    found = (getattr(node, "variable", None) for node in behind(roots, ends))
-    return [leaf for leaf in found if leaf is not None]
-
-
 def meetings(
     roots: Iterable[Any], ends: Collection[Any], rows: Collection[int], *, may_meet: bool = False
 ) -> list[Place]:

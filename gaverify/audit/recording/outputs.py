@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from gaverify.audit.job import SCRIPT
-from gaverify.audit.recording.graph import meetings, parameters_behind
+from gaverify.audit.recording.graph import behind, meetings
 from gaverify.audit.recording.rows import input_shapes
 from gaverify.audit.recording.values import paths_in, plain, same, tensors_in
 from gaverify.passes.calls import Call, listening, per_channel_affine
@@ -293,7 +293,8 @@ class Holding:
         return None if part is None else part.to(device=like.device, dtype=like.dtype)
 
     def _know(self, roots: Iterable[Any]) -> None:
-        self._own |= {id(leaf): leaf for leaf in parameters_behind(roots, self._ends)}
+        leaves_behind = (getattr(node, "variable", None) for node in behind(roots, self._ends))
+        self._own |= {id(leaf): leaf for leaf in leaves_behind if leaf is not None}
 
 
 def rows_at(whole: torch.Tensor, shape: tuple[int, ...], rows: int, places: Sequence[int]) -> torch.Tensor | None:
