@@ -23,8 +23,6 @@ from gaverify.audit.recording.watching import Seen, Watch
 from gaverify.thresholds import FEW_UNITS, ONE_FACTOR
 from gaverify.tracebacks import LineHunt, Owner, Place
 
-_FEWEST = 3  # elements of a model: a decay fits any two values
-
 
 @dataclass(eq=False)
 class Copy:
@@ -92,8 +90,7 @@ def _moved(copy: Copy, model: nn.Module, module: nn.Module, announced: bool) -> 
     copy.sample = copy.sample or Sample(own)
     old, weights, new = copy.values, copy.sample.weights(), copy.sample.read(parameters)
     copy.values = new
-    became = torch.equal(new, weights) and not announced
-    if old is None or became or torch.equal(new, old) or len(new) < _FEWEST:
+    if old is None or torch.equal(new, old):
         return None
     unit = max(torch.finfo(part.dtype).eps for part in parameters if part.is_floating_point())
     allowed = FEW_UNITS * unit * float(torch.linalg.vector_norm(weights))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -51,6 +53,7 @@ class Training:
         self.kept = [copy.deepcopy(self.model) for _ in range(copies)]
         for kept in self.kept:
             self.averages.add(self.model, kept)
+            self.averages.add(self.model, kept)  # as each of torch's calls does
         assert self.look() == []
 
     def step(self) -> None:
@@ -125,6 +128,12 @@ def test_other_copies_are_no_averages(update: Callable[[nn.Module, nn.Module], N
         assert training.look() == []
 
 
+def test_an_average_that_is_still_the_weights_tells_no_decay() -> None:
+    training = Training()
+    in_place(training.kept[0], training.model)
+    assert training.look() == [{"optimizers": [0]}]
+
+
 def test_a_copy_that_is_trained_itself_is_no_average() -> None:
     training = Training()
     training.watch.add(torch.optim.SGD(training.kept[0].parameters()))
@@ -135,8 +144,16 @@ def test_a_copy_that_is_trained_itself_is_no_average() -> None:
 
 def test_a_copy_is_not_kept_alive() -> None:
     training = Training()
-    training.kept.clear()
+    copied = weakref.ref(training.kept.pop())
+    gc.collect()
+    assert copied() is None and training.look() == []
+
+
+def test_a_copy_of_another_shape_is_no_average() -> None:
+    training = Training()
+    training.kept[0][4] = nn.Linear(8, 1)  # type: ignore[operator]
     training.step()
+    in_place(training.kept[0][:4], training.model[:4])  # type: ignore[index]
     assert training.look() == []
 
 

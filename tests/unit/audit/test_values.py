@@ -17,6 +17,7 @@ from gaverify.audit.job import DISK_FULL, ROOM
 from gaverify.audit.recording import storage
 from gaverify.audit.recording.patches import _loads
 from gaverify.audit.recording.storage import Storage
+from gaverify.audit.recording.values import same
 from gaverify.errors import ProblemError
 
 SOURCE = """
@@ -191,3 +192,20 @@ def test_room_is_asked_for_before_it_is_used(
     Storage(tmp_path).reserve([torch.ones(10)], times)
     assert left == ([] if enough else [DISK_FULL])
     assert enough or json.loads((tmp_path / ROOM).read_text()) == [120, 90]
+
+
+NAN, ONES = [float("nan"), 1.0], [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "alike"),
+    [
+        (NAN, NAN, True),
+        (NAN, [1.0, 1.0], False),
+        ([1.0, 1.0], NAN, False),
+        ([1.0], [1.0, 1.0], False),
+        (None, NAN, False),
+    ],
+)
+def test_values_are_the_same_where_nan_stays_nan(before: list[float] | None, now: list[float], alike: bool) -> None:
+    assert same(None if before is None else torch.tensor(before), torch.tensor(now)) is alike
