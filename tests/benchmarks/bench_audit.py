@@ -88,13 +88,13 @@ def main() -> None:
 
 def _measure(script: Path, threads: str) -> dict[tuple[str, str], tuple[float, float]]:
     """Returns own and recorded time of each run, by both clocks, the latter without the gradient writes."""
-    write = _write(script)
     times = {}
     with tempfile.TemporaryDirectory() as folder:
         for role, arguments in ROLES.items():
             words = (*arguments, "--threads", threads)
             own = _timed(lambda words=words: subprocess.run([sys.executable, str(script), *words], check=True))
             recorded = _timed(lambda role=role, words=words: _recorded(script, Path(folder), role, words))
+            write = _written(Path(folder), role)
             for clock, alone, with_recorder, saved in zip(("wall", "processor"), own, recorded, write, strict=True):
                 times[role, clock] = (alone, with_recorder - 2 * saved)
     return times
@@ -112,38 +112,26 @@ def _recorded(script: Path, folder: Path, role: str, arguments: tuple[str, ...])
     """Runs one job of an audit."""
     from gaverify.audit.job import Job
     from gaverify.audit.processes import run_jobs
-    from gaverify.audit.reading import Run
 
     source = str(folder / "full") if role == "accumulated" else None
     job = Job(role, str(script), False, arguments, str(folder / role), 2, source)  # type: ignore[arg-type]
     run_jobs([(job, str(script))], 600, lambda _: None)
-    run = Run(job.role, folder / role, 0.0)
-    size = sum(gradient.numel() for gradient in run.gradients(((0, 1),)).values())
+
+
+def _written(folder: Path, role: str) -> tuple[float, float]:
+    """Prints what a run has stored; returns what writing its gradients takes, by both clocks."""
+    import torch
+
+    from gaverify.audit.reading import Run
+
+    run = Run(role, folder / role, 0.0)  # type: ignore[arg-type]
+    gradients = run.gradients(((0, 1),))
+    size = sum(gradient.numel() for gradient in gradients.values())
     share = run.disk_bytes / (4 * size * run.updates)
     print(f"    {role}: {size:,} parameters, {run.disk_bytes:,} bytes = {share:.4f} × (4 × parameters × updates)")
-
-
-def _write(script: Path) -> tuple[float, float]:
-    """Returns what writing tensors of the gradients' shapes takes, by both clocks."""
-    code = (
-        "import torch, time, sys\n"
-        f"shapes = {_shapes()!r}\n"
-        "tensors = {str(at): torch.randn(shape) for at, shape in enumerate(shapes)}\n"
-        "begun = time.monotonic(), time.process_time(); torch.save(tensors, sys.argv[1])\n"
-        "print(time.monotonic() - begun[0], time.process_time() - begun[1])\n"
-    )
-    target = script.parent / "written.pt"
-    done = subprocess.run([sys.executable, "-c", code, str(target)], check=True, capture_output=True, text=True)
-    target.unlink()
-    wall, processor = map(float, done.stdout.split())
-    return wall, processor
-
-
-def _shapes() -> list[tuple[int, ...]]:
-    width, words = 512, 16000
-    layer = [(3 * width, width), (3 * width,), (width, width), (width,), (4 * width, width), (4 * width,)]
-    layer += [(width, 4 * width), (width,), (width,), (width,), (width,), (width,)]
-    return [(words, width), (64, width), *(layer * 4), (words, width), (words,)]
+    begun = time.monotonic(), time.process_time()
+    torch.save(gradients, folder / "written.pt")
+    return time.monotonic() - begun[0], time.process_time() - begun[1]
 
 
 if __name__ == "__main__":
