@@ -137,11 +137,15 @@ def test_rows_in_another_order_are_the_same_rows() -> None:
     assert list(dependence(found).origins()) == []
 
 
-def test_what_combines_rows_in_another_order_is_the_origin() -> None:
+@pytest.mark.parametrize(("inside", "opened"), [("input", ()), ("flip", (0,))])
+def test_what_combines_rows_in_another_order_is_the_origin(inside: str, opened: tuple[int, ...]) -> None:
+    """A cached gradient cuts no module that hands the rows out in another order."""
     parts = [turned(VALUES[:2], combine=True), turned(VALUES[2:], combine=True)]
-    found = matching(turned(VALUES, combine=True), *parts)
+    found = matching(turned(VALUES, combine=True), *parts, inside=inside)
     assert found.permuted[:3] == [False, True, False]
     assert list(dependence(found).origins()) == [2]
+    (suspect,) = Reader(found, dependence(found), 4).suspects(HALVES, AGREE, False)
+    assert suspect.calls == opened
 
 
 def test_one_changed_row_is_no_other_order() -> None:
