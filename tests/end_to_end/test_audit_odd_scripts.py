@@ -167,44 +167,50 @@ class TestTheRequest:
         assert "same" in result.out, str(result)
 
 
+CUT = "--batch-size 2 --accum 4"
+NO_PARAMETERS = """
+w = torch.zeros(4, 1, requires_grad=True)
+for x, y in batches:
+    mse_loss(x @ w, y).backward()
+    with torch.no_grad():
+        w -= 0.1 * w.grad
+    w.grad = None
+"""
+NO_BACKWARD = "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\noptimizer.step()\n"
+NO_ACCUMULATION = "assert args.accum == 1, 'no accumulation here'\n"
+OTHER_PARAMETERS = "if args.odd:\n    model = torch.nn.Linear(4, 2)\n"
+UNKNOWN = "--batch-size 2 --accumulate 4 --strange"
+NEVER_STEPS = TRAIN.replace("        optimizer.step()\n", "")
+# the script, the arguments of its accumulated run, and what is told
+REFUSED = [
+    (NO_ACCUMULATION + TRAIN, CUT, ("accumulated run", "no accumulation here")),
+    (TRAIN, UNKNOWN, ("accumulated run", "unrecognized arguments", "--strange")),
+    ("for x in:\n    pass\n", CUT, ("train.py", "SyntaxError", "for x in:")),
+    ("import no_such_library\n", CUT, ("ModuleNotFoundError", "no_such_library")),
+    ("sys.exit(5)\n", CUT, ("full-batch run", "sys.exit(5)")),
+    ("os._exit(0)\n", CUT, ("full-batch run", "os._exit")),
+    ("import signal; os.kill(os.getpid(), signal.SIGKILL)\n", CUT, ("SIGKILL",)),
+    ("model(inputs)\n", CUT, ("neither a backward pass nor an optimizer step",)),
+    (NO_PARAMETERS, CUT, ("tensors that are no `nn.Parameter`",)),
+    (NEVER_STEPS, CUT, ("no optimizer step",)),
+    (TRAIN, "--batch-size 8 --accum 64", ("accumulated run", "no optimizer step")),
+    (NO_BACKWARD, CUT, ("without any backward pass",)),
+    (OTHER_PARAMETERS + TRAIN, f"{CUT} --odd", ("different parameters", "`weight` is [1, 4] and [2, 4]")),
+]
+
+
+@slow
+@pytest.mark.parametrize(("body", "accumulated", "told"), REFUSED, ids=[row[-1][-1] for row in REFUSED])
+def test_what_fails_or_trains_nothing_is_told(body: str, accumulated: str, told: tuple[str, ...], script: Path) -> None:
+    refused(audited(script, body, accumulated), *told)
+
+
 class TestTheScriptFails:
     def test_its_own_traceback_is_shown(self, script: Path) -> None:
         result = audited(script, "def shape(x):\n    return x.view(3, 5)\n\nprint('epoch 1')\nshape(inputs)\n")
         refused(result, "full-batch run", "in shape", "x.view(3, 5)", "shape '[3, 5]' is invalid", "epoch 1")
         assert "runpy" not in result.err
         assert "RuntimeError: shape '[3, 5]' is invalid" in result.err.splitlines()[0], "the cause comes first"
-
-    @slow
-    def test_the_run_that_failed_is_named(self, script: Path) -> None:
-        body = "assert args.accum == 1, 'no accumulation here'\n"
-        refused(audited(script, body + TRAIN), "accumulated run", "no accumulation here")
-
-    @slow
-    def test_an_argument_that_it_does_not_know(self, script: Path) -> None:
-        result = audited(script, TRAIN, "--batch-size 2 --accumulate 4 --strange")
-        refused(result, "accumulated run", "unrecognized arguments", "--strange")
-
-    @slow
-    def test_a_syntax_error(self, script: Path) -> None:
-        script.write_text("for x in:\n    pass\n", encoding="utf-8")
-        refused(audit(script, "--a", "--b"), "train.py", "SyntaxError", "for x in:")
-
-    @slow
-    def test_a_failed_import(self, script: Path) -> None:
-        script.write_text("import no_such_library\n", encoding="utf-8")
-        refused(audit(script, "--a", "--b"), "ModuleNotFoundError", "no_such_library")
-
-    @slow
-    def test_left_with_a_status_before_training(self, script: Path) -> None:
-        refused(audited(script, "sys.exit(5)\n"), "full-batch run", "sys.exit(5)")
-
-    @slow
-    def test_left_past_python(self, script: Path) -> None:
-        refused(audited(script, "os._exit(0)\n"), "full-batch run", "os._exit")
-
-    @slow
-    def test_killed(self, script: Path) -> None:
-        refused(audited(script, "import signal; os.kill(os.getpid(), signal.SIGKILL)\n"), "SIGKILL")
 
     @slow
     def test_a_hang_is_ended(self, script: Path) -> None:
@@ -219,37 +225,6 @@ class TestTheScriptFails:
 
 
 class TestNothingToCompare:
-    @slow
-    def test_no_backward(self, script: Path) -> None:
-        refused(audited(script, "model(inputs)\n"), "neither a backward pass nor an optimizer step")
-
-    @pytest.mark.slow
-    def test_weights_that_are_no_parameters(self, tmp_path: Path) -> None:
-        body = "w = torch.zeros(4, 1, requires_grad=True)\nfor x, y in batches:\n    mse_loss(x @ w, y).backward()\n"
-        body += "    with torch.no_grad():\n        w -= 0.1 * w.grad\n    w.grad = None\n"
-        refused(audited(tmp_path / "train.py", body), "tensors that are no `nn.Parameter`")
-
-    @slow
-    def test_no_optimizer_step(self, script: Path) -> None:
-        result = audited(script, TRAIN.replace("        optimizer.step()\n", ""))
-        refused(result, "no optimizer step")
-
-    @slow
-    def test_too_few_micro_batches_for_one_update(self, script: Path) -> None:
-        result = audited(script, TRAIN, "--batch-size 8 --accum 64")
-        refused(result, "accumulated run", "no optimizer step")
-
-    @slow
-    def test_a_step_without_backward(self, script: Path) -> None:
-        body = "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\noptimizer.step()\n"
-        refused(audited(script, body), "without any backward pass")
-
-    @slow
-    def test_different_parameters(self, script: Path) -> None:
-        body = "if args.odd:\n    model = torch.nn.Linear(4, 2)\n" + TRAIN
-        result = audited(script, body, "--batch-size 2 --accum 4 --odd")
-        refused(result, "different parameters", "`weight` is [1, 4] and [2, 4]")
-
     @slow
     def test_names_are_labels(self, script: Path) -> None:
         """A wrapper around the model changes names; the same parameters in the same places are compared."""
