@@ -76,6 +76,8 @@ def line_search(args, loader):
             optimizer.zero_grad()
             total = 0.0
             for features, labels in window:
+                if args.loop == "cleared_in_a_closure":
+                    optimizer.zero_grad()  # here: cleared_in_a_closure
                 loss = criterion(model(features), labels) / args.accum
                 loss.backward()
                 total += loss.item()
@@ -86,21 +88,7 @@ def line_search(args, loader):
 
 def cleared_in_a_closure(args, loader):
     """Clears at the start of the window, as it should, and before every micro-batch as well."""
-    model = network(args.dropout)
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=args.lr, max_iter=3)
-    for window in windows(loader, args.accum):
-
-        def closure(window=window):
-            optimizer.zero_grad()
-            total = 0.0
-            for features, labels in window:
-                optimizer.zero_grad()  # here: cleared_in_a_closure
-                loss = criterion(model(features), labels) / args.accum
-                loss.backward()
-                total += loss.item()
-            return total
-
-        optimizer.step(closure)
+    line_search(args, loader)
 
 
 def compiled(args, loader):
