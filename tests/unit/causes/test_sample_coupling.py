@@ -15,7 +15,7 @@ from problems import Problem, mlp
 from torch import nn
 
 import gaverify
-from gaverify.causes import proof
+from gaverify.causes import operations, proof
 from gaverify.causes.neutral.holding import Evaluated, OutputHeld, ResultsHeld
 from gaverify.causes.rows import ControlFailed, rows_for
 from gaverify.causes.trace.normalisation import per_channel_affine
@@ -258,3 +258,18 @@ def test_the_control_that_counts(
     bench: Any = SimpleNamespace(without=lambda _: None)
     found = proof.try_suspect(bench, measured.cause().suspect, 1.0, 0.0, all_of_it=all_of_it)
     assert found is not None and (found.cause.control, found.neutral) == runs[chosen]
+
+
+@pytest.mark.parametrize(("left", "told"), [(0.5, [True, False, True]), (0.0, [True, True, True])])
+def test_causes_on_probation_count_where_all_together_explain_everything(left: float, told: list[bool]) -> None:
+    """One that no control could be run for is told all the same, as suspected."""
+    bench: Any = SimpleNamespace(rounding=1e-6)
+    search = operations._Search(bench, measured.divergent(), left, 0.0)
+    unproven, probation, proven = (
+        measured.cause(control=None),
+        measured.cause(control=measured.HALVED),
+        measured.cause(),
+    )
+    search._found = [proof.Tried(unproven, None, helps=False), proof.Tried(probation, HELD, helps=False)]
+    search._found.append(proof.Tried(proven, HELD))
+    assert [each in search.causes for each in (unproven, probation, proven)] == told
