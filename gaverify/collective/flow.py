@@ -75,6 +75,9 @@ def judge_together(task: Task, trained: Trained, *, diagnose: bool, exact: bool)
         trained = replace(trained, factors=factors)
         started = time.perf_counter()
         judgement, moved = _passes(task, trained)
+        if trained.strategy is not None and all(member.everyones("clipped", moved.clipped_last)):
+            trained = replace(trained, unclipped=True)
+            judgement, moved = _passes(task, trained)
         passed = time.perf_counter()
         # each rank has seen its own micro-batches alone: what decides is the coarsest that any has seen
         unit = max(member.everyones("unit", working_unit(task, judgement.full, judgement.accumulated)))

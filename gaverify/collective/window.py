@@ -5,6 +5,8 @@ Shapes: R ranks, K micro-batches each; rank r runs the micro-batches r · K to r
 
 from __future__ import annotations
 
+import inspect
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -13,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import clip_grad
 
 from gaverify.collective.engines import Reach, Scaled, Synchronised, blocks, wrapped
 from gaverify.collective.membership import Member
@@ -28,6 +31,7 @@ from gaverify.passes.wrappers import dividing, engine_of, flattened, is_sharded,
 from gaverify.records.ranks import Collective, Engine
 from gaverify.tracebacks import Owner, hands_over, owner_of, shown
 
+_CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
 _ENGINES = ("torch.distributed.fsdp", "torch.nn.parallel", "torch.nn.modules._functions", "torch.distributed.tensor")
 """What calls collectives for the user, `SyncBatchNorm` among it."""
 
@@ -80,10 +84,19 @@ def description(task: Task) -> str:
 
 @dataclass
 class Moved:
-    """What one window moved: collectives, and the bytes that each of its backward passes reduced."""
+    """What one window moved: collectives, and the bytes that each of its backward passes reduced.
+
+    `clips` tells of each clipping how many backward passes had been made before it.
+    """
 
     meter: TrafficMeter
     reduced: list[int]
+    clips: list[int]
+
+    @property
+    def clipped_last(self) -> bool:
+        """Whether gradients were clipped, and only when all of them were there."""
+        return bool(self.clips) and min(self.clips) == len(self.reduced)
 
 
 @dataclass(frozen=True)
@@ -91,6 +104,7 @@ class Trained:
     """How the ranks train: under which engine, and by whose loop.
 
     In controls `share` multiplies this rank's loss, and `merged` gives the loop one micro-batch of all of the rank's.
+    `unclipped` lets torch's clipping change nothing: a loop is judged by what it clips.
     `factors` are what the user's code lets FSDP2 divide by: part of what is tested, so that nothing else knows them.
     """
 
@@ -98,6 +112,7 @@ class Trained:
     engine: Engine | None
     strategy: Strategy | None = None
     merged: bool = False
+    unclipped: bool = False
     share: float = 1.0
     factors: tuple[float | None, ...] = ()
 
@@ -119,14 +134,15 @@ class Trained:
         self, task: Task, state: ModelState, record: DrawRecord, full: PassResult, *, lift: bool = False
     ) -> tuple[PassResult, Moved]:
         """Returns the gradient that the ranks end up with, and what the window moved."""
-        moved, own = Moved(TrafficMeter(), []), self.own(task)
+        moved, own = Moved(TrafficMeter(), [], []), self.own(task)
         noting = _backwards_noted(moved, self.share)
         with moved.meter.counting(), noting, dividing(task.modules, self.factors):
             if self.strategy is not None:
                 each = task.steps // self.member.count if self.merged else 1
                 sizes = tuple(sum(task.sizes[at : at + each]) for at in range(0, task.steps, each))
                 cut = replace(task, sizes=sizes)
-                result = gradients_of_strategy(cut, state, record, self.strategy, self.own(cut))
+                with _clipping_noted(moved, self.unclipped):
+                    result = gradients_of_strategy(cut, state, record, self.strategy, self.own(cut))
             else:
                 ranks = self.member.count
                 probe: PassProbe = Scaled(ranks)
@@ -180,6 +196,38 @@ def _backwards_noted(moved: Moved, share: float) -> Iterator[None]:
         yield
     finally:
         torch.autograd.backward = plain
+
+
+@contextmanager
+def _clipping_noted(moved: Moved, unclipped: bool) -> Iterator[None]:
+    """Notes every clipping by torch, also through a name that was imported before: its wrapper holds what it runs.
+
+    Args:
+        moved: Where.
+        unclipped: Give it limits that nothing exceeds.
+    """
+    wrappers = [getattr(clip_grad, name) for name in _CLIPPING]
+    cells = [wrapper.__closure__[0] for wrapper in wrappers if wrapper.__closure__]
+    plain = [cell.cell_contents for cell in cells]
+
+    def noted(run: Any) -> Any:
+        @hands_over
+        def clip(*args: Any, **kwargs: Any) -> Any:
+            moved.clips.append(len(moved.reduced))
+            given = inspect.signature(run).bind(*args, **kwargs)
+            limit = next(name for name in ("max_norm", "clip_value") if name in given.arguments)
+            given.arguments |= {limit: math.inf} if unclipped else {}
+            return run(*given.args, **given.kwargs)
+
+        return clip
+
+    for cell, run in zip(cells, plain, strict=True):
+        cell.cell_contents = noted(run)
+    try:
+        yield
+    finally:
+        for cell, run in zip(cells, plain, strict=True):
+            cell.cell_contents = run
 
 
 def _bytes_reduced(meter: TrafficMeter) -> int:

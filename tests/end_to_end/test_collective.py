@@ -30,6 +30,8 @@ RIGHT_LOOPS = (
     "fsdp2 own once summed divides",
     "ddp own once padded all-tokens",
     "fsdp2 own once padded all-tokens",
+    "ddp own once clips",
+    "fsdp2 own once clips",
 )
 GROWN = {"ddp": ("ddp deep", "ddp many"), "fsdp2": ("fsdp2 deep", "fsdp2 many")}
 RIGHT_IN_FLOAT64 = ("ddp exact", "fsdp2 exact", "fsdp2 bfloat16", "ddp hook-mean low")
@@ -45,6 +47,7 @@ FAULTY = {
     "fsdp2 own never": {"GAV702"},
     "ddp own undivided": {"GAV201"},
     "ddp own twice": {"GAV704"},
+    "ddp own clips twice": {"GAV704"},
     "fsdp2 own once summed": {"GAV704"},
     "fsdp2 own once divides": {"GAV704"},
     "ddp own once padded tokens": {"GAV703"},

@@ -19,6 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grad_norm_
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gaverify
@@ -122,6 +123,8 @@ def strategy_of(words: list[str], loss: Any) -> Any:
                     (cross_entropy(model(part[0]), part[1], reduction="sum") / tokens).backward()
                 else:
                     (loss(model, part) / divisor).backward()
+            if "clips-each" in words:
+                clip_grad_norm_(model.parameters(), 1e-3)
         finished(model, words)
 
     def joined(model: Any, parts: list[Any]) -> None:
@@ -138,6 +141,8 @@ def finished(model: Any, words: list[str]) -> None:
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad, group=group)
             parameter.grad /= dist.get_world_size(group)
+    if "clips" in words:
+        clip_grad_norm_(model.parameters(), 1e-3)
     if "steps" in words:
         torch.optim.SGD(model.parameters(), lr=0.1).step()
     if "twice" in words:  # the mean over the ranks was taken already
