@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gaverify.collective.engines import Scaled, of_every_rank
-from gaverify.collective.window import Moved, Trained, always_reducing, bare
+from gaverify.collective.window import Moved, Trained, always_reducing, bare, own_sketch
 from gaverify.passes.fingerprints import digest_of
 from gaverify.passes.gradients import Gradients, accumulated_gradients
 from gaverify.passes.precision import buffers_apart
 from gaverify.passes.sketches import SINGULAR_FLOAT32, fit_weights, sketch
 from gaverify.passes.task import Task
-from gaverify.passes.wrappers import is_sharded, local, shard_number, summed_over
+from gaverify.passes.wrappers import is_sharded, local, shard_number
 from gaverify.records.comparison import Outcome, ParameterComparison, relative_total
 from gaverify.records.experiment import WeightFit
 from gaverify.records.ranks import Engine, RankFacts, Shares, Traffic
@@ -73,12 +73,6 @@ def facts_of_reports(
         unit=unit,
         buffers_apart=buffers_apart([report.buffers for report in reports], unit),
     )
-
-
-def own_sketch(gradients: Gradients) -> torch.Tensor:
-    """Returns the sketch of what this process holds, whatever other ranks do."""
-    with summed_over(1, lambda numbers: numbers):
-        return sketch(list(gradients.values()))
 
 
 def apart_by(sketches: Sequence[torch.Tensor]) -> float:

@@ -75,7 +75,8 @@ def judge_together(task: Task, trained: Trained, *, diagnose: bool, exact: bool)
         trained = replace(trained, factors=factors)
         started = time.perf_counter()
         judgement, moved = _passes(task, trained)
-        if trained.strategy is not None and all(member.everyones("clipped", moved.clipped_last)):
+        clipped = moved.clipped_last(judgement.accumulated.gradients)
+        if trained.strategy is not None and all(member.everyones("clipped", clipped)):
             trained = replace(trained, unclipped=True)
             judgement, moved = _passes(task, trained)
         passed = time.perf_counter()

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad
+from torch.utils._python_dispatch import _disable_current_modes
 
 from gaverify.collective.engines import Reach, Scaled, Synchronised, blocks, wrapped
 from gaverify.collective.membership import Member
@@ -23,11 +24,19 @@ from gaverify.collective.traffic import TrafficMeter
 from gaverify.errors import ProblemError
 from gaverify.passes.calls import OperationMode
 from gaverify.passes.fingerprints import digest_of
-from gaverify.passes.gradients import PassProbe, PassResult, Strategy, accumulated_gradients, gradients_of_strategy
+from gaverify.passes.gradients import (
+    Gradients,
+    PassProbe,
+    PassResult,
+    Strategy,
+    accumulated_gradients,
+    gradients_of_strategy,
+)
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.randomness import DrawRecord
+from gaverify.passes.sketches import sketch
 from gaverify.passes.task import Task
-from gaverify.passes.wrappers import dividing, engine_of, flattened, is_sharded, tensor_parallel
+from gaverify.passes.wrappers import dividing, engine_of, flattened, is_sharded, summed_over, tensor_parallel
 from gaverify.records.ranks import Collective, Engine
 from gaverify.tracebacks import Owner, hands_over, owner_of, shown
 
@@ -86,17 +95,18 @@ def description(task: Task) -> str:
 class Moved:
     """What one window moved: collectives, and the bytes that each of its backward passes reduced.
 
-    `clips` tells of each clipping how many backward passes had been made before it.
+    `clips` tells of each clipping how many backward passes had been made before it, and a sketch of what it left.
     """
 
     meter: TrafficMeter
     reduced: list[int]
-    clips: list[int]
+    clips: list[tuple[int, torch.Tensor]]
 
-    @property
-    def clipped_last(self) -> bool:
-        """Whether gradients were clipped, and only when all of them were there."""
-        return bool(self.clips) and min(self.clips) == len(self.reduced)
+    def clipped_last(self, gradients: Gradients) -> bool:
+        """Whether gradients were clipped, and nothing before all of them were there or after that changed them."""
+        if not self.clips or min(count for count, _ in self.clips) < len(self.reduced):
+            return False
+        return torch.equal(self.clips[-1][1], own_sketch(gradients))
 
 
 @dataclass(frozen=True)
@@ -141,7 +151,7 @@ class Trained:
                 each = task.steps // self.member.count if self.merged else 1
                 sizes = tuple(sum(task.sizes[at : at + each]) for at in range(0, task.steps, each))
                 cut = replace(task, sizes=sizes)
-                with _clipping_noted(moved, self.unclipped):
+                with _clipping_noted(moved, task, self.unclipped):
                     result = gradients_of_strategy(cut, state, record, self.strategy, self.own(cut))
             else:
                 ranks = self.member.count
@@ -152,6 +162,12 @@ class Trained:
         if self.strategy is not None and not moved.reduced:
             raise ProblemError("the strategy never calls backward: no gradient is there to compare")
         return result, moved
+
+
+def own_sketch(gradients: Gradients) -> torch.Tensor:
+    """Returns the sketch of what this process holds, whatever other ranks do."""
+    with summed_over(1, lambda numbers: numbers):
+        return sketch(list(gradients.values()))
 
 
 @contextmanager
@@ -199,11 +215,12 @@ def _backwards_noted(moved: Moved, share: float) -> Iterator[None]:
 
 
 @contextmanager
-def _clipping_noted(moved: Moved, unclipped: bool) -> Iterator[None]:
+def _clipping_noted(moved: Moved, task: Task, unclipped: bool) -> Iterator[None]:
     """Notes every clipping by torch, also through a name that was imported before: its wrapper holds what it runs.
 
     Args:
         moved: Where.
+        task: Whose gradients are clipped.
         unclipped: Give it limits that nothing exceeds.
     """
     wrappers = [getattr(clip_grad, name) for name in _CLIPPING]
@@ -213,11 +230,14 @@ def _clipping_noted(moved: Moved, unclipped: bool) -> Iterator[None]:
     def noted(run: Any) -> Any:
         @hands_over
         def clip(*args: Any, **kwargs: Any) -> Any:
-            moved.clips.append(len(moved.reduced))
             given = inspect.signature(run).bind(*args, **kwargs)
             limit = next(name for name in ("max_norm", "clip_value") if name in given.arguments)
             given.arguments |= {limit: math.inf} if unclipped else {}
-            return run(*given.args, **given.kwargs)
+            norm = run(*given.args, **given.kwargs)
+            with _disable_current_modes(), torch.no_grad():
+                left = own_sketch({name: parameter.grad for name, parameter in task.parameters.items()})
+            moved.clips.append((len(moved.reduced), left))
+            return norm
 
         return clip
 

@@ -136,6 +136,8 @@ def strategy_of(words: list[str], loss: Any) -> Any:
 
 def finished(model: Any, words: list[str]) -> None:
     """What a loop does once its backward passes are done."""
+    if "clips-early" in words:
+        clip_grad_norm_(model.parameters(), 1e-3)
     if "by-hand" in words:
         group = wrong_group() if "copies" in words else None
         for parameter in model.parameters():
@@ -143,6 +145,9 @@ def finished(model: Any, words: list[str]) -> None:
             parameter.grad /= dist.get_world_size(group)
     if "clips" in words:
         clip_grad_norm_(model.parameters(), 1e-3)
+    if "late" in words:
+        for parameter in model.parameters():
+            parameter.grad /= STEPS
     if "steps" in words:
         torch.optim.SGD(model.parameters(), lr=0.1).step()
     if "twice" in words:  # the mean over the ranks was taken already

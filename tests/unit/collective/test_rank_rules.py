@@ -10,7 +10,8 @@ import pytest
 import torch
 from measured import GATHERED, fit, ranks, record
 
-from gaverify.collective.facts import apart_by, fitted, own_sketch, with_shares
+from gaverify.collective.facts import apart_by, fitted, with_shares
+from gaverify.collective.window import own_sketch
 from gaverify.passes.gradients import Gradients
 from gaverify.records.audit import Record
 from gaverify.records.events import Event, Ledger
