@@ -25,6 +25,13 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     return near if near and likeness[near] >= cutoff else ""
 
 
+def unknown_key(key: str, known: Iterable[str]) -> str:
+    """Returns the sentence for a key of a file that nothing reads; keys are told with hyphens."""
+    keys = [name.replace("_", "-") for name in known]
+    near = nearest(key.lower().replace("_", "-"), keys)
+    return "unknown key; " + (f"did you mean `{near}`?" if near else f"the keys are {', '.join(keys)}")
+
+
 def text_of(error: BaseException) -> str:
     """Returns `str(error)`, or what stands for it where the exception cannot print itself."""
     try:

@@ -35,7 +35,6 @@ from gaverify.records.stages import (
     StageComparison,
     foreign_passes,
     partners_of,
-    reached_by,
 )
 from gaverify.records.windows import Round, Window, common_rounds, numbered, rounds_of, windows_of
 from gaverify.rules.wording import phrase
@@ -94,7 +93,7 @@ def _compared(
     foreign = _foreign(runs, full, accumulated, window)
     data = _data(runs.full, full, runs.accumulated, accumulated)
     if foreign is not None and window is not None and not data.same:
-        own = runs.accumulated.rows_behind(reached_by(window, foreign.passes))
+        own = runs.accumulated.rows_behind(window.reached(foreign.passes))
         data = check_rows(runs.full.rows_of(full, reached=True), own)
     terms = terms_of(accumulated, fit)
     fit_used = fit_of(full, accumulated, summed=False)

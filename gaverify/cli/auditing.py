@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -19,7 +19,7 @@ import click
 from gaverify.cli.progress import DelayedProgress
 from gaverify.cli.showing import check_outputs, exit_code_of, output_options, show, strict_option
 from gaverify.cli.streams import Failure, Invocation, failures_of
-from gaverify.errors import SpecError, nearest
+from gaverify.errors import SpecError, unknown_key
 from gaverify.spec.accepting import Accept, Project, project_settings, read_entries
 from gaverify.spec.fields import OPTIONS, sentence
 from gaverify.spec.loading import toml_files
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 _NOT_KEYS = frozenset({"kept", "show_all", "strict", "form", "outputs", "debug", "help"})
 """Options that say how to report: they belong to the call, not to one of its audits."""
-_OWN = ("accept", "expect")
 _EXAMPLE = 'script = "train.py"'
 
 
@@ -77,7 +76,8 @@ def read_options(file: Path, params: Sequence[click.Parameter]) -> AuditFile:
     known = {_key(param): param for param in params if param.name not in _NOT_KEYS}
     if "model" in table and "script" not in table and "module" not in table:
         raise SpecError("is a spec, not the options of an audit; run it with `gaverify run`", str(file))
-    problems = [_unknown(key, known) for key in table if key not in known and key not in _OWN]
+    keys = [*known, "accept", "expect"]
+    problems = [f"$.{key}: {unknown_key(key, keys)}" for key in table if key not in keys]
     given = {str(param.name): _unset(param) for param in known.values()}
     for key, param in known.items():
         if key in table:
@@ -100,12 +100,6 @@ def _key(param: click.Parameter) -> str:
     """The option's long flag without dashes; an argument's, and a short flag's, own name."""
     flags = [flag for flag in param.opts if flag.startswith("--")]
     return flags[0].removeprefix("--") if flags else str(param.name)
-
-
-def _unknown(key: str, known: Mapping[str, click.Parameter]) -> str:
-    near = nearest(key.replace("_", "-"), [*known, *_OWN])
-    advice = f"did you mean `{near}`?" if near else f"the keys are {', '.join([*known, *_OWN])}"
-    return f"$.{key}: unknown key; {advice}"
 
 
 def _unset(param: click.Parameter) -> Any:

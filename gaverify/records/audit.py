@@ -202,15 +202,15 @@ class Record:
         """The first window."""
         return self.complete[0] if self.complete else None
 
-    def expected(self, window: Window) -> int | None:
+    def expected(self, window: Window | None) -> int | None:
         """How many backward passes the window should have, as far as it is known.
 
         The user's K; else as many as feed the rows that the full-batch run used for this update.
         """
         if self.steps is not None:
             return self.steps
-        whole = next((full for full in self.full_windows if full.number == window.number), None)
-        if whole is None or not whole.backwards or not window.backwards:
+        whole = next((full for full in self.full_windows if window and full.number == window.number), None)
+        if whole is None or window is None or not whole.backwards or not window.backwards:
             return None
         rows, own = whole.rows, window.rows
         if whole.reached_rows is not None and whole.reached_rows < rows:
@@ -220,11 +220,6 @@ class Record:
         if whole.backwards > min(full.backwards for full in self.full_windows if full.optimizers == whole.optimizers):
             return None  # the full batch's own window is longer than its others: it tells nothing about K
         return max(1, round(window.backwards * rows / own))
-
-    def expected_of(self, number: int) -> int | None:
-        """The same for the window of an update by its number."""
-        window = self.window_of(number)
-        return self.expected(window) if window is not None else None
 
     def update_of(self, number: int) -> UpdateComparison | None:
         """The comparison of an update."""

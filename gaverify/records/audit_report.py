@@ -99,8 +99,7 @@ class AuditReport(Settled):
     @property
     def decisive(self) -> UpdateComparison | None:
         """The update that the outcome rests on: the first that differs, else the first."""
-        differs = (update for update in self.updates if update.judged and update.outcome is Outcome.DIVERGENT)
-        return next(differs, self.updates[0] if self.updates else None)
+        return next((update for update in self.updates if update.differs), next(iter(self.updates), None))
 
 
 def counts_of(windows: tuple[Window, ...]) -> tuple[WindowCount, ...]:

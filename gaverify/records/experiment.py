@@ -214,7 +214,6 @@ class ControlKind(Enum):
     WEIGHTS = "other micro-batch weights"
     COUNTS = "the window's counts in the place of each micro-batch's own"
     FULL_BATCH = "what code gives and gives back, taken from the full batch"
-    HOOKS = "hooks left out"
     GRADIENTS_KEPT = "gradients that a forward clears put back"
     REPLACED = "another layer in the place of one"
     HELD_IN_WINDOW = "a value of the full batch held constant in every micro-batch, the full batch as it is"

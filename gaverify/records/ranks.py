@@ -144,14 +144,9 @@ class RankFacts:
     altered: float = math.nan
 
     @property
-    def as_one_process(self) -> bool:
-        """Whether one process that runs the same micro-batches gets the same gradient, but for rounding."""
-        return self.from_one_process <= self.rounding
-
-    @property
     def at_fault(self) -> bool:
-        """Whether the gradient is wrong because there are several ranks."""
-        return self.divergent and not self.as_one_process
+        """Whether the gradient is wrong because there are several ranks: one process gets it right."""
+        return self.divergent and not self.from_one_process <= self.rounding
 
     @property
     def reduced_late(self) -> bool:

@@ -120,13 +120,6 @@ def foreign_passes(
     return Foreign(optimizer, found, fit.residual) if found else None
 
 
-def reached_by(window: Window, without: Sequence[int] = ()) -> tuple[Event, ...]:
-    """Returns the forwards that a window's backward passes reach, without those of some passes."""
-    passes = [event for at, event in enumerate(window.of("backward")) if at not in without]
-    numbers = {number for event in passes for number in event.values.get("forwards", ())}
-    return tuple(event for event in window.of("forward") if event.values.get("number") in numbers)
-
-
 def partners_of(
     full: Sequence[Event],
     accumulated: Sequence[Event],
@@ -147,7 +140,7 @@ def partners_of(
     whole, part = windows
     if whole is None or part is None:
         return ()
-    forwards = reached_by(whole), reached_by(part)
+    forwards = whole.reached(), part.reached()
     if not all(forwards):
         return ()
     found = []

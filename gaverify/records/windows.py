@@ -53,22 +53,24 @@ class Window:
         """Rows of all its forwards."""
         return sum(event.values.get("rows") or 0 for event in self.of("forward"))
 
+    def reached(self, without: Sequence[int] = ()) -> tuple[Event, ...]:
+        """The forwards that its backward passes reach, without those of some passes, by their positions."""
+        passes = [event for at, event in enumerate(self.of("backward")) if at not in without]
+        numbers = {number for event in passes for number in event.values.get("forwards", ())}
+        return tuple(event for event in self.of("forward") if event.values.get("number") in numbers)
+
     @property
     def reached_rows(self) -> int | None:
         """Rows of the forwards that a backward pass reached; None where that was not seen."""
-        backwards = self.of("backward")
-        if not all("forwards" in event.values for event in backwards):
+        if not all("forwards" in event.values for event in self.of("backward")):
             return None
-        reached = {number for event in backwards for number in event.values["forwards"]}
-        forwards = (event for event in self.of("forward") if event.values.get("number") in reached)
-        return sum(event.values.get("rows") or 0 for event in forwards)
+        return sum(event.values.get("rows") or 0 for event in self.reached())
 
     @property
     def dropped(self) -> tuple[int, ...]:
         """The positions of forwards that no backward pass reached, where others were reached."""
-        reached = {number for event in self.of("backward") for number in event.values.get("forwards", ())}
-        numbers = [event.values.get("number") for event in self.of("forward")]
-        return tuple(at for at, number in enumerate(numbers) if number not in reached) if reached else ()
+        reached = self.reached()
+        return tuple(at for at, event in enumerate(self.of("forward")) if event not in reached) if reached else ()
 
     @property
     def before_last_backward(self) -> tuple[Event, ...]:

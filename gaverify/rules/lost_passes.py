@@ -76,7 +76,7 @@ def _is_tail(loop: Record, loss: LostPasses) -> bool:
     whole = Counter(window.backwards for window in loop.complete if window.number not in lost)
     if loop.steps is not None:
         whole[loop.steps] += len(loop.windows) + 1
-    wanted = whole.most_common(1)[0][0] if whole else loop.expected_of(loss.window)
+    wanted = whole.most_common(1)[0][0] if whole else loop.expected(loop.window_of(loss.window))
     return wanted is not None and loss.survivors >= wanted
 
 

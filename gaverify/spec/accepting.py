@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gaverify.errors import SpecError
+from gaverify.errors import SpecError, unknown_key
 from gaverify.spec.kinds import Kind
 from gaverify.text_files import table_of_file
 
@@ -75,7 +75,7 @@ def _problems(value: Any) -> Iterator[tuple[str, str]]:
 
 def _entry_problems(entry: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for key in entry.keys() - _KEYS.keys():
-        yield f".{key}", f"unknown key; the keys are {', '.join(_KEYS)}"
+        yield f".{key}", unknown_key(key, _KEYS)
     for key, kind in _KEYS.items():
         value = entry.get(key)
         if key not in entry:
@@ -109,8 +109,8 @@ def project_settings(start: Path | None = None) -> Project:
 
 
 def _project(table: dict[str, Any], file: Path) -> Project:
-    unknown = sorted(table.keys() - {"accept", "strict"})
-    problems = [f"$.tool.gaverify.{key}: unknown key; the keys are accept, strict" for key in unknown]
+    keys = ("accept", "strict")
+    problems = [f"$.tool.gaverify.{key}: {unknown_key(key, keys)}" for key in table if key not in keys]
     entries = read_entries(table.get("accept", []), "$.tool.gaverify.accept", problems)
     if not isinstance(table.get("strict", False), bool):
         problems.append("$.tool.gaverify.strict: must be true or false")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from gaverify.errors import SpecError, nearest
+from gaverify.errors import SpecError, nearest, unknown_key
 from gaverify.launched import launched
 from gaverify.spec.accepting import read_entries
 from gaverify.spec.fields import OPTIONS, Spec, joined, option_name, sentence, wrong
@@ -163,10 +163,8 @@ def _normalise(table: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]
         field = key.replace("-", "_")
         if field not in OPTIONS:
             missing = ["model"] if "model" not in table else []  # what lacks is likelier than what is there
-            near = nearest(field.lower(), missing, 0.8) or nearest(field.lower(), OPTIONS)
-            known = ", ".join(name.replace("_", "-") for name in OPTIONS)
-            advice = f"did you mean `{near.replace('_', '-')}`?" if near else f"the keys are {known}"
-            problems.append(f"$.{key}: unknown key; {advice}")
+            likely = missing if nearest(field.lower(), missing, 0.8) else OPTIONS
+            problems.append(f"$.{key}: {unknown_key(key, likely)}")
         elif field in values:
             problems.append(f"$.{key}: stands here twice, also as `{written[field]}`; keep one")
         else:

@@ -27,7 +27,7 @@ from gaverify.records.comparison import (
 from gaverify.records.events import Event
 from gaverify.records.experiment import WeightFit
 from gaverify.records.findings import Finding, Location
-from gaverify.records.stages import Foreign, Partner, foreign_passes, partners_of, reached_by
+from gaverify.records.stages import Foreign, Partner, foreign_passes, partners_of
 from gaverify.records.windows import Window, common_rounds, numbered, windows_of
 from gaverify.report import render
 from gaverify.rules.rule import finding_of, measured
@@ -297,7 +297,7 @@ class TestForeignPasses:
         assert foreign_passes(self.WINDOW, CRITIC, right, [GENERATOR]) is None
 
     def test_the_forwards_of_the_others_are_left(self) -> None:
-        assert [event.values["model"] for event in reached_by(self.WINDOW, (1, 3))] == [0, 0]
+        assert [event.values["model"] for event in self.WINDOW.reached((1, 3))] == [0, 0]
 
 
 class TestPartners:

@@ -27,7 +27,7 @@ DECIDE_NOTHING = {
     "audit/recording/outputs.py": "what values are moved by",
     "audit/recording/storage.py": "seconds",
     "audit/recording/steps.py": "seconds",
-    "audit/recording/watching.py": "what stands for NaN",
+    "audit/recording/values.py": "what stands for NaN",
 }
 
 
