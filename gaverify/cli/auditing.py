@@ -48,12 +48,18 @@ def options_files(words: Iterable[str]) -> list[tuple[Path, str]]:
     """Returns the files of options that the words name, each with "" or why there is none.
 
     There are none where the first of the words is a script.
+
+    Raises:
+        SpecError: A folder holds none.
     """
     listed = list(words)
     if not listed or not _holds_options(listed[0]):
         return []
     nothing = "the folder holds neither a `__main__.py`, as a script has, nor a *.toml file with an audit's options"
-    return list(toml_files(listed, nothing))
+    files = list(toml_files(listed, nothing))
+    if any(why == nothing for _, why in files):
+        raise SpecError(nothing, next(str(path) for path, why in files if why == nothing))
+    return files
 
 
 def _holds_options(word: str) -> bool:

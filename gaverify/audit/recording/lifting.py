@@ -6,18 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+
+from gaverify.passes.calls import FunctionMode
 
 _HALVES = (torch.bfloat16, torch.float16)
 
 
-class _InFloat32(TorchFunctionMode):
-    """Float32 stands wherever a call of torch asks for half a precision, as modules do when they are converted."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.Tensor.bfloat16, torch.Tensor.half):
-            func = torch.Tensor.float
-        return func(*map(_whole, args), **{name: _whole(value) for name, value in (kwargs or {}).items()})
+def _in_float32(func: Any, args: Any, kwargs: Any) -> Any:
+    """Runs a call of torch with float32 where it asks for half a precision, as modules do when they are converted."""
+    if func in (torch.Tensor.bfloat16, torch.Tensor.half):
+        func = torch.Tensor.float
+    return func(*map(_whole, args), **{name: _whole(value) for name, value in kwargs.items()})
 
 
 def _whole(value: Any) -> Any:
@@ -40,4 +39,4 @@ def compute_in_float32() -> None:
 
     autocast.__init__ = disabled
     torch.set_default_dtype = lambda dtype: default(_whole(dtype))
-    _InFloat32().__enter__()
+    FunctionMode(_in_float32).__enter__()
