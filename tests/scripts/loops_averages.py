@@ -14,7 +14,7 @@ class Copied:
     """A copied model that is moved by `lerp_` through its state."""
 
     def __init__(self, model, args):
-        self.module = copy.deepcopy(model).eval()
+        self.module = copy.deepcopy(x=model, memo={}).eval()
 
     @torch.no_grad()
     def update(self, model):

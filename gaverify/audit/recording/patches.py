@@ -45,7 +45,7 @@ def install(recorder: Recorder) -> None:
     _scalers(recorder)
     _losses(recorder)
     _surround(AveragedModel, "update_parameters", recorder.average, recorder, [False])
-    _surround(copy, "deepcopy", lambda thing, *_: _copying(recorder, thing), recorder, [False])
+    _surround(copy, "deepcopy", lambda x, *_, **__: _copying(recorder, x), recorder, [False])
     _loads(recorder)
 
 
