@@ -9,17 +9,23 @@ float32 a parameter alone shows little: there the whole gradient has shown it (`
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 
 from gaverify.causes.investigation import Heard, investigate
+from gaverify.passes.gradients import accumulated_gradients, full_batch_gradients
+from gaverify.passes.isolation import ModelState
+from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.task import Task, micro_batch_of
 from gaverify.records.comparison import Method, NotCompared, Outcome, ParameterComparison
 from gaverify.records.facts import Facts
-from gaverify.thresholds import FEW_TIMES, SAME_ORDER, SHOWS_UNITS, TINY, U32
+from gaverify.thresholds import FEW_TIMES, FEW_UNITS, SAME_ORDER, SHOWS_UNITS, TINY, U32
 from gaverify.tracebacks import is_own_fault
-from gaverify.verdict.criteria import Difference, record
-from gaverify.verdict.judging import Judgement, judge
+from gaverify.verdict.comparison import measure
+from gaverify.verdict.control import Listener, float64_control
+from gaverify.verdict.criteria import Difference, record, zero_in_float64
+from gaverify.verdict.judging import Judgement, decide_by_control, judge
 from gaverify.verdict.window import worth
 
 # Samples of the part's micro-batches: a quarter of the first micro-batch's, and two where that has them; no more than
@@ -50,8 +56,7 @@ class Shrunk:
                 return False
             task.progress(f"a part of the batch: {part.batch_size} samples")
             heard = Heard()
-            low = judgement.few is not None  # then float64 of the part alone tells
-            found = judge(part, rtol=None, atol=None, exact=low, listener=heard if self._searches else None)
+            found = _judged(part, judgement, unit, heard if self._searches else None)
             rows = _decided(task, part, judgement, found, unit)
             if self._searches:
                 self.found = investigate(part, found, diagnose=True, heard=heard, in_part=True)
@@ -83,6 +88,32 @@ def _part_of(task: Task, judgement: Judgement, unit: float) -> Task | None:
     return replace(task, problem=problem, batch_size=sum(sizes), sizes=sizes)
 
 
+def _judged(part: Task, whole: Judgement, unit: float, listener: Listener | None) -> Judgement:
+    """Judges the part; by float64 alone in float32, where what working precision makes of it is known from the whole.
+
+    Its draws are dealt in the reading that was right for the whole.
+    """
+    low, drawn = whole.few is not None, whole.record  # below float32, float64 of the part alone tells
+    in_both = partial(judge, part, rtol=None, atol=None, exact=low, listener=listener)
+    if low or drawn.unaligned:
+        return in_both()
+    state = ModelState(part.modules, (part.problem.loss,))
+    record = full_batch_gradients(part, state)[1] if drawn.count else DrawRecord()
+    record.inner = drawn.inner
+    control = float64_control(part, state, record, listener)
+    losses = (control.full.loss, *control.accumulated.micro_losses)
+    if record.ambiguous > drawn.ambiguous or not all(map(math.isfinite, losses)):
+        return in_both()
+    # what working precision makes of the part is worked out from what it makes of the whole
+    scale = _norm(control.rows.values()) / max(_norm(whole.working.values()), TINY)
+    working = {name: row._replace(difference=scale * row.difference) for name, row in whole.working.items()}
+    scales = {name: scale * terms for name, terms in whole.scales.items()}
+    passes = control.full, control.accumulated
+    found = Judgement([], Method.FLOAT64_CONTROL, *passes, record, state, whole.dtype, working, {}, scales)
+    decide_by_control(part, found, control, unit)
+    return replace(found, working={})
+
+
 def _decided(
     task: Task, part: Task, judgement: Judgement, found: Judgement, unit: float
 ) -> list[ParameterComparison] | None:
@@ -90,27 +121,51 @@ def _decided(
     if found.control is None:
         return None
     told = {row.name: row for row in found.rows}
-    scale = _norm(judgement.working.values()) / max(_norm(found.working.values()), TINY)
     # What comes of the samples' differences falls with the square root of their number.
     order = SAME_ORDER * math.sqrt(task.sizes[0] / part.sizes[0])
+    rounds = _rounding_of(part, judgement, found, unit)
     rows = []
     for row in judgement.rows:
-        here, there, shown = judgement.working[row.name], found.working[row.name], told[row.name]
+        here, shown = judgement.working[row.name], told[row.name]
         decided = row if row.why is shown.why is NotCompared.UNUSED else None
         if row.why is None and shown.why is None:
             least = SHOWS_UNITS * unit if judgement.few is None else 0.0
-            decided = _alike(row, here, shown, FEW_TIMES * scale * there.difference, least, order)
+            decided = _alike(row, here, shown, rounds, least, order)
         if decided is None:
             return None
         rows.append(decided)
     return rows if any(row.outcome is Outcome.DIVERGENT for row in rows) else None
 
 
+def _rounding_of(part: Task, whole: Judgement, found: Judgement, unit: float) -> Callable[[str], float]:
+    """How far working precision may round the whole batch's gradient of a parameter that is equivalent in the part."""
+    norm = _norm(whole.working.values())
+    zero = zero_in_float64(row.reference_norm for row in found.rows)
+    nothing = {row.name for row in found.rows if max(row.reference_norm, row.accumulated_norm) <= zero}
+    seen: dict[str, Difference] = dict(found.working)
+
+    def rounding(name: str) -> float:
+        # a gradient that is zero: what shifts the logits of a softmax rounds like the gradients behind it
+        if name in nothing and whole.working[name].scale <= FEW_UNITS * unit * norm:
+            return FEW_UNITS * unit * norm
+        if not seen:
+            seen.update(_in_working_precision(part, found))
+        return FEW_TIMES * norm / max(_norm(seen.values()), TINY) * seen[name].difference
+
+    return rounding
+
+
+def _in_working_precision(part: Task, found: Judgement) -> dict[str, Difference]:
+    full = full_batch_gradients(part, found.state, found.record)[0]
+    accumulated = accumulated_gradients(part, found.state, found.record, full)
+    return {row.name: row for row in measure(accumulated.gradients, full.gradients)}
+
+
 def _alike(
     row: ParameterComparison,
     here: Difference,
     part: ParameterComparison,
-    rounding: float,
+    rounds: Callable[[str], float],
     least: float,
     order: float,
 ) -> ParameterComparison | None:
@@ -118,6 +173,7 @@ def _alike(
     if part.outcome is Outcome.EQUIVALENT:
         if row.outcome is Outcome.EQUIVALENT:
             return row
+        rounding = rounds(row.name)
         if here.difference > rounding:
             return None
         return record(here, Outcome.EQUIVALENT, Method.FLOAT64_PART, rounding, here.difference)

@@ -106,6 +106,7 @@ class WeightFit:
     `weights` are those that would be right, `used` those that reached the optimizer. `determined`: the gradients of the
     micro-batches tell all weights apart. `vacuous`: the model has so few parameters that some weights always fit.
     `noise` is the standard error of the full-batch gradient, estimated from its micro-batches, relative to its norm.
+    `samples`: how many were looked at where that is not all of the batch; the noise is always that of all.
     """
 
     weights: tuple[float, ...]
@@ -117,6 +118,7 @@ class WeightFit:
     used_residual: float = 0.0
     factor: float = math.nan
     factor_residual: float = math.inf
+    samples: int | None = None
 
     @property
     def multipliers(self) -> tuple[float, ...]:

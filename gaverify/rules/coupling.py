@@ -93,7 +93,8 @@ def batch_coupled_loss(facts: Facts) -> Iterator[Finding]:
         fit = facts.weights.fit
         more = []
         if fit is not None and fit.residual > FIT_FLOAT64:
-            text = f"the best micro-batch weights leave {fit.residual:.1e} of the gradient over"
+            of = f" of the first {fit.samples} samples" if fit.samples else ""
+            text = f"the best micro-batch weights leave {fit.residual:.1e} of the gradient{of} over"
             more.append(Evidence("micro-batch-weights", "fit", text, {"residual": fit.residual}))
         yield _meeting(facts, cause, what[suspect.kind], _remedy(facts, cause), *more)
 
