@@ -14,7 +14,7 @@ Source: W. Johnson, J. Lindenstrauss, Extensions of Lipschitz mappings into a Hi
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 
@@ -76,10 +76,16 @@ def _buckets(flat: torch.Tensor, place: int) -> torch.Tensor:
     use, and is independent of any other one.
     """
     total = torch.zeros(SKETCH, dtype=widest(flat.device), device=flat.device)
-    generator = torch.Generator(flat.device).manual_seed(place)
     # A product with a sign is exact in float32, and a sum of 16 of half a precision's to that's own roundoff.
     shared = _shared_signs(flat.device, torch.float32 if flat.dtype.itemsize <= 4 else total.dtype)
     summed = torch.float32 if flat.dtype.itemsize == 2 else total.dtype
+    if flat.numel() < _TILE * SKETCH:
+        whole = flat.numel() // SKETCH * SKETCH
+        if whole:
+            total += (flat[:whole].view(-1, SKETCH) * shared[: whole // SKETCH]).to(summed).sum(0)
+        total[: flat.numel() - whole] += flat[whole:] * shared[whole // SKETCH, : flat.numel() - whole]
+        return total * _signs_of_a_tile(place, flat.device)
+    generator = torch.Generator(flat.device).manual_seed(place)
     for start in range(0, flat.numel(), SKETCH * _CHUNK_ROWS):
         part = flat[start : start + SKETCH * _CHUNK_ROWS].to(shared.dtype)
         if part.numel() % SKETCH:
@@ -92,6 +98,12 @@ def _buckets(flat: torch.Tensor, place: int) -> torch.Tensor:
             sums = torch.cat([sums, rest.sum(0, keepdim=True)])
         total += (sums.to(total.dtype) * _signs(sums.numel(), generator).view(-1, SKETCH)).sum(0)
     return total
+
+
+@lru_cache(maxsize=2048)
+def _signs_of_a_tile(place: int, device: torch.device) -> torch.Tensor:
+    """The signs of a tensor of one tile, shape (4096,): most of a model's are, and drawing them costs most there."""
+    return _signs(SKETCH, torch.Generator(device).manual_seed(place))
 
 
 @cache
