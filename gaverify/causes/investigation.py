@@ -138,7 +138,8 @@ class Heard:
         if self._heard is None:
             return earlier
         watch, sums = self._heard
-        return replace(earlier, watch=watch, shares=sums.shares(earlier.gradient, accumulated.weights))
+        shares = sums.shares(earlier.gradient, accumulated.weights)
+        return replace(earlier, watch=watch, shares=shares, losses=accumulated.micro_losses)
 
 
 def collected(task: Task, judgement: Judgement) -> Facts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -17,7 +18,7 @@ from gaverify.passes.sketches import sketch
 from gaverify.records.experiment import ControlKind, ControlRun, WeightFit, are_shares, is_constant
 from gaverify.records.facts import Facts, Repeatability, State, Weights
 from gaverify.thresholds import FIT_FLOAT32, FIT_FLOAT64, MOVED_SHARES, NO_WEIGHT, SMALL_PART, TINY
-from gaverify.verdict.sketches import fitted, kept
+from gaverify.verdict.sketches import Earlier, fitted, kept
 
 
 def ask(bench: Bench, facts: Facts) -> Facts:
@@ -142,20 +143,40 @@ def joint_fit(bench: Bench) -> WeightFit:
 
 
 def _fitted(bench: Bench, facts: Facts, watch: StateWatch) -> tuple[WeightFit, Repeatability]:
-    """Fits the weights; where they explain nothing the full batch runs again, which tells whether it repeats."""
+    """Fits the weights, and runs something again, which tells whether it repeats: the first micro-batch, if it does."""
     earlier = bench.earlier or kept(bench.full_batch(watch))
     if earlier.shares is not None and isinstance(earlier.watch, StateWatch):
         fit = fitted([earlier.shares])
         # what the micro-batches add up to exactly repeats itself
-        if means(bench, facts, fit) and fit.residual <= facts.repeats:
+        exactly = means(bench, facts, fit) and fit.residual <= facts.repeats
+        twice = Repeatability(fit.residual, fit.residual) if exactly else _first_again(bench, earlier)
+        if max(twice.forward, twice.backward) <= facts.repeats:
             watch.absorb(earlier.watch)
-            return fit, Repeatability(fit.residual, fit.residual)
+            return fit, twice
     full = bench.full_batch(watch)
     if isinstance(earlier.watch, StateWatch):
         watch.absorb(earlier.watch)
-    norm = earlier.norm or 1.0
     again = sketch(list(full.gradients.values()))
-    backward = float(torch.linalg.vector_norm(again.to(earlier.gradient.device) - earlier.gradient)) / norm
-    forward = abs(full.loss - earlier.full.loss) / max(abs(earlier.full.loss), TINY)
+    twice = Repeatability(_apart(full.loss, earlier.full.loss), _far(again, earlier.gradient))
     shares = earlier.shares or bench.sketched(full, watch, target=again)[0]
-    return fitted([shares]), Repeatability(forward, backward)
+    return fitted([shares]), twice
+
+
+def _first_again(bench: Bench, earlier: Earlier) -> Repeatability:
+    """How far the first micro-batch is from itself; infinitely where it cannot be run again, or has no gradient."""
+    assert earlier.shares is not None
+    task = replace(bench.task, sizes=bench.task.sizes[:1], weighting=[1.0], strategy="accumulate")
+    found = bench.possible(lambda: replace(bench, task=task).accumulated(earlier.full))
+    before = earlier.shares.columns[:, 0]
+    if found is None or not before.any():
+        return Repeatability(math.inf, math.inf)
+    again = sketch(list(found.gradients.values()))
+    return Repeatability(_apart(found.micro_losses[0], earlier.losses[0]), _far(again, before))
+
+
+def _apart(loss: float, before: float) -> float:
+    return abs(loss - before) / max(abs(before), TINY)
+
+
+def _far(again: torch.Tensor, before: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(again.to(before.device) - before) / (torch.linalg.vector_norm(before) or 1.0))

@@ -32,7 +32,7 @@ def _in_run(facts: Facts) -> Finding:
     if facts.weights.fit is not None:
         ruled_out.append(f"weights: the best ones leave {facts.weights.fit.residual:.1e} over")
     if facts.repeatability is not None and facts.repeatability.backward < AGREE_FLOAT64:
-        ruled_out.append("repeatability: the full batch agrees with itself")
+        ruled_out.append("repeatability: what was run twice agrees with itself")
     if facts.state is not None:
         changed = quoted(change.name for change in facts.state.changes)
         held = f"holding {changed} does not help" if facts.state.control else "none is changed and read"

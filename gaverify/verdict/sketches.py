@@ -49,7 +49,8 @@ class Earlier:
     """A pass of the full batch that was made before: a sketch of its gradient stands for it, so its memory is free.
 
     `full` is the pass without its gradients, `gradient` their sketch, `present` names those that were not None.
-    `shares` are its micro-batches' own gradients and `watch` is what looked on, where they were listened to.
+    `shares` are its micro-batches' own gradients, `losses` theirs, and `watch` is what looked on, where they were
+    listened to.
     """
 
     full: PassResult
@@ -57,6 +58,7 @@ class Earlier:
     present: frozenset[str]
     shares: Sketches | None = None
     watch: PassProbe | None = None
+    losses: Sequence[float] = ()
 
     @property
     def norm(self) -> float:

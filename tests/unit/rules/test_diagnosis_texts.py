@@ -301,7 +301,7 @@ def test_unexplained_prints_what_was_ruled_out() -> None:
     text = evidence(only(measured), "ruled out")
     for part in (
         "the best ones leave 4.0e-01 over",
-        "the full batch agrees with itself",
+        "what was run twice agrees with itself",
         "none is changed and read",
         "all forwards agree",
         "`mm` at train.py:12: neutralised",
