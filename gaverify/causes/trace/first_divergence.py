@@ -124,7 +124,7 @@ def _to_host(trace: Trace) -> None:
     """Moves all fingerprints of a trace to the CPU, those of one device in one transfer."""
     devices: dict[torch.device, list[tuple[Result, str, torch.Tensor]]] = {}
     for result in (result for step in trace.steps for result in step.results):
-        for name in ("prints", "moments"):
+        for name in ("prints", "of_folded"):
             numbers = getattr(result, name)
             if numbers is not None:
                 devices.setdefault(numbers.device, []).append((result, name, numbers))

@@ -181,7 +181,8 @@ class OperationTracer(PassProbe):
         if written and layout is not None and layout.kind in self._described and tensor.layout is torch.strided:
             with _disable_current_modes():
                 whole = name == INPUT or tensor.dtype is torch.bool
-                result.prints, result.moments = described(tensor, layout, integers=whole, summed=name != INPUT)
+                result.summed = name != INPUT
+                result.prints, result.of_folded = described(tensor, layout, integers=whole, summed=result.summed)
         return result
 
     def _enter(self, call: Call, *_: Any) -> None:

@@ -57,7 +57,7 @@ def layout_of(full: tuple[int, ...], micro: tuple[int, ...], batch_size: int, co
 def described(
     tensor: torch.Tensor, layout: Layout, *, integers: bool = False, summed: bool = True
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Returns fingerprints and, where `summed`, moments of a tensor, which is read once for both.
+    """Returns fingerprints of a tensor and, where `summed`, moments of folded rows; it is read once for both.
 
     The fingerprints, of shape (variants, rows, 3), are two projections and the norm of each row, in float64. Folded
     rows (`fold` > 1) may hold the batch as their outer or as their inner index: both variants are kept.
@@ -84,9 +84,9 @@ def described(
         folded = rows.reshape(rows.shape[0] // layout.fold, -1)
         inner = rows.reshape(layout.fold, rows.shape[0] // layout.fold, -1).transpose(0, 1)
         prints = torch.stack([summaries(folded), summaries(inner.reshape(inner.shape[0], -1))])
-    if not (summed and numeric):
+    if own is not None or not (summed and numeric):
         return prints, None
-    return prints, _moments(own if own is not None else summaries(rows.reshape(rows.shape[0], -1)))
+    return prints, _moments(summaries(rows.reshape(rows.shape[0], -1)))
 
 
 def _moments(rows: torch.Tensor) -> torch.Tensor:
@@ -99,16 +99,21 @@ def _moments(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _squashed(values: torch.Tensor) -> torch.Tensor:
-    """Returns v / (1 + |v| / 1000), NaN as it is: a mask of −∞ or of a type's least number hides nothing beside it.
+    """Returns v, and 1000 (2 - 1000 / |v|) beyond 1000: a mask of −∞ or of a type's least number hides nothing.
 
-    On a CPU piece by piece, each of which stays in the cache for all four operations.
+    NaN stays. On a CPU most tensors only have their range looked at, and the others are read piece by piece, each of
+    which stays in the cache for all operations. A device would wait for its range.
     """
+    host = values.device.type == "cpu"
+    if host and all(abs(float(bound)) <= _LARGE for bound in values.aminmax()):
+        return values
     flat = values.reshape(-1)
     result = torch.empty_like(flat)
-    size = _PIECE if flat.device.type == "cpu" else max(flat.numel(), 1)
+    size = _PIECE if host else max(flat.numel(), 1)
     for piece, into in zip(flat.split(size), result.split(size), strict=True):
         torch.clamp(piece, -_HUGE, _HUGE, out=into)
-        into.div_(into.abs().div_(_LARGE).add_(1.0))
+        share = _LARGE / into.abs().clamp_min_(_LARGE)
+        into.mul_(share).mul_(2.0 - share)
     return result.view(values.shape)
 
 
@@ -131,13 +136,24 @@ INPUT = "input"
 
 @dataclass
 class Result:
-    """One tensor that an operation returned: how the samples lie in it, its fingerprint, and its moments."""
+    """One tensor that an operation returned: how the samples lie in it, its fingerprint, and moments of folded rows.
+
+    `summed`: whether moments are wanted.
+    """
 
     shape: Shape
     floating: bool
     layout: Layout | None = None
     prints: torch.Tensor | None = None
-    moments: torch.Tensor | None = None
+    of_folded: torch.Tensor | None = None
+    summed: bool = True
+
+    @property
+    def moments(self) -> torch.Tensor | None:
+        """The moments of all rows; those of rows with a fingerprint each are worked out when they are asked for."""
+        alone = self.layout is not None and (self.layout.kind == "selected" or self.layout.fold == 1)
+        lacking = self.summed and self.floating and self.of_folded is None and self.prints is not None
+        return _moments(self.prints[0]) if lacking and alone else self.of_folded  # type: ignore[index]
 
 
 @dataclass
