@@ -192,8 +192,17 @@ def _backward(bench: Bench, facts: Facts, found: Facts) -> Facts:
 
 
 def _cause(bench: Bench, facts: Facts, found: Facts) -> Facts:
-    """Runs the control that helped, and the repairs, which have to come out as in the part."""
+    """Runs the control that helped, and the repairs, which have to come out as in the part.
+
+    Of layers that another kind replaces, the repair is run alone: it is as good a control.
+    """
     (before,) = found.forward.causes
+    by_others = [run.kind for run in before.remedies] == [ControlKind.REPLACED]
+    replaced = proof.replaced_again(bench, before) if by_others else None
+    if replaced is not None and replaced.control and replaced.remedies[0].left <= _most(bench):
+        shown = replace(replaced.control, what=f"{replaced.control.what} on the first {found.batch_size} samples")
+        forward = replace(found.forward, causes=(replace(replaced, control=shown),))
+        return replace(facts, forward=forward, left=replaced.remedies[0].left, cleared=True)
     cause = proof.again(bench, replace(before, suspect=replace(before.suspect, samples=0)))
     control = cause.control if cause is not None else None
     if cause is None or control is None or _repairs(before.remedies, 1.0) != _repairs(cause.remedies, _most(bench)):

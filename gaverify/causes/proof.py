@@ -112,6 +112,17 @@ def again(bench: Bench, cause: Cause) -> Cause | None:
     return replace(cause, control=control, remedies=remedies, explained=explained, alone=bench.total)
 
 
+def replaced_again(bench: Bench, cause: Cause) -> Cause | None:
+    """Runs the repair that puts other layers in the place of a cause, on another bench; None where it leaves anything.
+
+    It shows there what the control would: without these layers nothing is left.
+    """
+    remedies = tuple(_remedies(bench, cause.suspect, None))
+    if [(run.kind, run.rounding) for run in remedies] != [(ControlKind.REPLACED, True)]:
+        return None
+    return replace(cause, remedies=remedies, explained=1.0 - remedies[0].left / bench.total, alone=bench.total)
+
+
 _Control = tuple[ControlKind, Callable[[], tuple[ControlRun, PassProbe | None]]]
 
 

@@ -511,6 +511,19 @@ def test_a_cause_is_confirmed_where_its_repairs_come_out_as_in_the_part(
     assert confirms(confirming._cause, part) is told
 
 
+@pytest.mark.parametrize(("leaves", "told"), [(0.9e-6, True), (1.1e-6, False), (None, False)])
+def test_layers_that_others_replace_are_confirmed_by_that_repair(
+    monkeypatch: pytest.MonkeyPatch, leaves: float | None, told: bool
+) -> None:
+    run = replace(measured.HELPED, kind=ControlKind.REPLACED)
+    before = measured.cause(remedies=(run,))
+    replaced = None if leaves is None else replace(before, remedies=(replace(run, left=leaves),))
+    monkeypatch.setattr(proof, "replaced_again", lambda *_: replaced)
+    monkeypatch.setattr(proof, "again", lambda *_: None)
+    part = replace(FOUND, forward=replace(FOUND.forward, causes=(before,)))
+    assert confirms(confirming._cause, part) is told
+
+
 @pytest.mark.parametrize(
     ("to_blame", "rounding", "told"), [(True, True, True), (False, True, False), (False, False, True)]
 )
