@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
+import io
 import os
 import re
 import shlex
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 ROOT = Path(__file__).parent.parent.parent
 README = ROOT / "README.md"
@@ -39,20 +41,21 @@ def block(command: str) -> str:
 
 def run(line: str) -> str:
     """Returns the stdout of a `gaverify` command line."""
+    from gaverify.cli import main
+
     words = shlex.split(line)
     assert words[0] == "gaverify", line
-    environment = {**os.environ, "COLUMNS": "80", "NO_COLOR": "1", "PYTHONPATH": str(ROOT)}
-    environment.pop("FORCE_COLOR", None)
-    done = subprocess.run(
-        [sys.executable, "-m", "gaverify", *words[1:]],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-        env=environment,
-    )
-    assert done.returncode in (0, 1, 3), done.stderr
-    return "\n".join(line.rstrip() for line in done.stdout.rstrip().split("\n")) + "\n"
+    environment = {name: word for name, word in os.environ.items() if name != "FORCE_COLOR"}
+    environment |= {"COLUMNS": "80", "NO_COLOR": "1"}
+    printed, told = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.dict(os.environ, environment, clear=True),
+        contextlib.chdir(ROOT),
+        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(told),
+    ):
+        assert main(words[1:]) in (0, 1, 3), told.getvalue()
+    return "\n".join(line.rstrip() for line in printed.getvalue().rstrip().split("\n")) + "\n"
 
 
 def skeleton(text: str) -> str:

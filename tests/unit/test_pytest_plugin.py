@@ -190,7 +190,7 @@ def test_the_fixtures_failure_reads_like_the_report(pytester: pytest.Pytester) -
     assert f"{file}:{line}" in re.sub(r"\x1b\[[0-9;]*m", "", text)
     assert "assert 1 == 2" in text  # other failures stay pytest's
     assert "verification.py" not in text
-    plain = run(pytester, "--color=no", "-k", "wrong").stdout.str()
+    plain = pytester.runpytest_inprocess(*OWN, "--color=no", "-k", "wrong").stdout.str()
     assert "DIVERGENT" in plain and "\x1b" not in plain
 
 
