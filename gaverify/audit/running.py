@@ -161,14 +161,12 @@ class Runner:
             for at in range(0, len(groups), at_once):
                 jobs = [job for jobs in groups[at : at + at_once] for job in jobs]
                 told = [request.command(job.arguments, request.setting(job.role), job.launcher) for job in jobs]
-                children += run_jobs(list(zip(jobs, told, strict=True)), request.timeout, self._running)
+                pairs = list(zip(jobs, told, strict=True))
+                children += run_jobs(pairs, request.timeout, lambda what: self.progress(what, self._done, 3))
             return children
         except NoView:
             self._files = "guard"
             return self._children([[replace(job, files="guard") for job in jobs] for jobs in groups])
-
-    def _running(self, what: str) -> None:
-        self.progress(what, self._done, 3)
 
 
 class Trial:

@@ -6,6 +6,7 @@ a function in a file of its own, and a name in `COMMANDS`.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import warnings
@@ -22,14 +23,7 @@ from gaverify.cli.reporting import report
 from gaverify.cli.running import run
 from gaverify.cli.scaffolding import init
 from gaverify.cli.showing import debug_option
-from gaverify.cli.streams import (
-    Invocation,
-    interrupts_noted,
-    leave_to_the_system,
-    open_closed_streams,
-    report_failure,
-    silence,
-)
+from gaverify.cli.streams import Invocation, interrupts_noted, open_closed_streams, report_failure, silence
 from gaverify.errors import nearest
 
 COMMANDS: tuple[click.Command, ...] = (
@@ -121,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return report_failure(error, invocation)
     finally:
         if argv is None:
-            leave_to_the_system()
+            gc.freeze()  # out of the collector's sight: the process is gaverify's own, and ends
 
 
 def _run(words: list[str], invocation: Invocation) -> int:

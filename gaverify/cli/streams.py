@@ -260,8 +260,3 @@ def paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def leave_to_the_system() -> None:
-    """Takes every object out of the collector's sight, at the end of a process that is gaverify's own."""
-    gc.freeze()

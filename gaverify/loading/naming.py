@@ -121,7 +121,9 @@ def _nothing(name: str) -> str:
     place, dot, attribute = name.rpartition(".")
     if dot and attribute and all(part.isidentifier() for part in place.split(".")):
         file = os.path.join(*place.split("."))
-        if os.path.isfile(f"{file}.py") or os.path.isdir(file) or _is_module(place.partition(".")[0]):
+        top = place.partition(".")[0]
+        known = top in sys.modules or importlib.util.find_spec(top) is not None
+        if known or os.path.isfile(f"{file}.py") or os.path.isdir(file):
             return f"there is no built-in `{name}`; a factory follows a colon: `{place}:{attribute}`"
     if os.path.isfile(file := f"{name}.py"):
         return f"`{name}` names a module without a factory; write `{file}:{first_function(file)}`"
@@ -134,7 +136,3 @@ def _nothing(name: str) -> str:
     except SpecError as error:
         return error.problems[0]
     return f"`{name}` is no model"
-
-
-def _is_module(name: str) -> bool:
-    return name in sys.modules or importlib.util.find_spec(name) is not None

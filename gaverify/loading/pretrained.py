@@ -14,9 +14,7 @@ import torch
 from torch import nn
 
 from gaverify.errors import MissingPackage, ProblemError
-from gaverify.loading.adapting import forward_loss
 from gaverify.passes.isolation import mode_set
-from gaverify.passes.problem import Problem
 
 _TOKENS = 32
 """T: enough for rows of clearly different length, short enough for a first look at a large model."""
@@ -24,18 +22,6 @@ _TOKENS = 32
 _IGNORED = -100  # what the losses of `transformers` leave out
 
 Batch = dict[str, torch.Tensor]
-
-
-def pretrained_problem(name: str, batch_size: int) -> Problem:
-    """Returns the problem of a folder that `save_pretrained` wrote, or of a name on the hub.
-
-    A folder with a configuration and no weights gives a model with random ones.
-
-    Raises:
-        ProblemError: `transformers` is missing, cannot load it, or the model has no loss for a random batch.
-    """
-    model = _loaded(name)
-    return Problem(model, forward_loss, random_batch(model, name, batch_size), batch_size=batch_size, name=name)
 
 
 def speaks_transformers(model: nn.Module) -> bool:
@@ -66,7 +52,14 @@ def random_batch(model: nn.Module, name: str, batch_size: int) -> Batch:
     )
 
 
-def _loaded(name: str) -> Any:
+def pretrained(name: str) -> Any:
+    """Returns the model of a folder that `save_pretrained` wrote, or of a name on the hub.
+
+    A folder with a configuration and no weights gives a model with random ones.
+
+    Raises:
+        ProblemError: `transformers` is missing, or cannot load it.
+    """
     try:
         transformers = import_module("transformers")
     except ImportError as error:

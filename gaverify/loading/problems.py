@@ -25,7 +25,7 @@ from gaverify.loading.adapting import (
 from gaverify.loading.bare import DEFAULT_BATCH_SIZE, bare_problem
 from gaverify.loading.importing import described, import_factory, raised_at
 from gaverify.loading.naming import Kind, kind_of
-from gaverify.loading.pretrained import pretrained_problem, random_batch, speaks_transformers
+from gaverify.loading.pretrained import pretrained, random_batch, speaks_transformers
 from gaverify.passes.isolation import isolated_generators
 from gaverify.passes.problem import Problem
 from gaverify.zoo import find_builtin
@@ -197,7 +197,10 @@ _EXPECTED = "a factory returns a gaverify.Problem, a tuple (model, loss, batch) 
 def _problem(built: Any, spec: Spec) -> Problem:
     """Returns a problem for each thing that a factory may return."""
     name = spec.model
-    if isinstance(built, nn.Module) and not (has_training_step(built) or _brings_its_batch(built, spec)):
+    described = spec.input_shape is not None or spec.loss is not None  # else one of transformers gets a random batch
+    if isinstance(built, nn.Module) and not (
+        has_training_step(built) or (speaks_transformers(built) and not described)
+    ):
         return bare_problem(
             built, name, spec.input_shape, spec.loss, spec.classes, spec.batch_size or DEFAULT_BATCH_SIZE
         )
@@ -223,11 +226,6 @@ def _problem(built: Any, spec: Spec) -> Problem:
             "write a function `loss(model, batch)` that returns a scalar"
         )
     return replace(built, loss=as_loss(built.loss), batch=first_batch(built.batch))
-
-
-def _brings_its_batch(model: nn.Module, spec: Spec) -> bool:
-    """Whether a bare module of transformers shall get a random batch of its own, as no options describe one."""
-    return speaks_transformers(model) and spec.input_shape is None and spec.loss is None
 
 
 def _of_module(model: nn.Module, spec: Spec) -> Problem:
@@ -267,7 +265,7 @@ def _pretrained(spec: Spec) -> Problem:
         raise ProblemError(
             f"`{spec.model}` is loaded by transformers and cannot take {', '.join(given)}; name a function"
         )
-    return pretrained_problem(spec.model, spec.batch_size or DEFAULT_BATCH_SIZE)
+    return _of_module(pretrained(spec.model), spec)
 
 
 def _check_bare_options(spec: Spec, reason: str) -> None:

@@ -23,11 +23,11 @@ from gaverify.audit.recording.graph import Reach, Weight, keep_lines
 from gaverify.audit.recording.loop import DealtLoopDraws, KeptLoopDraws, Loop
 from gaverify.audit.recording.outputs import Holding, Outputs
 from gaverify.audit.recording.samples import GivenSamples, Inputs, KeptSamples, Loaders
-from gaverify.audit.recording.storage import Storage, Update, local_shapes, shards_of
+from gaverify.audit.recording.storage import Storage, Update
 from gaverify.audit.recording.values import Names, Roundoff, out_of_sight, undisturbed
 from gaverify.audit.recording.watching import OwnGradients, Watch
 from gaverify.collective.traffic import TrafficMeter
-from gaverify.passes.wrappers import engine_of, flattened, tensor_parallel
+from gaverify.passes.wrappers import engine_of, flattened, is_sharded, offset_of_shard, tensor_parallel
 from gaverify.records.events import Ending, Event, Kind
 from gaverify.tracebacks import Place, user_place
 
@@ -149,6 +149,10 @@ class Session:
     def _meta(self, reason: Ending) -> dict[str, Any]:
         indices = range(len(self.watch))
         owned = [self.watch.parameters(index) for index in indices]
+        # the sharded ones of each optimizer, by position
+        shards: list[dict[int, Any]] = [
+            {at: kept.data for at, kept in enumerate(own) if is_sharded(kept.data)} for own in owned
+        ]
         kinds = [type(entry.optimizer).__name__ for entry in self.watch]
         drawn, models = self._draws.summary(), self.names.models
         return {
@@ -170,8 +174,8 @@ class Session:
             "processes": started_processes(),
             "rank": self.rank,
             "ranks": self.ranks,
-            "shards": [shards_of(parameters) for parameters in owned],
-            "local": [local_shapes(parameters) for parameters in owned],
+            "shards": [{at: offset_of_shard(data) for at, data in own.items()} for own in shards],
+            "local": [{at: tuple(data.to_local().shape) for at, data in own.items()} for own in shards],
             "addends": [self._addends.get(index, {}) for index in indices],
             "flattened": flattened(models),
             "engine": engine_of(models),

@@ -23,7 +23,6 @@ import torch
 from gaverify.audit.job import DISK_FULL, RECORDER_FAILED, ROOM
 from gaverify.audit.recording.values import plain
 from gaverify.audit.recording.watching import Watched, counted_steps, settings_of
-from gaverify.passes.wrappers import is_sharded, offset_of_shard
 from gaverify.records.events import Event
 
 _PATIENCE = 20.0  # seconds that a rank waits for the others before it ends; one of them may have failed
@@ -234,11 +233,6 @@ def leave_together(meeting: Path, rank: int, ranks: int) -> None:
         time.sleep(0.01)
 
 
-def shards_of(parameters: list[torch.Tensor]) -> dict[int, tuple[int, ...]]:
-    """Returns where the shard of this process begins in each sharded parameter, by position; empty where none is."""
-    return {at: offset_of_shard(kept.data) for at, kept in enumerate(parameters) if is_sharded(kept.data)}
-
-
 def addends_of(parameters: Sequence[torch.Tensor]) -> dict[int, int]:
     """Returns which gradients, by position, are addends of a sum still to be made, and how many ranks hold each.
 
@@ -260,9 +254,3 @@ def shards_alone(
     """Returns the members, by position, whose parameters are sharded: every rank holds the whole of all others."""
     sharded = {at for at, parameter in enumerate(parameters) if hasattr(parameter.data, "placements")}
     return {kind: {at: value for at, value in own.items() if at in sharded} for kind, own in tensors.items()}
-
-
-def local_shapes(parameters: list[torch.Tensor]) -> dict[int, tuple[int, ...]]:
-    """Returns the shape of the shard of this process of each sharded parameter, by position."""
-    kept: list[tuple[int, Any]] = [(at, parameter.data) for at, parameter in enumerate(parameters)]
-    return {at: tuple(data.to_local().shape) for at, data in kept if is_sharded(data)}
