@@ -71,8 +71,8 @@ def packed_gru_in_bfloat16() -> Problem:
 
 
 @faulty("the same tagger under uniform weights", "GAV202")
-def packed_lstm_under_uniform_weights() -> Problem:
-    return _tagging(nn.LSTM)
+def packed_rnn_under_uniform_weights() -> Problem:
+    return _tagging(nn.RNN)
 
 
 @healthy("TorchScript draws a mask on its own first, and by a fused dropout once it has seen the shapes")

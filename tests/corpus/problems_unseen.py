@@ -177,9 +177,9 @@ def spectral() -> Problem:
     return classified(nn.Sequential(nn.utils.spectral_norm(nn.Linear(6, 8)), nn.ReLU(), nn.Linear(8, 4)), 6)
 
 
-def under(loss: Any, model: nn.Module | None = None) -> Problem:
+def under(loss: Any, model: nn.Module | None = None, size: int = 16) -> Problem:
     torch.manual_seed(0)
-    return Problem(model or mlp(), loss, (torch.randn(16, 6), torch.randint(4, (16,))))
+    return Problem(model or mlp(), loss, (torch.randn(size, 6), torch.randint(4, (size,))))
 
 
 def regression(loss: Any) -> Problem:
@@ -375,7 +375,7 @@ FAULTS = (
     fault("hardest-half", lambda: under(hardest_half), "GAV103", "the hardest of the batch"),
     fault("branch-in-loss", lambda: regression(halved_when_large), "GAV103", "weights fit by coincidence"),
     fault("own-scale", lambda: under(own_scale), "GAV104 GAV103", "every loss is 1, its gradient is not"),
-    fault("loop-over-pairs", lambda: under(loop_over_pairs), "GAV103", "traces of different length"),
+    fault("loop-over-pairs", lambda: under(loop_over_pairs, size=8), "GAV103", "traces of different length"),
     fault(
         "gradient-penalty",
         lambda: under(lambda m, b: gradient_penalty(m, b, True)),
