@@ -71,7 +71,8 @@ def judge_together(task: Task, trained: Trained, *, diagnose: bool, exact: bool)
         ProblemError: The problem cannot be verified by ranks.
     """
     member = trained.member
-    with summed_over(member.count, member.total), dividing(task.modules) as factors:
+    begun = member.at("before its window")
+    with begun, summed_over(member.count, member.total), dividing(task.modules) as factors:
         trained = replace(trained, factors=factors)
         started = time.perf_counter()
         judgement, moved = _passes(task, trained)

@@ -3,11 +3,13 @@
 Words go through the store of the process group, which outlives broken connections: each rank lays down what it has
 to say under its own number, so that a rank which is missing can be named. Where a rank fails, the others may be
 waiting for it in a collective that no exception ends. A thread on each rank watches the store, and ends the process
-with the sentence of the rank that failed where its main thread does not come back.
+with the sentence of the rank that failed where its main thread does not come back. It lays down how far this rank came,
+too: ranks that do not make the same passes wait for each other, and nothing else would end them or say why.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import signal
@@ -33,6 +35,7 @@ _POLL = 0.05
 _LINGER = 3.0  # seconds: how long a rank that failed waits for the others to say what happened to them
 _LOST = ("Connection closed by peer", "Connection reset", "gloo/transport", "Timed out waiting", "NCCL", "Broken pipe")
 """What backends say where another rank has gone: whoever says so knows nothing about the reason."""
+_SAME_PASSES = "every rank has to run the same forward and backward passes"
 _calls = 0
 
 
@@ -58,6 +61,8 @@ class Member:
     count: int
     store: Any
     timeout: float
+    _at: tuple[str, float] = ("", math.inf)
+    _windows: int = 0
     _over: threading.Event = field(default_factory=threading.Event)
     _heard: dict[int, Said] = field(default_factory=dict)
     _failing: threading.Event = field(default_factory=threading.Event)
@@ -75,6 +80,7 @@ class Member:
             Agreed: A rank failed, or did not arrive in time; the sentence names it.
         """
         self.store.set(f"{stage}/{self.rank}", pickle.dumps(value))
+        self._at = self._at[0], time.monotonic() if self._at[0] else math.inf
         limit = time.monotonic() + min(self.timeout, within or self.timeout)
         found: dict[int, Any] = {}
         while len(found) < self.count:
@@ -86,10 +92,47 @@ class Member:
                     raise self.failed(Said("", own=False))
                 if time.monotonic() > limit:
                     missing = [rank for rank in range(self.count) if rank not in found]
-                    late = f"{_ranks(missing)} did not arrive within {self.timeout:g} s: every rank has to call this"
-                    raise self.failed(Said(alone or late, own=bool(alone)))
+                    raise self.failed(Said(alone or self._late(missing), own=bool(alone)))
                 time.sleep(_POLL)
         return [found[rank] for rank in range(self.count)]
+
+    @contextmanager
+    def at(self, what: str) -> Iterator[None]:
+        """Says what this rank begins with; in here it has to get further within the timeout, or all are ended."""
+        self._at = what, time.monotonic()
+        try:
+            yield
+        finally:
+            self._at = "", math.inf
+
+    def further(self, what: str) -> None:
+        """Notes how far this rank came."""
+        if self._at[0]:
+            self._at = what, time.monotonic()
+
+    def window_ended(self, passes: int) -> None:
+        """Waits until every rank has ended its window: who still waits there must not meet a collective of gaverify's.
+
+        Raises:
+            Agreed: A rank does not end it.
+        """
+        self.further(f"at the end of the window after {passes} backward passes")
+        self._windows += 1
+        self.everyones(f"window {self._windows}", None)
+
+    def _late(self, missing: Sequence[int]) -> str:
+        if not self._at[0]:
+            return f"{_ranks(missing)} did not arrive within {self.timeout:g} s: every rank has to call this"
+        where = self._told_places()
+        return (
+            f"{_ranks(missing)} did not come as far as the others within {self.timeout:g} s ({where}): {_SAME_PASSES}"
+        )
+
+    def _told_places(self) -> str:
+        """How far the ranks came, as their watchers have said it."""
+        keys = [f"at/{rank}" for rank in range(self.count)]
+        told = [self.store.get(key).decode() if self.store.check([key]) else "" for key in keys]
+        return "; ".join(f"rank {rank}: {what or 'elsewhere'}" for rank, what in enumerate(told))
 
     @property
     def device(self) -> torch.device:
@@ -150,7 +193,9 @@ class Member:
         if any(own.values()) or others:
             return _sentence(own, self.count) or others[0]
         missing = [rank for rank in range(self.count) if rank not in said]
-        return f"{_ranks(missing)} ended before there was a verdict" if missing else "the ranks lost each other"
+        if missing:
+            return f"{_ranks(missing)} ended before there was a verdict"
+        return f"the ranks lost each other ({self._told_places()}): {_SAME_PASSES}, none longer than the timeout"
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -178,13 +223,21 @@ class Member:
                 raise told from error
 
     def _watch(self) -> None:
-        """Ends the process where another rank has failed and this one's main thread waits for it."""
+        """Ends the process where its main thread waits for ranks that have failed, or for ones that wait as well."""
+        told = ""
         while not self._over.wait(_LINGER / 10):
             with suppress(Exception):
-                if self._said() and not self._over.wait(_LINGER / 2):
+                what, since = self._at
+                if what != told:
+                    self.store.set(f"at/{self.rank}", what)
+                    told = what
+                stuck = time.monotonic() - since > self.timeout + _LINGER
+                if (self._said() or stuck) and not self._over.wait(_LINGER / 2):
                     if self.store.check([f"failed/{self.rank}"]):
                         continue
-                    self.store.set(f"failed/{self.rank}", pickle.dumps(Said("", own=False)))
+                    why = "" if self._said() else f"no rank got further in {self.timeout:g} s ({self._told_places()}): "
+                    said = Said(why and why + _SAME_PASSES, own=False)
+                    self.store.set(f"failed/{self.rank}", pickle.dumps(said))
                     if self.rank == 0:
                         print(f"gaverify: error: {self._reason()}", file=sys.__stderr__, flush=True)
                     self._leave()

@@ -64,7 +64,12 @@ def verified_together(
             weighting = [weight / member.count for weight in weighting] * member.count
         task = prepared(stack, problem, replace(settings, steps=len(sizes), weighting=weighting))
         report = reporter(progress if member.rank == 0 else None, len(sizes))
-        task = replace(task, sizes=sizes, progress=report)
+
+        def reported(what: str) -> None:
+            member.further(f"at {what}")
+            report(what)
+
+        task = replace(task, sizes=sizes, progress=reported)
         engine = users_engine(task.modules)
         described = member.everyones("model", (tuple(task.parameters), description(task), settings.seed))
         odd = next((rank for rank, found in enumerate(described) if found != described[0]), None)

@@ -145,7 +145,7 @@ class Trained:
     ) -> tuple[PassResult, Moved]:
         """Returns the gradient that the ranks end up with, and what the window moved."""
         moved, own = Moved(TrafficMeter(), [], []), self.own(task)
-        noting = _backwards_noted(moved, self.share)
+        noting = _backwards_noted(moved, self.share, self.member)
         with moved.meter.counting(), noting, dividing(task.modules, self.factors):
             if self.strategy is not None:
                 each = task.steps // self.member.count if self.merged else 1
@@ -159,6 +159,7 @@ class Trained:
                 if self.engine is not None:
                     probe = Synchronised(task, self.engine, own[-1], ranks)
                 result = accumulated_gradients(task, state, record, full, lift=lift, probe=probe, own=own)
+        self.member.window_ended(len(moved.reduced))
         if self.strategy is not None and not moved.reduced:
             raise ProblemError("the strategy never calls backward: no gradient is there to compare")
         return result, moved
@@ -188,12 +189,13 @@ def always_reducing() -> Iterator[None]:
 
 
 @contextmanager
-def _backwards_noted(moved: Moved, share: float) -> Iterator[None]:
+def _backwards_noted(moved: Moved, share: float, member: Member) -> Iterator[None]:
     """Notes what each backward pass reduces: every way to call one ends in `torch.autograd.backward`.
 
     Args:
         moved: Where.
         share: What this rank's losses are multiplied by.
+        member: Told how far it is.
     """
     plain = torch.autograd.backward
 
@@ -206,6 +208,7 @@ def _backwards_noted(moved: Moved, share: float) -> Iterator[None]:
             return plain(tensors, *args, **kwargs)
         finally:
             moved.reduced.append(_bytes_reduced(moved.meter) - before)
+            member.further(f"in the window after {len(moved.reduced)} backward passes")
 
     torch.autograd.backward = noted  # type: ignore[assignment]
     try:

@@ -171,6 +171,8 @@ def factory(fault=""):
         if rank == 1 and len(calls) > 1:
             if fault == "raises":
                 raise ValueError("no luck")
+            if fault == "sleeps":
+                time.sleep(60)
             if fault == "dies" or (fault == "dies in float64" and batch.dtype is torch.float64):
                 os.kill(os.getpid(), signal.SIGKILL)
         if batch.dtype is torch.float64 and fault in ("float64", f"float64 of {rank}"):
@@ -182,18 +184,21 @@ def factory(fault=""):
 
 
 def ranks_of(folder: Path, fault: str, *options: str) -> list[tuple[int, str, str]]:
-    """Exit code, stdout and stderr of two ranks that nobody watches over, as some launchers leave them."""
+    """The command line on two ranks."""
     (folder / "made.py").write_text(FACTORY)
+    command = ["-m", "gaverify", "run", "--model", "made.py:factory", "--steps", "2", *options]
+    return two_of(folder, *command, *(("--model-arg", f"fault={fault}") if fault else ()))
+
+
+def two_of(folder: Path, *arguments: str) -> list[tuple[int, str, str]]:
+    """Exit code, stdout and stderr of two ranks that nobody watches over, as some launchers leave them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "gaverify", "run", "--model", "made.py:factory", "--steps", "2", *options]
-    if fault:
-        command += ["--model-arg", f"fault={fault}"]
     known = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     started = [
         subprocess.Popen(
-            command,
+            [sys.executable, *arguments],
             cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -239,12 +244,52 @@ def test_a_launcher_that_ends_all_ranks_with_the_first_that_failed_takes_no_repo
         ("raises", "rank 1: the model or loss raised on micro-batch 4 of 4"),
         ("late", "rank 0 of 2 cannot join the others"),
         ("weights", "rank 1 has other weights than rank 0"),
+        ("sleeps", "the ranks lost each other (rank 0: "),
     ],
 )
 def test_a_rank_that_fails_ends_all_with_one_sentence(tmp_path: Path, fault: str, sentence: str) -> None:
-    ranks = ranks_of(tmp_path, fault, *(("--timeout", "3") if fault == "late" else ()))
+    ranks = ranks_of(tmp_path, fault, *(("--timeout", "3") if fault in ("late", "sleeps") else ()))
     assert [code for code, _, _ in ranks] == [2, 2], ranks
     assert "".join(err for _, _, err in ranks).count(sentence) == 1, ranks
+
+
+SKIPS = """
+import sys, torch, gaverify
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("gloo")
+model = nn.Linear(4, 1)
+if sys.argv[1] == "ddp":
+    model = nn.parallel.DistributedDataParallel(model)
+else:
+    fully_shard(model)
+
+def strategy(model, micro_batches):
+    for number, batch in enumerate(micro_batches):
+        if number or dist.get_rank() == 0:  # rank 1 has no first micro-batch
+            (model(batch).square().mean() / 2).backward()
+
+try:
+    batch = torch.arange(32.0).reshape(8, 4)
+    loss = lambda model, batch: model(batch).square().mean()
+    gaverify.verify(model, loss, batch, strategy=strategy, steps=2, timeout=3)
+except gaverify.GaverifyError as error:
+    print(error, file=sys.stderr)
+    sys.exit(error.exit_code)
+"""
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_a_rank_that_skips_a_pass_ends_all_with_how_far_each_came(tmp_path: Path, engine: str) -> None:
+    """The other one waits in a collective for it, where no exception comes; what follows would meet that collective."""
+    (tmp_path / "skips.py").write_text(SKIPS)
+    ranks = two_of(tmp_path, "skips.py", engine)
+    assert [code for code, _, _ in ranks] == [2, 2], ranks
+    for _, _, err in ranks:
+        assert "rank 0 did not come as far as the others within 3 s" in err, ranks
+        assert "rank 1: at the end of the window after 1 backward passes" in err, ranks
 
 
 def test_a_float64_control_that_one_rank_lacks_is_told_by_it(tmp_path: Path) -> None:
