@@ -121,7 +121,6 @@ ROWS = [
     looped(STEPS, "step_outside_the_if", "GAV601"),  # L06
     looped(STEPS, "backward_at_the_boundary", "GAV203", mark="", words="3 of 4 do not reach"),
     looped(STEPS, "skipping", "GAV203", "--skipped 1"),
-    looped(STEPS, "skipping", "GAV203", "--skipped 2"),
     looped(EXTRAS, "schedule_per_micro_batch", "GAV607", quick=True),  # row 9
     looped(EXTRAS, "clip_by_hand_per_micro_batch", "GAV606", "--clip 0.05"),
     looped(EXTRAS, "average_per_micro_batch", notes="GAV402"),  # L10: the gradients agree
@@ -141,7 +140,6 @@ ROWS = [
     # clipping: whichever run is clipped, the sum before it is judged; the twin divides
     *(Row(CLIPPING, f"{how} --undivided", "GAV201", "loss", TIMES_4, clips=clips) for how, clips in CLIPS),
     *(Row(CLIPPING, how) for how, _ in CLIPS),
-    Row(CLIPPING, "--change nothing --undivided", "GAV201", clips=()),
     # a control with losses too small to be clipped tells dividing from clipping
     Row(CLIPPING, "--change by_hand --clip 0.1 --undivided", "GAV201", words=TIMES_4, method="unclipped", quick=True),
     Row(CLIPPING, "--change by_hand --clip 1 --undivided", "GAV201", words=TIMES_4, method="unclipped"),
@@ -168,7 +166,6 @@ ROWS = [
     Row("loops_extras.py", "--loop average_decay_by_micro_batch", "GAV609", "average_decay_by_micro_batch"),
     Row("loops_extras.py", "--loop average_decay_by_update"),
     # GAV202 where no loss of torch's counts the targets: 16, 12, 14 and 16 of 58 tokens
-    looped(UNUSUAL, "tokens", "GAV202", words="0.2759, 0.2069, 0.2414, 0.2759"),
     looped(UNUSUAL, "tokens", "GAV202", words="what each micro-batch's loss is divided by"),
     looped(UNUSUAL, "tokens", common="--by window"),
     # S11: several optimizers have windows of their own
@@ -196,10 +193,8 @@ ROWS = [
     # S15: what a loop draws and its loaders give is dealt to the accumulated run; a planted factor is still found
     *(Row(DRAWING, f"--loop {loop}") for loop in DRAWN.split()),
     Row(DRAWING, "--loop diffusion --undivided", "GAV201", "backward"),
-    Row(DRAWING, "--loop ahead --undivided", "GAV201"),
     Row(DRAWING, "--loop shuffled --undivided", "GAV201", "backward"),
     Row(DRAWING, "--loop shuffled --workers 2"),
-    Row(DRAWING, "--loop augmented --workers 2"),
     Row(DRAWING, "--loop masked", words="rows of the full batch's batches, and padded like those"),
     Row(DRAWING, "--loop masked --undivided", "GAV201", "backward"),
     looped(UNUSUAL, "slices", "GAV201", "--undivided", mark="", **SLICES),
@@ -237,14 +232,12 @@ ROWS = [
     looped(UNUSUAL, "distilled", common="--all", method="noise-floor", **HALF),
     # boxes that count their images
     *(Row("detection.py", form, notes="GAV301", **SLICES) for form in ("", "--table")),
-    Row("detection.py", "--forgotten", "GAV201", "forgotten", notes="GAV301", **SLICES),
     Row("detection.py", "--table --forgotten", "GAV201", "forgotten", notes="GAV301", **SLICES),
     looped(UNUSUAL, "checkpointed", notes="GAV301"),
     Row("digits.py", "", "GAV201", "scale", TIMES_4, **DIGITS),
     Row("digits.py", "--divide constant", "GAV605", words="update 2 sums 2 backward passes", **DIGITS),
     # below float32 no moved weights could tell a fault from rounding
     looped(UNUSUAL, "low", "GAV201", "--precision bfloat16 --fault undivided --clip 0.1"),
-    looped(UNUSUAL, "low", "GAV201", "--precision float16 --fault undivided --clip 0.1"),
     looped(UNUSUAL, "low", "GAV101", "--fault statistics", mark=""),
     # what rounding would hide is looked for in float32
     *(

@@ -103,10 +103,6 @@ def test_ranks_that_are_fed_the_same_rows(tmp_path: Path, moved: float, alike: b
     assert facts(tmp_path, (FULL, FULL), {"fed": fed}, {"fed": fed + moved}).fed_alike is alike
 
 
-def test_no_gather_is_none(tmp_path: Path) -> None:
-    assert not facts(tmp_path, (FULL, FULL)).gathers
-
-
 def test_a_setting_of_another_rank(tmp_path: Path) -> None:
     full, runs = full_run(tmp_path), ranks_of(tmp_path, (FULL, FULL), {}, {"settings": [{"lr": 0.2}]})
     round_ = ((0, 1),)
@@ -138,10 +134,6 @@ def test_flat_pieces_are_refused_by_name(tmp_path: Path) -> None:
         run.meta["flattened"] = True  # type: ignore[index]
     with pytest.raises(ProblemError, match="FullyShardedDataParallel cuts the model into flat pieces"):
         check_parameters(runs.ranks)
-
-
-def test_ranks_that_train_the_same_parameters_are_not(tmp_path: Path) -> None:
-    check_parameters(ranks_of(tmp_path, (FULL, FULL)).ranks)
 
 
 ROUND = ((0, 1),)

@@ -49,11 +49,6 @@ def taken(found: Counterparts, steps: int, shape: tuple[int, ...]) -> tuple[Any,
 
 
 class TestDraws:
-    def test_rows_follow_each_other(self) -> None:
-        found = Counterparts(draws((8, 3), (8, 3)), {}, 4)
-        given = [taken(found, at // 4, (2, 3)) for at in range(8)]
-        assert given == [(at // 4, at % 4 * 2, 0) for at in range(8)]
-
     def test_a_batch_that_is_drawn_ahead(self) -> None:
         """The first window draws its own batch and the next one's."""
         found = Counterparts(draws((8,), (8,), (8,), steps=(0, 0, 1), intervals=(0, 0, 1)), {}, 4)
