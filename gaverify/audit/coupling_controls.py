@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -118,15 +118,20 @@ def first_meeting(whole: Sequence[Any], part: Sequence[Any]) -> tuple[str, int] 
     return next(iter([*both, *lines]), None)  # type: ignore[arg-type]
 
 
-def levels(forwards: Sequence[Forward]) -> Iterator[tuple[str, ...]]:
-    """Yields the levels at which a loss may stand, from the script inwards to modules that hand out a number."""
+def levels(forwards: Sequence[Forward], inside: Iterable[str] = ()) -> Iterator[tuple[str, ...]]:
+    """Yields the levels at which a loss may stand, from the script inwards to modules that hand out a number.
+
+    Last come the modules from whose own code the loss takes what they leave behind and hand out to nobody.
+    """
     level: tuple[str, ...] = (SCRIPT,)
     for _ in range(_DEEPEST):
         yield level
         calls = [call for forward in forwards for call in forward["calls"]]
         level = tuple(dict.fromkeys(call["path"] for call in calls if call["numbers"] and call["under"] in level))
         if not level:
-            return
+            break
+    if left_behind := tuple(dict.fromkeys(inside)):
+        yield left_behind
 
 
 def agree(pairs: Sequence[Pair | None], unit: float, level: Collection[str] = (SCRIPT,)) -> bool:
@@ -384,7 +389,9 @@ def _loss_causes(bench: _Bench, tried: _Tried, first: Sequence[Pair | None]) -> 
     pairs, held, record = tried.pairs, tried.held, bench.record
     terms = [event.values.get("terms", 0) for window in record.windows for event in window.of("backward")]
     weights_excluded = max(terms, default=0) < 2 or bool(record.terms)
-    for level in levels(outputs_of(tried.full)):
+    backwards = [e for e in tried.full.events if e.kind == "backward" and e.update == bench.update.number]
+    inside = [path for event in backwards for path in event.values.get("inside", ())]
+    for level in levels(outputs_of(tried.full), inside):
         apart = loss_apart(pairs, record.unit, level) if agree(pairs, record.unit, level) else 0.0
         feels = apart > 0 and bench.feels(tried, level)
         if not feels and not (apart and weights_excluded):

@@ -182,6 +182,7 @@ ROWS = [
     Row("loops_steps.py", "--loop head_never_steps", "GAV502"),
     # a cached gradient is right where samples act on each other
     Row("loops_coupled.py", "--loop cached"),
+    Row("loops_coupled.py", "--loop penalised"),
     # single parameters: a factor of one alone (S06), terms that cancel (S13), float32 master copies
     looped(UNUSUAL, "two_towers", "GAV201", mark="cached", words="`logit_scale`"),
     looped(UNUSUAL, "two_towers", common="--scale once"),
@@ -213,6 +214,7 @@ ROWS = [
     looped(COUPLED, "criterion", "GAV103", mark="made", proven=True, words=CACHED),
     looped(COUPLED, "attention", "GAV102", proven=True),
     looped(COUPLED, "chained", "GAV101", proven=True),
+    looped(COUPLED, "routed", "GAV103", proven=True, words=CACHED),  # it hands the term out to nobody
     # L10 without a call of torch's: a copied model
     Row(AVERAGES, "--average copied --when after", words="4 times in the window of update 2", notes="GAV402"),
     Row(AVERAGES, "--average warmed --when after", "GAV609", notes="GAV402"),  # its decay counts micro-batches

@@ -51,6 +51,25 @@ class Criterion(nn.Module):
         return contrastive(left, right, self.scale)
 
 
+class Routed(nn.Module):
+    """Leaves what its router should be balanced by, and a penalty of each row, to whoever looks for them."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(16, 16), nn.GELU())
+        self.router = nn.Linear(16, 4)
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, features):
+        features = self.inner(features)
+        shares = self.router(features).softmax(-1)
+        chosen = F.one_hot(shares.argmax(-1), 4).float()
+        self.balance = (chosen.mean(0) * shares.mean(0)).sum()  # here: routed
+        self.penalty = shares.square().sum(1).mean()
+        given = [chosen[:, at, None] * expert(features) for at, expert in enumerate(self.experts)]
+        return features + shares.amax(1, keepdim=True) * sum(given)
+
+
 class Chained(nn.ModuleList):
     """Two models of like names that the script calls one behind the other."""
 
@@ -68,6 +87,14 @@ def scored(model, features, labels):
 
 def attention(model, features, labels):
     return F.cross_entropy(model(features), labels)
+
+
+def routed(model, features, labels):
+    return F.cross_entropy(model(features), labels) + model.balance
+
+
+def penalised(model, features, labels):
+    return F.cross_entropy(model(features), labels) + model.penalty
 
 
 def chained(model, features, labels):
@@ -122,16 +149,15 @@ def plain(args, model, optimizer, loader, loss_of):
             optimizer.zero_grad()
 
 
-LOSSES = {
-    loss.__name__: loss for loss in (compared, scored, attention, chained, criterion, advantages, against_reference)
-}
+_LOSSES = (compared, scored, attention, routed, penalised, chained, criterion, advantages, against_reference)
+LOSSES = {loss.__name__: loss for loss in _LOSSES}
 
 if __name__ == "__main__":
     parser = options(__doc__)
     parser.add_argument("--loop", choices=[*LOSSES, "cached"], default="compared")
     args = parser.parse_args()
     torch.manual_seed(args.seed)
-    models = {"scored": Scored, "attention": Attending, "chained": Chained}
+    models = {"scored": Scored, "attention": Attending, "chained": Chained, "routed": Routed, "penalised": Routed}
     model = nn.ModuleList([Towers(), Criterion()]) if args.loop == "criterion" else models.get(args.loop, Towers)()
     REFERENCE = copy.deepcopy(model).requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)

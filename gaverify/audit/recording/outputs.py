@@ -49,6 +49,7 @@ class Outputs:
         self._work, self._moved, self._small = work, moved, small
         self.forwards: list[dict[str, Any]] = []
         self._handed_out: set[Any] = set()  # the operations that made what models hand the script
+        self._made: dict[Any, str] = {}  # those that made what any call gave, with whose code took it
 
     @contextmanager
     def listening(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
@@ -70,6 +71,13 @@ class Outputs:
             return meetings(
                 [tensor.grad_fn for tensor in tensors_in(roots)], self._handed_out, counts, may_meet=self._small
             )
+
+    def inside(self, roots: Any) -> list[str]:
+        """Returns the modules from whose own code something flows into a loss that they hand out to nobody."""
+        with self._work():
+            nodes = behind((tensor.grad_fn for tensor in tensors_in(roots)), self._made)
+            under = (self._made.get(child) for node in nodes for child, _ in node.next_functions)
+            return [path for path in dict.fromkeys(under) if path is not None and path != SCRIPT]
 
     def _begins(self, inner: dict[str, _Inner], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with self._work():
@@ -108,6 +116,7 @@ class Outputs:
             )
             if call.under in inner:
                 inner[call.under].ends |= made
+            self._made |= dict.fromkeys(made, call.under)
             if call.under == SCRIPT:
                 self._handed_out |= made
         if call.under in self._moved and forward["rows"] > 1:

@@ -101,7 +101,10 @@ class Recorder(Steps):
                     for entry in self.watch:
                         self._own.listen(entry.index, entry.sample)
                 terms, self._meter = Terms(tensors), TrafficMeter()
-                met = [] if self._outputs is None else [*self._outputs.meetings(tensors), *filter(None, [terms.made])]
+                met: dict[str, Any] = {}
+                if self._outputs is not None:
+                    lines = [*self._outputs.meetings(tensors), *filter(None, [terms.made])]
+                    met = {"met": lines, "inside": self._outputs.inside(tensors)}
                 if self._holding is not None:
                     self._holding.differentiated(tensors)
             try:
@@ -306,7 +309,7 @@ class Recorder(Steps):
         self._changes.note(seen, "between")
         self._changes.note_edits(seen)
 
-    def _after_backward(self, place: Place | None, roots: Any, terms: Terms, met: Sequence[Place]) -> None:
+    def _after_backward(self, place: Place | None, roots: Any, terms: Terms, met: dict[str, Any]) -> None:
         seen, reached, weight = self.watch.look(), self._reach.end(), self._weight.end()
         touched = [index for index, change in seen.changed.items() if bool(change.any())]
         if not touched and not ends_in_parameters(roots):
@@ -333,8 +336,7 @@ class Recorder(Steps):
             told["counted"] = self._weight.counted
         if len(terms):
             told["terms"] = len(terms)
-        if met:
-            told["met"] = met
+        told |= met
         if self.job.term:
             told["term"] = terms.place(self.job.term)
         self._event("backward", place, touched=touched, targets=targets, forwards=reached, **told, **self._sent())

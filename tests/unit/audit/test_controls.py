@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gaverify.audit.coupling_controls import Pair, agree, feels_the_rest, first_module, loss_apart, writers_of
+from gaverify.audit.coupling_controls import Pair, agree, feels_the_rest, first_module, levels, loss_apart, writers_of
 from gaverify.audit.job import SCRIPT
 from gaverify.audit.recording.graph import keep_lines, meetings
 from gaverify.audit.recording.outputs import Holding, Outputs, Spots, rows_at
@@ -243,6 +243,30 @@ def test_a_model_that_is_given_what_another_made_is_another_model() -> None:
         [(whole[at % 2], part, range(4 * (at // 2), 4 * (at // 2) + 4)) for at, part in enumerate(parts)], UNIT
     )
     assert found is not None and (found.operation.name, found.samples) == ("Pooling", 16)
+
+
+class Leaving(nn.Module):
+    """Leaves a number behind that depends on all rows of what a layer of its own gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.inner(x)
+        self.left = found.tanh().mean(0).square().sum()
+        return found
+
+
+@pytest.mark.parametrize(("taken", "inside"), [(True, ["1"]), (False, [])])
+def test_a_loss_takes_what_a_module_leaves_behind_from_its_code(taken: bool, inside: list[str]) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), Leaving(), nn.Linear(8, 4))
+    outputs = Outputs(nullcontext)
+    with outputs.listening(model, (SAMPLES_COUPLING,), {}):
+        result = model(SAMPLES_COUPLING)
+    found = outputs.inside(result.square().sum() + (model[1].left if taken else 0.0))
+    assert found == inside
+    assert list(levels(outputs.forwards, found)) == [(SCRIPT,), *([("1",)] if taken else [])]
 
 
 @pytest.mark.parametrize("middle", [nn.BatchNorm1d(8), nn.BatchNorm1d(8, track_running_stats=False)])
