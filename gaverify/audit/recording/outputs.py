@@ -49,7 +49,7 @@ class Outputs:
         self._work, self._moved, self._small = work, moved, small
         self.forwards: list[dict[str, Any]] = []
         self._handed_out: set[Any] = set()  # the operations that made what models hand the script
-        self._made: dict[Any, str] = {}  # those that made what any call gave, with whose code took it
+        self._taken: dict[Any, str] = {}  # those that made what any call gave, with whose code took it
 
     @contextmanager
     def listening(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
@@ -75,8 +75,8 @@ class Outputs:
     def inside(self, roots: Any) -> list[str]:
         """Returns the modules from whose own code something flows into a loss that they hand out to nobody."""
         with self._work():
-            nodes = behind((tensor.grad_fn for tensor in tensors_in(roots)), self._made)
-            under = (self._made.get(child) for node in nodes for child, _ in node.next_functions)
+            nodes = behind((tensor.grad_fn for tensor in tensors_in(roots)), self._taken)
+            under = (self._taken.get(child) for node in nodes for child, _ in node.next_functions)
             return [path for path in dict.fromkeys(under) if path is not None and path != SCRIPT]
 
     def _begins(self, inner: dict[str, _Inner], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -116,18 +116,18 @@ class Outputs:
             )
             if call.under in inner:
                 inner[call.under].ends |= made
-            self._made |= dict.fromkeys(made, call.under)
             if call.under == SCRIPT:
                 self._handed_out |= made
         if call.under in self._moved and forward["rows"] > 1:
             output = rebuilt(output, partial(_moved, forward["rows"]))
-        return changed(output, partial(self._listened, gradients))
+        return changed(output, partial(self._listened, gradients, call.under))
 
-    def _listened(self, gradients: dict[str, Any], path: str, leaf: Any) -> Any:
+    def _listened(self, gradients: dict[str, Any], under: str, path: str, leaf: Any) -> Any:
         """Returns what a call gives as a view: what flows back to it from inside the call is not the caller's."""
         if not isinstance(leaf, torch.Tensor) or leaf.grad_fn is None:
             return leaf
         view = leaf.view_as(leaf)
+        self._taken[view.grad_fn] = under
         view.register_hook(partial(self._came_back, gradients, path))
         return view
 
