@@ -15,6 +15,7 @@ from gaverify.records.facts import facts_of_loop
 from gaverify.records.findings import Finding
 from gaverify.records.stages import Stage
 from gaverify.rules import findings_for
+from gaverify.rules.scale import unexplained_term
 from gaverify.rules.wording import phrase
 
 
@@ -151,7 +152,12 @@ def report_of(
 
 
 def is_explained(record: Record) -> bool:
-    """Whether a rule finds a fault in what is known so far; that an average moved may be beside what matters."""
+    """Whether a rule finds a fault in what is known so far, and no term of the loss is left for another one.
+
+    That an average moved may be beside what matters.
+    """
+    if unexplained_term(record):
+        return False
     faults = [finding for finding in findings_for(facts_of_loop(record)) if finding.severity == "fault"]
     return any(finding.proven or finding.code != "GAV402" for finding in faults)
 

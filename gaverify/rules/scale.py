@@ -126,6 +126,12 @@ def weighted_term(loop: Record) -> LossTerm | None:
     return None
 
 
+def unexplained_term(loop: Record) -> bool:
+    """Whether a term of the loss has no weights that alone give the full batch's gradient: samples meet in it."""
+    fits = [term.fit for term in loop.terms if term.samples and not term.fit.vacuous]
+    return any(loop.tolerance < min(fit.residual, fit.factor_residual) < math.inf for fit in fits)
+
+
 def _unequal(fit: WeightFit, tolerance: float) -> bool:
     return all(map(math.isfinite, fit.multipliers)) and not constant(fit.multipliers, tolerance)
 

@@ -161,6 +161,7 @@ def _of_terms(loop: Record, update: UpdateComparison) -> Iterator[Finding]:
             update=update,
             meaning=meaning_in_loop(factor, update.backwards, 1, loop.tolerance, "it"),
             others=f"; {count(len(alike), 'other term')} counted rightly" if alike else "",
+            rest="and leave the others as they are" if len(alike) == term.count - 1 else "whatever the others need",
             right=exact([1 / factor], loop.tolerance),
         )
 

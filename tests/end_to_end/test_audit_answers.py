@@ -215,6 +215,7 @@ ROWS = [
     looped(COUPLED, "attention", "GAV102", proven=True),
     looped(COUPLED, "chained", "GAV101", proven=True),
     looped(COUPLED, "routed", "GAV103", proven=True, words=CACHED),  # it hands the term out to nobody
+    looped(COUPLED, "counted", "GAV103 GAV201", mark="routed", proven=True),
     # L10 without a call of torch's: a copied model
     Row(AVERAGES, "--average copied --when after", words="4 times in the window of update 2", notes="GAV402"),
     Row(AVERAGES, "--average warmed --when after", "GAV609", notes="GAV402"),  # its decay counts micro-batches

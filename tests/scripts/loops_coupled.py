@@ -97,6 +97,10 @@ def penalised(model, features, labels):
     return F.cross_entropy(model(features), labels) + model.penalty
 
 
+def counted(model, features, labels):
+    return 16 // len(features) * F.cross_entropy(model(features), labels) + model.balance
+
+
 def chained(model, features, labels):
     encoder, head = model
     return F.cross_entropy(head(encoder(features)), labels)  # here: chained
@@ -149,7 +153,7 @@ def plain(args, model, optimizer, loader, loss_of):
             optimizer.zero_grad()
 
 
-_LOSSES = (compared, scored, attention, routed, penalised, chained, criterion, advantages, against_reference)
+_LOSSES = (compared, scored, attention, routed, counted, penalised, chained, criterion, advantages, against_reference)
 LOSSES = {loss.__name__: loss for loss in _LOSSES}
 
 if __name__ == "__main__":
@@ -157,7 +161,8 @@ if __name__ == "__main__":
     parser.add_argument("--loop", choices=[*LOSSES, "cached"], default="compared")
     args = parser.parse_args()
     torch.manual_seed(args.seed)
-    models = {"scored": Scored, "attention": Attending, "chained": Chained, "routed": Routed, "penalised": Routed}
+    models = {"scored": Scored, "attention": Attending, "chained": Chained}
+    models |= dict.fromkeys(("routed", "counted", "penalised"), Routed)
     model = nn.ModuleList([Towers(), Criterion()]) if args.loop == "criterion" else models.get(args.loop, Towers)()
     REFERENCE = copy.deepcopy(model).requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
