@@ -1,9 +1,10 @@
-"""What every test run starts from: one thread, and an interrupt that interrupts."""
+"""What every test run starts from: one thread, sources that are compiled once, and an interrupt that interrupts."""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,9 @@ import pytest
 # The models of the tests are so small that handing work to other threads takes longer than doing it. Set before torch
 # is imported, and for the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Where it is set, each of the Pythons that tests start compiles all that it imports, and pytest rewrites every test.
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None) is not None:
+    sys.dont_write_bytecode = False
 # A shell starts what it runs in the background with SIGINT ignored, and children inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
