@@ -69,7 +69,8 @@ def unclipped(trial: Trial, record: Record) -> Record:
     control = trial.changed(shrink=_SMALL, shown_as="unclipped")
     small = tuple(replace(update, decided=Stage.UNCLIPPED) for update in control.compared(unclipped=True))
     windows = windows_of(control.accumulated.events, control.numbers)
-    record = replace(record, weighed=weighed(control, replace(record, updates=small, windows=windows)).weighed)
+    found = weighed(control, replace(record, updates=small, windows=windows))
+    record = replace(record, weighed=found.weighed, made=found.made)
     known = {update.number: update for update in small if update.judged}
     updates = tuple(
         _without_clips(update, known[update.number]) if update.unclear and update.number in known else update
@@ -150,7 +151,9 @@ def weighed(trial: Trial, record: Record) -> Record:
     if update is None or not shares or known or record.ranks > 1:
         return record
     again = trial.again("accumulated", shares=shares, updates=update.number, shown_as="weights")
-    return replace(record, weighed=weighed_run(trial.full, again, record))
+    passes = [event for event in again.events if event.kind == "backward" and event.update == update.number]
+    made = next((event.values["made"] for event in reversed(passes) if event.values.get("made")), None)
+    return replace(record, weighed=weighed_run(trial.full, again, record), made=(made[0], made[1]) if made else None)
 
 
 def with_steps_undone(trial: Trial, record: Record) -> Record:

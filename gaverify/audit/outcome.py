@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gaverify.amounts import count_text
 from gaverify.audit.request import Request
 from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.audit_report import AuditReport, RunSummary, counts_of, timeline_of
@@ -198,7 +199,7 @@ def _decided(request: Request, record: Record, findings: tuple[Finding, ...]) ->
         return Outcome.DIVERGENT, phrase("outcome.at-fault", **values)
     if request.events_only:
         seen = len(record.complete)
-        calls = f"the calls of {seen} update{'s' if seen > 1 else ''} are in order{_short(record)}"
+        calls = f"the calls of {count_text(seen, 'update')} are in order{_short(record)}"
         return Outcome.INCONCLUSIVE, phrase("outcome.events-only", calls=calls)
     for update in record.updates:
         why = undecided(record, update)

@@ -153,6 +153,7 @@ class Record:
         terms: Of the loss of the first update that differs, where nothing else explained it and they add up to it.
         coupling: Where samples act on each other, in modules or in the loss, with what the control runs showed.
         weighed: The accumulated run with the losses of the first update that differs times what they should count.
+        made: The line that made that loss, where a library differentiates it.
         float32: The script trains below float32, and what is compared are runs in float32.
     """
 
@@ -177,6 +178,7 @@ class Record:
     terms: tuple[LossTerm, ...] = ()
     coupling: tuple[Cause, ...] = ()
     weighed: ControlRun | None = None
+    made: tuple[str, int] | None = None
     float32: bool = False
 
     @property

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from gaverify.amounts import count_text
 from gaverify.records.audit import Record
 from gaverify.records.comparison import NotCompared, Outcome, ParameterComparison
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Finding, Location
 from gaverify.rules.rule import rule
-from gaverify.rules.wording import count, listed, quoted, told
+from gaverify.rules.wording import listed, quoted, told
 from gaverify.rules.wrong_shares import empty_micro_batches
 from gaverify.thresholds import AGREE_FLOAT64, BITS_WORTH_A_NOTE
 
@@ -204,7 +205,7 @@ def _finding(rows: list[ParameterComparison], update: int | None) -> Finding:
         location=Location(shown[0].name.rpartition(".")[0]),
         proven=True,
         together=[Location(row.name.rpartition(".")[0]) for row in shown],
-        named=f"`{shown[0].name}`" + (f" and {count(len(shown) - 1, 'more parameter')}" if len(shown) > 1 else ""),
+        named=f"`{shown[0].name}`" + (f" and {count_text(len(shown) - 1, 'more parameter')}" if len(shown) > 1 else ""),
         reason=shown[0].reason,
         where=f" (update {update})" if update is not None else "",
         number=len(rows),

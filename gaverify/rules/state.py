@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from gaverify.amounts import count_text
 from gaverify.records.audit import Record
 from gaverify.records.events import Event
 from gaverify.records.experiment import ControlKind
@@ -14,7 +15,7 @@ from gaverify.records.findings import Evidence, Finding, Location
 from gaverify.rules.controls import control, first_operation, left_by, proven, rest_of
 from gaverify.rules.rule import controlled, finding_of, measured, rule
 from gaverify.rules.scale import factor_in_loop, weights_of
-from gaverify.rules.wording import count, listed, located, quoted, tested, told
+from gaverify.rules.wording import listed, located, quoted, tested, told
 from gaverify.thresholds import SAME_IN_FLOAT32
 
 _PLACES = {"closure": "variable"}  # what a place is called in a sentence, where it is not its own name
@@ -136,7 +137,7 @@ def buffer_drift(facts: Facts) -> Iterator[Finding]:
         worst = max(drift, key=lambda name: drift[name])
         differs = f"`{worst}` differs by {drift[worst]:.1e}"
         if math.isnan(drift[worst]):
-            differs = f"{count(len(drift), 'buffer')} differ{'' if len(drift) > 1 else 's'} by more than rounding"
+            differs = f"{count_text(len(drift), 'buffer')} differ{'' if len(drift) > 1 else 's'} by more than rounding"
         yield told(
             "GAV402.buffers",
             measured("state", differs, **dict(drift)),

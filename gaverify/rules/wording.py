@@ -11,6 +11,7 @@ from importlib.resources import files as resources
 from string import Formatter
 from typing import Any
 
+from gaverify.amounts import count_text
 from gaverify.records.audit import UpdateComparison
 from gaverify.records.events import Event
 from gaverify.records.experiment import ControlRun
@@ -42,11 +43,6 @@ def not_run(facts: Facts) -> tuple[Evidence, ...]:
     """Why the accumulation could not be run with the fitted weights."""
     text = f"no control run was possible ({facts.weights.failure}): suspected, not proven"
     return (Evidence("micro-batch-weights", "control", text, {}),)
-
-
-def count(number: int, noun: str) -> str:
-    """Returns a number with its noun, in the plural where that is due."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def listed(texts: Sequence[str], most: int = 3) -> str:
@@ -119,7 +115,7 @@ def located(events: Iterable[Event]) -> Location | None:
 
 
 def backward_place(facts: Facts, number: int | None = None) -> Location | None:
-    """Returns the line of a window's last backward pass: where its loss is put together. None in a run.
+    """Returns the line of a window's last backward pass, or of the loss that a library differentiates. None in a run.
 
     Args:
         facts: What was measured.
@@ -127,6 +123,8 @@ def backward_place(facts: Facts, number: int | None = None) -> Location | None:
     """
     number = facts.compared.update if number is None else number
     window = facts.loop.window_of(number) if facts.loop is not None and number is not None else None
+    if facts.loop is not None and facts.loop.made is not None and number == facts.compared.update:
+        return line_of(*facts.loop.made)
     return located(reversed(window.of("backward"))) if window is not None else None
 
 
@@ -268,7 +266,7 @@ class _Sentences(Formatter):
         """Returns one value as the sentence shows it."""
         shape, _, noun = format_spec.partition(" ")
         if shape == "count":
-            return count(value, noun)
+            return count_text(value, noun)
         return _SHAPES[shape](value) if shape in _SHAPES else format(value, format_spec)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from gaverify.amounts import count_text
 from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.experiment import ControlRun, TermKind, WeightFit
 from gaverify.records.facts import Facts
@@ -27,7 +28,6 @@ from gaverify.rules.steps import early_windows
 from gaverify.rules.wording import (
     NOT_ENOUGH,
     backward_place,
-    count,
     counted,
     difference,
     exact,
@@ -160,7 +160,7 @@ def _of_terms(loop: Record, update: UpdateComparison) -> Iterator[Finding]:
             factor=factor,
             update=update,
             meaning=meaning_in_loop(factor, update.backwards, 1, loop.tolerance, "it"),
-            others=f"; {count(len(alike), 'other term')} counted rightly" if alike else "",
+            others=f"; {count_text(len(alike), 'other term')} counted rightly" if alike else "",
             rest="and leave the others as they are" if len(alike) == term.count - 1 else "whatever the others need",
             right=exact([1 / factor], loop.tolerance),
         )

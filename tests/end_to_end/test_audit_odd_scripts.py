@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from audits import HEAD, SCRIPTS, TRAIN, audit, audited, events_of, folder, gaverify, refused
+from audits import HEAD, SCRIPTS, TRAIN, audit, audited, events_of, folder, gaverify, marked, refused
 
 slow = pytest.mark.slow
 
@@ -274,3 +274,32 @@ class TestNothingToCompare:
         result = audited(script, "batches = batches[: args.accum]\n" + TRAIN)
         assert (result.code, result.outcome) == (0, "equivalent"), str(result)
         assert len(result.document["updates"]) == 1
+
+
+FITTED = """
+class Own(torch.nn.Module):
+    def forward(self, batch):
+        return mse_loss(model(batch[0]), batch[1])  # here: made
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "site-packages"))
+from fitting import fit
+
+fit(Own(), batches, torch.optim.SGD(model.parameters(), lr=0.1), args.accum)
+"""
+FITTING = """
+def fit(loss_of, batches, optimizer, accum):
+    for i, batch in enumerate(batches):
+        loss_of(batch).backward()
+        if (i + 1) % accum == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+@slow
+def test_a_loss_that_a_library_differentiates_is_told_at_the_line_that_made_it(script: Path) -> None:
+    library = script.parent / "site-packages"
+    library.mkdir()
+    (library / "fitting.py").write_text(FITTING, encoding="utf-8")
+    result = audited(script, FITTED, options=("--updates", "1"))
+    assert result.faults == {"GAV201"} and result.line("GAV201") == marked(script, "made"), str(result)

@@ -77,7 +77,7 @@ class Session:
         self._gathers: list[Place | None] = []  # where trained tensors were gathered since the last backward pass
         self._undone: ByHand | None = None  # the step that is undone when it is over
         self._draws = draws_of(job, self.roundoff.arithmetic, storage.folder)
-        if job.term or job.outputs:
+        if job.term or job.outputs or (job.shares and not job.ranked):
             keep_lines()
         self._outputs: Outputs | None = None
         self._holding: Holding | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from gaverify.amounts import count_text
 from gaverify.records.audit import UpdateComparison
 from gaverify.records.audit_report import TITLES, AuditReport, WindowCount
 from gaverify.records.comparison import Method
@@ -38,7 +39,7 @@ def audit_facts(report: AuditReport) -> list[tuple[str, str]]:
     last = {run.role: run for run in report.runs}  # a run that is made again to show its draws replaces the first
     for role, run in last.items():
         if role in _ROLES:
-            made = f"{run.updates} update{'' if run.updates == 1 else 's'} in {run.seconds:.1f} s"
+            made = f"{count_text(run.updates, 'update')} in {run.seconds:.1f} s"
             how = f", {run.how}, so that what it does can be seen" if run.how else ""
             rows.append((_ROLES[role], f"{run.command} ({made}{how})"))
     seconds: dict[str, float] = {}

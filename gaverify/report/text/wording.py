@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from gaverify.amounts import bytes_text, seconds_text
+from gaverify.amounts import bytes_text, count_text, seconds_text
 from gaverify.records.comparison import Method, Outcome, ParameterComparison, badness, hidden_share
 from gaverify.records.profile import Row
 from gaverify.records.ranks import RankFacts
@@ -167,7 +167,7 @@ def _inconclusive(verdict: Verdict, total: int) -> str:
     reasons = Counter(row.reason for row in open_rows if row.reason)
     if reasons:
         text = f"{len(open_rows)} of {total} {_parameters(total)} undecided: {reasons.most_common(1)[0][0]}"
-        return text + (f" (and {len(reasons) - 1} other reasons)" if len(reasons) > 1 else "")
+        return text + (f" (and {count_text(len(reasons) - 1, 'other reason')})" if len(reasons) > 1 else "")
     if verdict.findings:
         # what the batch lacks, where every parameter agrees
         blind = [finding for finding in verdict.findings if finding.code == "GAV901" and not open_rows]
