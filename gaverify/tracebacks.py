@@ -136,12 +136,6 @@ def user_place() -> Place | None:
     return None if place is None else (os.path.abspath(place[0]), place[1])
 
 
-def in_library() -> bool:
-    """Whether a library runs right now that the user's code called: a framework's loop."""
-    place = calling_frame()
-    return place is not None and owner_of(place[0]) is Owner.LIBRARY
-
-
 class LineHunt:
     """Finds the line after which something has changed, by asking after every line of the user's code.
 

@@ -153,7 +153,7 @@ class Record:
         terms: Of the loss of the first update that differs, where nothing else explained it and they add up to it.
         coupling: Where samples act on each other, in modules or in the loss, with what the control runs showed.
         weighed: The accumulated run with the losses of the first update that differs times what they should count.
-        made: The line that made that loss, where a library differentiates it.
+        made: The line that made that loss, where a framework's loop called it and differentiates it.
         float32: The script trains below float32, and what is compared are runs in float32.
     """
 

@@ -8,6 +8,7 @@ window); the lines in which rows of a batch meet; and of what is differentiated 
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,9 +32,12 @@ def keep_lines() -> None:
 
 def line_of(node: Any) -> Place | None:
     """Returns the user's line that ran an operation, where the process keeps the lines of all operations."""
+    return next((place for place in reversed(_lines_of(node)) if owner_of(place[0]) is Owner.USER), None)
+
+
+def _lines_of(node: Any) -> list[Place]:
     stack: Sequence[str] = node.metadata.get("traceback_", ()) if node is not None else ()
-    lines = [(match[1], int(match[2])) for entry in stack if (match := _LINE.search(entry))]
-    return next((place for place in reversed(lines) if owner_of(place[0]) is Owner.USER), None)
+    return [(match[1], int(match[2])) for entry in stack if (match := _LINE.search(entry))]
 
 
 def meetings(
@@ -245,6 +249,11 @@ class Terms:
     def made(self) -> Place | None:
         """The user's line that made the loss: behind what only scales it."""
         return line_of(self._made)
+
+    def made_within(self, place: Place | None) -> Place | None:
+        """The same where it ran inside a call at a line: of a framework's loop, which differentiates what it calls."""
+        called = [(os.path.abspath(file), line) for file, line in _lines_of(self._made)]
+        return self.made if place in called else None
 
 
 def _stopped(slot: int, gradients: Sequence[Any], _: Any) -> tuple[Any, ...]:

@@ -25,7 +25,7 @@ from gaverify.audit.recording.watching import Seen
 from gaverify.collective.traffic import TrafficMeter
 from gaverify.records.events import Ending, Kind
 from gaverify.records.ranks import Collective
-from gaverify.tracebacks import LineHunt, Owner, Place, in_library, user_place
+from gaverify.tracebacks import LineHunt, Owner, Place, user_place
 
 
 class Recorder(Steps):
@@ -105,8 +105,8 @@ class Recorder(Steps):
                 if self._outputs is not None:
                     lines = [*self._outputs.meetings(tensors), *filter(None, [terms.made])]
                     met = {"met": lines, "inside": self._outputs.inside(tensors)}
-                elif self.job.shares and in_library():
-                    met = {"made": terms.made}
+                elif self.job.shares:
+                    met = {"made": terms.made_within(place)}
                 if self._holding is not None:
                     self._holding.differentiated(tensors)
             try:
