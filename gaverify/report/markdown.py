@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from gaverify.records.comparison import Outcome, ParameterComparison
 from gaverify.records.findings import Finding
-from gaverify.records.profile import LABELS, Row
+from gaverify.records.profile import Row
 from gaverify.report.stories import Report, Story, Table, story_of
 from gaverify.report.text.layout import clean
 from gaverify.report.text.verdict import kind_of, rows_of, told
-from gaverify.report.text.wording import figures, measures, moved_figures, ordered
+from gaverify.report.text.wording import PROFILE, measures, moved_figures, ordered, profile_cells
 
 _SIGNS = {Outcome.EQUIVALENT: "✅", Outcome.DIVERGENT: "❌", Outcome.INCONCLUSIVE: "⚠️"}
 _ROWS = 50
@@ -104,22 +104,14 @@ def _cells(row: ParameterComparison) -> tuple[str, ...]:
 
 
 def _profile(rows: Sequence[Row]) -> Iterator[str]:
-    ranks = any(row.moved for row in rows)
-    between = ("moved with no_sync", "moved, every micro-batch reduced") if ranks else ()
-    head = ("strategy", "K", "activations", "peak", "time", *between, "result")
-    yield from _table(
-        head,
-        (
-            (
-                LABELS[row.strategy],
-                str(row.steps),
-                *figures(row),
-                *(moved_figures(row) if ranks else ()),
-                text(row.message) or (row.outcome.value if row.outcome else row.status),
-            )
-            for row in rows
-        ),
-    )
+    columns = [list(PROFILE), *(list(profile_cells(row)) for row in rows)]
+    if any(row.moved for row in rows):
+        moved = ("moved with no_sync", "moved, every micro-batch reduced")
+        columns = [[*row, *more] for row, more in zip(columns, (moved, *map(moved_figures, rows)), strict=True)]
+    if any(row.message for row in rows):
+        said = ("message", *(text(row.message) for row in rows))
+        columns = [[*row, more] for row, more in zip(columns, said, strict=True)]
+    yield from _table(columns[0], columns[1:])
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

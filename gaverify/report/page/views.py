@@ -12,7 +12,7 @@ from markupsafe import Markup
 from gaverify.records.audit_report import AuditReport, Moment
 from gaverify.records.comparison import Outcome, ParameterComparison
 from gaverify.records.findings import Finding
-from gaverify.records.profile import LABELS, Row
+from gaverify.records.profile import LABELS
 from gaverify.records.verdict import Verdict
 from gaverify.report.junit import modules_of
 from gaverify.report.page.charts import (
@@ -29,7 +29,7 @@ from gaverify.report.stories import Answer, Story, Table, story_of
 from gaverify.report.text.layout import clean
 from gaverify.report.text.profile import moved_title
 from gaverify.report.text.verdict import kind_of, rows_of, told
-from gaverify.report.text.wording import figures, measures, moved_figures, number, ordered, worst
+from gaverify.report.text.wording import PROFILE, measures, moved_figures, number, ordered, profile_cells, worst
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ class AnswerView:
     weights: Sequence[tuple[str, Markup]] = ()
     timeline: Sequence[tuple[str, Sequence[tuple[str, str, int, str]]]] = ()
     plot: Markup = field(default_factory=lambda: Markup(""))
+    columns: Sequence[str] = (*PROFILE, "message")
     profile: Sequence[tuple[str, ...]] = ()
     moved: Sequence[tuple[str, ...]] = ()
     moved_title: str = ""
@@ -104,7 +105,7 @@ def view_of(answer: Answer) -> AnswerView:
     return replace(
         view,
         plot=Markup(profile_svg(answer)) if answer.rows else Markup(""),
-        profile=[_profile_cells(row) for row in answer.rows],
+        profile=[(*profile_cells(row), row.message) for row in answer.rows],
         moved=[(LABELS[row.strategy], str(row.steps), *moved_figures(row)) for row in answer.rows if row.moved],
         moved_title=moved_title(answer),
     )
@@ -193,8 +194,3 @@ def _calls(run: list[Moment]) -> tuple[str, str, int, str]:
     first = run[0]
     place = f"{first.file}:{first.line}" if first.file and first.line else first.file or ""
     return first.kind, first.kind.replace("_", "-"), len(run), place
-
-
-def _profile_cells(row: Row) -> tuple[str, ...]:
-    result = row.outcome.value if row.outcome else row.status
-    return (LABELS[row.strategy], str(row.steps), str(row.micro_batch or "-"), *figures(row), result, row.message)

@@ -21,11 +21,9 @@ from gaverify.records.profile import (
 from gaverify.records.profile import Line as Fit
 from gaverify.report.text.layout import Layout, Line, cells, columns, pad, table_of
 from gaverify.report.text.table import STYLES
-from gaverify.report.text.wording import figures, moved_figures, number, percent, titled
+from gaverify.report.text.wording import PROFILE, moved_figures, percent, profile_cells, titled
 
 _LABEL = 13
-_HEADER = ("strategy", "K × n", "activations", "peak", "time", "outcome", "rel. diff")
-_STATUS = {"out-of-memory": "out of memory", "does-not-fit": "does not fit", "failed": "failed", "not-run": "not run"}
 
 
 def profile_blocks(profile: Profile, layout: Layout) -> list[list[Line]]:
@@ -58,8 +56,8 @@ def profile_facts(profile: Profile) -> list[tuple[str, str]]:
 
 
 def _table(rows: Sequence[Row], layout: Layout) -> list[Line]:
-    body = [tuple(layout.text(cell) for cell in (*_name(row), *_figures(row))) for row in rows]
-    table = columns([tuple(layout.text(cell) for cell in _HEADER), *body], right=(1, 2, 3, 4, 6))
+    body = [[layout.text(cell) for cell in cells_] for cells_ in (PROFILE, *map(profile_cells, rows))]
+    table = columns(body, right=(1, 2, 3, 4, 6))
     lines: list[Line] = []
     for at, row in enumerate(table):
         style = "bold" if at == 0 else _style(rows[at - 1])
@@ -96,21 +94,6 @@ def _moved(profile: Profile, layout: Layout) -> list[Line]:
     return layout.wrap(title, indent=2, style="bold") + table_of([head, *body], right=(1, 2, 3))
 
 
-def _name(row: Row) -> tuple[str, str]:
-    size = f" × {row.micro_batch}" if row.micro_batch is not None else ""
-    return LABELS[row.strategy], f"{row.steps}{size}"
-
-
-def _figures(row: Row) -> tuple[str, ...]:
-    shown = figures(row)
-    if row.status != "measured":
-        return (*shown, _STATUS[row.status], "")
-    if row.strategy == "full-batch":
-        return (*shown, "reference", "")
-    outcome = "-" if row.outcome is None else row.outcome.value
-    return (*shown, outcome, "" if row.relative_difference is None else number(row.relative_difference))
-
-
 def _style(row: Row) -> str:
     if row.status in ("out-of-memory", "failed"):
         return STYLES[Outcome.DIVERGENT]
@@ -130,7 +113,7 @@ def _bars(block: _Block, rows: Sequence[Row], layout: Layout) -> list[Line]:
     shown = [(row, value) for row in rows if (value := block.value(row)) is not None]
     if not shown:
         return []
-    names = columns([[layout.text(cell) for cell in _name(row)] for row, _ in shown], right=(1,))
+    names = columns([[layout.text(cell) for cell in profile_cells(row)[:2]] for row, _ in shown], right=(1,))
     texts = columns([[layout.text(cell) for cell in block.text(row).split("|")] for row, _ in shown], right=(0, 1))
     heads, tails = ["  " + "  ".join(name) + "  " for name in names], ["  " + "  ".join(text) for text in texts]
     room = max(layout.width - cells(heads[0]) - max(map(cells, tails)), 8)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from gaverify.amounts import bytes_text, count_text, seconds_text
 from gaverify.records.comparison import Method, Outcome, ParameterComparison, badness, hidden_share
-from gaverify.records.profile import Row
+from gaverify.records.profile import LABELS, Row
 from gaverify.records.ranks import RankFacts
 from gaverify.records.verdict import Verdict
 from gaverify.thresholds import TENTH
@@ -54,12 +54,26 @@ def percent(fraction: float) -> str:
     return f"{share:.2g} %" if share >= 1e-4 or share == 0 else f"{share:.0e} %"
 
 
-def figures(row: Row) -> tuple[str, str, str]:
-    """Returns saved activations, peak memory and time of a profile's row; `-` where there is none."""
+PROFILE = ("strategy", "K × n", "activations", "peak", "time", "outcome", "rel. diff")
+_STATUS = {"out-of-memory": "out of memory", "does-not-fit": "does not fit", "failed": "failed", "not-run": "not run"}
+
+
+def profile_cells(row: Row) -> tuple[str, ...]:
+    """Returns what a table says of a profile's row, in the columns of `PROFILE`; `-` where there is no figure."""
+    outcome = "-" if row.outcome is None else row.outcome.value
+    if row.status != "measured":
+        outcome = _STATUS[row.status]
+    elif row.strategy == "full-batch":
+        outcome = "reference"
+    told = outcome in tuple(Outcome) and row.relative_difference is not None
     return (
+        LABELS[row.strategy],
+        f"{row.steps}" + (f" × {row.micro_batch}" if row.micro_batch is not None else ""),
         "-" if row.activation_bytes is None else bytes_text(row.activation_bytes),
         "-" if row.memory is None else bytes_text(row.memory.peak),
         "-" if row.seconds is None else seconds_text(row.seconds.median),
+        outcome,
+        number(row.relative_difference) if told and row.relative_difference is not None else "",
     )
 
 

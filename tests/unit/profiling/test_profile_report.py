@@ -169,8 +169,9 @@ def test_a_model_name_cannot_break_the_picture() -> None:
 
 def test_what_ranks_move_stands_in_every_format(snapshot: SnapshotAssertion) -> None:
     assert plain(answer_lines(on_ranks(), Layout(width=120))) == snapshot
-    assert "| 2.00 MB in 1 | 8.00 MB in 4 | equivalent |" in render([on_ranks()], "markdown")
-    assert "8.00 MB in 4" in render([on_ranks()], "html")
+    assert "| equivalent | 1.1e-07 | 2.00 MB in 1 | 8.00 MB in 4 |" in render([on_ranks()], "markdown")
+    page = render([on_ranks()], "html")
+    assert "8.00 MB in 4" in page and "<td>1.1e-07" in page
     document = validate_document(render([on_ranks()], "json"))
     moved = [row.moved for row in document.rows]
     assert moved[1] is None and moved[2] is not None

@@ -251,7 +251,7 @@ def test_the_verdict_and_its_cause_come_first(snapshot) -> None:
 def test_a_profile_has_its_rows_and_several_answers_an_overview() -> None:
     made = render([samples.equivalent(), samples.inconclusive(), profiles.profile()], "markdown", errors=[("b", "no")])
     assert made.startswith("## gaverify")
-    for words in ("✅ equivalent", "⚠️ inconclusive", "⛔ error", "| accumulate | 4 | 8.00 kB |"):
+    for words in ("✅ equivalent", "⚠️ inconclusive", "⛔ error", "| accumulate | 4 × 8 | 8.00 kB |"):
         assert words in made
     assert "❌" not in made
     assert "❌ divergent" in render([samples.divergent()], "markdown")
