@@ -251,9 +251,11 @@ class Terms:
         return line_of(self._made)
 
     def made_within(self, place: Place | None) -> Place | None:
-        """The same where it ran inside a call at a line: of a framework's loop, which differentiates what it calls."""
-        called = [(os.path.abspath(file), line) for file, line in _lines_of(self._made)]
-        return self.made if place in called else None
+        """The same where a library that was called at a line has called it: the loop of a framework."""
+        lines = [(os.path.abspath(file), line) for file, line in _lines_of(self._made)]
+        inside = lines[lines.index(place) + 1 :] if place in lines else []
+        called = next((owner for file, _ in inside if (owner := owner_of(file)) is not Owner.MACHINERY), None)
+        return self.made if called is Owner.LIBRARY else None
 
 
 def _stopped(slot: int, gradients: Sequence[Any], _: Any) -> tuple[Any, ...]:
