@@ -210,6 +210,9 @@ class Member:
         watcher.start()
         with ExitStack() as stack:
             stack.callback(self._leave)
+            stack.callback(
+                watcher.join, 10 * _LINGER
+            )  # a thread that is in the store when Python ends aborts the process
             stack.callback(self._over.set)
             stack.enter_context(_terminations_raised(self._failing))
             try:
@@ -228,7 +231,7 @@ class Member:
         while not self._over.wait(_LINGER / 10):
             with suppress(Exception):
                 what, since = self._at
-                if what != told:
+                if what and what != told:
                     self.store.set(f"at/{self.rank}", what)
                     told = what
                 stuck = time.monotonic() - since > self.timeout + _LINGER

@@ -96,6 +96,7 @@ def harm(facts: Facts) -> tuple[Evidence, ...]:
     ratio = total / fit.noise
     word = "negligible" if ratio < NEGLIGIBLE else "visible" if ratio < 1.0 else "severe"
     text = f"{word}: the difference is {ratio:.2g} times the gradient's sampling noise, by which batches differ anyway"
+    text += f" (as {fit.samples} samples tell it)" if fit.samples else ""
     return (Evidence("harm", "harm", text, {"ratio": ratio, "noise": fit.noise, "difference": total}),)
 
 
