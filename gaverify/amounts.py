@@ -63,8 +63,8 @@ def seconds_text(seconds: float) -> str:
 
 
 def count_text(count: int, noun: str) -> str:
-    """Returns `1 thread`, `567,434 parameters`."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+    """Returns `1 thread`, `567,434 parameters`, `2 passes`."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "es" if noun.endswith("s") else "s")
 
 
 def _digits(value: float) -> str:

@@ -87,7 +87,7 @@ def _begun(bench: Bench, facts: Facts, found: Facts) -> tuple[Bench, Facts]:
     """The micro-batches' own gradients as sketches, and the weights that fit; of the part where none are to blame."""
     earlier = bench.earlier or kept(bench.full_batch())
     shares = earlier.shares
-    if shares is None and (found.weights.blamed or not all(facts.weights.valid_targets)):
+    if shares is None and found.weights.blamed:
         shares = bench.sketched(earlier.full, target=earlier.gradient)[0]
     bench = replace(bench, earlier=replace(earlier, shares=shares))
     changes = State(found.state.changes) if found.state is not None else None
@@ -103,11 +103,14 @@ def _begun(bench: Bench, facts: Facts, found: Facts) -> tuple[Bench, Facts]:
 
 
 def _fit_of_part(facts: Facts, found: Facts) -> WeightFit | None:
-    """What weights leave of the part; its sampling noise falls with the square root of the samples."""
+    """What weights leave of the part, without those weights: it has other micro-batches.
+
+    The sampling noise falls with the square root of the number of samples.
+    """
     fit = found.weights.fit
     norms = [math.hypot(*(row.reference_norm for row in each.compared.rows)) for each in (found, facts)]
     share = math.sqrt(found.batch_size / facts.batch_size) * norms[0] / max(norms[1], TINY)
-    return fit and replace(fit, noise=fit.noise * share, samples=found.batch_size)
+    return fit and replace(fit, weights=(), noise=fit.noise * share, samples=found.batch_size)
 
 
 def _of_the_part(

@@ -95,7 +95,7 @@ def _judged(part: Task, whole: Judgement, unit: float, listener: Listener | None
     """
     low, drawn = whole.few is not None, whole.record  # below float32, float64 of the part alone tells
     in_both = partial(judge, part, rtol=None, atol=None, exact=low, listener=listener)
-    if low or drawn.unaligned:
+    if low:
         return in_both()
     state = ModelState(part.modules, (part.problem.loss,))
     record = full_batch_gradients(part, state)[1] if drawn.count else DrawRecord()

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from gaverify.amounts import count_text
 from gaverify.errors import Agreed, GaverifyError, ProblemError
 from gaverify.launched import launched, leave, note_first, this_process
 from gaverify.passes.devices import RANKED, backend_of, devices_of_ranks, resolve_device, select_device, with_number
@@ -80,7 +81,7 @@ class Member:
             Agreed: A rank failed, or did not arrive in time; the sentence names it.
         """
         self.store.set(f"{stage}/{self.rank}", pickle.dumps(value))
-        self._at = self._at[0], time.monotonic() if self._at[0] else math.inf
+        self.further(self._at[0])  # whom it waits for here is told by the limit below
         limit = time.monotonic() + min(self.timeout, within or self.timeout)
         found: dict[int, Any] = {}
         while len(found) < self.count:
@@ -116,7 +117,7 @@ class Member:
         Raises:
             Agreed: A rank does not end it.
         """
-        self.further(f"at the end of the window after {passes} backward passes")
+        self.further(f"at the end of the window after {count_text(passes, 'backward pass')}")
         self._windows += 1
         self.everyones(f"window {self._windows}", None)
 
@@ -127,6 +128,9 @@ class Member:
         return (
             f"{_ranks(missing)} did not come as far as the others within {self.timeout:g} s ({where}): {_SAME_PASSES}"
         )
+
+    def _stuck(self) -> str:
+        return f"rank {self.rank} got no further in {self.timeout:g} s ({self._told_places()}): {_SAME_PASSES}"
 
     def _told_places(self) -> str:
         """How far the ranks came, as their watchers have said it."""
@@ -210,9 +214,8 @@ class Member:
         watcher.start()
         with ExitStack() as stack:
             stack.callback(self._leave)
-            stack.callback(
-                watcher.join, 10 * _LINGER
-            )  # a thread that is in the store when Python ends aborts the process
+            # a thread that is in the store when Python ends aborts the process
+            stack.callback(watcher.join, 10 * _LINGER)
             stack.callback(self._over.set)
             stack.enter_context(_terminations_raised(self._failing))
             try:
@@ -238,9 +241,8 @@ class Member:
                 if (self._said() or stuck) and not self._over.wait(_LINGER / 2):
                     if self.store.check([f"failed/{self.rank}"]):
                         continue
-                    why = "" if self._said() else f"no rank got further in {self.timeout:g} s ({self._told_places()}): "
-                    said = Said(why and why + _SAME_PASSES, own=False)
-                    self.store.set(f"failed/{self.rank}", pickle.dumps(said))
+                    said = "" if self._said() else self._stuck()
+                    self.store.set(f"failed/{self.rank}", pickle.dumps(Said(said, own=False)))
                     if self.rank == 0:
                         print(f"gaverify: error: {self._reason()}", file=sys.__stderr__, flush=True)
                     self._leave()

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.utils import clip_grad
 from torch.utils._python_dispatch import _disable_current_modes
 
+from gaverify.amounts import count_text
 from gaverify.collective.engines import Reach, Scaled, Synchronised, blocks, wrapped
 from gaverify.collective.membership import Member
 from gaverify.collective.traffic import TrafficMeter
@@ -208,7 +209,7 @@ def _backwards_noted(moved: Moved, share: float, member: Member) -> Iterator[Non
             return plain(tensors, *args, **kwargs)
         finally:
             moved.reduced.append(_bytes_reduced(moved.meter) - before)
-            member.further(f"in the window after {len(moved.reduced)} backward passes")
+            member.further(f"in the window after {count_text(len(moved.reduced), 'backward pass')}")
 
     torch.autograd.backward = noted  # type: ignore[assignment]
     try:

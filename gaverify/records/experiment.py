@@ -106,7 +106,8 @@ class WeightFit:
     `weights` are those that would be right, `used` those that reached the optimizer. `determined`: the gradients of the
     micro-batches tell all weights apart. `vacuous`: the model has so few parameters that some weights always fit.
     `noise` is the standard error of the full-batch gradient, estimated from its micro-batches, relative to its norm.
-    `samples`: how many were looked at where that is not all of the batch; the noise is always that of all.
+    `samples`: how many were looked at where that is not all of the batch: then there are no weights, and the noise is
+    that of all.
     """
 
     weights: tuple[float, ...]

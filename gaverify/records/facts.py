@@ -63,7 +63,7 @@ class SampleCoupling:
 
 @dataclass(frozen=True)
 class Repeatability:
-    """The full batch run twice with everything known restored."""
+    """How far a pass is from itself with everything known restored: a micro-batch's, or the full batch's."""
 
     forward: float
     backward: float

@@ -81,12 +81,9 @@ def left_by(run: ControlRun, article: str = "") -> str:
 
 def rest_of(facts: Facts, run: ControlRun) -> str:
     """Says what a control leaves: another cause where one was seen that a control could remove, else why it may not."""
-    off = [
-        t
-        for t in (facts.loop.terms if facts.loop else ())
-        if t.fit.factor_residual < SMALL_PART < abs(t.fit.factor - 1)
-    ]
-    if several(facts) or facts.forward.ruled_out or off or run.kind not in _INEXACT:
+    fits = [term.fit for term in facts.loop.terms] if facts.loop is not None else []
+    beside = any(fit.factor_residual < SMALL_PART < abs(fit.factor - 1) for fit in fits)  # a term that counts wrongly
+    if several(facts) or facts.forward.ruled_out or beside or run.kind not in _INEXACT:
         return "another cause is left"
     return f"the control is not exact, because {_INEXACT[run.kind]}"
 

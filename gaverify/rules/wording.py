@@ -122,10 +122,10 @@ def backward_place(facts: Facts, number: int | None = None) -> Location | None:
         facts: What was measured.
         number: The update; None: the one that was compared.
     """
+    if facts.loop is not None and facts.loop.made is not None:
+        return line_of(*facts.loop.made)
     number = facts.compared.update if number is None else number
     window = facts.loop.window_of(number) if facts.loop is not None and number is not None else None
-    if facts.loop is not None and facts.loop.made is not None and number == facts.compared.update:
-        return line_of(*facts.loop.made)
     return located(reversed(window.of("backward"))) if window is not None else None
 
 

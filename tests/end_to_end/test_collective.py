@@ -289,7 +289,7 @@ def test_a_rank_that_skips_a_pass_ends_all_with_how_far_each_came(tmp_path: Path
     assert [code for code, _, _ in ranks] == [2, 2], ranks
     for _, _, err in ranks:
         assert "rank 0 did not come as far as the others within 3 s" in err, ranks
-        assert "rank 1: at the end of the window after 1 backward passes" in err, ranks
+        assert "rank 1: at the end of the window after 1 backward pass)" in err, ranks
 
 
 def test_a_float64_control_that_one_rank_lacks_is_told_by_it(tmp_path: Path) -> None:

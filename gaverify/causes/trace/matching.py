@@ -66,12 +66,13 @@ class Matching:
             if result.prints is None or result.layout is None or result.layout.kind not in ("rows", "selected"):
                 continue
             parts = [self._result(k, index, position) for k in range(len(self.parts))]
-            sums = [part.moments for part in parts if part is not None and part.moments is not None]
-            if result.moments is None or len(sums) != len(self.parts):
+            sums = [moments for part in parts if part is not None and (moments := part.moments) is not None]
+            whole = result.moments
+            if whole is None or len(sums) != len(self.parts):
                 return False
-            twice, thrice = result.moments[-2], result.moments[-1]
+            twice, thrice = whole[-2], whole[-1]
             scales = torch.stack([twice] * 5 + [thrice] * 3)
-            difference = (torch.stack(sums).sum(0) - result.moments)[:8].abs()
+            difference = (torch.stack(sums).sum(0) - whole)[:8].abs()
             if not bool((difference <= SAME_ROWS * self._agree * scales).all()):
                 return False
             found = True

@@ -151,9 +151,9 @@ class Result:
     @property
     def moments(self) -> torch.Tensor | None:
         """The moments of all rows; those of rows with a fingerprint each are worked out when they are asked for."""
-        alone = self.layout is not None and (self.layout.kind == "selected" or self.layout.fold == 1)
-        lacking = self.summed and self.floating and self.of_folded is None and self.prints is not None
-        return _moments(self.prints[0]) if lacking and alone else self.of_folded  # type: ignore[index]
+        if self.of_folded is not None or self.prints is None or not (self.summed and self.floating):
+            return self.of_folded
+        return _moments(self.prints[0])
 
 
 @dataclass

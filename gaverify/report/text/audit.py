@@ -96,7 +96,7 @@ def _update(update: UpdateComparison, layout: Layout, show_all: bool) -> list[Li
 
 def _described(update: UpdateComparison) -> Iterable[str]:
     sizes = update.sizes
-    yield f"{update.backwards} backward pass{'' if update.backwards == 1 else 'es'}"
+    yield count_text(update.backwards, "backward pass")
     if sizes:
         same = len(set(sizes)) == 1
         yield f"{len(sizes)} × {sizes[0]} rows" if same else f"{' + '.join(map(str, sizes[:12]))} rows"

@@ -60,12 +60,11 @@ _STATUS = {"out-of-memory": "out of memory", "does-not-fit": "does not fit", "fa
 
 def profile_cells(row: Row) -> tuple[str, ...]:
     """Returns what a table says of a profile's row, in the columns of `PROFILE`; `-` where there is no figure."""
-    outcome = "-" if row.outcome is None else row.outcome.value
+    outcome, difference = "-" if row.outcome is None else row.outcome.value, row.relative_difference
     if row.status != "measured":
-        outcome = _STATUS[row.status]
+        outcome, difference = _STATUS[row.status], None
     elif row.strategy == "full-batch":
-        outcome = "reference"
-    told = outcome in tuple(Outcome) and row.relative_difference is not None
+        outcome, difference = "reference", None
     return (
         LABELS[row.strategy],
         f"{row.steps}" + (f" × {row.micro_batch}" if row.micro_batch is not None else ""),
@@ -73,7 +72,7 @@ def profile_cells(row: Row) -> tuple[str, ...]:
         "-" if row.memory is None else bytes_text(row.memory.peak),
         "-" if row.seconds is None else seconds_text(row.seconds.median),
         outcome,
-        number(row.relative_difference) if told and row.relative_difference is not None else "",
+        "" if difference is None else number(difference),
     )
 
 

@@ -22,7 +22,7 @@ from gaverify.records.audit import Overwritten, Record, RowCheck, UpdateComparis
 from gaverify.records.audit_report import counts_of
 from gaverify.records.comparison import NotCompared, Outcome, ParameterComparison
 from gaverify.records.events import Event, Ledger, ledger_of
-from gaverify.records.experiment import Cause, ControlRun, LossTerm, Operation, Suspect, WeightFit
+from gaverify.records.experiment import Cause, ControlKind, ControlRun, LossTerm, Operation, Suspect, WeightFit
 from gaverify.records.facts import facts_of_loop
 from gaverify.records.findings import Finding, Location
 from gaverify.records.ranks import RankFacts
@@ -31,6 +31,7 @@ from gaverify.records.windows import windows_of
 from gaverify.rulebook import rule_pages
 from gaverify.rules import RULES
 from gaverify.rules import findings_for as findings_of
+from gaverify.rules.controls import rest_of
 from gaverify.rules.scale import constant
 from gaverify.rules.wrong_scale import short_by
 
@@ -687,6 +688,26 @@ class TestTerms:
         other = LossTerm(1, 2, fit(1.0, left, right=(1.0, 1.2, 1.4, 1.8), residual=left))
         (found,) = findings_for(replace(loop, terms=(other, LossTerm(2, 2, fit(4.0), False))))
         assert ("1 other term counted rightly" in str(found.evidence)) is counted
+        assert ("and leave the others as they are" in found.remedy) is counted
+
+    @pytest.mark.parametrize(
+        ("left", "samples", "vacuous", "explained"),
+        [(0.2, True, False, False), (1e-7, True, False, True), (0.2, False, False, True), (0.2, True, True, True)],
+    )
+    def test_a_term_that_no_weights_explain_is_left_to_be_looked_into(
+        self, left: float, samples: bool, vacuous: bool, explained: bool
+    ) -> None:
+        loop = record(RIGHT, "BSZ BSZ", updates=(update(ratio=1.1, fit=self.UNKNOWN),))
+        other = replace(fit(1.0, left, right=(1.0, 1.2, 1.4, 1.8), residual=left), vacuous=vacuous)
+        terms = (LossTerm(1, 2, other, samples), LossTerm(2, 2, fit(4.0), False))
+        assert is_explained(replace(loop, terms=terms)) is explained
+
+    @pytest.mark.parametrize(("factor", "said"), [(4.0, "another cause is left"), (1.0, "the control is not exact")])
+    def test_a_term_that_counts_wrongly_is_what_an_inexact_control_leaves(self, factor: float, said: str) -> None:
+        run = ControlRun("the loss once", 0.1, False, kind=ControlKind.CACHED_GRADIENTS)
+        loop = record(RIGHT, "BSZ BSZ", updates=(update(ratio=1.1, fit=self.UNKNOWN),))
+        terms = (LossTerm(1, 2, self.UNKNOWN), LossTerm(2, 2, fit(factor), False))
+        assert said in rest_of(facts_of_loop(replace(loop, terms=terms)), run)
 
     def test_terms_that_are_right_or_not_one_factor_accuse_nobody(self) -> None:
         assert self.judged(LossTerm(1, 2, fit()), LossTerm(2, 2, self.UNKNOWN)) == []

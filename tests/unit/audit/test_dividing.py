@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from gaverify.audit.flow import parts_of
 from gaverify.audit.reading import Samples
+from gaverify.audit.recording import graph
 from gaverify.audit.recording.graph import MOST, Terms, Weight
 from gaverify.audit.stages import _feels_samples, add_up, fit_gradients
 from gaverify.records.audit import Record
@@ -228,3 +229,22 @@ def test_parts(whole: list[list[int]], part: list[list[int]]) -> None:
 def test_rows_that_do_not_divide_tell_nothing() -> None:
     record = Record((window([[CRITIC, GENERATOR]], 5),), Ledger((), ()), (window([[CRITIC]], 16),))
     assert parts_of(record) == 0
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        ([("/train.py", 5), ("/torch/module.py", 1), ("/lib/trainer.py", 7), ("/train.py", 9)], ("/train.py", 9)),
+        ([("/train.py", 5), ("/torch/module.py", 1), ("/train.py", 9)], None),
+        ([("/train.py", 4), ("/lib/trainer.py", 7), ("/train.py", 9)], None),
+        ([("/train.py", 5)], None),
+    ],
+    ids=["by a framework that was called there", "by the script's own function", "called before", "there itself"],
+)
+def test_a_loss_is_told_where_a_framework_called_it(
+    monkeypatch: pytest.MonkeyPatch, lines: list[tuple[str, int]], told: tuple[str, int] | None
+) -> None:
+    owners = {"train.py": graph.Owner.USER, "trainer.py": graph.Owner.LIBRARY, "module.py": graph.Owner.MACHINERY}
+    monkeypatch.setattr(graph, "_lines_of", lambda _: lines)
+    monkeypatch.setattr(graph, "owner_of", lambda file: owners[file.rpartition("/")[2]])
+    assert Terms(torch.ones(1, requires_grad=True).sum()).made_within(("/train.py", 5)) == told

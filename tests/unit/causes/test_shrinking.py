@@ -38,7 +38,17 @@ from gaverify.passes.task import Task
 from gaverify.records.comparison import NotCompared
 from gaverify.records.experiment import ControlKind, ControlRun, WeightFit
 from gaverify.records.facts import Facts, Repeatability, Weights
-from gaverify.thresholds import CORRECT_FLOAT32, FEW_TIMES, SAME_IN_FLOAT32, SAME_ORDER, SHOWS_UNITS, U32
+from gaverify.thresholds import (
+    CAPPED_UNITS,
+    CORRECT_FLOAT32,
+    FEW_TIMES,
+    FEW_UNITS,
+    SAME_IN_FLOAT32,
+    SAME_ORDER,
+    SHOWS_UNITS,
+    U32,
+    U64,
+)
 from gaverify.verdict import window
 from gaverify.verdict.criteria import Difference
 
@@ -165,6 +175,70 @@ def test_a_parameter_is_decided_by_a_part_where_it_shows_the_same(
     assert (rows[0].outcome if rows is not None else None) is expected
     part.control = None
     assert shrinking._decided(*sizes, whole, part, U32) is None, "float64 did not run"
+
+
+@pytest.mark.parametrize(
+    ("drawn", "doubts", "loss", "alone"),
+    [
+        (DrawRecord(), False, 1.0, True),
+        (DrawRecord(draws=[object()], inner=True), False, 1.0, True),
+        (DrawRecord(draws=[object()], ambiguous=True), True, 1.0, True),
+        (DrawRecord(draws=[object()]), True, 1.0, False),
+        (DrawRecord(), False, math.nan, False),
+    ],
+    ids=["nothing drawn", "in the whole's reading", "open to doubt in both", "in the part alone", "no target in it"],
+)
+def test_a_part_in_float32_is_judged_by_float64_alone(
+    monkeypatch: pytest.MonkeyPatch, drawn: Any, doubts: bool, loss: float, alone: bool
+) -> None:
+    """Its differences in working precision are the whole's, to scale: half of them here."""
+    given: list[DrawRecord] = []
+    rows = {"w": difference(0.3, 0.3), "b": difference(0.4, 0.4)}
+    passes = SimpleNamespace(loss=loss), SimpleNamespace(micro_losses=(1.0, loss))
+
+    def control(part: Any, state: Any, record: DrawRecord, listener: Any) -> Any:
+        given.append(record)
+        record.ambiguous = doubts
+        return SimpleNamespace(rows=rows, full=passes[0], accumulated=passes[1])
+
+    recorded = DrawRecord(draws=[object()])  # type: ignore[list-item]
+    monkeypatch.setattr(shrinking, "full_batch_gradients", lambda *_: (None, recorded))
+    monkeypatch.setattr(shrinking, "float64_control", control)
+    monkeypatch.setattr(shrinking, "judge", lambda *_, **__: "in both")
+    working = {"w": difference(1.0, 0.6), "b": difference(0.0, 0.8)}
+    scales = {"w": 0.0, "b": 8.0}
+    whole: Any = SimpleNamespace(few=None, record=drawn, working=working, scales=scales, dtype=torch.float32)
+    part: Any = SimpleNamespace(modules=[], problem=SimpleNamespace(loss=squared_error))
+    found = shrinking._judged(part, whole, U32, None)
+    assert (given[0] is recorded) is bool(drawn.count) and given[0].inner is drawn.inner
+    if not alone:
+        assert found == "in both"
+        return
+    assert found.working == {} and found.full is passes[0]
+    allowed = [row.allowed for row in found.rows]
+    assert allowed == pytest.approx([math.sqrt(U64 / U32) * 0.5, CAPPED_UNITS * U32 * 4.0])
+    whole.few = "below float32"
+    assert shrinking._judged(part, whole, U32, None) == "in both"
+
+
+@pytest.mark.parametrize(
+    ("own", "here", "looks"),
+    [(1e-12, 0.9, False), (1e-12, 1.1, True), (1e-3, 0.9, True)],
+    ids=["a gradient that is zero", "that is more than rounding here", "a gradient that is none"],
+)
+def test_what_rounds_a_gradient_that_is_zero_is_known_without_a_pass(
+    monkeypatch: pytest.MonkeyPatch, own: float, here: float, looks: bool
+) -> None:
+    looked: list[object] = []
+    seen = {"w": difference(1e-4, 1.0), "zero": difference(1e-9, 0.0)}
+    monkeypatch.setattr(shrinking, "_in_working_precision", lambda *given: looked.append(given) or seen)
+    least = FEW_UNITS * U32
+    whole: Any = SimpleNamespace(working={"w": difference(1e-4, 1.0), "zero": difference(here * least, here * least)})
+    rows = [measured.row("w", 1.0, 1.0, 0.1), measured.row("zero", own, own, 0.0)]
+    found: Any = SimpleNamespace(rows=rows, working={})
+    rounds = shrinking._rounding_of(None, whole, found, U32)  # type: ignore[arg-type]
+    assert rounds("zero") == pytest.approx(FEW_TIMES * 1e-9 if looks else least)
+    assert rounds("w") == pytest.approx(FEW_TIMES * 1e-4) and len(looked) == 1
 
 
 @pytest.mark.usefixtures("everything")
@@ -520,8 +594,50 @@ def test_layers_that_others_replace_are_confirmed_by_that_repair(
     replaced = None if leaves is None else replace(before, remedies=(replace(run, left=leaves),))
     monkeypatch.setattr(proof, "replaced_again", lambda *_: replaced)
     monkeypatch.setattr(proof, "again", lambda *_: None)
-    part = replace(FOUND, forward=replace(FOUND.forward, causes=(before,)))
+    part = replace(FOUND, forward=replace(FOUND.forward, causes=(before,)), batch_size=4)
     assert confirms(confirming._cause, part) is told
+    if told:
+        bench: Any = SimpleNamespace(rounding=1e-6, floor=0.0, exact=True)
+        (shown,) = confirming._cause(bench, FACTS, part).forward.causes
+        assert shown.control is not None and shown.control.what.endswith("on the first 4 samples"), "it ran there alone"
+
+
+@pytest.mark.parametrize(("rounding", "told"), [(True, True), (False, False), (None, False)])
+def test_a_repair_stands_for_the_control_where_it_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, rounding: bool | None, told: bool
+) -> None:
+    run = replace(measured.HELPED, kind=ControlKind.REPLACED, rounding=rounding is True)
+    monkeypatch.setattr(proof, "_remedies", lambda *_: iter([] if rounding is None else [run]))
+    bench: Any = SimpleNamespace(total=0.5)
+    found = proof.replaced_again(bench, measured.cause())
+    assert (found.remedies if found is not None else None) == ((run,) if told else None)
+
+
+def test_the_noise_of_a_part_is_that_of_the_whole_to_scale() -> None:
+    """A quarter of the samples, of a gradient that is three times as long."""
+    fit = WeightFit((0.5, 0.5), 0.4, noise=0.2)
+    part = measured.divergent(rows=(measured.row("w", 3.0, 3.0, 0.1),), fit=fit, batch_size=8)
+    whole = measured.divergent(rows=(measured.row("w", 1.0, 1.0, 0.1),), batch_size=32)
+    found = confirming._fit_of_part(whole, part)
+    assert found is not None and (found.weights, found.samples) == ((), 8)
+    assert found.noise == pytest.approx(0.2 * 0.5 * 3.0)
+
+
+@pytest.mark.parametrize(("before", "again", "apart"), [(1.0, 1.0, 0.0), (1.0, 1.5, 0.5), (0.0, 0.0, math.inf)])
+def test_a_first_micro_batch_without_a_gradient_does_not_tell_that_it_repeats(
+    monkeypatch: pytest.MonkeyPatch, before: float, again: float, apart: float
+) -> None:
+    monkeypatch.setattr(weights, "sketch", lambda _: torch.tensor([again]))
+    monkeypatch.setattr(weights, "replace", lambda value, **_: value)
+    found = SimpleNamespace(gradients={"w": None}, micro_losses=(2.0,))
+    bench: Any = SimpleNamespace(
+        task=SimpleNamespace(sizes=(2, 2)), possible=lambda ask: ask(), accumulated=lambda *_: found
+    )
+    earlier: Any = SimpleNamespace(
+        shares=SimpleNamespace(columns=torch.tensor([[before, 1.0]])), full=None, losses=(2.0,)
+    )
+    twice = weights._first_again(bench, earlier)
+    assert (twice.forward, twice.backward) == (apart if apart == math.inf else 0.0, apart)
 
 
 @pytest.mark.parametrize(

@@ -209,6 +209,25 @@ def test_a_mask_hides_no_difference_beside_it(mask: float) -> None:
     assert float((one - two).abs().max() / one.abs().max()) > AGREE
 
 
+def test_what_is_large_is_squashed_whatever_lies_beside_it() -> None:
+    layout = Layout("rows", 0)
+
+    def prints(*rows: tuple[float, ...]) -> torch.Tensor:
+        found = described(torch.tensor(rows, dtype=torch.float64), layout)[0]
+        assert found is not None
+        return found[0]
+
+    small, large = prints((2e3, 0.5), (0.5, 0.5)), prints((2e3, 0.5), (0.5, 1e9))
+    torch.testing.assert_close(small[0], large[0])
+    assert not torch.allclose(small[0], prints((4e3, 0.5), (0.5, 0.5))[0], rtol=1e-3)
+
+
+def test_what_no_operation_made_has_no_moments() -> None:
+    layout, rows = Layout("rows", 0), torch.randn(4, 3, dtype=torch.float64)
+    results = [Result((4, 3), True, layout, *described(rows, layout), summed=summed) for summed in (True, False)]
+    assert results[0].moments is not None and results[1].moments is None
+
+
 def _tokens(first: torch.Tensor, kept: torch.Tensor) -> Trace:
     """Two tokens per sample, the samples outermost: what comes in, and which of them a queue keeps."""
     made = Trace()

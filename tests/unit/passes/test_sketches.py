@@ -13,7 +13,7 @@ from gaverify import Problem, ProblemError
 from gaverify.passes.devices import widest
 from gaverify.passes.dispatch import Observed
 from gaverify.passes.fingerprints import projected, real_numbers, summaries
-from gaverify.passes.sketches import SINGULAR_FLOAT64, SKETCH, fit_weights, sketch
+from gaverify.passes.sketches import SINGULAR_FLOAT64, SKETCH, fit_weights, sketch, sketch_of
 from gaverify.passes.weighting import Weighing, check_weighting, micro_batch_weight, targets_of, valid_targets
 
 # ---  ----------------------------------------------------------------------------------------------------------------
@@ -44,6 +44,13 @@ def test_a_missing_gradient_changes_nothing_for_the_others() -> None:
     both, alone = sketch([first, second]), sketch([None, second])
     torch.testing.assert_close(both - sketch([first, None]), alone)
     assert sketch([None, None]).shape == (SKETCH,) and not sketch([None]).any()
+
+
+def test_signs_hang_on_the_place() -> None:
+    """4,096 places on, a tensor begins at the same bucket: two equal ones must not add up there."""
+    one = torch.ones(SKETCH, dtype=torch.float64)
+    here, there = sketch_of(one, 0), sketch_of(one, SKETCH)
+    assert abs(float(here @ there)) < 0.1 * SKETCH
 
 
 def test_lengths_are_preserved_in_expectation() -> None:

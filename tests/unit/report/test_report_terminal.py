@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import samples
 
+from gaverify.amounts import count_text
 from gaverify.errors import SpecError
 from gaverify.records.comparison import Element, NotCompared, Outcome
 from gaverify.records.findings import Location
@@ -282,3 +283,10 @@ def test_rounding_orders_no_rows_and_shows_no_element() -> None:
 def names_of(text: str) -> list[str]:
     """The parameters of a table, in its order."""
     return re.findall(r"^  ([\w.]+) .* equivalent$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("number", "noun", "said"), [(1, "pass", "1 pass"), (2, "pass", "2 passes"), (2, "row", "2 rows")]
+)
+def test_things_are_counted_in_words(number: int, noun: str, said: str) -> None:
+    assert count_text(number, noun) == said

@@ -320,6 +320,14 @@ def test_harm_is_told_once_against_the_sampling_noise(noise: float, word: str) -
     assert evidence(second, "harm") == ""
 
 
+@pytest.mark.parametrize("samples", [4, None])
+def test_what_a_part_of_the_batch_tells_says_so(samples: int | None) -> None:
+    fit = WeightFit((), 0.4, noise=0.5, samples=samples)
+    found = only(divergent(fit=fit, causes=(coupled(),)))
+    assert ("(as 4 samples tell it)" in evidence(found, "harm")) is (samples is not None)
+    assert ("of the gradient of the first 4 samples over" in evidence(found, "fit")) is (samples is not None)
+
+
 def test_harm_is_not_told_where_it_is_unknown() -> None:
     unknown = divergent(causes=(norm(),), fit=WeightFit(QUARTERS, 0.4, True))
     assert evidence(only(unknown), "harm") == ""
