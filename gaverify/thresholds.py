@@ -139,6 +139,9 @@ STARTED_APART = 1e-3
 CUT = 2.0
 """Factor by which the rows of both runs may differ; K = 2 micro-batches taken for the batch is the smallest mistake."""
 
+TOO_SMALL_TO_CLIP = U32
+"""What losses are multiplied by so that no gradient meets a limit; a power of two rounds nothing."""
+
 # -- what is worth saying ---------------------------------------------------------------------------------------------
 
 BITS_WORTH_A_NOTE = 0.5

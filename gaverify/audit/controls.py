@@ -32,10 +32,9 @@ from gaverify.records.stages import Stage, StageComparison
 from gaverify.records.windows import common_rounds, rounds_of, windows_of
 from gaverify.rules.calls import clipped_inside
 from gaverify.rules.scale import multipliers_of, weights_of
-from gaverify.thresholds import FIT_FLOAT32, MANY_UNITS, SMALLEST_FAULT, TENTH, U32
+from gaverify.thresholds import FIT_FLOAT32, MANY_UNITS, SMALLEST_FAULT, TENTH, TOO_SMALL_TO_CLIP
 from gaverify.verdict.criteria import floors_allowed
 
-_SMALL = U32  # no gradient of a loss this much smaller meets a limit; a power of two rounds nothing
 _OTHERWISE = ((1, 1.3), (2, 1.7), (3, 2.9))  # directions of weights, and what losses are multiplied by
 _MOST_HELD = 64  # micro-batches that the control with undone steps runs at most
 
@@ -66,7 +65,7 @@ def unclipped(trial: Trial, record: Record) -> Record:
     """
     if not any(update.unclear for update in record.updates) and not clipped_inside(facts_of_loop(record)):
         return record
-    control = trial.changed(shrink=_SMALL, shown_as="unclipped")
+    control = trial.changed(shrink=TOO_SMALL_TO_CLIP, shown_as="unclipped")
     small = tuple(replace(update, decided=Stage.UNCLIPPED) for update in control.compared(unclipped=True))
     windows = windows_of(control.accumulated.events, control.numbers)
     found = weighed(control, replace(record, updates=small, windows=windows))

@@ -6,6 +6,7 @@ Shapes: R ranks; S = 4096 numbers of a sketch, which stands for all gradients of
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -21,8 +22,9 @@ from gaverify.passes.sketches import SINGULAR_FLOAT32, fit_weights, sketch
 from gaverify.passes.task import Task
 from gaverify.passes.wrappers import is_sharded, local, shard_number
 from gaverify.records.comparison import Outcome, ParameterComparison, relative_total
-from gaverify.records.experiment import WeightFit
-from gaverify.records.ranks import Engine, RankFacts, Shares, Traffic
+from gaverify.records.experiment import ControlKind, ControlRun, WeightFit
+from gaverify.records.facts import SCRIPT, Weights
+from gaverify.records.ranks import Engine, RankFacts, Shares, Traffic, rounding_of
 from gaverify.thresholds import COMPUTED_FLOAT32
 from gaverify.verdict.comparison import left_between
 from gaverify.verdict.judging import Judgement, working_unit
@@ -119,7 +121,12 @@ def with_shares(facts: RankFacts, left: Callable[[Shares], float]) -> RankFacts:
 
 
 def facts_of_ranks(
-    task: Task, trained: Trained, judgement: Judgement, moved: Moved, one: Judgement | None = None
+    task: Task,
+    trained: Trained,
+    judgement: Judgement,
+    moved: Moved,
+    one: Judgement | None = None,
+    unclipped: float = math.nan,
 ) -> RankFacts:
     """Returns what the window showed.
 
@@ -129,6 +136,7 @@ def facts_of_ranks(
         judgement: What was decided about their window.
         moved: What that moved.
         one: The same micro-batches, all of them on every rank; None where nothing diverges.
+        unclipped: What such a window leaves whose losses are too small to be clipped; NaN where nothing is.
     """
     member, engine = trained.member, trained.engine
     window = judgement.accumulated
@@ -148,22 +156,26 @@ def facts_of_ranks(
         stepped_without=engine is Engine.FSDP2 and all(gradient is None for gradient in window.gradients.values()),
         update_bytes=_update_bytes(task, meter.reduced_in),
         buffers_apart=buffers_apart(buffers, unit),
+        clip_control=unclipped,
     )
     if one is None:
         return facts
+    if facts.is_rounding(unclipped):
+        return replace(facts, from_one_process=0.0)
     together = one.accumulated.gradients
     facts = replace(facts, from_one_process=left_between(window.gradients, together))
     if trained.strategy is not None:
         together = judgement.full.gradients  # the loop counts its losses itself, and better than one process may
-        weights = fitted(_own_of_strategy(task, trained, judgement), together, window.gradients)
-        facts = _of_strategy(task, trained, judgement, replace(facts, weights=weights))
+        own_of_each, counted = _own_of_strategy(task, trained, judgement)
+        weights = fitted(own_of_each, together, window.gradients)
+        facts = _of_strategy(task, trained, judgement, replace(facts, weights=weights, counted=counted))
     else:
         own = [trained.own(task, rank) for rank in range(member.count)]
         weights = fitted(_own_gradients(task, trained, judgement, own), together, window.gradients)
         facts = replace(facts, weights=weights)
 
     def left(shares: Shares) -> float:
-        own = replace(trained, share=shares[member.rank][0])
+        own = replace(trained, shares=shares[member.rank])
         repaired, _ = own.window(task, judgement.state, judgement.record, judgement.full)
         return left_between(repaired.gradients, together)
 
@@ -173,11 +185,12 @@ def facts_of_ranks(
 def _of_strategy(task: Task, trained: Trained, judgement: Judgement, facts: RankFacts) -> RankFacts:
     """What controls of the user's own loop show: every backward pass reducing, and one micro-batch of all samples.
 
-    Where one micro-batch has the right gradient, or one factor that is not the number of ranks is all that is wrong,
-    the fault is one of the loop and not of the ranks. A factor that is both K and R cannot be told apart.
+    Where one micro-batch has the right gradient, one factor that is not the number of ranks is all that is wrong, or
+    weights of micro-batches and none of ranks, the fault is one of the loop and not of the ranks. A factor that is both
+    K and R cannot be told apart.
     """
     full = judgement.full.gradients
-    if facts.stepped_without or not facts.apart <= facts.rounding:
+    if facts.stepped_without or facts.ends_unreduced or facts.apart > facts.rounding:
         with always_reducing():
             reduced, _ = trained.window(task, judgement.state, judgement.record, judgement.full)
         facts = replace(facts, sync_control=left_between(reduced.gradients, full))
@@ -189,6 +202,9 @@ def _of_strategy(task: Task, trained: Trained, judgement: Judgement, facts: Rank
     factor, rest = facts.one_factor
     of_ranks = any(math.isclose(factor, value, rel_tol=COMPUTED_FLOAT32) for value in (facts.ranks, 1.0 / facts.ranks))
     if rest <= facts.rounding and not of_ranks:
+        return replace(facts, from_one_process=0.0)
+    among_ranks = facts.weights is not None and facts.is_rounding(facts.weights.residual)
+    if facts.counted is not None and facts.is_rounding(facts.counted.residual) and not among_ranks:
         return replace(facts, from_one_process=0.0)
     merged, _ = replace(trained, merged=True).window(task, judgement.state, judgement.record, judgement.full)
     if facts.is_rounding(left_between(merged.gradients, full)):
@@ -235,17 +251,49 @@ def _own_gradients(task: Task, trained: Trained, judgement: Judgement, each: Seq
     return [found for rank in of_every_rank(mine, member.count, member.device) for found in rank]
 
 
-def _own_of_strategy(task: Task, trained: Trained, judgement: Judgement) -> list[torch.Tensor]:
-    """The sketch of what each rank's micro-batches give, counted as the user's loop does, by rank.
+def _own_of_strategy(task: Task, trained: Trained, judgement: Judgement) -> tuple[list[torch.Tensor], WeightFit | None]:
+    """The sketch of what each rank's micro-batches give, counted as the user's loop does, by rank; and that count.
 
     What each of them counts is fitted; where no weights make the loop's gradient, or several do, they count as given.
     """
     each = [range(k, k + 1) for k in range(task.steps)]
     columns = _own_gradients(task, trained, judgement, each)
     found = fitted(columns, judgement.full.gradients, judgement.accumulated.gradients)
-    counted = [1.0] * task.steps
-    if found is not None and found.determined and found.used_residual <= COMPUTED_FLOAT32:
-        counted = [trained.member.count * used for used in found.used]
+    unit = working_unit(task, judgement.full, judgement.accumulated)
+    if found is None or not found.determined or found.used_residual > rounding_of(unit):
+        found = None
+    counted = [1.0] * task.steps if found is None else [trained.member.count * used for used in found.used]
     pairs = list(zip(columns, counted, strict=True))
     own = (trained.own(task, rank) for rank in range(trained.member.count))
-    return [sum((pairs[k][0] * pairs[k][1] for k in mine), torch.zeros((), device="cpu")) for mine in own]
+    return [sum((pairs[k][0] * pairs[k][1] for k in mine), torch.zeros((), device="cpu")) for mine in own], found
+
+
+def weights_of_strategy(task: Task, trained: Trained, judgement: Judgement, known: Weights, fit: WeightFit) -> Weights:
+    """Returns what the micro-batches of the user's own loop count, tried in it: with the right weights.
+
+    Where some never reach its gradient, the loop ends with the same one without their losses.
+
+    Args:
+        task: What was run.
+        trained: How the ranks train.
+        judgement: What was decided about their window.
+        known: What one process that trains the same micro-batches counts, and what is wrong with that; returned where
+            the loop counts alike, or no weights are what is wrong with it.
+        fit: The weights that make the loop's gradient.
+    """
+    count, rounding = trained.member.count, rounding_of(working_unit(task, judgement.full, judgement.accumulated))
+    each = [count**2 * weight for weight in known.used]  # of one process's, in the loop of a rank
+    used, right = (tuple(map(operator.mul, each, weights)) for weights in (fit.used, fit.weights))
+    weights = replace(known, used=used, weighting=SCRIPT, counts=(), place=None)
+    as_one = all(math.isclose(count * weight, 1.0, rel_tol=max(rounding, COMPUTED_FLOAT32)) for weight in fit.used)
+    if as_one or (fit.residual > rounding and not weights.lost):
+        return known
+    fit = replace(fit, used=used, weights=right)
+    what, kind, wanted = "these weights in the loop", ControlKind.WEIGHTS, judgement.full.gradients
+    factors = [float(k not in weights.lost) for k in range(task.steps)] if weights.lost else fit.multipliers
+    if weights.lost:
+        what, kind, wanted = "their losses taken as zero", ControlKind.LOST, judgement.accumulated.gradients
+    own = replace(trained, shares=tuple(factors[k] for k in trained.own(task)))
+    again, _ = own.window(task, judgement.state, judgement.record, judgement.full)
+    left = left_between(again.gradients, wanted)
+    return replace(weights, fit=fit, remedy=ControlRun(what, left, left <= rounding, fit=fit, kind=kind))

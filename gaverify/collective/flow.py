@@ -25,11 +25,11 @@ import torch
 from gaverify.causes.investigation import collected, investigate
 from gaverify.children.launching import working_folder
 from gaverify.collective.engines import alone
-from gaverify.collective.facts import facts_of_ranks, facts_of_reports, with_shares
+from gaverify.collective.facts import facts_of_ranks, facts_of_reports, weights_of_strategy, with_shares
 from gaverify.collective.membership import is_lost
 from gaverify.collective.processes import RankReport, Ranks, on_ranks, reported, window_of
 from gaverify.collective.traffic import gathers_with_gradient
-from gaverify.collective.window import Moved, OwnCollectives, Trained, bare
+from gaverify.collective.window import Moved, OwnCollectives, Trained, bare, cut_by_clipping
 from gaverify.errors import Agreed, ProblemError
 from gaverify.passes.batching import micro_batch_sizes
 from gaverify.passes.gradients import Gradients, PassResult, full_batch_gradients
@@ -40,8 +40,8 @@ from gaverify.passes.task import Task
 from gaverify.passes.wrappers import dividing, hooks_left_out, over_ranks, summed_over
 from gaverify.records.comparison import Method, Outcome, relative_total
 from gaverify.records.facts import Facts
-from gaverify.records.ranks import Engine, RankFacts
-from gaverify.thresholds import CAPPED_UNITS, U32, U64
+from gaverify.records.ranks import Engine, RankFacts, rounding_of
+from gaverify.thresholds import CAPPED_UNITS, TOO_SMALL_TO_CLIP, U32, U64
 from gaverify.tracebacks import is_own_fault
 from gaverify.verdict.comparison import left_between, measure
 from gaverify.verdict.control import (
@@ -76,25 +76,28 @@ def judge_together(task: Task, trained: Trained, *, diagnose: bool, exact: bool)
         trained = replace(trained, factors=factors)
         started = time.perf_counter()
         judgement, moved = _passes(task, trained)
-        clipped = moved.clipped_last(judgement.accumulated.gradients)
-        if trained.strategy is not None and all(member.everyones("clipped", clipped)):
-            trained = replace(trained, unclipped=True)
-            judgement, moved = _passes(task, trained)
         passed = time.perf_counter()
-        # each rank has seen its own micro-batches alone: what decides is the coarsest that any has seen
-        unit = max(member.everyones("unit", working_unit(task, judgement.full, judgement.accumulated)))
-        decide_window(task, judgement, unit, exact, lambda: _control(task, trained, judgement))
-        if judgement.control is not None and trained.hooked(task):
-            _decide_hooks(task, trained, judgement)
+        _decide(task, trained, judgement, exact)
+        unclipped = math.nan
+        # float16 has no room for losses so small
+        if trained.strategy is not None and judgement.is_divergent and judgement.dtype is not torch.float16:
+            small, unclipped = _unclipped(task, trained, judgement, moved)
+            if small is not None:
+                trained, judgement = replace(trained, scale=TOO_SMALL_TO_CLIP), small
+                _decide(task, trained, judgement, exact)
         judgement.timings = {"passes": passed - started, "control": time.perf_counter() - passed}
-        divergent = any(row.outcome is Outcome.DIVERGENT for row in judgement.rows)
+        divergent = judgement.is_divergent
         own = replace(task, sizes=tuple(task.sizes[k] for k in trained.own(task)))
         if not divergent:
             return judgement, replace(collected(own, judgement), ranks=facts_of_ranks(task, trained, judgement, moved))
         one, facts = _searched(task, trained, diagnose)
-        ranks = facts_of_ranks(task, trained, judgement, moved, one)
+        ranks = facts_of_ranks(task, trained, judgement, moved, one, unclipped)
+        if diagnose and ranks.counted is not None and not ranks.at_fault:
+            weights = weights_of_strategy(task, trained, judgement, facts.weights, ranks.counted)
+            facts = replace(facts, weights=weights)
     if not facts.compared.divergent:
-        facts = replace(facts, compared=replace(facts.compared, rows=tuple(judgement.rows), method=judgement.method))
+        rows = replace(facts.compared, rows=tuple(judgement.rows), method=judgement.method)
+        facts = replace(facts, compared=rows, diagnosed=diagnose)
     if trained.strategy is not None and ranks.is_rounding(ranks.weights_control):
         # the loop's own losses need what the ranks count and no more: it does not weigh micro-batches as one process
         facts = replace(facts, weights=replace(facts.weights, fit=None, remedy=None, failure="", counts=()))
@@ -121,13 +124,40 @@ def _passes(task: Task, trained: Trained) -> tuple[Judgement, Moved]:
         )
     if not math.isfinite(full.loss):
         raise ProblemError(f"the loss of the full batch is {full.loss}; a gradient of it proves nothing")
-    full.gradients = {name: None if g is None else g.clone() for name, g in full.gradients.items()}
     task.progress(f"the window of {trained.member.count} ranks")
     window, moved = trained.window(task, state, record, full)
     window.loss = float(trained.member.total(torch.tensor([window.loss], dtype=torch.float64, device="cpu")))
     working = {row.name: row for row in measure(window.gradients, full.gradients)}
     precision, method = lowest_precision(task), Method.WORKING_PRECISION
     return Judgement([], method, full, window, record, state, precision, working, {}, {}), moved
+
+
+def _decide(task: Task, trained: Trained, judgement: Judgement, exact: bool) -> None:
+    """Decides every parameter by the passes of a judgement."""
+    # each rank has seen its own micro-batches alone: what decides is the coarsest that any has seen
+    unit = max(trained.member.everyones("unit", working_unit(task, judgement.full, judgement.accumulated)))
+    decide_window(task, judgement, unit, exact, lambda: _control(task, trained, judgement))
+    if judgement.control is not None and trained.hooked(task):
+        _decide_hooks(task, trained, judgement)
+
+
+def _unclipped(task: Task, trained: Trained, judgement: Judgement, moved: Moved) -> tuple[Judgement | None, float]:
+    """What a window shows whose losses are too small to be clipped.
+
+    Returns:
+        The same judgement of that, where it ends as this one but for clipping, by which a loop is not judged; None
+        where it does not. And what it leaves of the difference, where something is clipped before that; else NaN.
+    """
+    window, small = judgement.accumulated, replace(trained, scale=TOO_SMALL_TO_CLIP)
+    other, _ = small.window(task, judgement.state, judgement.record, judgement.full)
+    rounding = rounding_of(working_unit(task, judgement.full, window))
+    if left_between(other.gradients, window.gradients) <= rounding:
+        return None, math.nan
+    early = any(trained.member.everyones("clipped", moved.clipped_early(window.gradients)))
+    if early or cut_by_clipping(other.gradients, window.gradients) > rounding:
+        return None, left_between(other.gradients, judgement.full.gradients)
+    working = {row.name: row for row in measure(other.gradients, judgement.full.gradients)}
+    return replace(judgement, accumulated=other, working=working, control=None, control_failure=""), math.nan
 
 
 def decide_window(
@@ -163,7 +193,6 @@ def _decide_hooks(task: Task, trained: Trained, judgement: Judgement) -> None:
     arithmetic tells their share exactly, also below float32, where right runs are percents apart.
     """
     window = judgement.accumulated
-    window.gradients = {name: None if g is None else g.clone() for name, g in window.gradients.items()}
     with hooks_left_out(task.modules):
         without, _ = trained.window(task, judgement.state, judgement.record, judgement.full)
     rows = measure(window.gradients, without.gradients)
@@ -188,7 +217,6 @@ def _control(task: Task, trained: Trained, judgement: Judgement) -> Control | No
         with in_float64(task, judgement.state) as (lifted, state):
             task.progress("float64 control")
             full, _ = full_batch_gradients(trained.whole(lifted), state, judgement.record, lift=True)
-            full.gradients = {name: None if g is None else g.clone() for name, g in full.gradients.items()}
             window, _ = trained.window(lifted, state, judgement.record, full, lift=True)
             rows = {row.name: row for row in measure(window.gradients, full.gradients)}
         control = Control(rows, full, window)

@@ -5,10 +5,8 @@ Shapes: R ranks, K micro-batches each; rank r runs the micro-batches r · K to r
 
 from __future__ import annotations
 
-import inspect
-import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,9 +35,10 @@ from gaverify.passes.isolation import ModelState
 from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.sketches import sketch
 from gaverify.passes.task import Task
-from gaverify.passes.wrappers import dividing, engine_of, flattened, is_sharded, summed_over, tensor_parallel
+from gaverify.passes.wrappers import dividing, engine_of, flattened, is_sharded, local, summed_over, tensor_parallel
 from gaverify.records.ranks import Collective, Engine
 from gaverify.tracebacks import Owner, hands_over, owner_of, shown
+from gaverify.verdict.comparison import left_between, measure
 
 _CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
 _ENGINES = ("torch.distributed.fsdp", "torch.nn.parallel", "torch.nn.modules._functions", "torch.distributed.tensor")
@@ -103,19 +102,21 @@ class Moved:
     reduced: list[int]
     clips: list[tuple[int, torch.Tensor]]
 
-    def clipped_last(self, gradients: Gradients) -> bool:
-        """Whether gradients were clipped, and nothing before all of them were there or after that changed them."""
-        if not self.clips or min(count for count, _ in self.clips) < len(self.reduced):
+    def clipped_early(self, gradients: Gradients) -> bool:
+        """Whether torch clipped gradients before all of them were there, or something changed them after it did."""
+        if not self.clips:
             return False
-        return torch.equal(self.clips[-1][1], own_sketch(gradients))
+        early = min(count for count, _ in self.clips) < len(self.reduced)
+        return early or not torch.equal(self.clips[-1][1], own_sketch(gradients))
 
 
 @dataclass(frozen=True)
 class Trained:
     """How the ranks train: under which engine, and by whose loop.
 
-    In controls `share` multiplies this rank's loss, and `merged` gives the loop one micro-batch of all of the rank's.
-    `unclipped` lets torch's clipping change nothing: a loop is judged by what it clips.
+    In controls `shares` multiply this rank's losses in turn, the last all that follow, and `merged` gives the loop one
+    micro-batch of all of the rank's.
+    `scale` is what every rank's losses are multiplied by, and the gradient divided by.
     `factors` are what the user's code lets FSDP2 divide by: part of what is tested, so that nothing else knows them.
     """
 
@@ -123,8 +124,8 @@ class Trained:
     engine: Engine | None
     strategy: Strategy | None = None
     merged: bool = False
-    unclipped: bool = False
-    share: float = 1.0
+    shares: tuple[float, ...] = (1.0,)
+    scale: float = 1.0
     factors: tuple[float | None, ...] = ()
 
     def whole(self, task: Task) -> Task:
@@ -146,13 +147,13 @@ class Trained:
     ) -> tuple[PassResult, Moved]:
         """Returns the gradient that the ranks end up with, and what the window moved."""
         moved, own = Moved(TrafficMeter(), [], []), self.own(task)
-        noting = _backwards_noted(moved, self.share, self.member)
+        noting = _backwards_noted(moved, [share * self.scale for share in self.shares], self.member)
         with moved.meter.counting(), noting, dividing(task.modules, self.factors):
             if self.strategy is not None:
                 each = task.steps // self.member.count if self.merged else 1
                 sizes = tuple(sum(task.sizes[at : at + each]) for at in range(0, task.steps, each))
                 cut = replace(task, sizes=sizes)
-                with _clipping_noted(moved, task, self.unclipped):
+                with _clipping_noted(moved, task):
                     result = gradients_of_strategy(cut, state, record, self.strategy, self.own(cut))
             else:
                 ranks = self.member.count
@@ -163,6 +164,12 @@ class Trained:
         self.member.window_ended(len(moved.reduced))
         if self.strategy is not None and not moved.reduced:
             raise ProblemError("the strategy never calls backward: no gradient is there to compare")
+        if any(getattr(module, "gradient_as_bucket_view", False) for module in task.modules):
+            # views into DDP's buckets, which the next pass writes to
+            result.gradients = {name: None if g is None else g.clone() for name, g in result.gradients.items()}
+        if self.scale != 1.0:
+            for gradient in (gradient for gradient in result.gradients.values() if gradient is not None):
+                gradient.div_(self.scale)
         return result, moved
 
 
@@ -170,6 +177,18 @@ def own_sketch(gradients: Gradients) -> torch.Tensor:
     """Returns the sketch of what this process holds, whatever other ranks do."""
     with summed_over(1, lambda numbers: numbers):
         return sketch(list(gradients.values()))
+
+
+def cut_by_clipping(whole: Gradients, cut: Gradients) -> float:
+    """Returns what is left between gradients and others that were clipped, however that was done, relative.
+
+    By norms, of all or of each parameter, each keeps its direction; by a value, elements stop at the largest left.
+    """
+    shorter = {row.name: row.accumulated / row.reference for row in measure(cut, whole) if row.reference}
+    limit = max((float(local(g).abs().max()) for g in cut.values() if g is not None and local(g).numel()), default=0.0)
+    by_norm = {name: None if g is None else g * min(shorter.get(name, 1.0), 1.0) for name, g in whole.items()}
+    by_value = {name: None if g is None else g.clamp(-limit, limit) for name, g in whole.items()}
+    return min(left_between(by_norm, cut), left_between(by_value, cut))
 
 
 @contextmanager
@@ -190,18 +209,19 @@ def always_reducing() -> Iterator[None]:
 
 
 @contextmanager
-def _backwards_noted(moved: Moved, share: float, member: Member) -> Iterator[None]:
+def _backwards_noted(moved: Moved, shares: Sequence[float], member: Member) -> Iterator[None]:
     """Notes what each backward pass reduces: every way to call one ends in `torch.autograd.backward`.
 
     Args:
         moved: Where.
-        share: What this rank's losses are multiplied by.
+        shares: What this rank's losses are multiplied by, in turn.
         member: Told how far it is.
     """
     plain = torch.autograd.backward
 
     @hands_over
     def noted(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        share = shares[min(len(moved.reduced), len(shares) - 1)]
         if share != 1.0:
             tensors = tensors * share if isinstance(tensors, torch.Tensor) else [tensor * share for tensor in tensors]
         before = _bytes_reduced(moved.meter)
@@ -219,14 +239,8 @@ def _backwards_noted(moved: Moved, share: float, member: Member) -> Iterator[Non
 
 
 @contextmanager
-def _clipping_noted(moved: Moved, task: Task, unclipped: bool) -> Iterator[None]:
-    """Notes every clipping by torch, also through a name that was imported before: its wrapper holds what it runs.
-
-    Args:
-        moved: Where.
-        task: Whose gradients are clipped.
-        unclipped: Give it limits that nothing exceeds.
-    """
+def _clipping_noted(moved: Moved, task: Task) -> Iterator[None]:
+    """Notes every clipping by torch, also through a name that was imported before: its wrapper holds what it runs."""
     wrappers = [getattr(clip_grad, name) for name in _CLIPPING]
     cells = [wrapper.__closure__[0] for wrapper in wrappers if wrapper.__closure__]
     plain = [cell.cell_contents for cell in cells]
@@ -234,10 +248,7 @@ def _clipping_noted(moved: Moved, task: Task, unclipped: bool) -> Iterator[None]
     def noted(run: Any) -> Any:
         @hands_over
         def clip(*args: Any, **kwargs: Any) -> Any:
-            given = inspect.signature(run).bind(*args, **kwargs)
-            limit = next(name for name in ("max_norm", "clip_value") if name in given.arguments)
-            given.arguments |= {limit: math.inf} if unclipped else {}
-            norm = run(*given.args, **given.kwargs)
+            norm = run(*args, **kwargs)
             with _disable_current_modes(), torch.no_grad():
                 left = own_sketch({name: parameter.grad for name, parameter in task.parameters.items()})
             moved.clips.append((len(moved.reduced), left))

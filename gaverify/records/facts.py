@@ -15,7 +15,7 @@ from gaverify.records.audit import Record
 from gaverify.records.comparison import Compared, Method, ParameterComparison
 from gaverify.records.experiment import Cause, ControlRun, Count, ModuleDifference, Operation, WeightFit, are_shares
 from gaverify.records.ranks import RankFacts
-from gaverify.thresholds import AGREE_FLOAT64, COMPUTED_FLOAT32, SMALL_PART
+from gaverify.thresholds import AGREE_FLOAT64, COMPUTED_FLOAT32, LOST_SHARE, SMALL_PART
 
 SCRIPT = "the script's own"
 """The weighting of a training loop."""
@@ -99,6 +99,12 @@ class Weights:
     def blamed(self) -> bool:
         """Whether the fitted weights are what is wrong: they were tried, or only the trial was impossible."""
         return self.remedy is not None or bool(self.failure)
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """The micro-batches of a strategy that never reach its gradient."""
+        largest = max(map(abs, self.used), default=0.0)
+        return tuple(k for k, w in enumerate(self.used) if self.weighting == SCRIPT and abs(w) < LOST_SHARE * largest)
 
     @property
     def given_wrong(self) -> bool:

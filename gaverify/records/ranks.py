@@ -76,6 +76,11 @@ class Share:
     norms: float
 
 
+def rounding_of(unit: float) -> float:
+    """Returns what rounding alone may leave between two gradients, or over from a fit, relative to their norm."""
+    return min(FIT_UNITS * unit, max(FEW_UNITS * unit, FIT_FLOAT32))
+
+
 @dataclass(frozen=True)
 class RankFacts:
     """What was measured on R ranks.
@@ -91,6 +96,7 @@ class RankFacts:
         window: Collectives between the first forward and the step, of the rank with the most.
         own: Those that the model and the loss made themselves, without the engine.
         weights: The fit over the ranks' own gradients: `weights` make the gradient of one process, `used` the ranks'.
+        counted: The same fit over the micro-batches of all ranks, where a loop of the user's own counts them.
         unit: Unit roundoff u of the arithmetic that the ranks trained in.
         difference: ‖ranks − full‖ / ‖full‖ of the whole gradient.
         divergent: Whether any parameter's difference is more than rounding.
@@ -101,6 +107,7 @@ class RankFacts:
         mean_left: ‖mean of the ranks' own gradients − full‖ / ‖full‖; NaN where they are not known.
         weights_control: The difference that is left where every rank's loss is multiplied by right over used weight.
         sync_control: The difference that is left where every backward pass reduces.
+        clip_control: The difference that is left where losses are too small to be clipped.
         frozen_control: The difference that is left where layers keep the statistics in their buffers.
         reduced: Bytes that each backward pass of the window reduced over the ranks; empty where that was not seen.
         stepped_without: Whether the step found no gradient in any sharded parameter.
@@ -128,7 +135,9 @@ class RankFacts:
     gather_control: float = math.nan
     mean_left: float = math.nan
     weights_control: float = math.nan
+    counted: WeightFit | None = None
     sync_control: float = math.nan
+    clip_control: float = math.nan
     frozen_control: float = math.nan
     reduced: tuple[int, ...] = ()
     stepped_without: bool = False
@@ -155,8 +164,8 @@ class RankFacts:
 
     @property
     def rounding(self) -> float:
-        """What rounding alone may leave between two gradients, or over from a fit, relative to their norm."""
-        return min(FIT_UNITS * self.unit, max(FEW_UNITS * self.unit, FIT_FLOAT32))
+        """What rounding alone may leave of the ranks' gradients."""
+        return rounding_of(self.unit)
 
     def is_rounding(self, left: float) -> bool:
         """Whether a control left rounding; one that did not run left nothing that could be judged."""

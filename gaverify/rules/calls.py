@@ -12,17 +12,27 @@ from gaverify.records.events import Event
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
 from gaverify.records.stages import AVERAGE, SettingDifference, Stage, StageComparison
-from gaverify.rules.rule import judged, rule_of_loops
+from gaverify.rules.rule import judged, rule, rule_of_loops
 from gaverify.rules.wording import backward_place, located, place, times, told, told_apart, weights_text
 from gaverify.thresholds import FIT_FLOAT32, SAME_IN_FLOAT32
 
+_SMALLER = "with losses too small to be clipped the difference"
 
-@rule_of_loops("GAV606")
-def clip_per_micro_batch(facts: Facts, loop: Record) -> Iterator[Finding]:
+
+@rule("GAV606")
+def clip_per_micro_batch(facts: Facts) -> Iterator[Finding]:
     """Yields a fault where clipping inside a window changed gradients, a note where it did not.
 
     A control whose losses are too small to be clipped shows whether that is all.
     """
+    if facts.loop is not None:
+        yield from _clips_of_script(facts.loop)
+    elif facts.ranks is not None and not math.isnan(left := facts.ranks.clip_control):
+        proven = facts.ranks.is_rounding(left)
+        yield told("GAV606.strategy", judged("control", _SMALLER, left, proven), location=None, proven=proven)
+
+
+def _clips_of_script(loop: Record) -> Iterator[Finding]:
     update, inside = loop.divergent, loop.inside("clip")
     if any(event.values.get("active") for event in inside):
         yield _clipped(loop, inside)
@@ -85,9 +95,8 @@ def _without_clips(loop: Record) -> tuple[tuple[Evidence, ...], bool]:
         return (), update is None
     proven = small.outcome is Outcome.EQUIVALENT
     fitted = small.fit is not None and small.fit.residual <= loop.tolerance
-    what, otherwise = "with losses too small to be clipped the difference", "weights explain the rest"
-    meaning = (otherwise,) if fitted else ()
-    return (judged("control", what, small.relative_difference, proven, *meaning),), proven or fitted
+    meaning = ("weights explain the rest",) if fitted else ()
+    return (judged("control", _SMALLER, small.relative_difference, proven, *meaning),), proven or fitted
 
 
 def _edits(loop: Record, update: UpdateComparison) -> list[Event]:

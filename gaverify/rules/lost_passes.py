@@ -14,7 +14,7 @@ from gaverify.records.stages import Stage
 from gaverify.records.windows import Window
 from gaverify.rules.controls import left_by
 from gaverify.rules.rule import controlled, rule, rule_of_loops
-from gaverify.rules.wording import counted, line_of, located, place, told
+from gaverify.rules.wording import counted, line_of, listed, located, place, told
 from gaverify.thresholds import LOST_SHARE
 
 
@@ -112,6 +112,7 @@ def gradients_cleared_inside_window(facts: Facts) -> Iterator[Finding]:
     """Yields a finding where gradients vanish inside a window."""
     loop = facts.loop
     if loop is None:
+        yield from _by_the_strategy(facts)
         yield from _by_the_forward(facts)
         return
     if loop.overwritten is not None:
@@ -131,6 +132,23 @@ def gradients_cleared_inside_window(facts: Facts) -> Iterator[Finding]:
         total=len(first.backwards) + first.survivors,
         lost=[loss.window for loss in losses],
         **counted(loop.windows),
+    )
+
+
+def _by_the_strategy(facts: Facts) -> Iterator[Finding]:
+    """A finding where micro-batches that the user's own loop runs never reach the gradient that it ends with."""
+    known, run = facts.weights, facts.weights.remedy
+    if not known.lost or run is None or not facts.compared.divergent:
+        return
+    yield told(
+        "GAV603.strategy",
+        controlled("micro-batch-weights", f"with {run.what} the loop ends with the same gradient to {run.left:.0e}"),
+        proven=run.rounding,
+        lost=known.lost,
+        count=len(known.lost),
+        steps=facts.steps,
+        which=listed([str(k + 1) for k in known.lost], 6),
+        largest=facts.compared.largest,
     )
 
 

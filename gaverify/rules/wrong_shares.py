@@ -139,7 +139,7 @@ def mean_of_means(facts: Facts) -> Iterator[Finding]:
     if counts and run is not None and factor_of(facts)[0] is None:
         yield _counted(facts, facts.weights.counts, run)
         return
-    if fit is None or not facts.weights.blamed or factor_of(facts)[0] is not None:
+    if fit is None or not facts.weights.blamed or facts.weights.lost or factor_of(facts)[0] is not None:
         return
     meaning, remedy = _meaning(facts, fit.weights)
     if run is not None and run.rounding and meaning:

@@ -83,6 +83,11 @@ class Judgement:
     timings: dict[str, float] = field(default_factory=dict)
 
     @property
+    def is_divergent(self) -> bool:
+        """Whether any parameter is."""
+        return any(row.outcome is Outcome.DIVERGENT for row in self.rows)
+
+    @property
     def resolution(self) -> float:
         """The smallest relative difference that the deciding method could have seen."""
         return resolution_of(self.rows)

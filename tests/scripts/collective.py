@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
+import time
 import warnings
 from contextlib import nullcontext
 from typing import Any
@@ -65,7 +66,7 @@ HOOKS = {"hook-sum": added_up, "hook-mean": default_hooks.allreduce_hook, "hook-
 
 def wrapped(model: nn.Sequential, words: list[str]) -> Any:
     if "ddp" in words:
-        under = nn.parallel.DistributedDataParallel(model)
+        under = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view="views" in words)
         for hook in (hook for word, hook in HOOKS.items() if word in words):
             under.register_comm_hook(None, hook)
         return under
@@ -101,7 +102,7 @@ def loss_of(words: list[str], size: int) -> Any:
 def switched(model: Any, words: list[str], *, last: bool) -> Any:
     if not hasattr(model, "module") and not hasattr(model, "set_requires_gradient_sync"):
         return nullcontext()
-    off = "never" in words or ("once" in words and not last)
+    off = "never" in words or ("once" in words and not last) or ("all-but-last" in words and last)
     if "ddp" in words:
         return model.no_sync() if off else nullcontext()
     model.set_requires_gradient_sync(not off)
@@ -123,8 +124,10 @@ def strategy_of(words: list[str], loss: Any) -> Any:
                     (cross_entropy(model(part[0]), part[1], reduction="sum") / tokens).backward()
                 else:
                     (loss(model, part) / divisor).backward()
+            if "only-last" in words and at < len(parts) - 1:  # what was reduced so far never reaches the optimizer
+                model.zero_grad()
             if "clips-each" in words:
-                clip_grad_norm_(model.parameters(), 1e-3)
+                clip(model, words)
         finished(model, words)
 
     def joined(model: Any, parts: list[Any]) -> None:
@@ -137,14 +140,14 @@ def strategy_of(words: list[str], loss: Any) -> Any:
 def finished(model: Any, words: list[str]) -> None:
     """What a loop does once its backward passes are done."""
     if "clips-early" in words:
-        clip_grad_norm_(model.parameters(), 1e-3)
+        clip(model, words)
     if "by-hand" in words:
         group = wrong_group() if "copies" in words else None
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad, group=group)
             parameter.grad /= dist.get_world_size(group)
     if "clips" in words:
-        clip_grad_norm_(model.parameters(), 1e-3)
+        clip(model, words)
     if "late" in words:
         for parameter in model.parameters():
             parameter.grad /= STEPS
@@ -153,6 +156,21 @@ def finished(model: Any, words: list[str]) -> None:
     if "twice" in words:  # the mean over the ranks was taken already
         for parameter in model.parameters():
             parameter.grad.mul_(dist.get_world_size())
+
+
+def clip(model: nn.Module, words: list[str]) -> None:
+    """Clips, also without torch's functions: by the whole's norm, by that of each parameter, or by a value."""
+    if "manually" not in words:
+        clip_grad_norm_(model.parameters(), 1e-3)
+        return
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    squares = [gradient.square().sum() for gradient in gradients]
+    whole = sum(float(square.full_tensor() if hasattr(square, "full_tensor") else square) for square in squares) ** 0.5
+    for gradient, square in zip(gradients, squares, strict=True):
+        if "values" in words:
+            gradient.clamp_(-1e-3, 1e-3)
+        else:
+            gradient.mul_(min(1.0, 1e-3 / (float(square) ** 0.5 if "layers" in words else whole)))
 
 
 def wrong_group() -> Any:
@@ -169,6 +187,9 @@ def case(words: list[str]) -> dict[str, Any]:
         x, y, whole = x.bfloat16(), torch.arange(3).repeat_interleave(SAMPLES // 3), whole.bfloat16()
         for parameter in whole[-1].parameters():
             parameter.data *= 0.05
+    types = {"half": torch.float16, "brain": torch.bfloat16, "double": torch.float64}
+    for dtype in (types[word] for word in words if word in types):
+        x, whole = x.to(dtype), whole.to(dtype)
     if "padded" in words:
         y[:3] = y[9] = -100
     x_here, y_here = (x.chunk(ranks)[rank], y.chunk(ranks)[rank]) if "apart" in words else (x, y)
@@ -198,6 +219,7 @@ def case(words: list[str]) -> dict[str, Any]:
         "outcome": of_all(verdict.outcome.value),
         "faults": sorted({f.code for f in verdict.findings if f.severity == "fault"}),
         "notes": sorted({f.code for f in verdict.findings if f.severity != "fault"}),
+        "line": all(f.location is not None for f in verdict.findings if f.severity == "fault"),
         "proven": all(f.proven for f in verdict.findings if f.severity == "fault"),
         "reference": max(apart.values()),
         "differences": [row.relative_difference for row in verdict.parameters],
@@ -236,6 +258,8 @@ def main() -> None:
     answers = {name: case(name.split()) for name in sys.argv[1:]}
     if dist.get_rank() == 0:
         print(json.dumps(answers), flush=True)
+    # torch's thread of the last collective lets go of its tensors when it gets Python's lock: at exit that would abort
+    time.sleep(1.0)
     dist.destroy_process_group()
 
 
