@@ -183,11 +183,10 @@ def facts_of_ranks(
 
 
 def _of_strategy(task: Task, trained: Trained, judgement: Judgement, facts: RankFacts) -> RankFacts:
-    """What controls of the user's own loop show: every backward pass reducing, and one micro-batch of all samples.
+    """What a control of the user's own loop shows, every backward pass reducing, and the weights that it counts with.
 
-    Where one micro-batch has the right gradient, one factor that is not the number of ranks is all that is wrong, or
-    weights of micro-batches and none of ranks, the fault is one of the loop and not of the ranks. A factor that is both
-    K and R cannot be told apart.
+    Where one factor that is not the number of ranks is all that is wrong, or weights of micro-batches and none of
+    ranks, the fault is one of the loop and not of the ranks. A factor that is both K and R cannot be told apart.
     """
     full = judgement.full.gradients
     if facts.stepped_without or facts.ends_unreduced or facts.apart > facts.rounding:
@@ -204,12 +203,8 @@ def _of_strategy(task: Task, trained: Trained, judgement: Judgement, facts: Rank
     if rest <= facts.rounding and not of_ranks:
         return replace(facts, from_one_process=0.0)
     among_ranks = facts.weights is not None and facts.is_rounding(facts.weights.residual)
-    if facts.counted is not None and facts.is_rounding(facts.counted.residual) and not among_ranks:
-        return replace(facts, from_one_process=0.0)
-    merged, _ = replace(trained, merged=True).window(task, judgement.state, judgement.record, judgement.full)
-    if facts.is_rounding(left_between(merged.gradients, full)):
-        return replace(facts, from_one_process=0.0)
-    return facts
+    of_loop = facts.counted is not None and facts.is_rounding(facts.counted.residual) and not among_ranks
+    return replace(facts, from_one_process=0.0) if of_loop else facts
 
 
 def _apart(trained: Trained, gradients: Gradients) -> float:

@@ -114,8 +114,7 @@ class Moved:
 class Trained:
     """How the ranks train: under which engine, and by whose loop.
 
-    In controls `shares` multiply this rank's losses in turn, the last all that follow, and `merged` gives the loop one
-    micro-batch of all of the rank's.
+    In controls `shares` multiply this rank's losses in turn, the last all that follow.
     `scale` is what every rank's losses are multiplied by, and the gradient divided by.
     `factors` are what the user's code lets FSDP2 divide by: part of what is tested, so that nothing else knows them.
     """
@@ -123,7 +122,6 @@ class Trained:
     member: Member
     engine: Engine | None
     strategy: Strategy | None = None
-    merged: bool = False
     shares: tuple[float, ...] = (1.0,)
     scale: float = 1.0
     factors: tuple[float | None, ...] = ()
@@ -150,11 +148,8 @@ class Trained:
         noting = _backwards_noted(moved, [share * self.scale for share in self.shares], self.member)
         with moved.meter.counting(), noting, dividing(task.modules, self.factors):
             if self.strategy is not None:
-                each = task.steps // self.member.count if self.merged else 1
-                sizes = tuple(sum(task.sizes[at : at + each]) for at in range(0, task.steps, each))
-                cut = replace(task, sizes=sizes)
                 with _clipping_noted(moved, task):
-                    result = gradients_of_strategy(cut, state, record, self.strategy, self.own(cut))
+                    result = gradients_of_strategy(task, state, record, self.strategy, own)
             else:
                 ranks = self.member.count
                 probe: PassProbe = Scaled(ranks)
