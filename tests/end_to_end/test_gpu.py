@@ -5,13 +5,17 @@ Two ranks share one device through gloo, or have one each through NCCL: whicheve
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import warnings
 
 import problems_coupling
 import problems_ranks
 import pytest
 import torch
+from audits import SCRIPTS
 from problems import classified, fault_codes, story
 from torch import nn
 
@@ -41,6 +45,18 @@ def test_batch_norm_is_named_on_the_device() -> None:
     verdict = gaverify.verify(problems_coupling.batch_norm(), steps=4, device="cuda")
     assert fault_codes(verdict) == {"GAV101"}, story(verdict)
     assert all(finding.proven for finding in verdict.findings)
+
+
+@pytest.mark.parametrize("kind", ["plain", "scaled"])
+@pytest.mark.parametrize("divided", [True, False])
+def test_an_audit_tells_a_forgotten_division_from_what_the_device_rounds(kind: str, divided: bool) -> None:
+    """Convolutions are rounded by their batch's shape, and CUDA's fused kernels clip what was kept before them, too."""
+    full = ["--full-set", "BATCH=16", "--full-set", "ACCUM=1", "--accumulated-set", "BATCH=4", "--format", "json", "--"]
+    command = [sys.executable, "-m", "gaverify", "audit", str(SCRIPTS / "train_on_device.py"), *full, kind]
+    done = subprocess.run([*command, *(() if divided else ("undivided",))], capture_output=True, text=True, check=False)
+    assert done.returncode == (0 if divided else 1), done.stderr
+    faults = [found for found in json.loads(done.stdout)["findings"] if found["severity"] == "fault"]
+    assert [(found["code"], found["proven"]) for found in faults] == ([] if divided else [("GAV201", True)])
 
 
 def synchronised(layers: int) -> int:

@@ -105,6 +105,23 @@ def test_tf32_rounds_where_the_switch_says_so() -> None:
     assert errors[0] < 1e-6 < 1e-4 < errors[1] < 1e-3
 
 
+def test_convolutions_round_by_the_batchs_shape_where_the_switch_says_so() -> None:
+    layer, x = nn.Conv2d(2, 4, 3).cuda(), torch.randn(5, 2, 8, 8, device="cuda")
+    apart = []
+    for precision in ("ieee", "tf32"):
+        torch.backends.cudnn.conv.fp32_precision = precision
+        apart.append(float((layer(x)[:2] - layer(x[:2])).detach().norm()))
+    torch.backends.cudnn.conv.fp32_precision = "none"
+    assert apart[0] < 1e-5 < 1e-4 < apart[1] < 1e-1
+
+
+def test_fused_kernels_write_past_lazy_clones() -> None:
+    x = torch.ones(3, device="cuda")
+    clone = torch._lazy_clone(x)
+    torch._foreach_mul_([x], 2.0)
+    assert clone.tolist() == [2.0] * 3
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_context_does_not_survive_a_fork() -> None:
     torch.ones(1, device="cuda")

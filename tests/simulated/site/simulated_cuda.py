@@ -97,7 +97,9 @@ def _replace(torch: Any) -> None:
     def seed_all(seed: int) -> None:
         context.later(lambda: generator.manual_seed(int(seed)))
 
-    capture = _Capture(ours)
+    capture, lazy_clone = _Capture(ours), torch._lazy_clone
+    # CUDA's fused kernels (foreach, clipping, optimizers) write past copy-on-write, so that both see what is written
+    torch._lazy_clone = lambda tensor: tensor.detach() if tensor.is_cuda else lazy_clone(tensor)
     replaced = {
         "is_available": lambda: True,
         "device_count": lambda: 1,
