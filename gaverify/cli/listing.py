@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,7 +12,6 @@ from click.shell_completion import CompletionItem
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.text import Text
 
     from gaverify.rulebook import RulePage
 
@@ -162,78 +160,16 @@ def _print_table(pages: tuple[RulePage, ...]) -> None:
 
 
 def _print_page(to: Console, page: RulePage) -> None:
+    """A page's lines as they stand: they fit into 80 columns."""
     from rich.text import Text
 
     severity = f" ({page.severity})" if page.severity != "fault" else ""
-    for title in _wrapped(f"{page.code} {page.name}{severity}: {page.summary}", to.width):
-        to.print(Text(title, "bold"), soft_wrap=True)
+    title = textwrap.wrap(f"{page.code} {page.name}{severity}: {page.summary}", to.width)
+    to.print(Text("\n".join(title), "bold"), soft_wrap=True)
     for heading, text in page.sections.items():
         to.print()
         to.print(Text(heading, "bold cyan"))
-        for line in _body(text, heading, to):
-            to.print(line, soft_wrap=True)
-
-
-def _body(text: str, heading: str, to: Console) -> Iterator[Text]:
-    """Yields the lines of a section: text wrapped, code and formulas as they stand."""
-    from rich.text import Text
-
-    for kind, lines in _blocks(text.splitlines()):
-        if kind == "indented" and heading in ("Example", "Use instead"):
-            yield from _python(lines, to)
-        elif kind != "text":
-            yield from (Text(line) for line in lines)
-        else:
-            for item in _items(lines, each_line=heading == "References"):
-                for line in _wrapped(item, to.width):
-                    shown = Text(line)
-                    shown.highlight_regex(r"`[^`]+`", "bold")
-                    shown.highlight_regex(r"https?://\S+", "underline")
-                    yield shown
-
-
-def _blocks(lines: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yields runs of lines that are "text", "indented" or "empty"; an empty line between indented ones is indented."""
-    kinds = ["indented" if line.startswith("    ") else "text" if line.strip() else "empty" for line in lines]
-    for at, kind in enumerate(kinds):
-        following = next((later for later in kinds[at:] if later != "empty"), "empty")
-        if kind == "empty" and at and kinds[at - 1] == following == "indented":
-            kinds[at] = "indented"
-    for kind, run in groupby(zip(kinds, lines, strict=True), key=lambda pair: pair[0]):
-        yield kind, [line for _, line in run]
-
-
-def _items(lines: list[str], *, each_line: bool) -> list[str]:
-    """Returns a paragraph, or its list items, as one line each; `each_line`: what is not indented starts an item."""
-    items: list[str] = []
-    for line in lines:
-        if not items or line.startswith("- ") or (each_line and not line.startswith(" ")):
-            items.append(line)
-        else:
-            items[-1] += " " + line.strip()
-    return items
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    indent = "  " if text.startswith("- ") else ""
-    return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-
-
-def _python(lines: list[str], to: Console) -> Iterator[Text]:
-    """Yields lines of Python with comments and keywords set apart, in styles that a light and a dark terminal show."""
-    from rich.syntax import ANSISyntaxTheme, Syntax
-    from rich.text import Text
-
-    if not to.is_terminal:  # the highlighter would be loaded for nothing
-        yield from (Text(line) for line in lines)
-        return
-    from pygments.token import Comment, Keyword, String, Token  # type: ignore[import-untyped]
-    from rich.style import Style
-
-    theme = ANSISyntaxTheme(
-        {Token: Style(), Comment: Style(dim=True), Keyword: Style(bold=True), String: Style(color="green")}
-    )
-    code = textwrap.dedent("\n".join(lines))
-    highlighted = Syntax(code, "python", theme=theme, background_color="default").highlight(code)
-    for line in highlighted.split("\n", allow_blank=False):
-        yield Text("    ") + line if line.plain.strip() else Text()
+        shown = Text(text)
+        shown.highlight_regex(r"`[^`]+`", "bold")
+        shown.highlight_regex(r"https?://\S+", "underline")
+        to.print(shown, soft_wrap=True)
