@@ -86,7 +86,7 @@ def _others_released(bench: Bench, facts: Facts, search: _Search) -> Facts:
     known = facts.state
     if held is not None and known is not None:
         alone = bench.attempt("state released", lambda: search.final(bench=bench))
-        if alone is not None and alone.rounding and search.ends_with_the_loss:
+        if alone is not None and alone.rounding:
             facts = replace(facts, state=_beside(bench, known))
         if alone is not None and not alone.rounding:
             others, read = search.others_neutralised(bench), state.read_changes(known.changes)
@@ -103,7 +103,7 @@ def _others_released(bench: Bench, facts: Facts, search: _Search) -> Facts:
 
 
 def _beside(bench: Bench, known: State) -> State:
-    """Blames state that moves beside a cached gradient: that computes the loss once, so that such state cannot show."""
+    """Blames state that moves beside a control in which it cannot show: a loss computed once, held statistics of it."""
     moved = bench.attempt("state beside", lambda: state.moved_beside(bench))
     if moved is None or not bench.rounding < moved < math.inf:  # infinite: without gradients nothing is compared
         return known
@@ -325,12 +325,6 @@ class _Search:
     def _weighed(self) -> bool:
         """Whether weights or counts explain what the causes leave."""
         return self.weights is not None or self.counted is not None
-
-    @property
-    def ends_with_the_loss(self) -> bool:
-        """Whether the last cause is one that a loss computed once repairs."""
-        control = self._found[-1].cause.control if self._found else None
-        return control is not None and control.kind is ControlKind.CACHED_GRADIENTS
 
     @property
     def ends_openly(self) -> bool:

@@ -164,7 +164,8 @@ def factor_of(facts: Facts) -> tuple[float | None, float]:
         return _of_count(facts.weights), math.inf if fit is None else fit.residual
     if fit is not None and facts.weights.blamed:
         ratios = [w / c for w, c in zip(facts.weights.used, fit.weights, strict=True) if c]
-        if len(ratios) == len(fit.weights) and is_constant(ratios, fit.residual):
+        same = len(ratios) == len(fit.weights) and is_constant(ratios, fit.residual)
+        if same and not is_constant([*ratios, 1.0], fit.residual):  # 1: counts of the window, beside right weights
             return ratios[0], fit.residual
         return None, math.inf
     factor, left = facts.compared.scale

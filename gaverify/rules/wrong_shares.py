@@ -36,7 +36,7 @@ from gaverify.rules.wording import (
     weights_text,
     words,
 )
-from gaverify.thresholds import FIT_EXACT, FIT_FLOAT32, FIT_MAGNIFIES
+from gaverify.thresholds import COMPUTED_FLOAT32, FIT_EXACT, FIT_MAGNIFIES
 
 
 @rule("GAV203")
@@ -176,7 +176,7 @@ def _counted(facts: Facts, counts: tuple[Count, ...], run: ControlRun) -> Findin
     own = "; ".join(map(_said, counts))
     fit, weights = facts.weights.fit, {}
     text = f"with {run.what} {weighed(facts, run)}"
-    if fit is not None and fit.determined and fit.residual < FIT_FLOAT32 and not beside(facts):
+    if fit is not None and fit.determined and fit.residual < COMPUTED_FLOAT32 and not beside(facts):
         weights = {"weights": list(fit.weights), "residual": fit.residual}
         text += f"; on this batch they are weights {weights_text(fit.weights, each=False)}"
     windows = [count.window for count in counts]

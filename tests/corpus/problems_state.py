@@ -263,6 +263,40 @@ def counting_loss() -> Problem:
     return Problem(mlp(), loss, (torch.randn(16, 6), torch.randint(4, (16,))))
 
 
+class Referenced(nn.Module):
+    """Normalises by statistics of the batch mixed with those of the first batch that it saw, or with constants."""
+
+    def __init__(self, remembers: bool) -> None:
+        super().__init__()
+        self.inner, self.outer, self.remembers = nn.Linear(6, 8), nn.Linear(8, 4), remembers
+        self.reference: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        mean, square = x.mean(0), x.square().mean(0)
+        if self.remembers and self.reference is None:
+            self.reference = mean.detach(), square.detach()
+        known = (torch.zeros(8, dtype=x.dtype), torch.ones(8, dtype=x.dtype))
+        known = (self.reference or known) if self.remembers else known
+        mean, square = (mean + known[0]) / 2, (square + known[1]) / 2
+        return self.outer(torch.tanh((x - mean) / (square - mean * mean + 1e-5).sqrt()))
+
+
+class Observed(nn.Module):
+    """Rounds to the moving average of the largest value, which the first forward sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.tensor(0.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen = x.detach().abs().max()
+        with torch.no_grad():
+            self.largest.copy_(seen if float(self.largest) == 0 else 0.9 * self.largest + 0.1 * seen)
+        step = self.largest.clone() / 15
+        return x + ((x / step).round().clamp(-15, 15) * step - x).detach()
+
+
 def low_precision() -> Problem:
     return Problem(
         mlp(classes=1).bfloat16(), squared_error, (torch.randn(64, 6).bfloat16(), torch.randn(64, 1).bfloat16())
@@ -310,6 +344,20 @@ COMBINED = (
     fault("moved-divisor-and-scale", divisor_that_moves_first, "GAV401 GAV201", "the same, read after it is written"),
     fault("divisor-and-count", lambda: _counted(True), "GAV401 GAV202", "means of means, and a divisor that moves on"),
     fault("average-and-count", lambda: _counted(False), "GAV202", "the average moves on, and nothing reads it"),
+    fault(
+        "reference-and-statistics",
+        lambda: classified(Referenced(True), 6),
+        "GAV102 GAV403",
+        "what holds the statistics of the batch holds the reference, too",
+    ),
+    fault("statistics-alone", lambda: classified(Referenced(False), 6), "GAV102", "mixed with constants"),
+    fault(
+        "observer-and-norm",
+        lambda: classified(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), Observed(), nn.Linear(8, 4)), 6),
+        "GAV101 GAV102 GAV401",
+        "a maximum that moves on, of a micro-batch that is normalised by itself",
+        notes="GAV402",
+    ),
 )
 
 TWINS = (

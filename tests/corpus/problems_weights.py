@@ -299,6 +299,25 @@ def _penalised(dim: int) -> Problem:
     return Problem(Divided(dim), loss, (torch.randn(16, 6), torch.randint(4, (16,))))
 
 
+class LearnedStep(nn.Module):
+    """Rounds to multiples of a learned step, whose gradient is scaled by the elements of the batch, or of a sample."""
+
+    def __init__(self, of_batch: bool) -> None:
+        super().__init__()
+        self.step, self.of_batch = nn.Parameter(torch.tensor(0.2)), of_batch
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = ((x if self.of_batch else x[0]).numel() * 7) ** -0.5
+        step = (self.step - self.step * scale).detach() + self.step * scale  # planted learned-step
+        clipped = (x / step).clamp(-7, 7)
+        return (clipped + (clipped.round() - clipped).detach()) * step
+
+
+def _learned_step(of_batch: bool) -> Problem:
+    torch.manual_seed(0)
+    return classified(nn.Sequential(nn.Linear(6, 8), LearnedStep(of_batch), nn.Tanh(), nn.Linear(8, 4)), 6)
+
+
 FAULTS = (
     fault("B01", ragged_tokens, "GAV202", "the mean of means weighs 3 tokens like 11"),
     fault("B02", mean_loss, "GAV201", "four means are added", weighting="none"),
@@ -308,6 +327,7 @@ FAULTS = (
     fault("B09", lambda: _windowed(36), "GAV201", "divided by another window's 36", weighting="none"),
     fault("B11", lambda: _matched(divided=False), "GAV202", "17, 5, 9 and 12 matched targets", weighting="none"),
     fault("B13", mean_loss, "GAV202", "6, 6 and 4 samples averaged equally", steps=3),
+    fault("learned-step", lambda: _learned_step(True), "GAV202", "the root of a count, in one parameter alone"),
     fault("kinds", over_kinds, "GAV201", "a factor of this window stands for a count"),
     fault("normalised-sum", lambda: _elements(normalised_sum), "GAV202", "divided by its own weights"),
     fault("normalised-mean", lambda: _elements(normalised_mean), "GAV202", "the same by their mean"),
@@ -328,6 +348,7 @@ FAULTS = (
 )
 
 TWINS = (
+    quiet("learned-step", lambda: _learned_step(False), "the root of a sample's elements"),
     quiet("B01", ragged_tokens, "weighted by valid tokens", weighting="tokens"),
     quiet("B02", mean_loss, "divided by K"),
     quiet("B04", two_micro_batches, "divided by the two that there are", steps=2, weighting=(0.5, 0.5)),
