@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _STEPS = "1,2,4,8"
 _OPTIMIZERS = OPTIONS["optimizer"].kind
 _OTHERWISE = (
-    *("steps", "strategy", "optimizer", "lr", "reference", "expect"),
+    *("steps", "strategy", "optimizer", "lr", "reference", "expect", "ranks", "engine", "timeout"),
     *(name for name, option in OPTIONS.items() if option.kind is FLAG),
 )
 """Options of a run that mean something else here, or nothing: what the full batch costs is what is measured."""
@@ -82,13 +82,12 @@ def profile(
     """Measures what accumulation costs and saves, for a model or for a SPEC.
 
     Saved activations, peak memory and time of the full batch, the summed loss and accumulation, each in a fresh
-    process, and whether the gradients agree. With --ranks also what the ranks send each other.
+    process, and whether the gradients agree.
 
     \b
       gaverify profile --model mnist-mlp --steps 1,2,4,8
       gaverify profile --model path/to/file.py:factory --memory 24GB --device cuda
       gaverify profile --model mlp --output plot.svg
-      gaverify profile --model mlp --ranks 2 --engine fsdp2
     """
     problems: list[str] = []
     ks = _numbers("--steps", steps, _STEPS, problems)

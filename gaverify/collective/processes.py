@@ -15,12 +15,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from gaverify.children.launching import working_folder
 from gaverify.collective.engines import (
     Alone,
-    Scaled,
     Synchronised,
-    alone,
     engine_of_word,
     joined,
     of_all,
@@ -30,18 +27,18 @@ from gaverify.collective.engines import (
 from gaverify.collective.launching import Fresh, run
 from gaverify.collective.traffic import TrafficMeter
 from gaverify.errors import ProblemError
-from gaverify.passes.batching import batch_size_of, micro_batch_sizes
+from gaverify.passes.batching import batch_size_of
 from gaverify.passes.devices import RANKED, available_devices, backend_of, devices_of_ranks, release_memory, with_number
 from gaverify.passes.dispatch import Observed
 from gaverify.passes.fingerprints import digest_of
-from gaverify.passes.gradients import PassProbe, PassResult, accumulated_gradients, full_batch_gradients
+from gaverify.passes.gradients import PassProbe, PassResult, accumulated_gradients
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.problem import Problem
 from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.sketches import sketch
 from gaverify.passes.task import Task
 from gaverify.passes.wrappers import is_sharded
-from gaverify.records.ranks import Engine, Moved, Shares, Traffic
+from gaverify.records.ranks import Engine, Shares, Traffic
 from gaverify.verdict.control import in_float64
 from gaverify.verdict.settings import Settings
 
@@ -228,49 +225,6 @@ def accumulated(window: Window, task: Task, own: range, probe: PassProbe) -> Pas
             f"{error}; under DDP the loss gets the wrapper, as in training: reach the model's own attributes through "
             "`getattr(model, 'module', model)`, and run its forward through the wrapper"
         ) from error
-
-
-def moved(task: Task, state: ModelState, steps: int, ranks: Ranks) -> Moved:
-    """Returns the collectives and bytes of one window of the ranks.
-
-    Args:
-        task: With the whole batch; how it is cut does not count.
-        state: Restored in the end.
-        steps: K, the micro-batches of each rank.
-        ranks: What to run.
-
-    Raises:
-        ProblemError: A rank raised, died, or did not end in time.
-    """
-    sizes = micro_batch_sizes(task.batch_size, steps * ranks.count)
-    task = replace(task, sizes=sizes, strategy="accumulate")
-    with alone():  # a loss may ask `torch.distributed` for its rank
-        reference, record = full_batch_gradients(task, state)
-    with working_folder("gaverify-ranks-") as folder:
-        found = on_ranks(_counted, window_of(task, record, reference, ranks, folder))
-    return Moved(max((once for once, _ in found), key=_order), max((every for _, every in found), key=_order))
-
-
-def _order(traffic: Traffic) -> tuple[int, int]:
-    return traffic.bytes_moved, traffic.count()
-
-
-def _counted(window: Window, rank: int) -> tuple[Traffic, Traffic]:
-    """What the process of a rank does: windows that do not count, then one of each kind."""
-    count = window.ranks.count
-
-    def counted(task: Task, own: range) -> tuple[Traffic, Traffic]:
-        once, found = Synchronised(task, window.ranks.engine, own[-1], count), []
-        # DDP sorts its buckets anew when the window after its first reduction reduces: two do not count. The last
-        # micro-batch of `once` leaves FSDP2's reduction on, as `Scaled` needs it.
-        for probe in (once, once, once, Scaled(count)):
-            meter = TrafficMeter()
-            with meter.counting():
-                accumulated(window, task, own, probe)
-            found.append(meter.traffic)
-        return found[2], found[3]
-
-    return under_engine(window, rank, counted)[0]
 
 
 def needs_fresh(device: torch.device) -> bool:

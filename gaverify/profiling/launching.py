@@ -14,7 +14,6 @@ from gaverify.children.launching import Kept, ended_as_interrupted, given, signa
 from gaverify.errors import GaverifyError, InternalError
 from gaverify.records.comparison import Outcome
 from gaverify.records.profile import LABELS, Memory, Plan, Profile, Row, Seconds, Setting, Status
-from gaverify.records.ranks import Collective, Moved, Traffic
 
 if TYPE_CHECKING:
     from gaverify.spec import Spec
@@ -132,7 +131,6 @@ def row_from(plan: Plan, told: dict[str, Any]) -> Row:
     """
     status, message = _end(told)
     memory, times, verdict = told.get("memory"), told.get("seconds"), told.get("verdict", {})
-    moved = told.get("moved")
     outcome = Outcome(verdict["outcome"]) if verdict else None
     if status != "measured" and told.get("activation_bytes") is not None:
         # everything was measured, and only the comparison failed: verifying needs more memory than training
@@ -150,12 +148,7 @@ def row_from(plan: Plan, told: dict[str, Any]) -> Row:
         outcome,
         verdict.get("relative_difference"),
         verdict.get("method"),
-        Moved(**{name: _traffic(side) for name, side in moved.items()}) if moved else None,
     )
-
-
-def _traffic(told: dict[str, Any]) -> Traffic:
-    return Traffic({Collective(kind): count for kind, count in told["counts"].items()}, told["bytes_moved"])
 
 
 def _end(told: dict[str, Any]) -> tuple[Status, str]:
@@ -190,7 +183,6 @@ def _during(stage: str) -> str:
         "memory": "its peak was measured",
         "verdict": "gradients were compared",
         "activations": "activations were counted",
-        "ranks": "collectives of the ranks were counted",
         "starting": "it started",
     }
     return f" while {known.get(stage, 'its time was taken')}"

@@ -12,7 +12,6 @@ import platform
 import sys
 import traceback
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
 from typing import IO, Any
 
 from gaverify.children.launching import private_stdout
@@ -49,27 +48,22 @@ def _measure(job: dict[str, Any], channel: IO[str]) -> None:
     spec = parse_spec(job["spec"], "profile")
     plan = Plan(job["strategy"], job["steps"])
     problem = _loaded(spec)
-    ranks = _checked_ranks(problem, spec, plan)
     _check_fits(problem, plan)
 
     from gaverify.profiling.measuring import WARM_UP, activation_bytes, peak_memory, update_seconds
     from gaverify.profiling.workload import compared, workload
 
-    with workload(problem, spec, plan, job["optimizer"]) as work:
-        with _group(spec):
-            _send(channel, about=_about(work, spec, job), micro_batches=work.task.sizes, stage="memory")
-            memory = peak_memory(work)
-            _send(channel, memory=None if memory is None else vars(memory), stage="time")
-            total = WARM_UP + job["repeats"]
-            times = update_seconds(work, job["repeats"], lambda k: _send(channel, stage=f"time {k + 1}/{total}"))
-        _send(channel, seconds=times, stage="ranks" if ranks else "activations")
-        if ranks is not None:  # they are forked, and must not inherit a group
-            _send(channel, moved=_moved(work, plan, ranks), stage="activations")
-        with _group(spec):
-            _send(channel, activation_bytes=activation_bytes(work), stage="verdict")
-            work.optimizer = None
-            if plan.strategy != "full-batch":
-                _send(channel, verdict=compared(work, spec))
+    with workload(problem, spec, plan, job["optimizer"]) as work, _group(spec):
+        _send(channel, about=_about(work, spec, job), micro_batches=work.task.sizes, stage="memory")
+        memory = peak_memory(work)
+        _send(channel, memory=None if memory is None else vars(memory), stage="time")
+        total = WARM_UP + job["repeats"]
+        times = update_seconds(work, job["repeats"], lambda k: _send(channel, stage=f"time {k + 1}/{total}"))
+        _send(channel, seconds=times, stage="activations")
+        _send(channel, activation_bytes=activation_bytes(work), stage="verdict")
+        work.optimizer = None
+        if plan.strategy != "full-batch":
+            _send(channel, verdict=compared(work, spec))
 
 
 def _group(spec: Any) -> AbstractContextManager[None]:
@@ -79,15 +73,6 @@ def _group(spec: Any) -> AbstractContextManager[None]:
     from gaverify.collective.engines import alone
 
     return alone()
-
-
-def _moved(work: Any, plan: Any, ranks: Any) -> dict[str, Any]:
-    from gaverify.collective.processes import moved
-
-    work.clear()
-    found = moved(work.task, work.state, plan.steps, ranks)
-    sides = {"no_sync": found.no_sync, "every": found.every}
-    return {name: {"counts": dict(side.counts), "bytes_moved": side.bytes_moved} for name, side in sides.items()}
 
 
 class _Refusal(Exception):
@@ -111,36 +96,6 @@ def _loaded(spec: Any) -> Any:
 
 class _Unfit(Exception):
     """K micro-batches cannot be cut from this batch."""
-
-
-def _checked_ranks(problem: Any, spec: Any, plan: Any) -> Any:
-    """What to run on ranks; None without them, and for a summed loss, which has one backward pass to reduce in."""
-    if spec.ranks is None:
-        return None
-    from gaverify.collective.processes import ranks_wanted
-    from gaverify.errors import ProblemError
-    from gaverify.origins import LoadedAfresh
-    from gaverify.passes.devices import resolve_device
-    from gaverify.preparation import settings_of
-
-    def wanted(steps: int) -> Any:
-        settings = replace(
-            settings_of(vars(spec)), steps=steps * spec.ranks, weighting="uniform", strategy="accumulate", rtol=None
-        )
-        device = resolve_device(spec.device)
-        ranks = ranks_wanted(spec.ranks, settings, spec.engine, spec.timeout, problem, device)
-        return replace(ranks, origin=LoadedAfresh(settings, spec).known(problem).task)
-
-    try:
-        wanted(1)
-    except ProblemError as error:
-        raise _Refusal(str(error)) from error
-    if plan.strategy == "summed-loss":
-        return None
-    try:
-        return wanted(plan.steps)
-    except ProblemError as error:
-        raise _Unfit(str(error)) from error
 
 
 def _check_fits(problem: Any, plan: Any) -> None:
@@ -188,8 +143,6 @@ def _about(work: Any, spec: Any, job: dict[str, Any]) -> dict[str, Any]:
         "gaverify": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "ranks": spec.ranks,
-        "engine": spec.engine if spec.ranks else None,
     }
 
 

@@ -15,7 +15,6 @@ from enum import Enum
 from typing import Any, Literal
 
 from gaverify.records.comparison import Outcome, together
-from gaverify.records.ranks import Moved
 from gaverify.thresholds import USABLE
 
 Strategy = Literal["full-batch", "summed-loss", "accumulate"]
@@ -57,8 +56,6 @@ class Setting:
     gaverify: str
     python: str
     platform: str
-    ranks: int | None = None
-    engine: str | None = None
 
 
 @dataclass(frozen=True)
@@ -119,7 +116,6 @@ class Row:
         outcome: The verdict against the full batch; None for the full batch itself and where nothing was compared.
         relative_difference: The largest of any parameter, in the precision that decided.
         method: Which step of the method decided.
-        moved: What the ranks send each other in a window of K micro-batches each; None without ranks.
     """
 
     strategy: Strategy
@@ -133,7 +129,6 @@ class Row:
     outcome: Outcome | None = None
     relative_difference: float | None = None
     method: str | None = None
-    moved: Moved | None = None
 
     @property
     def micro_batch(self) -> int | None:

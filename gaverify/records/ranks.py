@@ -48,19 +48,6 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Moved:
-    """What the ranks send each other in one window, once the engine has settled: figures of the busiest rank.
-
-    Attributes:
-        no_sync: With the gradients reduced by each rank's last micro-batch only, as under `no_sync`.
-        every: With the gradients reduced by every micro-batch.
-    """
-
-    no_sync: Traffic
-    every: Traffic
-
-
-@dataclass(frozen=True)
 class Share:
     """What a rank made of its part of the gradient before the step, beside what the full batch's run made of the whole.
 

@@ -15,7 +15,7 @@ from gaverify.records.profile import Row
 from gaverify.report.stories import Report, Story, Table, story_of
 from gaverify.report.text.layout import clean
 from gaverify.report.text.verdict import kind_of, rows_of, told
-from gaverify.report.text.wording import PROFILE, measures, moved_figures, ordered, profile_cells
+from gaverify.report.text.wording import PROFILE, measures, ordered, profile_cells
 
 _SIGNS = {Outcome.EQUIVALENT: "✅", Outcome.DIVERGENT: "❌", Outcome.INCONCLUSIVE: "⚠️"}
 _ROWS = 50
@@ -105,9 +105,6 @@ def _cells(row: ParameterComparison) -> tuple[str, ...]:
 
 def _profile(rows: Sequence[Row]) -> Iterator[str]:
     columns = [list(PROFILE), *(list(profile_cells(row)) for row in rows)]
-    if any(row.moved for row in rows):
-        moved = ("moved with no_sync", "moved, every micro-batch reduced")
-        columns = [[*row, *more] for row, more in zip(columns, (moved, *map(moved_figures, rows)), strict=True)]
     if any(row.message for row in rows):
         said = ("message", *(text(row.message) for row in rows))
         columns = [[*row, more] for row, more in zip(columns, said, strict=True)]

@@ -1,4 +1,4 @@
-"""Plots of memory, time and traffic against K, as one SVG that needs nothing else: no script, no font, no library."""
+"""Plots of memory and time against K, as one SVG that needs nothing else: no script, no font, no library."""
 
 from __future__ import annotations
 
@@ -35,12 +35,7 @@ def profile_svg(profile: Profile) -> str:
     memory: list[Curve] = [lambda row: _flat(row.activation_bytes)]
     memory += [lambda row: _flat(row.memory.increment if row.memory else None)] if peaks else []
     time: Curve = lambda row: (row.seconds.low, row.seconds.median, row.seconds.high) if row.seconds else None  # noqa: E731
-    moved: list[Curve] = [
-        lambda row: _flat(row.moved.no_sync.bytes_moved if row.moved else None),
-        lambda row: _flat(row.moved.every.bytes_moved if row.moved else None),
-    ]
-    ranks = any(row.moved for row in rows)
-    width = 1290 if ranks else 860
+    width = 860
     shown = [strategy for strategy in STRATEGIES if any(row.strategy == strategy for row in rows)]
     return "\n".join(
         [
@@ -51,7 +46,6 @@ def profile_svg(profile: Profile) -> str:
             *(_mark(s, 32 + 120 * at, 52) + _text(44 + 120 * at, 56, LABELS[s], "") for at, s in enumerate(shown)),
             _panel(24, title, rows, bytes_text, memory),
             _panel(454, "Time per update, median and quartiles", rows, seconds_text, [time]),
-            *([_panel(884, "Moved between ranks; dashed: without no_sync", rows, bytes_text, moved)] if ranks else []),
             "</svg>\n",
         ]
     )

@@ -7,7 +7,6 @@ from typing import Any
 
 from gaverify.records.comparison import Outcome
 from gaverify.records.profile import STRATEGIES, Memory, Profile, Row, Seconds, Setting, Strategy
-from gaverify.records.ranks import Collective, Moved, Traffic
 
 B = 32
 
@@ -63,21 +62,6 @@ def profile(**changes: Any) -> Profile:
     rows = (row("full-batch", 1), *summed, *accumulated)
     sample = Profile(setting(), rows, (1, 2, 4, 8), 1_000_000_000, 1024, spec={"model": "mnist-mlp", "steps": 1})
     return replace(sample, **changes)
-
-
-def on_ranks() -> Profile:
-    """Two ranks under DDP: 2 MB in one collective with `no_sync`, the same with every micro-batch without."""
-
-    def moved(steps: int) -> Moved:
-        once, every = ({Collective.REDUCE: count} for count in (1, steps))
-        return Moved(Traffic(once, 2_000_000), Traffic(every, 2_000_000 * steps))
-
-    rows = (
-        row("full-batch", 1, moved=moved(1)),
-        row("summed-loss", 4),
-        row("accumulate", 4, moved=moved(4)),
-    )
-    return profile(setting=setting(ranks=2, engine="ddp"), rows=rows)
 
 
 def failing(**changes: Any) -> Profile:

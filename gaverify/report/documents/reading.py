@@ -73,8 +73,12 @@ def _parsed(path: Path) -> dict[str, Any]:
 
 
 def _as_today(item: dict[str, Any]) -> dict[str, Any]:
-    """An object of a document, without what only older ones say: whether gradients lay on disk."""
-    item.pop("spill", None)
+    """An object of a document, without what only older ones say: gradients on disk, and a profile's ranks."""
+    for key in ("spill", "moved"):
+        item.pop(key, None)
+    if "repeats" in item:
+        item.pop("ranks", None)
+        item.pop("engine", None)
     return item
 
 

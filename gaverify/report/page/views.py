@@ -12,7 +12,6 @@ from markupsafe import Markup
 from gaverify.records.audit_report import AuditReport, Moment
 from gaverify.records.comparison import Outcome, ParameterComparison
 from gaverify.records.findings import Finding
-from gaverify.records.profile import LABELS
 from gaverify.records.verdict import Verdict
 from gaverify.report.junit import modules_of
 from gaverify.report.page.charts import (
@@ -27,9 +26,8 @@ from gaverify.report.page.charts import (
 from gaverify.report.plot import profile_svg
 from gaverify.report.stories import Answer, Story, Table, story_of
 from gaverify.report.text.layout import clean
-from gaverify.report.text.profile import moved_title
 from gaverify.report.text.verdict import kind_of, rows_of, told
-from gaverify.report.text.wording import PROFILE, measures, moved_figures, number, ordered, profile_cells, worst
+from gaverify.report.text.wording import PROFILE, measures, number, ordered, profile_cells, worst
 
 
 @dataclass(frozen=True)
@@ -76,8 +74,6 @@ class AnswerView:
     plot: Markup = field(default_factory=lambda: Markup(""))
     columns: Sequence[str] = (*PROFILE, "message")
     profile: Sequence[tuple[str, ...]] = ()
-    moved: Sequence[tuple[str, ...]] = ()
-    moved_title: str = ""
 
 
 def view_of(answer: Answer) -> AnswerView:
@@ -106,8 +102,6 @@ def view_of(answer: Answer) -> AnswerView:
         view,
         plot=Markup(profile_svg(answer)) if answer.rows else Markup(""),
         profile=[(*profile_cells(row), row.message) for row in answer.rows],
-        moved=[(LABELS[row.strategy], str(row.steps), *moved_figures(row)) for row in answer.rows if row.moved],
-        moved_title=moved_title(answer),
     )
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from gaverify.amounts import bytes_text, count_text, seconds_text
 from gaverify.records.comparison import Outcome
+from gaverify.records.profile import Line as Fit
 from gaverify.records.profile import (
-    LABELS,
     Memory,
     NoPrediction,
     Prediction,
@@ -18,10 +18,9 @@ from gaverify.records.profile import (
     peak_line,
     predict,
 )
-from gaverify.records.profile import Line as Fit
-from gaverify.report.text.layout import Layout, Line, cells, columns, pad, table_of
+from gaverify.report.text.layout import Layout, Line, cells, columns, pad
 from gaverify.report.text.table import STYLES
-from gaverify.report.text.wording import PROFILE, moved_figures, percent, profile_cells, titled
+from gaverify.report.text.wording import PROFILE, percent, profile_cells, titled
 
 _LABEL = 13
 
@@ -29,7 +28,7 @@ _LABEL = 13
 def profile_blocks(profile: Profile, layout: Layout) -> list[list[Line]]:
     """Returns the table of the rows, their bars and what they predict."""
     bars = (_bars(block, profile.rows, layout) for block in _BLOCKS)
-    return [_table(profile.rows, layout), *bars, _moved(profile, layout), _prediction(profile, layout)]
+    return [_table(profile.rows, layout), *bars, _prediction(profile, layout)]
 
 
 def profile_facts(profile: Profile) -> list[tuple[str, str]]:
@@ -71,27 +70,6 @@ def _table(rows: Sequence[Row], layout: Layout) -> list[Line]:
         if at and rows[at - 1].message:
             lines += layout.wrap(rows[at - 1].message, indent=6, style="dim")
     return lines
-
-
-def moved_title(profile: Profile) -> str:
-    """Returns what the figures of ranks are; "" where no row has any."""
-    setting = profile.setting
-    if setting is None or not any(row.moved for row in profile.rows):
-        return ""
-    return (
-        f"bytes and collectives that each of {setting.ranks} ranks under {setting.engine} moves per window of K "
-        "micro-batches (memory, time and outcome are of one process)"
-    )
-
-
-def _moved(profile: Profile, layout: Layout) -> list[Line]:
-    title = moved_title(profile)
-    if not title:
-        return []
-    rows = [row for row in profile.rows if row.moved is not None]
-    body = [(LABELS[row.strategy], str(row.steps), *moved_figures(row)) for row in rows]
-    head = ("strategy", "K", "with no_sync", "every micro-batch reduced")
-    return layout.wrap(title, indent=2, style="bold") + table_of([head, *body], right=(1, 2, 3))
 
 
 def _style(row: Row) -> str:

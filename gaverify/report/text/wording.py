@@ -76,15 +76,6 @@ def profile_cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def moved_figures(row: Row) -> tuple[str, str]:
-    """Returns what ranks move per window, with `no_sync` and with every micro-batch reduced; `-` where unknown."""
-    if row.moved is None:
-        return "-", "-"
-    sides = (row.moved.no_sync, row.moved.every)
-    low, high = (f"{bytes_text(side.bytes_moved)} in {side.count():,}" for side in sides)
-    return low, high
-
-
 def ranks_line(facts: RankFacts, micro_batches: int) -> str:
     """Returns how many ranks there were, under which engine, and what they sent each other."""
     engine = facts.engine.value if facts.engine is not None else "no known engine"

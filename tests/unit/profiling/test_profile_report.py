@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from profiles import B, failing, on_ranks, profile, row, setting
+from profiles import B, failing, profile, row, setting
 from syrupy.assertion import SnapshotAssertion
 
 from gaverify.amounts import bytes_text, parse_bytes, seconds_text
@@ -41,7 +41,6 @@ from gaverify.report.text.report import answer_lines
 CASES: list[Callable[[], Profile]] = [
     profile,
     failing,
-    on_ranks,
     lambda: profile(steps=(4,), memory_limit=None),
     lambda: profile(rows=(), setting=None, interrupted=True),
     lambda: profile(memory_limit=1000),
@@ -165,30 +164,6 @@ def test_peaks_are_drawn_where_they_follow_the_micro_batch() -> None:
 def test_a_model_name_cannot_break_the_picture() -> None:
     root = ElementTree.fromstring(profile_svg(profile(setting=setting(model='a<b>&"c\x1b'))))
     assert any('a<b>&"c\\x1b' in (element.text or "") for element in root.iter())
-
-
-def test_what_ranks_move_stands_in_every_format(snapshot: SnapshotAssertion) -> None:
-    assert plain(answer_lines(on_ranks(), Layout(width=120))) == snapshot
-    assert "| equivalent | 1.1e-07 | 2.00 MB in 1 | 8.00 MB in 4 |" in render([on_ranks()], "markdown")
-    page = render([on_ranks()], "html")
-    assert "8.00 MB in 4" in page and "<td>1.1e-07" in page
-    document = validate_document(render([on_ranks()], "json"))
-    moved = [row.moved for row in document.rows]
-    assert moved[1] is None and moved[2] is not None
-    assert (moved[2].every.collectives, moved[2].every.bytes) == ({"all-reduce": 4}, 8_000_000)
-
-
-def test_without_ranks_nothing_is_said_of_them() -> None:
-    for form in ("markdown", "html"):
-        assert "no_sync" not in render([profile()], form)
-    assert "no_sync" not in plain(answer_lines(profile(), Layout()))
-
-
-def test_what_ranks_move_is_a_third_plot() -> None:
-    assert "Moved between ranks" in profile_svg(on_ranks()) and "Moved between ranks" not in profile_svg(profile())
-    ElementTree.fromstring(profile_svg(on_ranks()))
-    titles = re.findall(r">([\d.]+ [kM]B|0)<", profile_svg(on_ranks()).split("Moved between ranks")[1])
-    assert "8 MB" in titles
 
 
 @pytest.mark.parametrize(

@@ -192,6 +192,14 @@ def test_a_document_that_tells_whether_gradients_lay_on_disk_is_read_without_tha
     assert read_report(tmp_path / "older.json").answers == (answer_of(GOOD),)
 
 
+def test_a_profile_that_tells_of_its_ranks_is_read_without_them(tmp_path: Path) -> None:
+    today = json.loads(answer_text(profiles.profile()))
+    rows = [row | {"moved": None} for row in today["rows"]]
+    older = today | {"setting": today["setting"] | {"ranks": 2, "engine": "ddp"}, "rows": rows}
+    (tmp_path / "older.json").write_text(json.dumps(older))
+    assert read_report(tmp_path / "older.json").answers == (answer_of(today),)
+
+
 GOOD = json.loads(answer_text(samples.divergent()))
 ROW = GOOD["parameters"][0]
 

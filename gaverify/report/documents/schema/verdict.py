@@ -22,7 +22,7 @@ from gaverify.records.profile import (
     peak_line,
     predict,
 )
-from gaverify.records.ranks import Moved, RankFacts, Traffic
+from gaverify.records.ranks import RankFacts, Traffic
 from gaverify.records.verdict import RunInfo, Trace, TraceRow, TraceStep, Verdict
 from gaverify.report.documents.schema.deriving import Of, Shape, derived
 from gaverify.report.text import wording
@@ -159,7 +159,7 @@ class VerdictDocument(Shape):
     sentence: Annotated[str, Of(wording.sentence)] = ""
 
 
-@derived(Setting, older="ranks engine")
+@derived(Setting)
 class SettingItem(Shape):
     """What was profiled and where."""
 
@@ -174,16 +174,10 @@ class SecondsItem(Shape):
     """Time per update; `low` and `high` are quartiles."""
 
 
-@derived(Moved)
-class MovedItem(Shape):
-    """What the busiest rank sends in one window: reduced by the last micro-batch only, and by every one."""
-
-
 @derived(
     Row,
     "strategy steps micro_batches status message activation_bytes memory seconds samples_per_second outcome "
-    "relative_difference method moved",
-    older="moved",
+    "relative_difference method",
 )
 class RowItem(Shape):
     """One strategy with one K; figures are null where the row did not get so far."""
