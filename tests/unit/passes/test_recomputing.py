@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from gaverify.errors import ProblemError
+from gaverify.passes import reference
 from gaverify.passes.gradients import PassResult, full_batch_gradients
 from gaverify.passes.isolation import ModelState, isolated_generators, seed_everything
 from gaverify.passes.problem import Problem
-from gaverify.passes.reference import Fitting, estimated_needs, recomputing
-from gaverify.passes.reference.recomputing import blocks_of
+from gaverify.passes.reference import Fitting, blocks_of, estimated_needs
 from gaverify.passes.task import Task
 from gaverify.records.comparison import Reference
 
@@ -200,7 +200,7 @@ def test_the_same_gradients_statistics_and_draws_bit_for_bit(name: str) -> None:
 @pytest.mark.parametrize("name", CHANGED)
 def test_without_the_state_put_back_the_second_run_is_another(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     full = passed(name, Reference.FULL)[0]
-    monkeypatch.setattr(recomputing, "_again", lambda *_: nullcontext())
+    monkeypatch.setattr(reference, "_again", lambda *_: nullcontext())
     try:
         assert not same(full, passed(name, Reference.RECOMPUTE)[0])
     except Exception as error:
@@ -210,7 +210,7 @@ def test_without_the_state_put_back_the_second_run_is_another(name: str, monkeyp
 @pytest.mark.parametrize("name", ["batch-norm", "counting"])
 def test_without_it_statistics_are_updated_twice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     full = passed(name, Reference.FULL)[0]
-    monkeypatch.setattr(recomputing, "_again", lambda *_: nullcontext())
+    monkeypatch.setattr(reference, "_again", lambda *_: nullcontext())
     again = passed(name, Reference.RECOMPUTE)[0]
     assert any(not torch.equal(full.buffers[key], again.buffers[key]) for key in full.buffers)
 
