@@ -19,13 +19,12 @@ from typing import Any
 
 import torch
 
-from gaverify.amounts import bytes_text
-from gaverify.errors import GaverifyError, NoMemory, ProblemError
+from gaverify.errors import NoMemory, ProblemError
 from gaverify.passes.batching import fresh
 from gaverify.passes.dispatch import Observed, PassMode
 from gaverify.passes.isolation import ModelState, foreign_generator_states, generator_states, seed_torch
 from gaverify.passes.randomness import Dealer, DrawRecord, Recomputing, Recorder, named_modules
-from gaverify.passes.reference import estimated_needs, fitted
+from gaverify.passes.reference import fitted
 from gaverify.passes.task import Task, loss_of, micro_batch_of, told_as_users
 from gaverify.passes.terms import Terms
 from gaverify.passes.weighting import micro_batch_weight
@@ -93,33 +92,16 @@ def full_batch_gradients(
         except NoMemory as error:
             # a probe has seen a part of the pass already
             if probe is not None or not task.fitting.falls_through(task.device):
-                raise NoMemory(f"{error}{_ways_that_need_less(task, state)}") from error
+                raise NoMemory(f"{error}{_ways_that_need_less(task)}") from error
         gc.collect()  # here the exception is gone, and with it the frames that held what the pass had made
         task.progress(f"the full batch with {task.fitting.way}")
 
 
-def _ways_that_need_less(task: Task, state: ModelState) -> str:
-    """Names the other ways to run the full batch, and what each would take for activations if that can be told."""
+def _ways_that_need_less(task: Task) -> str:
+    """Names the other ways to run the full batch."""
     ways = (Reference.OFFLOAD, Reference.RECOMPUTE)
     left = ways[ways.index(task.fitting.way) + 1 :] if task.fitting.way in ways else ways
-    if not left:
-        return ""
-    start, stop = next(task.bounds())
-    where = f"samples {start} to {stop - 1}"
-    try:
-        with one_pass(task, state), PassMode(state, Recorder()), told_as_users(where, task):
-            part = fresh(micro_batch_of(task, start, stop, where))
-            times = task.batch_size / (stop - start)
-            needs = estimated_needs(task.modules, lambda: loss_of(task, part, where), times)
-    except GaverifyError:
-        return "; " + " or ".join(f"`--reference {way}`" for way in left) + " needs less"
-    full = needs[Reference.FULL]
-    words = {
-        Reference.OFFLOAD: f"about {bytes_text(needs[Reference.OFFLOAD])} there and {bytes_text(full)} on the host",
-        Reference.RECOMPUTE: f"about {bytes_text(needs[Reference.RECOMPUTE])}",
-    }
-    named = " or ".join(f"`--reference {way}` ({words[way]})" for way in left)
-    return f"; activations take about {bytes_text(full)}, less with {named}"
+    return "; " + " or ".join(f"`--reference {way}`" for way in left) + " needs less" if left else ""
 
 
 def _full_batch(

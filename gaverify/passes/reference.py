@@ -20,7 +20,6 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from gaverify.passes.isolation import ModelState, generator_states, storage
 from gaverify.passes.randomness import unwatched
@@ -199,93 +198,6 @@ def offloaded(modules: Sequence[nn.Module], device: torch.device) -> Iterator[No
 
     with saved_tensors_hooks(pack, unpack):
         yield
-
-
-class _Saved:
-    """Counts the bytes that autograd saves, each piece of memory once, and how many of them inside which block."""
-
-    def __init__(self, own: set[int]) -> None:
-        self._own = own
-        self.all: dict[int, int] = {}
-        self.inside: list[dict[int, int]] = []
-        self.inputs: dict[int, int] = {}
-        self.largest = 0
-        self._open = False
-
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        place = storage(tensor)
-        if place and place not in self._own:
-            size = tensor.untyped_storage().nbytes()
-            self.all[place] = size
-            self.largest = max(self.largest, size)
-            if self._open:
-                self.inside[-1][place] = size
-        return tensor.detach()
-
-    @contextmanager
-    def block(self, arguments: Any) -> Iterator[None]:
-        """Counts for one call of a block."""
-        for value in tree_leaves(arguments):
-            if isinstance(value, torch.Tensor) and storage(value) not in self._own:
-                self.inputs[storage(value)] = value.untyped_storage().nbytes()
-        self.inside.append({})
-        self._open = True
-        try:
-            yield
-        finally:
-            self._open = False
-
-
-def estimated_needs(modules: Sequence[nn.Module], forward: Callable[[], Any], times: float) -> dict[Reference, int]:
-    """Returns the bytes of activations on the device for each way, and for `OFFLOAD` what is left there.
-
-        full        Σ saved
-        offload     twice the largest piece that is saved: it is on its way while another is used
-        recompute   Σ saved outside of blocks + Σ inputs of blocks + the most that one block saves
-
-    Args:
-        modules: The model, and the loss where it is a module.
-        forward: Runs the loss over a part of the batch; what it returns is held until everything is counted.
-        times: How many such parts the full batch is.
-    """
-    saved = _Saved({storage(tensor) for root in modules for tensor in (*root.parameters(), *root.buffers())})
-    with ExitStack() as stack:
-        for block in blocks_of(modules):
-            stack.enter_context(_counted(block, saved))
-        with saved_tensors_hooks(saved.pack, lambda tensor: tensor):
-            held = forward()
-    in_blocks = {place for block in saved.inside for place in block}
-    outside = {place: size for place, size in saved.all.items() if place not in in_blocks} | saved.inputs
-    most = max((sum(block.values()) for block in saved.inside), default=0)
-    del held
-    parts = {
-        Reference.FULL: sum(saved.all.values()),
-        Reference.OFFLOAD: 2 * saved.largest,
-        Reference.RECOMPUTE: sum(outside.values()) + most,
-    }
-    return {way: int(size * times) for way, size in parts.items()}
-
-
-@contextmanager
-def _counted(block: nn.Module, saved: _Saved) -> Iterator[None]:
-    open_: list[Any] = []
-
-    def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
-        open_.append(saved.block((args, kwargs)))
-        open_[-1].__enter__()
-
-    def leave(*_: Any) -> None:
-        open_.pop().__exit__(None, None, None)
-
-    handles = [
-        block.register_forward_pre_hook(enter, with_kwargs=True),
-        block.register_forward_hook(leave, always_call=True),
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @dataclass
