@@ -11,6 +11,7 @@ Shapes: K micro-batches; counts are numbers.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -40,12 +41,23 @@ def ask(bench: Bench, facts: Facts) -> Facts:
 
     What leaves next to nothing of the difference is a cause as well; the questions after this one look for the rest.
     """
-    if facts.weights_first:
-        return facts
-    most = SMALL_PART * facts.left
-    found = bench.attempt("counts of the window", lambda: found_in(bench, facts.weights.used, most))
+    found = None if facts.weights_first else _found(bench, facts, SMALL_PART * facts.left)
+    return facts if found is None else _noted(facts, found)
+
+
+def ask_first(bench: Bench, facts: Facts) -> tuple[Bench, Facts]:
+    """Returns a bench with the window's counts for all other questions, where nothing can be compared without them."""
+    found = _found(bench, facts, sys.float_info.max) if math.isinf(facts.left) else None
     if found is None:
-        return facts
+        return bench, facts
+    return replace(found.applied(bench), earlier=None), _noted(facts, found)
+
+
+def _found(bench: Bench, facts: Facts, most: float) -> Found | None:
+    return bench.attempt("counts of the window", lambda: found_in(bench, facts.weights.used, most))
+
+
+def _noted(facts: Facts, found: Found) -> Facts:
     weights = replace(facts.weights, counts=found.counts, remedy=found.control, place=found.counts[0].operation)
     return replace(facts, weights=weights, left=found.control.left, cleared=found.control.rounding)
 
@@ -226,10 +238,12 @@ class _Rescaled(PassProbe):
         """Sees the calls of one forward; what one writes in place is multiplied in place."""
 
         def called(key: FunctionKey, func: Any, args: Any, kwargs: Any) -> Any:
+            factor = self._factors[key][k] if k is not None and key in self._factors else None
+            if factor == 0 and key[0] in _DIVISIONS:  # by nothing: NaN times 0 stays NaN
+                return func(args[0], math.inf, **kwargs)
             result = func(*args, **kwargs)
-            if k is None or key not in self._factors:
+            if factor is None:
                 return result
-            factor = self._factors[key][k]
             return result.mul_(factor) if key[0].endswith("_") else result * factor
 
         return named_calls(called)

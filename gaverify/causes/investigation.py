@@ -99,10 +99,12 @@ def asked(
             judgement.part = found.weights.sizes
             return known
         try:
-            for ask in QUESTIONS:
+            questions = QUESTIONS if not facts.compared.one_sided else (operations.ask_branch,)
+            there, facts = counts.ask_first(bench, facts)
+            for ask in questions:
                 if _settled(facts):
                     break
-                facts = ask(_given(bench, facts), facts)
+                facts = ask(_given(there, facts), facts)
             facts = again.ask(bench, facts, in_part=in_part)
             facts = weights.ask_place(_given(bench, facts), state.ask_lines(bench, facts))
         except TimeUp:
@@ -226,8 +228,6 @@ def investigate(
     if not diagnose or not facts.compared.divergent or task.steps < 2:
         return facts
     facts = replace(facts, diagnosed=True)
-    if not facts.compared.comparable:
-        return facts
     try:
         with task.limit.searching():
             return _searched(task, judgement, facts, heard, found, in_part=in_part)

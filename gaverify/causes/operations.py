@@ -18,7 +18,7 @@ from gaverify.causes.neutral.cached import cached_gradients
 from gaverify.causes.neutral.holding import Evaluated, ResultsHeld
 from gaverify.causes.neutral.state import StateHeld
 from gaverify.causes.proof import Tried
-from gaverify.causes.trace.first_divergence import trace_divergences
+from gaverify.causes.trace.first_divergence import branch_taken, trace_divergences
 from gaverify.causes.trace.normalisation import normalises
 from gaverify.records.experiment import Cause, ControlKind, ControlRun, Operation, Suspect, WeightFit
 from gaverify.records.facts import Facts, Forward, State
@@ -36,7 +36,7 @@ def ask(bench: Bench, facts: Facts) -> Facts:
     fit = facts.weights.fit if control is None else control.fit
     residual = fit.residual if fit is not None and not fit.vacuous else 0.0
     weighed = facts.weights.remedy if facts.weights_first else None
-    left = facts.left if weighed is None else facts.compared.total
+    left = facts.left if weighed is None or not facts.compared.comparable else facts.compared.total
     search = _Search(there, facts, left if control is None else control.left, residual)
     bench.attempt("first diverging operation", lambda: search.run(control.fit if control is not None else None))
     facts = _held_instead(bench, facts, search)
@@ -55,6 +55,12 @@ def ask(bench: Bench, facts: Facts) -> Facts:
     if search.cleared or search.causes:
         facts = replace(facts, left=search.left, cleared=search.cleared)
     return _others_released(bench, facts, search) if search.cleared else facts
+
+
+def ask_branch(bench: Bench, facts: Facts) -> Facts:
+    """Looks for the operation that one side alone runs, where a parameter has a gradient on that side alone."""
+    found = bench.attempt("branch", lambda: branch_taken(bench))
+    return replace(facts, forward=replace(facts.forward, branch=found))
 
 
 def _held_instead(bench: Bench, facts: Facts, search: _Search) -> Facts:

@@ -304,6 +304,11 @@ class Compared:
         return all(math.isfinite(row.difference_norm) for row in self.divergent)
 
     @property
+    def one_sided(self) -> tuple[ParameterComparison, ...]:
+        """The divergent rows with a gradient in one run alone."""
+        return tuple(row for row in self.divergent if row.why is not None and row.why.missing)
+
+    @property
     def largest(self) -> str:
         """The largest relative difference as text, with the parameter that shows it."""
         rows = [row for row in self.divergent if math.isfinite(row.relative_difference)]
@@ -315,7 +320,9 @@ class Compared:
 
     @property
     def total(self) -> float:
-        """‖accumulated − full‖ / ‖full‖ over all parameters with finite numbers."""
+        """‖accumulated − full‖ / ‖full‖ over all parameters; infinite where a divergent one has no number."""
+        if not self.comparable:
+            return math.inf
         return relative_total((row.difference_norm, row.reference_norm) for row in self.rows)
 
     @property

@@ -148,6 +148,7 @@ class Forward:
 
     `agree`: no operation of the forward differs; `loss_gap`: how far the weighted losses are apart, relative, with
     the weights that come nearest: `shares`. `modules` are those whose outputs could be compared sample by sample.
+    `branch` is the first operation that one side alone computes its loss with, where a gradient is missing.
     """
 
     causes: tuple[Cause, ...] = ()
@@ -157,6 +158,7 @@ class Forward:
     coupling: SampleCoupling | None = None
     ruled_out: tuple[Operation, ...] = ()
     modules: tuple[ModuleDifference, ...] = ()
+    branch: Operation | None = None
 
 
 class BackwardPlace(Enum):

@@ -125,7 +125,8 @@ def weighed(facts: Facts, run: ControlRun) -> str:
     if not facts.weights_first:
         return text
     rest = "the causes named beside it make that" if facts.cleared else "another cause is left"
-    return f"{text}, {run.left / facts.compared.total:.1g} of what it was: {rest}"
+    share = run.left / facts.compared.total  # 0 where there was no number
+    return f"{text}{f', {share:.1g} of what it was' if share else ''}: {rest}"
 
 
 def weights_proven(facts: Facts) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from gaverify.records.experiment import Cause, ControlKind, Operation
@@ -92,7 +93,7 @@ def batch_coupled_loss(facts: Facts) -> Iterator[Finding]:
             continue
         fit = facts.weights.fit
         more = []
-        if fit is not None and fit.residual > FIT_FLOAT64:
+        if fit is not None and FIT_FLOAT64 < fit.residual < math.inf:
             of = f" of the first {fit.samples} samples" if fit.samples else ""
             text = f"the best micro-batch weights leave {fit.residual:.1e} of the gradient{of} over"
             more.append(Evidence("micro-batch-weights", "fit", text, {"residual": fit.residual}))

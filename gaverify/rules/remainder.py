@@ -153,7 +153,7 @@ def low_precision_accumulation(facts: Facts) -> Iterator[Finding]:
 @rule("GAV502")
 def missing_gradient(facts: Facts) -> Iterator[Finding]:
     """Yields a finding where a parameter has a gradient on one side only."""
-    rows = [row for row in facts.compared.divergent if row.why is not None and row.why.missing]
+    rows, branch = facts.compared.one_sided, facts.forward.branch
     if not rows or (facts.ranks is not None and facts.ranks.stepped_without):
         return
     number, parameters = facts.compared.update, [row.name for row in rows]
@@ -163,9 +163,10 @@ def missing_gradient(facts: Facts) -> Iterator[Finding]:
         return
     yield told(
         "GAV502.one-side",
-        location=Location(rows[0].name.rpartition(".")[0]),
+        location=branch.location if branch is not None else Location(rows[0].name.rpartition(".")[0]),
         proven=True,
         together=[Location(name.rpartition(".")[0]) for name in parameters],
+        branch=f"; {branch} runs on one side only" if branch is not None else "",
         named=named,
         have="has" if len(rows) == 1 else "have",
         reason=rows[0].reason,
@@ -185,9 +186,9 @@ def _other_optimizers(loop: Record, number: int | None) -> bool:
 def non_finite_gradient(facts: Facts) -> Iterator[Finding]:
     """Yields a fault where one run's gradients alone are not finite, a note where both are.
 
-    Nothing where an empty micro-batch is to blame.
+    Nothing where an empty micro-batch is to blame, or causes are named that explain it.
     """
-    if empty_micro_batches(facts) and facts.compared.divergent:
+    if (empty_micro_batches(facts) or facts.cleared) and facts.compared.divergent:
         return
     for update, compared in facts.comparisons:
         rows = [row for row in compared if row.why is not None and row.why.not_finite]

@@ -43,7 +43,7 @@ def head_for_large_batches() -> Problem:
             self.inner, self.extra = nn.Linear(6, 4), nn.Linear(6, 4)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.inner(x) + (0 * self.extra(x) if len(x) > 8 else 0)
+            return self.inner(x) + (0 * self.extra(x) if len(x) > 8 else 0)  # planted None-is-no-zero
 
     return classified(Heads(), 6)
 

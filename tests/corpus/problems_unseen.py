@@ -5,6 +5,8 @@ Shapes: B = 16 samples of D = 6 features; sequences of T = 5.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -402,11 +404,44 @@ TWINS = (
     quiet("loop-over-pairs", lambda: under(loop_over_samples), "a loop whose terms are samples"),
     quiet("gradient-penalty", lambda: under(lambda m, b: gradient_penalty(m, b, False)), "a norm per sample"),
     quiet("idle-expert", sparse, "weighted by n_k/N", steps=5, weighting="samples"),
+    quiet(
+        "empty-average",
+        lambda: _sometimes_empty(False, lambda values, held: (values * held).mean()),
+        "a mean over all samples, whatever they hold",
+    ),
     quiet("pasted", lambda: under(diagonal_only), "all pairs are computed and only the diagonal is used"),
 )
 
+
+def _sometimes_empty(whitened: bool, average: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Problem:
+    """An average over samples that a micro-batch has none of, beside advantages that are whitened, or not."""
+    torch.manual_seed(0)
+    rows = torch.randn(16, 6)
+    rows[:, 0] = torch.linspace(-1, 1, 16)
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        advantages, values = model(batch[0])[:, :2].unbind(1)
+        if whitened:
+            advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-6)
+        return (advantages * batch[0][:, 1]).mean() + average(values, batch[0][:, 0] > 0.7)
+
+    return Problem(mlp(), loss, (rows, torch.randint(4, (16,))))
+
+
+def _beside_an_empty_average(model: nn.Module, whitened: bool = False) -> Problem:
+    return replace(_sometimes_empty(whitened, _by_hand), model=model)
+
+
+def _by_hand(values: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
+    return (values * held).sum() / held.sum()
+
+
 # Several faults at once: each must be named, and nothing else.
 COMBINED = (
+    fault("empty-average", lambda: _sometimes_empty(False, _by_hand), "GAV202", "0/0 in a micro-batch, and no more"),
+    fault(
+        "empty-average-and-whitening", lambda: _sometimes_empty(True, _by_hand), "GAV103 GAV202", "NaN hides nothing"
+    ),
     fault(
         "norm-and-division",
         lambda: classified(_normed(), 6),
@@ -415,6 +450,14 @@ COMBINED = (
         weighting="none",
     ),
     fault("norm-and-pairs", lambda: under(_in_batch, _normed()), "GAV101 GAV103", "and in-batch negatives"),
+    fault("empty-average-and-counter", lambda: _beside_an_empty_average(Warming(mlp())), "GAV202 GAV403", "nor state"),
+    fault(
+        "empty-average-norm-and-whitening",
+        lambda: _beside_an_empty_average(_normed(), True),
+        "GAV101 GAV103 GAV202",
+        "nor two of them",
+    ),
+    fault("empty-average-and-norm", lambda: _beside_an_empty_average(_normed()), "GAV101 GAV202", "nor statistics"),
     fault("norm-and-counter", lambda: under(cross_entropy, Warming(_normed())), "GAV101 GAV403", "and a warm-up"),
     fault("norm-and-tokens", lambda: _tokens(TokenNorm()), "GAV101 GAV202", "and ragged rows averaged equally"),
     fault("counter-and-tokens", lambda: _tokens(Warming(language_model())), "GAV403 GAV202", "and a warm-up"),

@@ -307,9 +307,9 @@ class LearnedStep(nn.Module):
         self.step, self.of_batch = nn.Parameter(torch.tensor(0.2)), of_batch
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scale = ((x if self.of_batch else x[0]).numel() * 7) ** -0.5
+        scale = ((x if self.of_batch else x[0]).numel() * 127) ** -0.5
         step = (self.step - self.step * scale).detach() + self.step * scale  # planted learned-step
-        clipped = (x / step).clamp(-7, 7)
+        clipped = (x / step).clamp(-127, 127)
         return (clipped + (clipped.round() - clipped).detach()) * step
 
 

@@ -267,6 +267,22 @@ def test_a_scale_beside_state_is_one_factor_and_was_tested_with_the_state_held()
         )
 
 
+@pytest.mark.parametrize("id", ["empty-average-and-whitening", "empty-average-and-norm", "empty-average-and-counter"])
+def test_behind_what_is_not_finite_the_other_causes_are_proven_by_numbers(id: str) -> None:
+    """The window's counts stay in every other control: without them nothing can be compared."""
+    verdict = next(case for case in COMBINED if case.id == id).verify()
+    faults = [finding for finding in verdict.findings if finding.severity == "fault"]
+    controls = [next(e for e in finding.evidence if e.label == "control") for finding in faults]
+    assert "the causes named beside it make that" in controls[0].statement, story(verdict)
+    assert controls[1].values["left"] < 1e-6, story(verdict)
+
+
+def test_behind_what_is_not_finite_a_control_explains_its_share() -> None:
+    case = next(case for case in COMBINED if case.id == "empty-average-norm-and-whitening")
+    norm = next(finding for finding in case.verify().findings if finding.code == "GAV101")
+    assert 0.1 < next(e for e in norm.evidence if e.label == "control").values["explained"] < 0.9
+
+
 def _summed(size: float, reduction: str = "sum") -> gaverify.Problem:
     """A loss over the samples beside a norm of all outputs, `size` times as large."""
     torch.manual_seed(0)

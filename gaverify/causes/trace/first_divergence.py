@@ -77,6 +77,17 @@ def branches_part(bench: Bench) -> bool:
     return any(goes_another_way(full, part) for part in parts)
 
 
+def branch_taken(bench: Bench) -> Operation | None:
+    """Returns the first operation with which the full batch, or a micro-batch, alone computes its loss."""
+    full, parts, _, _ = _traces(bench, ())
+    for one, other in (pair for part in parts for pair in ((full, part), (part, full))):
+        ran = {other.steps[index].signature for index in other.live()}
+        strays = (step for step in (one.steps[index] for index in sorted(one.live())) if step.signature not in ran)
+        if (stray := next(strays, None)) is not None:
+            return operation_of(one, stray)
+    return None
+
+
 def _traces(
     bench: Bench, described: Collection[LayoutKind] = LAYOUT_KINDS
 ) -> tuple[Trace, list[Trace], float, list[float]]:
