@@ -4,16 +4,13 @@ A name is read from the outside in: `BATCH_SIZE` of the script, `Config.batch_si
 function (a variable or a parameter's default), `config.batch_size` of a dictionary or of the keywords of a call that is
 assigned to `config`, `DataLoader.batch_size` of a keyword wherever `DataLoader` is called; with a module's name in
 front, of a module that the script imports. The source is changed as it is compiled, so that every line keeps its number
-and no file is written. A name that nothing takes is told from the texts, before anything starts. No torch.
+and no file is written. A name of the script's that nothing takes is told before anything starts. No torch.
 """
 
 from __future__ import annotations
 
 import ast
-import importlib.util
-import os
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -118,40 +115,29 @@ def placed(tree: ast.Module, name: str, word: str, what: str = "") -> int:
 
 
 def check_values(script: str, module: bool, values: Values) -> None:
-    """Raises for values that nothing in the texts of a script and of the user's modules can take.
+    """Raises for values that nothing in a script's text can take.
 
-    What may be in a module that only the running script finds is let pass: the run says it.
+    A name that begins as no name of the script does may lie in a module that it imports: the run says so.
 
     Raises:
         ProblemError: Such a value, or a number that would become text.
     """
-    texts, unread = _texts(script, module) if values else ({}, set())
-    if not texts:
-        return
-    hidden = any(top not in sys.modules and importlib.util.find_spec(top) is None for top in unread)
-    lost = []
-    for name, word in values:
-        count = 0
-        for place, tree in texts.items():
-            if name.startswith(place):
-                count += placed(tree, name.removeprefix(place), word, f"`{name}={word}`")
-        if not count and not ("." in name and (hidden or name.partition(".")[0] in unread)):
-            lost.append(not_placed(name, script, module))
-    if lost:
-        raise ProblemError("\n".join(lost))
+    tree = ast.Module([], []) if module else parsed(Path(script))
+    known = {place.name.partition(".")[0] for place in _places(tree)}
+    counts = {name: placed(tree, name, word, f"`{name}={word}`") for name, word in values}
+    own = [name for name, count in counts.items() if not count and ("." not in name or name.partition(".")[0] in known)]
+    if own and tree.body:
+        raise ProblemError("\n".join(not_placed(name, script) for name in own))
 
 
-def not_placed(name: str, script: str, module: bool) -> str:
-    """Returns the sentence for a value that nothing took, with the names that would take it."""
-    texts, _ = _texts(script, module)
-    texts.pop(f"{script}.", None)  # the script's own, once more
+def not_placed(name: str, script: str) -> str:
+    """Returns the sentence for a value that nothing took, with the names of the script that would take it."""
+    shortest: dict[tuple[int, str | int], _Place] = {}  # `DataLoader.batch_size`, not `main.DataLoader.batch_size`
+    for place in sorted(_places(parsed(Path(script))), key=lambda place: place.name.count(".")):
+        shortest.setdefault((id(place.holder), place.key), place)
     names: dict[str, list[str]] = {}
-    for prefix, tree in texts.items():
-        shortest: dict[tuple[int, str | int], _Place] = {}  # `DataLoader.batch_size`, not `main.DataLoader.batch_size`
-        for place in sorted(_places(tree), key=lambda place: place.name.count(".")):
-            shortest.setdefault((id(place.holder), place.key), place)
-        for place in shortest.values():
-            names.setdefault(f"{prefix}{place.name}", []).append(str(place.line))
+    for place in shortest.values():
+        names.setdefault(place.name, []).append(str(place.line))
     last = name.rpartition(".")[2]
     lasts = {taker.rpartition(".")[2] for taker in names}
     word = last if last in lasts else ("" if nearest(name, names) else nearest(last, lasts))
@@ -159,57 +145,6 @@ def not_placed(name: str, script: str, module: bool) -> str:
     shown = " or ".join(f"`{taker}` (line {' and '.join(names[taker])})" for taker in near[:_SHOWN] if taker)
     advice = f"did you mean {shown}?" if shown else "write the name as `function.name` where it stands in a function"
     return f"`{script}` assigns no `{name}`, nor does a module of that name that it imports; {advice}"
-
-
-def _texts(script: str, module: bool) -> tuple[dict[str, ast.Module], set[str]]:
-    """Returns the texts of a script and of the modules beside it that it imports, and the tops of all others.
-
-    Each text stands under what comes before the names in it: "" for the script, `package.module.` for a module. There
-    is none where the script's cannot be read.
-    """
-    folders = [os.getcwd()] if module else [os.path.dirname(os.path.realpath(script)), os.getcwd()]
-    first = (_file(folders, f"{script}.__main__") or _file(folders, script)) if module else Path(script)
-    files = {"": first} | ({f"{script}.": first} if module else {})
-    texts: dict[str, ast.Module] = {}
-    unread: set[str] = set()
-    while waiting := [prefix for prefix in files if prefix not in texts]:
-        prefix = waiting[0]
-        file = files[prefix]
-        texts[prefix] = parsed(file) if file else ast.Module([], [])
-        if not texts[prefix].body:
-            if file == first:
-                return {}, set()
-            unread.add(prefix.partition(".")[0])
-        package = prefix if file and file.name == "__init__.py" else prefix.rstrip(".").rpartition(".")[0] + "."
-        for name, certain in _imported(texts[prefix], package):
-            if found := _file(folders, name):
-                files.setdefault(f"{name}.", found)
-            elif certain:
-                unread.add(name.partition(".")[0])
-    return texts, unread
-
-
-def _imported(tree: ast.Module, package: str) -> Iterator[tuple[str, bool]]:
-    """Yields the modules that a text imports, and whether each is one, not perhaps a name in a module."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, True) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            above = package.rstrip(".").split(".")
-            start = above[: len(above) + 1 - node.level] if node.level else []
-            base = ".".join(filter(None, [*start, node.module]))
-            yield base, True
-            yield from ((f"{base}.{alias.name}", False) for alias in node.names)
-
-
-def _file(folders: Iterable[str], module: str) -> Path | None:
-    """The file of a module below one of the folders."""
-    for folder in folders:
-        place = Path(folder, *module.split("."))
-        for file in (place / "__init__.py", place.with_suffix(".py")):
-            if file.is_file():
-                return file
-    return None
 
 
 def _places(scope: _Scope, prefix: str = "") -> Iterator[_Place]:

@@ -156,7 +156,7 @@ def _check_values(child: Child) -> None:
     taken = set(path.read_text(encoding="utf-8").splitlines()) if path.exists() else set()
     left = [name for name, _ in child.job.values if name not in taken]
     if left:
-        sentences = [not_placed(name, child.job.script, child.job.module) for name in left]
+        sentences = [not_placed(name, child.job.script) for name in left]
         raise ProblemError(f"the {child.title}: " + "\n".join(sentences))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -110,18 +109,13 @@ class TestBeforeAnythingStarts:
     def _files(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
         Path("train.py").write_text(SCRIPT, encoding="utf-8")
-        Path("model.py").write_text("from parts.late import *\nclass GPT:\n    n_layer = 8\n", encoding="utf-8")
-        Path("parts").mkdir()
-        Path("parts/late.py").write_text("RATE = 1\n", encoding="utf-8")
 
     @pytest.mark.parametrize(
         ("name", "advice"),
         [
-            ("n_layer", "did you mean `settings.n_layer` (line 3) or `model.GPT.n_layer` (line 3)?"),
-            ("model.GPT.n_layr", "did you mean `model.GPT.n_layer` (line 3)?"),
+            ("n_layer", "did you mean `settings.n_layer` (line 3)?"),
             ("batch_size", "did you mean `DataLoader.batch_size` (line 5)?"),
             ("main.deph", "did you mean `main.depth` (line 4)?"),
-            ("RATE", "did you mean `parts.late.RATE` (line 1)?"),
             ("zzz", "write the name as `function.name` where it stands in a function"),
         ],
     )
@@ -130,18 +124,13 @@ class TestBeforeAnythingStarts:
             check_values("train.py", False, [(name, "1")])
         assert f"`train.py` assigns no `{name}`" in str(raised.value)
         assert str(raised.value).endswith(advice)
-        with pytest.raises(ProblemError, match=re.escape(advice)):
-            check_values("train", True, [(name, "1")])
 
     @pytest.mark.parametrize("name", ["settings.n_layer", "model.GPT.n_layer", "DataLoader.batch_size", "torch.absent"])
     def test_what_has_a_place_or_lies_elsewhere_is_let_pass(self, name: str) -> None:
         check_values("train.py", False, [(name, "1")])
 
-    def test_a_module_that_only_the_run_finds_is_left_to_it(self) -> None:
-        with pytest.raises(ProblemError):
-            check_values("train.py", False, [("late.RATE", "1")])
-        Path("model.py").write_text("import not_installed_here\n", encoding="utf-8")
-        check_values("train.py", False, [("late.RATE", "1")])
+    def test_a_module_is_left_to_its_run(self) -> None:
+        check_values("train", True, [("zzz", "1")])
 
     def test_a_script_that_cannot_be_read_is_left_to_its_run(self) -> None:
         Path("train.py").write_text("def", encoding="utf-8")
