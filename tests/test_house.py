@@ -5,6 +5,7 @@ The layers of the house hold, and the rooms behind the wall import no torch.
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 import subprocess
@@ -123,3 +124,25 @@ def test_no_torch_behind_the_wall(name: str) -> None:
 def test_torch_could_be_seen_behind_the_wall() -> None:
     code = "import gaverify.passes.gradients, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=readme.ROOT).returncode == 1
+
+
+def _private_names_of_torch(tree: ast.AST) -> list[str]:
+    """Names of torch with an underscore that a module imports or reaches through `torch.`."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            names = [part for alias in node.names if alias.name.startswith("torch.") for part in alias.name.split(".")]
+        elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch."):
+            names = ast.unparse(node).split(".")
+        else:
+            continue
+        found += [name for name in names if re.match("_[a-zA-Z]", name)]
+    return found
+
+
+@pytest.mark.parametrize("source", sorted((readme.ROOT / "gaverify").rglob("*.py")), ids=lambda path: path.stem)
+def test_names_that_torch_does_not_promise_stand_in_one_module(source: Path) -> None:
+    found = _private_names_of_torch(ast.parse(source.read_text(encoding="utf-8")))
+    assert bool(found) == (source.name == "torch_internals.py"), found

@@ -24,8 +24,6 @@ from gaverify.causes.neutral.holding import (
     Registry,
     WithoutHooks,
     WithoutTensorHooks,
-    module_registries,
-    parameter_registries,
 )
 from gaverify.causes.trace.backward_listening import GradientListener
 from gaverify.causes.trace.traces import Frame, located
@@ -34,6 +32,7 @@ from gaverify.passes.gradients import PassProbe
 from gaverify.records.experiment import ControlKind, ControlRun, Operation, WeightFit
 from gaverify.records.facts import BackwardPlace, Facts
 from gaverify.thresholds import SAME_IN_FLOAT32, SAME_NUMBER
+from gaverify.torch_internals import backward_hooks_of, gradient_hooks_of
 from gaverify.tracebacks import shown
 
 T = TypeVar("T")
@@ -111,13 +110,13 @@ class _Trial:
 
 def _parameter_hooks(trial: _Trial) -> BackwardCulprit | None:
     named = trial.bench.task.parameters.items()
-    hooked = [(name.rpartition(".")[0], found) for name, p in named if any(found := parameter_registries(p))]
+    hooked = [(name.rpartition(".")[0], found) for name, p in named if any(found := gradient_hooks_of(p))]
     return _hooks(trial, hooked, BackwardPlace.PARAMETER_HOOK, "gradient hook", "parameters")
 
 
 def _module_hooks(trial: _Trial) -> BackwardCulprit | None:
     named = trial.bench.task.named_modules()
-    hooked = [(path, found) for path, module in named if any(found := module_registries(module))]
+    hooked = [(path, found) for path, module in named if any(found := backward_hooks_of(module))]
     return _hooks(trial, hooked, BackwardPlace.MODULE_HOOK, "backward hook", "modules")
 
 

@@ -22,7 +22,6 @@ import torch
 from gaverify.causes.bench import Bench
 from gaverify.causes.trace.operations import named_calls
 from gaverify.causes.trace.traces import located
-from gaverify.passes.calls import in_transform
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.precision import moved
@@ -30,6 +29,7 @@ from gaverify.passes.walks import addends, unscaled
 from gaverify.records.experiment import ControlKind, ControlRun, Count, FunctionKey, TermKind
 from gaverify.records.facts import Facts
 from gaverify.thresholds import COMPUTED_FLOAT32, HELPS, SAME_NUMBER, SMALL_PART
+from gaverify.torch_internals import is_in_functorch_transform, without_torch_function
 
 _DIVISIONS = ("div", "div_", "true_divide", "divide")
 _PRODUCTS = ("mul", "mul_", "multiply")
@@ -218,8 +218,8 @@ class _Listener(PassProbe):
 
     def _called(self, key: FunctionKey, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
-        if isinstance(result, torch.Tensor) and result.is_floating_point() and not in_transform():
-            with torch._C.DisableTorchFunction(), torch.no_grad():
+        if isinstance(result, torch.Tensor) and result.is_floating_point() and not is_in_functorch_transform():
+            with without_torch_function(), torch.no_grad():
                 count = _count(key[0], func, args, kwargs, result)
             if count is not None and abs(count) < math.inf:
                 self.counts[key] = count, result.requires_grad

@@ -11,13 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gaverify.causes.bench import Bench
-from gaverify.passes.calls import Call, in_transform, listening
+from gaverify.passes.calls import Call, listening
 from gaverify.passes.devices import widest
 from gaverify.passes.gradients import PassProbe
 from gaverify.records.facts import Facts, SampleCoupling
+from gaverify.torch_internals import is_in_functorch_transform, tree_leaves, tree_map_only
 from gaverify.tracebacks import hands_over
 
 
@@ -91,7 +91,7 @@ class _Listener(PassProbe):
         return tree_map_only(torch.Tensor, self._leaf, (args, kwargs))
 
     def _leaf(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not self._has_rows(tensor) or in_transform():
+        if not self._has_rows(tensor) or is_in_functorch_transform():
             return tensor
         self._leaves.append(tensor.detach().requires_grad_())
         return self._leaves[-1]

@@ -16,6 +16,7 @@ from gaverify.passes.isolation import mode_set
 from gaverify.records.experiment import Cause, ControlKind, ControlRun, FunctionKey, Suspect
 from gaverify.remedies.batch_norm import group_norm_for, only_normalises
 from gaverify.thresholds import HELPS, SAME_IN_FLOAT32, TINY
+from gaverify.torch_internals import submodules_of
 from gaverify.verdict.control import failure_sentence
 
 
@@ -219,9 +220,9 @@ def _group_norms(bench: Bench, layers: Sequence[nn.modules.batchnorm._BatchNorm]
     names = set()
     with mode_set(bench.task.modules, None):
         for _, parent in list(bench.task.named_modules()):
-            for name, child in list(parent._modules.items()):
+            for name, child in list(submodules_of(parent).items()):
                 if isinstance(child, nn.modules.batchnorm._BatchNorm) and any(child is layer for layer in layers):
-                    norm = parent._modules[name] = group_norm_for(child)
+                    norm = submodules_of(parent)[name] = group_norm_for(child)
                     names.add(f"GroupNorm({norm.num_groups}, {norm.num_channels})")
         if not names:
             raise ValueError("the layer is the model itself")

@@ -10,11 +10,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from gaverify.errors import GaverifyError
 from gaverify.passes.devices import widest
 from gaverify.passes.fingerprints import SampleLayout, layouts_of, real_numbers, taken
+from gaverify.torch_internals import tree_flatten, tree_leaves, tree_unflatten
 
 
 class ControlFailed(GaverifyError):

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from gaverify.children.launching import working_folder
@@ -22,6 +21,7 @@ from gaverify.errors import ProblemError
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.task import Task
 from gaverify.records.ranks import Engine
+from gaverify.torch_internals import fully_shard
 
 _LOOPBACK = "lo"
 
@@ -43,7 +43,8 @@ def joined(rank: int, ranks: int, store: Path, backend: str = "gloo") -> Iterato
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
     }
-    dist.init_process_group(backend, store=FileStore(str(store), ranks), rank=rank, world_size=ranks)
+    files = dist.FileStore(str(store), ranks)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=files, rank=rank, world_size=ranks)
     done = False
     try:
         yield
@@ -143,11 +144,6 @@ def _trains_more(loss: nn.Module, model: nn.Module) -> bool:
 
 
 def _sharded(task: Task, reach: Reach) -> Task:
-    try:
-        from torch.distributed.fsdp import fully_shard
-    except ImportError:  # torch 2.4 and 2.5
-        from torch.distributed._composable.fsdp import fully_shard  # type: ignore
-
     if reach.left_out:
         names = ", ".join(f"`{name}`" for name in task.parameters if name in reach.left_out)
         raise ProblemError(

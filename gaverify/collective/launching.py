@@ -32,6 +32,7 @@ import torch
 from gaverify.children.launching import Kept, ended_as_interrupted, given, private_stdout, signal_name, working_folder
 from gaverify.errors import GaverifyError, InternalError, ProblemError
 from gaverify.passes.devices import select_device
+from gaverify.torch_internals import import_compiler
 
 Job = tuple[str, Callable[[], Any]]
 """A name for messages, and what to call; its result must be picklable."""
@@ -319,7 +320,7 @@ def _import_compiler() -> None:
     The import makes a folder for what is compiled and notes it in the environment; here nothing is compiled.
     """
     known = os.environ.get(_COMPILED)
-    import torch._dynamo  # noqa: F401
+    import_compiler()
 
     made = os.environ.get(_COMPILED)
     if known is None and made is not None:

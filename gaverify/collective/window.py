@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad
-from torch.utils._python_dispatch import _disable_current_modes
 
 from gaverify.amounts import count_text
 from gaverify.collective.engines import Reach, Scaled, Synchronised, blocks, wrapped
@@ -37,11 +36,12 @@ from gaverify.passes.sketches import sketch
 from gaverify.passes.task import Task
 from gaverify.passes.wrappers import dividing, engine_of, flattened, is_sharded, local, summed_over, tensor_parallel
 from gaverify.records.ranks import Collective, Engine
+from gaverify.torch_internals import SYNC_BATCH_NORM_MODULE, no_dispatch_modes
 from gaverify.tracebacks import Owner, hands_over, owner_of, shown
 from gaverify.verdict.comparison import left_between, measure
 
 _CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
-_ENGINES = ("torch.distributed.fsdp", "torch.nn.parallel", "torch.nn.modules._functions", "torch.distributed.tensor")
+_ENGINES = ("torch.distributed.fsdp", "torch.nn.parallel", SYNC_BATCH_NORM_MODULE, "torch.distributed.tensor")
 """What calls collectives for the user, `SyncBatchNorm` among it."""
 
 
@@ -244,7 +244,7 @@ def _clipping_noted(moved: Moved, task: Task) -> Iterator[None]:
         @hands_over
         def clip(*args: Any, **kwargs: Any) -> Any:
             norm = run(*args, **kwargs)
-            with _disable_current_modes(), torch.no_grad():
+            with no_dispatch_modes(), torch.no_grad():
                 left = own_sketch({name: parameter.grad for name, parameter in task.parameters.items()})
             moved.clips.append((len(moved.reduced), left))
             return norm

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.loss import _Loss
 from torch.utils.data import DataLoader, Dataset
 
 from gaverify.errors import GaverifyError, ProblemError
 from gaverify.loading.importing import described
 from gaverify.passes.problem import Loss
+from gaverify.torch_internals import BUILTIN_FUNCTIONS_MODULE, CriterionModule
 
-_FUNCTIONAL = ("torch.nn.functional", "torch._C._nn")
+_FUNCTIONAL = ("torch.nn.functional", BUILTIN_FUNCTIONS_MODULE)
 
 
 class CriterionLoss(nn.Module):
@@ -44,7 +44,7 @@ class CriterionLoss(nn.Module):
 def as_loss(loss: Any) -> Any:
     """Returns a loss of torch (`nn.MSELoss()`, `F.cross_entropy`) as `loss(model, batch)`, any other unchanged."""
     functional = inspect.isroutine(loss) and getattr(loss, "__module__", None) in _FUNCTIONAL
-    return CriterionLoss(loss) if functional or isinstance(loss, _Loss) else loss
+    return CriterionLoss(loss) if functional or isinstance(loss, CriterionModule) else loss
 
 
 def first_batch(batch: Any) -> Any:

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from gaverify.torch_internals import TorchDispatchMode, is_in_functorch_transform
 from gaverify.tracebacks import hands_over
 
 Begins = Callable[["Call", tuple[Any, ...], dict[str, Any]], "tuple[tuple[Any, ...], dict[str, Any]] | None"]
@@ -85,7 +85,7 @@ def listening(
             running.pop()
         running[-1].args = args
         call = running.pop()
-        return None if in_transform() else ends(call, output)
+        return None if is_in_functorch_transform() else ends(call, output)
 
     with ExitStack() as hooks:
         if outside is None:
@@ -150,11 +150,6 @@ class FunctionMode(TorchFunctionMode):
     @hands_over
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._handler(func, args, kwargs or {})
-
-
-def in_transform() -> bool:
-    """Whether a transform of `torch.func` runs: the tensors in it live no longer, and cannot be kept, cut or read."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def operation_name(func: Any) -> str:

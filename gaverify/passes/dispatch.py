@@ -12,7 +12,6 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from gaverify.passes.calls import OperationMode
 from gaverify.passes.isolation import ModelState, written_tensors
@@ -20,6 +19,7 @@ from gaverify.passes.precision import Arithmetic, product_of
 from gaverify.passes.randomness import Dealer, Recomputing, Recorder
 from gaverify.passes.reference import Fitting
 from gaverify.passes.terms import SUMMING, TermSums
+from gaverify.torch_internals import is_in_backward, tree_map_only
 from gaverify.tracebacks import hands_over
 
 aten = torch.ops.aten
@@ -128,7 +128,7 @@ class PassMode:
             self._likened = (result, args[0])
         if plan.counts_targets:
             self._count(args, result)
-        elif plan.sums and self._observe_terms and torch._C._current_autograd_node() is not None:
+        elif plan.sums and self._observe_terms and is_in_backward():
             self.observed.terms.note(func, args, result)
         return result
 
@@ -139,7 +139,7 @@ class PassMode:
 
     def _count(self, args: Any, result: Any) -> None:
         """`total_weight` of a negative log-likelihood divides its mean: valid targets, or their class weights."""
-        again = torch._C._current_autograd_node() is not None  # a checkpointed loss that its backward runs once more
+        again = is_in_backward()  # a checkpointed loss that its backward runs once more
         if args[3] == _MEAN and not again:
             self.observed.target_counts.append((result[1], args[1].numel(), args[4]))
 

@@ -30,6 +30,7 @@ from gaverify.passes.terms import Terms
 from gaverify.passes.weighting import micro_batch_weight
 from gaverify.passes.wrappers import keep_reducers, local, over_ranks, settle
 from gaverify.records.comparison import Reference
+from gaverify.torch_internals import version_of
 from gaverify.tracebacks import hands_over
 
 _STATISTIC = 1 << 16  # elements of a buffer that is compared after a pass; larger ones are masks and tables
@@ -312,4 +313,4 @@ def gradients_of_strategy(
 
 def _versions(task: Task) -> list[int]:
     with torch.no_grad():
-        return [local(parameter)._version for parameter in task.parameters.values()]
+        return [version_of(local(parameter)) for parameter in task.parameters.values()]

@@ -17,11 +17,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.overrides import get_default_nowrap_functions
-from torch.utils._pytree import tree_map_only
 
 from gaverify.errors import ProblemError
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.task import Task
+from gaverify.torch_internals import gradient_hooks_of, tree_map_only, without_subclass_function
 from gaverify.tracebacks import hands_over
 
 Listener = Callable[[int, torch.Tensor], None]
@@ -83,14 +83,14 @@ class LiftedWeights(PassProbe):
 
 def has_hooks(parameter: torch.Tensor) -> bool:
     """Whether something waits for the gradient of a parameter."""
-    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+    return any(gradient_hooks_of(parameter))
 
 
 def _unpack(packed: Any) -> torch.Tensor:
     if isinstance(packed, torch.Tensor):
         return packed
     weight, *view = packed
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_subclass_function():
         return cast(torch.Tensor, weight.detach().double().as_strided(*view))
 
 
@@ -120,7 +120,7 @@ class _Lifted(nn.Parameter):
     @classmethod
     @hands_over
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclass_function():
             if func in get_default_nowrap_functions() or getattr(func, "__name__", "") in _AS_THEY_ARE:
                 return func(*args, **(kwargs or {}))
             args, kwargs = tree_map_only(_Lifted, lambda weight: weight.lift(weight), (args, kwargs or {}))

@@ -18,6 +18,7 @@ from torch import nn
 
 from gaverify.passes.wrappers import renew_reducers, shards_in
 from gaverify.thresholds import MANY_UNITS
+from gaverify.torch_internals import buffers_of, fp32_precision_accessors, is_in_backward, parameters_of
 from gaverify.tracebacks import hands_over
 
 DTYPES: dict[str, torch.dtype] = {
@@ -101,7 +102,7 @@ class Arithmetic:
 
     def note(self, product: str, args: tuple[Any, ...]) -> None:
         """Notes an operation, given what `product_of` says about it; one without gradients takes no part in them."""
-        backward = bool(product) and torch._C._current_autograd_node() is not None
+        backward = bool(product) and is_in_backward()
         if backward:
             self.dtypes.add(args[0].dtype)
         if backward or (product and torch.is_grad_enabled()):
@@ -114,14 +115,14 @@ def rounded_products(device: torch.device, products: Collection[str]) -> dict[st
     Torch's switches allow it (`torch.backends.cuda.matmul.fp32_precision`, `allow_tf32`); hardware without the format
     goes on in float32.
     """
-    read = getattr(torch._C, "_get_fp32_precision_getter", None)
+    accessors = fp32_precision_accessors()
     backend = _BACKENDS.get(device.type)
     if backend is None:
         return {}
-    if read is None:  # torch before 2.9
+    if accessors is None:  # torch before 2.9
         older = {"matmul": torch.backends.cuda.matmul.allow_tf32, "conv": torch.backends.cudnn.allow_tf32}
         return {kind: "tf32" for kind in sorted(products) if device.type == "cuda" and older.get(kind)}
-    found = {kind: str(read(backend, kind)) for kind in sorted(products)}
+    found = {kind: str(accessors[0](backend, kind)) for kind in sorted(products)}
     return {kind: precision for kind, precision in found.items() if precision in _SHORTER}
 
 
@@ -169,7 +170,7 @@ def converted(
     with shards_in(modules, dtype if weights else None):
         try:
             for module in (module for root in modules for module in root.modules()):
-                for tensor in [*(module._parameters.values() if weights else ()), *module._buffers.values()]:
+                for tensor in [*(parameters_of(module).values() if weights else ()), *buffers_of(module).values()]:
                     if tensor is None or id(tensor) in originals:
                         continue
                     target = dtype_like(tensor.dtype, dtype)

@@ -19,11 +19,11 @@ from weakref import WeakSet
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import _disable_current_modes
 
 from gaverify.passes.isolation import ModelState, generator_states, storage
 from gaverify.passes.randomness import unwatched
 from gaverify.records.comparison import Reference
+from gaverify.torch_internals import no_dispatch_modes
 from gaverify.tracebacks import hands_over
 
 _CHAIN = 4  # members from which on a plain chain of layers is cut into parts
@@ -186,14 +186,14 @@ def offloaded(modules: Sequence[nn.Module], device: torch.device) -> Iterator[No
         if not plain or tensor.numel() <= _SMALL or storage(tensor) in own:
             # detached: a node that saves its own output would otherwise keep itself alive
             return tensor.detach(), None
-        with _disable_current_modes(), torch.no_grad():
+        with no_dispatch_modes(), torch.no_grad():
             return tensor.to("cpu"), tensor.device
 
     def unpack(packed: tuple[torch.Tensor, torch.device | None]) -> torch.Tensor:
         tensor, where = packed
         if where is None:
             return tensor
-        with _disable_current_modes(), torch.no_grad():
+        with no_dispatch_modes(), torch.no_grad():
             return tensor.to(where)
 
     with saved_tensors_hooks(pack, unpack):

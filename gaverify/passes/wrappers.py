@@ -19,6 +19,7 @@ from torch import nn
 
 from gaverify.errors import ProblemError
 from gaverify.records.ranks import Engine
+from gaverify.torch_internals import local_shape_and_offset, rebuild_reducer
 
 Sum = Callable[[torch.Tensor], torch.Tensor]
 _SUM: ContextVar[tuple[int, Sum] | None] = ContextVar("sum over ranks", default=None)
@@ -31,11 +32,7 @@ def is_sharded(tensor: Any) -> bool:
 
 def offset_of_shard(tensor: Any) -> tuple[int, ...]:
     """Returns where the shard of this process begins in the whole tensor, one index per dimension."""
-    try:
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-    except ImportError:  # torch 2.4
-        from torch.distributed._tensor._utils import compute_local_shape_and_global_offset  # type: ignore
-    return tuple(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])
+    return local_shape_and_offset(tensor)[1]
 
 
 @contextmanager
@@ -240,12 +237,8 @@ def renew_reducers(modules: list[nn.Module], *, hooks: bool) -> None:
     """
     for module in (module for root in modules for module in root.modules()):
         if isinstance(module, nn.parallel.DistributedDataParallel):
-            parameters, sparse = module._build_params_for_reducer()
-            names = module._build_debug_param_to_name_mapping(parameters)
-            module._ddp_init_helper(parameters, sparse, names, module.static_graph)
+            rebuild_reducer(module, with_hooks=hooks)
             _live[module] = module.reducer, module.logger
-            for hook, state in module._comm_hooks if hooks else ():
-                torch._C._distributed_c10d._register_comm_hook(module.reducer, state, hook)
 
 
 @contextmanager

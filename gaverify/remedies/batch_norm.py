@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gaverify.errors import ProblemError
+from gaverify.torch_internals import buffers_of, has_forward_hooks, submodules_of
 
 KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _BatchNorm = nn.modules.batchnorm._BatchNorm
@@ -40,7 +41,7 @@ class FrozenBatchNorm(nn.Module):
         super().__init__()
         self.num_features, self.eps = layer.num_features, layer.eps
         self.weight, self.bias = layer.weight, layer.bias
-        for name, buffer in layer._buffers.items():
+        for name, buffer in buffers_of(layer).items():
             self.register_buffer(name, buffer, persistent=name not in layer._non_persistent_buffers_set)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -91,9 +92,9 @@ def convert_batch_norm(
         made[id(layer)] = group_norm_for(layer, groups) if to == "group" else FrozenBatchNorm(layer)
         made[id(layer)].train(layer.training)
     for parent in list(result.modules()):
-        for name, child in parent._modules.items():
+        for name, child in submodules_of(parent).items():
             if child is not None and id(child) in made:
-                parent._modules[name] = made[id(child)]
+                submodules_of(parent)[name] = made[id(child)]
     return made.get(id(result), result)  # type: ignore[return-value]  # a BatchNorm alone becomes another class
 
 
@@ -103,7 +104,7 @@ def only_normalises(layer: _BatchNorm) -> bool:
     A subclass may add an activation, a mask or a residual. One with a `forward` of its own is asked: in training its
     output on random numbers has to be that of `F.batch_norm`. A layer with hooks does what its hooks do as well.
     """
-    if layer._forward_hooks or layer._forward_pre_hooks:
+    if has_forward_hooks(layer):
         return False
     if type(layer).forward is _BatchNorm.forward or type(layer) in KINDS:
         return True

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from gaverify.errors import ProblemError
 from gaverify.passes.batching import Split, batch_size_of, micro_batch_sizes, take
 from gaverify.passes.isolation import generator_states
+from gaverify.torch_internals import TreeSpec, tree_flatten, tree_unflatten
 
 Embed = Callable[[Any, Any], Any]
 Loss = Callable[[Any, Any], torch.Tensor]

@@ -7,7 +7,6 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from gaverify.errors import GaverifyError
 from gaverify.passes.calls import OperationMode, operation_name
@@ -16,6 +15,7 @@ from gaverify.passes.isolation import ModelState
 from gaverify.passes.nesting import leaves
 from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.task import Task
+from gaverify.torch_internals import tree_leaves
 from gaverify.tracebacks import calling_frame, shown
 
 # Constants that code writes on purpose (a mask of −∞), and memory that nothing was written to yet.

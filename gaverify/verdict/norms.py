@@ -14,6 +14,7 @@ import torch
 
 from gaverify.passes.devices import widest
 from gaverify.records.comparison import Element
+from gaverify.torch_internals import flatten_tensors
 
 # Elements of a large parameter that are looked at together: on a CPU their difference stays in the cache.
 _SLICE, _SLICE_CPU = 1 << 18, 1 << 16
@@ -133,15 +134,10 @@ def _stacked(expected: Tensors, actual: Tensors, wide: torch.dtype) -> torch.Ten
 
 def _segments(expected: Tensors, actual: Tensors, wide: torch.dtype) -> torch.Tensor:
     """The norms of small parameters of any shapes: laid end to end, reduced by segments."""
-    e, a = (_flat(side).to(wide) for side in (expected, actual))
+    e, a = (flatten_tensors(side).to(wide) for side in (expected, actual))
     lengths = torch.tensor([tensor.numel() for tensor in expected], device="cpu").to(e.device, non_blocking=True)
     squares = torch.stack([e * e, a * a, (a - e).square_()], dim=1)
     return torch.segment_reduce(squares, "sum", lengths=lengths, axis=0, unsafe=True, initial=0.0).sqrt_()
-
-
-def _flat(tensors: Tensors) -> torch.Tensor:
-    """Tensors laid end to end, by torch's own loop: five thousand calls from Python would cost more than the rest."""
-    return torch._C._nn.flatten_dense_tensors(tensors)  # type: ignore[no-any-return, attr-defined]
 
 
 def _walked(expected: Tensors, actual: Tensors, wide: torch.dtype) -> torch.Tensor:

@@ -13,13 +13,13 @@ from functools import partial
 from itertools import pairwise
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from gaverify.passes.gradients import Gradients, PassProbe, PassResult
 from gaverify.passes.sketches import SINGULAR_FLOAT64, fit_weights, gradient_noise, sketch, sketch_of
 from gaverify.passes.task import Task
 from gaverify.records.experiment import WeightFit
 from gaverify.thresholds import TINY
+from gaverify.torch_internals import no_dispatch_modes
 from gaverify.tracebacks import hands_over
 
 
@@ -130,7 +130,7 @@ class GradientSketches:
     @hands_over
     def seen(self, place: int, gradient: torch.Tensor) -> None:
         """Sketches a gradient of the parameter at a place; several of one parameter add up."""
-        with _disable_current_modes(), torch.no_grad():
+        with no_dispatch_modes(), torch.no_grad():
             found = sketch_of(gradient, place)
             self._now = found if self._now is None else self._now + found.to(self._now.device)
 

@@ -27,13 +27,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from gaverify.audit.recording.values import place_in_group
 from gaverify.passes.isolation.generators import foreign_generator_states, torch_generator_states
 from gaverify.passes.randomness import draw_mode, foreign
 from gaverify.passes.randomness.foreign import loop_site
 from gaverify.passes.randomness.operations import Drawing
+from gaverify.torch_internals import current_dispatch_mode
 from gaverify.tracebacks import user_place
 
 
@@ -257,7 +257,7 @@ class LoopDraws(Loop):
 
     def _pause(self) -> bool:
         """Takes the mode off the stack altogether: a compiled forward does not run under one."""
-        own = _get_current_dispatch_mode() is self._mode
+        own = current_dispatch_mode() is self._mode
         if own:
             self._mode.__exit__(None, None, None)
         return own

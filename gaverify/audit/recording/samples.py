@@ -26,11 +26,11 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
-from torch.utils.data._utils.pin_memory import pin_memory
 
 from gaverify.audit.recording.values import tensors_in
 from gaverify.errors import ProblemError
 from gaverify.passes.batching import batch_size_of, micro_batch_sizes, take
+from gaverify.torch_internals import pin_memory
 
 Quiet = Callable[[], AbstractContextManager[None]]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import multiprocessing.process
 import os
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from gaverify.audit.recording.watching import OwnGradients, Watch
 from gaverify.collective.traffic import TrafficMeter
 from gaverify.passes.wrappers import engine_of, flattened, is_sharded, offset_of_shard, tensor_parallel
 from gaverify.records.events import Ending, Event, Kind
+from gaverify.torch_internals import compiled_frames
 from gaverify.tracebacks import Place, user_place
 
 _BY_THE_SCRIPT = "weights moved by the script itself"
@@ -209,5 +209,4 @@ def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
 
 def _compiled() -> bool:
     """Whether the script has compiled anything: steps inside a compiled graph are not seen."""
-    module = sys.modules.get("torch._dynamo.utils")
-    return module is not None and bool(module.counters["frames"].get("ok", 0))
+    return compiled_frames() > 0

@@ -9,19 +9,25 @@ Shapes: S sampled elements of all parameters of one optimizer, laid end to end.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import _disable_current_modes
 
-from gaverify.passes.calls import in_transform
 from gaverify.passes.nesting import leaves
 from gaverify.passes.precision import Arithmetic, coarsest_unit, rounded_products, rounded_unit, short_name
+from gaverify.torch_internals import (
+    is_fake,
+    is_functorch_tensor,
+    is_in_fake_mode,
+    is_in_functorch_transform,
+    is_traced_by_jit,
+    without_active_modes,
+    without_torch_function,
+)
 
 CAPTURED = "CUDA graph capture, whose replays are seen at the optimizer's steps alone"
 """Stands among what hides calls."""
@@ -38,12 +44,10 @@ def plain(tensor: torch.Tensor) -> torch.Tensor | None:
             tensor = tensor.to_local()
         if hasattr(tensor, "trigger_wait"):  # a collective that is still under way
             tensor = tensor.trigger_wait()
-        fakes = sys.modules.get("torch._subclasses.fake_tensor")  # where nobody imported it there are none
-        is_fake = fakes is not None and isinstance(tensor, fakes.FakeTensor)
-        if is_lazy(tensor) or hasattr(tensor, "__tensor_flatten__") or is_fake:
+        if is_lazy(tensor) or hasattr(tensor, "__tensor_flatten__") or is_fake(tensor):
             return None  # its values are still to be made, lie in other tensors, or are nowhere
         tensor = tensor.detach().as_subclass(torch.Tensor)
-    transformed = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    transformed = is_functorch_tensor(tensor)
     return None if transformed or tensor.is_meta or tensor.is_nested or tensor.is_quantized else tensor.detach()
 
 
@@ -54,13 +58,13 @@ def tensors_in(nested: Any) -> list[torch.Tensor]:
 
 def out_of_sight() -> str:
     """Returns why calls cannot be recorded at this moment: the name of what is running; empty where nothing is."""
-    if in_transform():
+    if is_in_functorch_transform():
         return "torch.func"
-    if torch._C._get_tracing_state() is not None:
+    if is_traced_by_jit():
         return "torch.jit.trace"
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return CAPTURED  # nothing may be copied to the host, and nothing is computed yet
-    if torch._C._len_torch_dispatch_stack() and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE):
+    if is_in_fake_mode():
         return "fake tensors"
     return ""
 
@@ -74,8 +78,8 @@ def on_meta(tensors: Any) -> bool:
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Runs the recorder's own operations on plain tensors: no mode of the script sees them or decides their device."""
-    modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
-    with torch._C.DisableTorchFunction(), torch.no_grad(), modes:
+    modes = without_active_modes()
+    with without_torch_function(), torch.no_grad(), modes:
         yield
 
 

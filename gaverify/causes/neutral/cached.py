@@ -17,17 +17,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from gaverify.causes.bench import Bench, relative_difference
 from gaverify.causes.rows import ControlFailed, rows_for
 from gaverify.causes.trace.state import owners
-from gaverify.passes.calls import Call, in_transform, listening
+from gaverify.passes.calls import Call, listening
 from gaverify.passes.gradients import Gradients, PassProbe, PassResult, accumulated_gradients, full_batch_gradients
 from gaverify.passes.nesting import changed
 from gaverify.passes.task import Task
 from gaverify.records.experiment import ControlKind, ControlRun
 from gaverify.thresholds import COMPUTED_FLOAT32
+from gaverify.torch_internals import is_in_functorch_transform, tree_leaves
 from gaverify.tracebacks import hands_over
 
 
@@ -186,7 +186,7 @@ def _run(bench: Bench) -> tuple[Gradients, int]:
 
     def enter(_: Call, args: Any, kwargs: Any) -> None:
         nonlocal again
-        if in_transform():  # of which one call may hold any number of samples
+        if is_in_functorch_transform():  # of which one call may hold any number of samples
             raise ControlFailed("the loss runs the model inside a transform of torch.func")
         again = again or torch.is_grad_enabled()
         rows.extend(len(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.dim() > 0)

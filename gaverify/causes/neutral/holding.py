@@ -8,7 +8,7 @@ Shapes: B samples, micro-batches of samples `start` to `stop - 1`; a result may 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import count
@@ -16,18 +16,25 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from gaverify.causes.rows import ControlFailed, rows_for, rows_of_all
 from gaverify.causes.trace.backward_listening import applications
 from gaverify.causes.trace.operations import named_calls
 from gaverify.causes.trace.traces import DECISIONS, Frame
-from gaverify.passes.calls import Call, FunctionMode, OperationMode, in_transform, listening, operation_name
+from gaverify.passes.calls import Call, FunctionMode, OperationMode, listening, operation_name
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import mode_set
 from gaverify.passes.task import Task
 from gaverify.records.experiment import FunctionKey
+from gaverify.torch_internals import (
+    is_in_functorch_transform,
+    no_dispatch_modes,
+    tree_flatten,
+    tree_leaves,
+    tree_map_only,
+    tree_unflatten,
+    without_torch_function,
+)
 from gaverify.tracebacks import calling_frame, hands_over
 
 Lend = Callable[[Hashable, Any], Any]
@@ -66,9 +73,9 @@ class Held(PassProbe):
         return rows_of_all(kept, own, *self._bounds[k], self._size, self._order)
 
     def _lend(self, k: int | None, name: Hashable, value: Any) -> Any:
-        if in_transform():
+        if is_in_functorch_transform():
             raise ControlFailed("what is computed inside a transform of torch.func cannot be held constant")
-        with _disable_current_modes(), torch._C.DisableTorchFunction():  # the copies are no operations of the user's
+        with no_dispatch_modes(), without_torch_function():  # the copies are no operations of the user's
             if k is None:
                 self._kept[name] = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), value)
                 return tree_map_only(torch.Tensor, torch.clone, self._kept[name])
@@ -112,7 +119,7 @@ def _written(target: Any, value: Any) -> torch.Tensor:
     """
     if not isinstance(target, torch.Tensor) or target._is_view() or (target.is_leaf and target.requires_grad):
         raise ControlFailed("what a call writes into trained or shared memory cannot be held constant")
-    with _disable_current_modes(), torch.no_grad():
+    with no_dispatch_modes(), torch.no_grad():
         if target.grad_fn is not None:
             target.detach_()
         return target.copy_(value)
@@ -210,7 +217,7 @@ class ConstantsHeld(Held):
         def called(key: FunctionKey, func: Any, args: Any, kwargs: Any) -> Any:
             result = func(*args, **kwargs)
             cut = isinstance(result, torch.Tensor) and result.is_floating_point() and not result.requires_grad
-            with torch._C.DisableTorchFunction():
+            with without_torch_function():
                 given = tree_leaves((args, kwargs))
                 inside = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in given)
             return lend(key, result) if cut and inside and asked(key[1]) else result
@@ -298,18 +305,7 @@ class Evaluated(PassProbe):
         return mode_set(self._modules, "eval")
 
 
-Registry = dict[int, Any]
-
-
-def parameter_registries(parameter: torch.Tensor) -> list[Registry]:
-    """The registries of gradient hooks of a parameter that exist."""
-    found = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
-    return [registry for registry in found if registry is not None]
-
-
-def module_registries(module: nn.Module) -> list[Registry]:
-    """The registries of backward hooks of a module."""
-    return [module._backward_hooks, module._backward_pre_hooks]
+Registry = MutableMapping[int, Any]
 
 
 class WithoutHooks(PassProbe):

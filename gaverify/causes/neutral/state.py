@@ -10,7 +10,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from gaverify.causes.trace.state import all_parameters, assignments, named_state, owners
 from gaverify.causes.trace.writes import address, writes_diverted
@@ -20,6 +19,7 @@ from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import ModelState, generator_states
 from gaverify.passes.randomness import Recorder
 from gaverify.passes.task import Task, loss_of
+from gaverify.torch_internals import no_dispatch_modes, without_torch_function
 
 
 class StateRestored(PassProbe):
@@ -31,7 +31,7 @@ class StateRestored(PassProbe):
     @contextmanager
     def around(self, k: int | None) -> Iterator[None]:
         """Restores before the forward."""
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
+        with no_dispatch_modes(), without_torch_function():
             self._state.restore()
         yield
 
@@ -73,7 +73,7 @@ class Primed(PassProbe):
         if k in (None, 0):
             restore = generator_states()
             mode = PassMode(self._state, Recorder(), lift=self._lift)
-            with _disable_current_modes(), mode:
+            with no_dispatch_modes(), mode:
                 loss_of(self._task, fresh(self._task.problem.batch), "the full batch")
             restore()
         yield

@@ -18,6 +18,7 @@ from gaverify.passes.isolation import generator_states
 from gaverify.passes.nesting import leaves
 from gaverify.records.experiment import FunctionKey
 from gaverify.thresholds import SMALL_PART
+from gaverify.torch_internals import without_torch_function
 
 _VARIANCES = ("var", "var_mean", "std", "std_mean")
 
@@ -100,7 +101,7 @@ class _Listener(PassProbe):
         def called(key: FunctionKey, func: Any, args: Any, kwargs: Any) -> Any:
             first = args[0] if args else None
             if key in self._functions and not self.scaled and isinstance(first, torch.Tensor):
-                with torch._C.DisableTorchFunction(), torch.no_grad():
+                with without_torch_function(), torch.no_grad():
                     first.data.mul_(2).add_(1)  # `detach` would note the write, and a hooked input forbids it
                 self.scaled = True
             return func(*args, **kwargs)
@@ -111,7 +112,7 @@ class _Listener(PassProbe):
     def _hear(self, call: Call, output: Any) -> None:
         self.first = self.first or call.args
         first, given = _first_tensor(call.args), _first_tensor(output)  # a flow hands out a determinant beside it
-        with torch._C.DisableTorchFunction():
+        with without_torch_function():
             if first is not None and given is not None:
                 self.same_shape = self.same_shape or first.shape == given.shape
                 self.affine = self.affine or per_channel_affine(first, given)

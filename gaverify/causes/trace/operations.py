@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import _disable_current_modes
 
 from gaverify.causes.trace.traces import (
     INPUT,
@@ -35,6 +34,7 @@ from gaverify.passes.calls import Call, FunctionMode, OperationMode, listening, 
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.randomness.operations import draws_unseen, generator_key
 from gaverify.records.experiment import FunctionKey
+from gaverify.torch_internals import buffers_of, no_dispatch_modes, parameters_of, without_torch_function
 from gaverify.tracebacks import Owner, calling_frame, hands_over, owner_of
 
 _FACTORIES = ("tensor", "as_tensor", "asarray", "from_numpy", "frombuffer")  # bring numbers in from outside torch
@@ -81,7 +81,7 @@ class OperationTracer(PassProbe):
         self._state = {
             _address(value)
             for module in names
-            for value in (*module._parameters.values(), *module._buffers.values())
+            for value in (*parameters_of(module).values(), *buffers_of(module).values())
             if value is not None
         }
         self._function: FunctionKey | None = None
@@ -106,7 +106,7 @@ class OperationTracer(PassProbe):
         try:
             result = func(*args, **kwargs)
             if getattr(func, "__name__", "") in _FACTORIES:
-                with torch._C.DisableTorchFunction():
+                with without_torch_function():
                     self._note_inputs(list(_tensors(result)))
             return result
         finally:
@@ -179,7 +179,7 @@ class OperationTracer(PassProbe):
             result.layout = layout_of(shape, seen.shape, self._size, self._count) if seen is not None else None
         layout, written = result.layout, not name.startswith(_UNWRITTEN)
         if written and layout is not None and layout.kind in self._described and tensor.layout is torch.strided:
-            with _disable_current_modes():
+            with no_dispatch_modes():
                 whole = name == INPUT or tensor.dtype is torch.bool
                 result.summed = name != INPUT
                 result.prints, result.of_folded = described(tensor, layout, integers=whole, summed=result.summed)

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from gaverify.causes.trace.traces import Frame, located
 from gaverify.causes.trace.writes import address, writes_seen
@@ -38,6 +37,7 @@ from gaverify.passes.isolation import (
 from gaverify.passes.task import Task
 from gaverify.records.experiment import Operation
 from gaverify.records.facts import StateChange
+from gaverify.torch_internals import buffers_of, no_dispatch_modes, version_of, without_torch_function
 from gaverify.tracebacks import calling_frame, hands_over
 
 _MOST = 1_000  # entries of one container that are looked at
@@ -161,7 +161,7 @@ def _module_state(root: nn.Module, prefix: str) -> dict[str, tuple[str, Getter]]
     found: dict[str, tuple[str, Getter]] = {}
     for path, module in root.named_modules():
         start = prefix + (f"{path}." if path else "")
-        for name, _ in module._buffers.items():  # a scripted module's cannot be iterated over otherwise
+        for name, _ in buffers_of(module).items():  # a scripted module's cannot be iterated over otherwise
             found[start + name] = ("buffer", lambda m=module, n=name: _buffer(m, n))  # type: ignore[misc]
         for name in (name for name in vars(module) if name not in OWN_ATTRIBUTES):
             found[start + name] = ("attribute", lambda m=module, n=name: vars(m).get(n))  # type: ignore[misc]
@@ -172,12 +172,12 @@ def _module_state(root: nn.Module, prefix: str) -> dict[str, tuple[str, Getter]]
 
 
 def _buffer(module: nn.Module, name: str) -> Any:
-    return dict(module._buffers.items()).get(name)  # a scripted module's view has no `get`
+    return dict(buffers_of(module).items()).get(name)  # a scripted module's view has no `get`
 
 
 def digests(getters: Mapping[str, Getter]) -> dict[str, Any]:
     """Returns what the values are now, by name, in a form that can be compared."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
+    with no_dispatch_modes(), without_torch_function():
         return {name: digest(get()) for name, get in getters.items()}
 
 
@@ -230,7 +230,7 @@ class StateWatch(PassProbe):
     def _stamps(self) -> list[tuple[int, int]]:
         """Which gradient every parameter has, and how often it was written to."""
         gradients = [parameter.grad for parameter in self._trained]
-        return [(id(g), g._version) if g is not None else (0, 0) for g in gradients]
+        return [(id(g), version_of(g)) if g is not None else (0, 0) for g in gradients]
 
     def changes(self) -> tuple[StateChange, ...]:
         """Returns what the passes changed so far."""
@@ -246,7 +246,7 @@ class StateWatch(PassProbe):
 
     def _digests(self) -> dict[str, Any]:
         found = digests({name: get for name, (_, get) in self._named.items()})
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
+        with no_dispatch_modes(), without_torch_function():
             for parameter in self._state.written:
                 name = self._parameters.get(address(parameter), "")
                 if name:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gaverify.causes.trace.traces import Frame
 from gaverify.passes.calls import OperationMode, operation_name
 from gaverify.passes.isolation import written_arguments, written_tensors
+from gaverify.torch_internals import tree_leaves, tree_map_only, without_torch_function
 from gaverify.tracebacks import calling_frame
 
 
@@ -76,7 +76,7 @@ def address(tensor: Any) -> int:
     if not isinstance(tensor, torch.Tensor):
         return 0
     try:
-        with torch._C.DisableTorchFunction():
+        with without_torch_function():
             return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from gaverify.errors import ProblemError
 from gaverify.passes.devices import ACCELERATORS
+from gaverify.torch_internals import fp32_precision_accessors, is_compiler_imported, set_deterministic, submodules_of
 
 Flag = tuple[Callable[[], Any], Callable[[Any], Any]]
 _UNREADABLE = object()
@@ -41,7 +41,9 @@ def _newer(backend: str, operation: str) -> Flag:
 
     What is read is what holds, also where a wider switch says it; "none" lets the wider switch say it again.
     """
-    read, write = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
+    accessors = fp32_precision_accessors()
+    assert accessors is not None
+    read, write = accessors
 
     def restore(value: Any) -> None:
         write(backend, operation, "none")
@@ -61,7 +63,7 @@ _NEWER: tuple[Flag, ...] = (
             *((backend, operation) for backend in ("cuda", "mkldnn") for operation in ("all", "matmul", "conv", "rnn")),
         )
     )
-    if hasattr(torch._C, "_get_fp32_precision_getter")
+    if fp32_precision_accessors() is not None
     else ()
 )
 PRECISION: tuple[Flag, ...] = (
@@ -121,28 +123,22 @@ def deterministic() -> Iterator[None]:
             warnings.filterwarnings("ignore", message=".*[Dd]eterministic behavior was enabled.*")
             # a control run that holds a result constant cuts the graph below the user's hooks on purpose
             warnings.filterwarnings("ignore", message="Full backward hook is firing")
-            _set_deterministic(True, warn_only=True)
+            set_deterministic(True, warn_only=True)
             # Filling every `torch.empty` with NaN would cost a pass over memory and finds nothing here.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
             torch.backends.cudnn.benchmark = False
             yield
     finally:
-        _set_deterministic(enabled, warn_only=warn_only)
+        set_deterministic(enabled, warn_only=warn_only)
         torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
         restore()
-
-
-def _set_deterministic(enabled: bool, *, warn_only: bool) -> None:
-    """Sets torch's flag alone: its public function also imports the compiler for it, 820 modules and 73 MB."""
-    setter = getattr(torch._C, "_set_deterministic_algorithms", torch.use_deterministic_algorithms)
-    setter(enabled, warn_only=warn_only)
 
 
 @contextmanager
 def eager_when_compiled(modules: list[nn.Module]) -> Iterator[None]:
     """Runs models from `torch.compile` eagerly: the draws inside a compiled graph cannot be replayed per sample."""
     with ExitStack() as stack:
-        if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
+        if is_compiler_imported() and hasattr(torch.compiler, "set_stance"):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 
@@ -157,7 +153,7 @@ def mode_set(modules: list[nn.Module], mode: str | None) -> Iterator[None]:
     flags = [(module, module.training) for root in modules for module in root.modules()]
     # (the registries of a scripted module are views into C++ that take no update)
     plain = [module for module, _ in flags if not isinstance(module, torch.jit.ScriptModule)]
-    places = [(module, name, child) for module in plain for name, child in module._modules.items()]
+    places = [(module, name, child) for module in plain for name, child in submodules_of(module).items()]
     try:
         if mode is not None:
             for root in modules:
@@ -165,8 +161,8 @@ def mode_set(modules: list[nn.Module], mode: str | None) -> Iterator[None]:
         yield
     finally:
         for module, name, child in places:
-            if module._modules.get(name) is not child:
-                module._modules[name] = child
+            if submodules_of(module).get(name) is not child:
+                submodules_of(module)[name] = child
         for module, flag in flags:
             module.training = flag
 

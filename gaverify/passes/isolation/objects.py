@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from gaverify.passes.isolation.origins import is_library, module_of
+from gaverify.torch_internals import submodules_of
 
 Restore = Callable[[], None]
 CONTAINERS = (dict, list, set, deque)
@@ -230,7 +231,7 @@ def keep_submodules(module: nn.Module) -> Restore:
 
     One that was exchanged stays until `mode_set` closes, which says why.
     """
-    registry = module._modules
+    registry = submodules_of(module)
     kept = dict(registry)
 
     def restore() -> None:

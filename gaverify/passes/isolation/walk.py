@@ -24,6 +24,7 @@ from gaverify.passes.isolation import functions, generators, objects, origins
 from gaverify.passes.isolation.flags import ARITHMETIC, check_initialised, flag_states
 from gaverify.passes.isolation.origins import packages_of
 from gaverify.passes.isolation.tensors import Tensors
+from gaverify.torch_internals import buffers_of, parameters_of, submodules_of, without_torch_function
 
 _OBJECTS = 20_000  # objects that are looked at in all, modules and their tensors not counted: some 0.1 s
 _ENTRIES = 1_000  # of one container; more are a data set or a vocabulary: kept as they are, but not followed
@@ -153,15 +154,15 @@ class Walk:
 
     def _module(self, module: nn.Module) -> Children:
         """Every submodule at once, so that the bound on objects does not count them."""
-        own, submodules = vars(module), list(module._modules.values())
-        tensors = [*module._parameters.values(), *module._buffers.values()]
+        own, submodules = vars(module), list(submodules_of(module).values())
+        tensors = [*parameters_of(module).values(), *buffers_of(module).values()]
         if isinstance(module, torch.jit.ScriptModule):  # whose registries are views that take no update
             restore, scripted = objects.keep_scripted(module)
             self._add(restore)
             tensors += scripted
         else:
             empty = objects.empty_registries(module)
-            self._seen |= {id(registry): registry for registry in (module._modules, *empty)}
+            self._seen |= {id(registry): registry for registry in (submodules_of(module), *empty)}
             self._add(objects.keep_submodules(module))
             self._add(objects.keep_empty(empty))
         restore, values = objects.keep_attributes(own)
@@ -269,7 +270,7 @@ class ModelState:
         self._tensors = Tensors(0) if part_of else Tensors()
         running = frozenset(map(id, registered)) | {id(p) for root in part_of for p in root.parameters()}
         self._walk = Walk(self._tensors, running, packages_of(others))
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), without_torch_function():
             self._walk.follow([*modules, *others])
 
     @property
@@ -297,7 +298,7 @@ class ModelState:
             InternalError: Something could not be put back; everything else has been all the same.
         """
         failure: Exception | None = None
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), without_torch_function():
             for restore in (self._flags, *self._walk.restorers, *self._tensors.restorers):
                 try:
                     restore()

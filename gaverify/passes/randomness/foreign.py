@@ -25,6 +25,7 @@ from torch import nn
 
 from gaverify.passes.fingerprints import layouts_of
 from gaverify.passes.isolation.generators import comparable, foreign_generators, set_state, state_of
+from gaverify.torch_internals import DISPATCH_MODULE
 from gaverify.tracebacks import Owner, hands_over, owner_of
 
 _CALL = getattr(nn.Module._call_impl, "__code__", None)
@@ -75,7 +76,7 @@ def loop_site() -> int:
     place: list[int] = []
     frame, inside = sys._getframe(1), True
     while frame is not None and len(place) < _DEPTH:
-        if not frame.f_globals.get("__name__", "").startswith(("gaverify.", "torch.utils._python_dispatch")):
+        if not frame.f_globals.get("__name__", "").startswith(("gaverify.", DISPATCH_MODULE)):
             place += (_number_of(frame.f_code), frame.f_lasti if inside else 0)
             inside = inside and owner_of(frame.f_code.co_filename) is not Owner.USER
         frame = frame.f_back  # type: ignore[assignment]
