@@ -201,22 +201,18 @@ def by_change(trial: Trial, record: Record) -> Record:
 
     Weights that change otherwise for half the gradient (SGD) show what the script makes of `.grad` in its step, and of
     sums that it keeps elsewhere. Those that do not (Adam, a sign, a norm) show nothing of its size. Nor is it asked
-    for where their change tells what the gradients do.
+    for where their change tells what the gradients do, or agrees where it alone was seen.
     """
     if not trial.options.get("by_hand"):
         return record
     full, accumulated = trial.full, trial.accumulated
-    changes = [(update, _change(update, full, accumulated)) for update in record.updates]
-    if not any(
-        change is not None and (update.decided is Stage.CHANGE or change.outcome is not update.outcome)
-        for update, change in changes
-    ):
+    if not any(_needs_half(update, full, accumulated) for update in record.updates):
         return record
     half = trial.again("full", shrink=0.5, shown_as="unclipped")
-    return replace(record, updates=decided_by_change(record.updates, full, accumulated, half))
+    return replace(record, updates=decide_by_change(record.updates, full, accumulated, half))
 
 
-def decided_by_change(
+def decide_by_change(
     updates: tuple[UpdateComparison, ...], full: Run, accumulated: Run, half: Run
 ) -> tuple[UpdateComparison, ...]:
     """Returns the updates of a script that moves its weights itself, with what their change tells.
@@ -231,7 +227,7 @@ def decided_by_change(
     halved = compare_changes(full.samples(first), half.samples(first), working_unit(full))
     if halved is None or halved.outcome is not Outcome.DIVERGENT or halved.relative_difference < TENTH:
         return tuple(
-            replace(update, outcome=Outcome.INCONCLUSIVE, unclear=True) if update.decided is Stage.CHANGE else update
+            replace(update, outcome=Outcome.INCONCLUSIVE) if update.decided is Stage.CHANGE else update
             for update in updates
         )
     found = []
@@ -244,6 +240,13 @@ def decided_by_change(
         else:
             found.append(_settled(update, full, accumulated))
     return tuple(found)
+
+
+def _needs_half(update: UpdateComparison, full: Run, accumulated: Run) -> bool:
+    if update.decided is Stage.CHANGE:
+        return update.differs
+    change = _change(update, full, accumulated)
+    return change is not None and change.outcome is not update.outcome
 
 
 def _change(update: UpdateComparison, full: Run, own: Run, left: float = 0.0) -> StageComparison | None:

@@ -97,7 +97,10 @@ def _compared(
         data = check_rows(runs.full.rows_of(full, reached=True), own)
     terms = terms_of(accumulated, fit)
     fit_used = fit_of(full, accumulated, summed=False)
-    used = decided_by_weights(compare_gradients(runs, round_, unit, terms, summed=False), fit_used, unit)
+    by_change = full.by_change or accumulated.by_change
+    used = compare_gradients(runs, round_, unit, terms, summed=False)
+    if not by_change:  # below float32 the weights' own rounding hides most of their change
+        used = decided_by_weights(used, fit_used, unit)
     summed = used
     if full.of("summed") or accumulated.of("summed"):
         summed = decided_by_weights(compare_gradients(runs, round_, unit, terms, summed=True), fit, unit)
@@ -114,9 +117,11 @@ def _compared(
     apart = _distance(full, accumulated, "before")
     judged = data.same and not unrepeatable and not apart > _start_allowed(runs, round_, number, unit)
     open_ = unclear and used.outcome is Outcome.EQUIVALENT  # what differs at both stages differs however it is read
-    if full.by_change or accumulated.by_change:
-        decided = Stage.CHANGE
     outcome = Outcome.INCONCLUSIVE if unrepeatable or open_ else rows.outcome
+    if by_change:
+        decided = Stage.CHANGE
+        # Weights that change alike to their rounding may have had gradients that differ by more than that.
+        outcome = Outcome.INCONCLUSIVE if outcome is Outcome.EQUIVALENT else outcome
     stages = [*([summed.stage(Stage.SUMMED)] if summed is not used else []), used.stage(Stage.USED)]
     if change is not None and judged:
         stages.append(change)

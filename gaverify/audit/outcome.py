@@ -37,8 +37,10 @@ def _why(record: Record, update: UpdateComparison) -> str:
         return _other_data(record, update)
     if not update.judged:
         return phrase("outcome.started-apart", update=update, advice=_advice(record, update))
+    if update.decided is Stage.CHANGE and update.outcome is Outcome.INCONCLUSIVE:
+        return phrase("outcome.change-alone")
     if update.unclear:
-        return phrase("outcome.change-alone" if update.decided is Stage.CHANGE else "outcome.unclear")
+        return phrase("outcome.unclear")
     if update.outcome is Outcome.INCONCLUSIVE:
         reason = next((row.reason for row in update.parameters if row.reason), "")
         count = sum(row.outcome is Outcome.INCONCLUSIVE for row in update.parameters)
@@ -284,9 +286,6 @@ def _compared(record: Record) -> str:
         return ""
     names = f"update {judged[0].number}" if len(judged) == 1 else f"updates {judged[0].number} to {judged[-1].number}"
     rows = judged[0].parameters
-    if any(update.decided is Stage.CHANGE for update in judged):
-        agree = f"the changes of {len(rows)} of {len(rows)} weights agree to rounding"
-        return f"{names}: the script keeps no `.grad`; {agree}; "
     factors = [f"{update.fit.factor:.4g}" for update in judged if update.step_takes_factor and update.fit is not None]
     if len(factors) == len(judged):
         return (

@@ -190,10 +190,26 @@ def compare_gradients(runs: Runs, round_: Round, unit: float, terms: Mapping[Pla
             # What is far apart under a factor was clipped, say: no rounding.
             if math.isfinite(row.difference) and (factor == 1.0 or row.difference < COMPUTED_FLOAT32 * row.scale):
                 floor[row.name] = max(row.difference, floor[row.name])
+    noise = relative_total((floor[row.name], row.reference) for row in working)
+    samples = [run.samples(round_) for run in (runs.full, runs.accumulated)]
+    if any(own.by_change for own in samples):
+        # A change of 1e-2 in a weight of 1 is known to 6e-6: moved weights may show less of that by chance.
+        rounding = weight_rounding(samples[0], unit)
+        floor = {key: max(floor[key], rounding.get(place, 0.0)) for key, place in keys.items()}
     sizes = {key: terms.get(place, 0.0) for key, place in keys.items()}
     rows = judge_by_floor({row.name: row for row in working}, floor, sizes, unit)
     named = tuple(row._replace(name=runs.names[keys[row.name]]) for row in rows)
-    return Rows(named, relative_total((floor[row.name], row.reference) for row in working))
+    return Rows(named, noise)
+
+
+def weight_rounding(samples: Samples, unit: float) -> dict[Place, float]:
+    """Returns u · ‖w‖ of every parameter: how far a change that is read off its weights may be rounded."""
+    return {
+        (optimizer, at): unit * math.sqrt(float(square.sum()))
+        for optimizer, before in samples.of("before").items()
+        for step in (samples.steps[optimizer],)
+        for at, square in enumerate((before.square() * step["stretches"]).split(step["sizes"]))
+    }
 
 
 def terms_of(samples: Samples, fit: WeightFit | None) -> dict[Place, float]:

@@ -97,8 +97,9 @@ def _summed_elsewhere(loop: Record, loss: LostPasses) -> bool:
         return False
     if update is None:  # calls alone: a gradient that was put in place by hand may hold anything
         return any(step.values.get("by_hand") for step in window.steps)
-    if update.judged and (update.outcome is Outcome.EQUIVALENT or (update.unclear and update.decided is Stage.CHANGE)):
-        return True  # equal, or a step that shows nothing of its gradient's size
+    unseen = update.decided is Stage.CHANGE and update.outcome is Outcome.INCONCLUSIVE
+    if update.judged and (update.outcome is Outcome.EQUIVALENT or unseen):
+        return True  # equal, or the weights alone were seen, which change alike or show nothing of the gradient's size
     backwards, fit = window.of("backward"), update.fit
     if fit is None or fit.used_residual > loop.tolerance or len(fit.used) != len(backwards):
         return False

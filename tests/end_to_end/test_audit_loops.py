@@ -102,23 +102,33 @@ STYLES = [*BY_HAND, "assigned", "functional", "compiled", "captured"]
 LOOKED_AT = "    norm = torch.autograd.grad(mse_loss(model(x), y), [model.weight])[0].norm().item()\n"
 
 
-@pytest.mark.parametrize("style", [pytest.param(style, marks=() if style == "plain" else slow) for style in STYLES])
+@pytest.mark.parametrize(
+    "style", [pytest.param(style, marks=() if style == "plain" else slow) for style in STYLES if style != "gradients"]
+)
 def test_a_right_loop_is_equivalent(style: str) -> None:
     result = audit(SCRIPT, FULL, ACCUMULATED, f"--style {style}")
     assert (result.code, result.outcome, result.faults) == (0, "equivalent", set()), str(result)
     assert all(update["judged"] for update in result.document["updates"])
     how = {run["how"] for run in result.document["runs"]}
-    assert any("compared by the change of the weights" in run for run in how) == (style == "gradients")
+    assert not any("compared by the change of the weights" in run for run in how)
     assert any("its steps seen by its weights" in run for run in how) == (style in BY_HAND)
     assert any("without compilation" in run for run in how) == (style == "compiled")
 
 
-@slow
-@pytest.mark.parametrize("common", ["", "--undivided"])
-def test_a_change_of_weights_that_shows_nothing_of_the_gradient_is_inconclusive(common: str) -> None:
-    result = audit(SCRIPT, FULL, ACCUMULATED, f"--style gradients --rule adam {common}")
+@pytest.mark.parametrize(
+    "common",
+    [
+        "--middle layer-norm",  # right: the change of a weight near 1 is known to its rounding
+        pytest.param("--rule adam", marks=slow),
+        pytest.param("--rule adam --undivided", marks=slow),  # the step hides the gradient's size
+    ],
+)
+def test_a_change_of_weights_without_gradients_is_inconclusive(common: str) -> None:
+    result = audit(SCRIPT, FULL, ACCUMULATED, f"--style gradients {common}")
     assert (result.code, result.outcome, result.faults) == (3, "inconclusive", set()), str(result)
     assert "the script keeps no `.grad`" in result.document["reason"]
+    assert "`torch.optim` optimizer" in result.document["reason"]
+    assert any("compared by the change of the weights" in run["how"] for run in result.document["runs"])
 
 
 @slow

@@ -163,6 +163,8 @@ def captured(args, model, batches):
 
 STYLES = {style.__name__: style for style in (plain, gradients, own, assigned, functional, compiled, captured)}
 
+MIDDLES = {"tanh": nn.Tanh, "batch-norm": lambda: nn.BatchNorm1d(8), "layer-norm": lambda: nn.LayerNorm(8)}
+
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
@@ -176,12 +178,11 @@ def main():
     parser.add_argument("--clip", type=float)
     parser.add_argument("--whole", action="store_true", help="step inside the captured graph")
     parser.add_argument("--rate-by-k", action="store_true")
-    parser.add_argument("--batch-norm", action="store_true")
+    parser.add_argument("--middle", choices=MIDDLES, default="tanh", help="the layer between the two")
     args = parser.parse_args()
     args.share = 1 if args.undivided or args.late else args.accum
     torch.manual_seed(0)
-    middle = nn.BatchNorm1d(8) if args.batch_norm else nn.Tanh()
-    model = nn.Sequential(nn.Linear(4, 8), middle, nn.Linear(8, 1))
+    model = nn.Sequential(nn.Linear(4, 8), MIDDLES[args.middle](), nn.Linear(8, 1))
     inputs = torch.randn(32, 4)
     targets = inputs.sum(1, keepdim=True)
     batches = zip(inputs.split(args.batch_size), targets.split(args.batch_size), strict=True)

@@ -17,13 +17,14 @@ import torch
 from recorded import numbers, run_of
 from torch.utils.data import DataLoader, IterableDataset
 
-from gaverify.audit.controls import decided_by_change
+from gaverify.audit.controls import decide_by_change
 from gaverify.audit.judgement import _drifted as drifted_in
-from gaverify.audit.reading import Samples
+from gaverify.audit.reading import Samples, labels
 from gaverify.audit.recording.loop import Counterparts, LoopDraw, Share, Unalignable
 from gaverify.audit.recording.rows import input_rows
 from gaverify.audit.recording.samples import GivenSamples, KeptSamples
 from gaverify.audit.same_data import check_rows
+from gaverify.audit.stages import Runs, compare_gradients
 from gaverify.records.audit import Record, RowCheck, UpdateComparison
 from gaverify.records.comparison import Method, Outcome, ParameterComparison
 from gaverify.records.events import Event, ledger_of
@@ -369,13 +370,35 @@ class TestWeightsThatAScriptMovesItself:
             run_of(folder / name, given, given, told=told, weights=self.START - change)
             for name, change in (("full", 0.1), ("accumulated", moved), ("half", half))
         ]
-        return decided_by_change((update(**fields),), *runs)[0]
+        return decide_by_change((update(**fields),), *runs)[0]
 
     @pytest.mark.parametrize(
-        ("half", "outcome"), [(0.05, Outcome.EQUIVALENT), (0.1, Outcome.INCONCLUSIVE), (0.095, Outcome.INCONCLUSIVE)]
+        ("half", "outcome"), [(0.05, Outcome.DIVERGENT), (0.1, Outcome.INCONCLUSIVE), (0.095, Outcome.INCONCLUSIVE)]
     )
     def test_without_gradients_the_change_alone(self, tmp_path: Path, half: float, outcome: Outcome) -> None:
-        assert self.decided(tmp_path, 0.1, half, decided=Stage.CHANGE).outcome is outcome
+        found = self.decided(tmp_path, 0.4, half, decided=Stage.CHANGE, outcome=Outcome.DIVERGENT)
+        assert found.outcome is outcome
+
+    @pytest.mark.parametrize(
+        ("apart", "outcome"),
+        [
+            (0.0, Outcome.EQUIVALENT),
+            (1e-6, Outcome.EQUIVALENT),
+            (5e-6, Outcome.INCONCLUSIVE),
+            (1e-3, Outcome.DIVERGENT),
+        ],
+    )
+    def test_a_change_is_known_to_the_rounding_of_the_weights(
+        self, tmp_path: Path, apart: float, outcome: Outcome
+    ) -> None:
+        """Moved weights change by the same amount, by chance: the weights' own rounding is the floor."""
+        given = numbers(1.0, 2.0, 3.0, 4.0, 5.0) * 1e-2
+        runs = [
+            run_of(tmp_path / name, given + more, given, by_change=True)
+            for name, more in (("full", 0.0), ("perturbed", 0.0), ("accumulated", apart))
+        ]
+        rows = compare_gradients(Runs(*runs, labels(runs[0], runs[2])), ((0, 1),), 2.0**-24, {}, summed=False)
+        assert rows.outcome is outcome and rows.noise == 0.0
 
     @pytest.mark.parametrize(("moved", "half", "said"), [(0.4, 0.05, True), (0.1, 0.05, False), (0.4, 0.1, False)])
     def test_another_change_of_the_same_gradient(self, tmp_path: Path, moved: float, half: float, said: bool) -> None:
