@@ -276,6 +276,8 @@ def _recomputation_watched(meter: ActivationMeter) -> Iterator[None]:
                 finally:  # the last one that is needed leaves by an exception
                     meter.watch(tensor)
 
+            # torch 2.14 sets an attribute on the hook while it is active and deletes it from the one that it finds then
+            watched_pack.__dict__ = pack.__dict__
             hooks.pack_hook = watched_pack
         enter(hooks)
 

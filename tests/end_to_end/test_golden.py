@@ -64,6 +64,7 @@ def words(text: str) -> str:
     """Returns a text with paths and all numbers but those of codes and of floating-point types masked."""
     text = text.replace(f"{ROOT}/", "").replace(ROOT, "")
     text = re.sub(r"(?<=relative difference )(\S+ in )`[^`]+`", r"\1`…`", text)  # the worst of equals
+    text = re.sub(r"(torch \d[\d.]*)\+\w+", r"\1", text)  # the build of torch is the machine's: +cpu, +cu130
     kept = re.split(r"(GAV\d{3}|b?float\d\d)", text)
     return "".join(
         part if at % 2 else re.sub(r"\d+(\.\d+)?(e[+-]?\d+)?", "#", part).replace("-#", "#")

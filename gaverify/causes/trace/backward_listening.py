@@ -102,7 +102,8 @@ def applications(changed: Callable[[int, type, Any, Callable[[], Any]], Any]) ->
     def apply(kind: type, *args: Any, **kwargs: Any) -> Any:
         @hands_over
         def call() -> Any:
-            return original.__func__(kind, *args, **kwargs)
+            # a classmethod, and from torch 2.14 on a descriptor in C: both are bound by `__get__`
+            return original.__get__(None, kind)(*args, **kwargs)
 
         return changed(next(positions), kind, args, call)
 
