@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from gaverify.records.verdict import Verdict
 
 _COMMAND_LINE = "command line"
+_PrintEach = Callable[["Verdict"], None]
 
 
 @click.command(short_help="Compare accumulated with full-batch gradients.")
@@ -74,21 +76,22 @@ def run(
     invocation = invocation or Invocation()
     verdicts: list[Verdict] = []
     failures: list[Failure] = []
-    echo = False
+    print_each: _PrintEach | None = None
     project: Project | None = None
     try:
         project = project_settings()
         jobs = _jobs(specs, overrides)
-        echo = form == "text" and len(jobs) > 1 and not quiet and is_first()
+        if form == "text" and is_first() and (len(jobs) > 1 or quiet):
+            print_each = _print_row if quiet else partial(_print_table, show_all=show_all)
         named = {_COMMAND_LINE, *map(str, specs)}
-        _verify_all(jobs, named, invocation, verdicts, failures, project, echo=echo, show_all=show_all, strict=strict)
+        _verify_all(jobs, named, invocation, verdicts, failures, project, print_each, strict=strict)
     except SpecError as error:  # no spec can run; a report of an earlier call must not stand for this one
         code = report_failure(error, invocation)
         failures += [Failure(error.source, sentence, code) for sentence in error.problems]
     if any(failure.code == INTERRUPTED for failure in failures):  # half an answer replaces no whole one
         outputs = tuple(path for path in outputs if not path.exists())
     if is_first():
-        show(verdicts, form, outputs, show_all=show_all, failures=failures, printed=echo, quiet=quiet)
+        show(verdicts, form, outputs, show_all=show_all, failures=failures, printed=print_each is not None, quiet=quiet)
     code = exit_code_of(verdicts, project, failures, strict=strict)
     await_first(code)
     return code
@@ -119,15 +122,14 @@ def _verify_all(
     verdicts: list[Verdict],
     failures: list[Failure],
     project: Project,
+    print_each: _PrintEach | None,
     *,
-    echo: bool,
-    show_all: bool,
     strict: bool,
 ) -> None:
     """Verifies one spec after the other into `verdicts` and `failures`; one that fails does not stop the rest.
 
-    With `echo` each table is printed as soon as it is there, so that a long run can be watched. Ctrl-C ends the list:
-    what was not verified by then is a failure. A spec that nobody `named` and that lacks a package is skipped, unless
+    `print_each` gets each verdict as soon as it is there, so that a long run can be watched. Ctrl-C ends the list: what
+    was not verified by then is a failure. A spec that nobody `named` and that lacks a package is skipped, unless
     that is `strict` or leaves no verdict at all.
     """
     skipped: list[Failure] = []
@@ -141,7 +143,7 @@ def _verify_all(
                 say(f"{source}: {error}", "skipped")
                 skipped.append(Failure(source, str(error), error.exit_code))
                 continue
-            told = failures_of(error, source, invocation, alone=len(jobs) == 1)
+            told = failures_of(error, source, invocation, alone=len(jobs) == 1, as_rows=print_each is _print_row)
             if told[0].code == INTERRUPTED:
                 why = "interrupted before there was a verdict"
                 failures += [Failure(left, why, INTERRUPTED) for left, _ in jobs[at:]]
@@ -149,13 +151,24 @@ def _verify_all(
             failures += told
             continue
         verdicts.append(verdict)
-        if echo:
-            from gaverify.report import print_answer
-
-            print_answer(verdict, show_all=show_all)
-            click.echo()  # before the next table or the summary; flushes
+        if print_each is not None:
+            print_each(verdict)
     if not verdicts and not failures:
         failures += skipped
+
+
+def _print_row(verdict: Verdict) -> None:
+    from gaverify.report import print_line
+
+    print_line(verdict)
+    sys.stdout.flush()
+
+
+def _print_table(verdict: Verdict, show_all: bool) -> None:
+    from gaverify.report import print_answer
+
+    print_answer(verdict, show_all=show_all)
+    click.echo()  # before the next table or the summary; flushes
 
 
 def verified(spec: Spec, project: Project, source: str, *, strict: bool = False) -> Verdict:

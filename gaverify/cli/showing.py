@@ -109,9 +109,9 @@ def show(
     printed: bool = False,
     quiet: bool = False,
 ) -> None:
-    """Writes the files and what stdout still lacks: a summary where the tables are `printed`, else everything.
+    """Writes the files and what stdout still lacks: a summary where the answers are `printed`, else everything.
 
-    What is `quiet` has a line for each answer alone.
+    `quiet` stands for a line for each answer, and no summary.
 
     Runs that failed are in the reports too: a CI that reads only the JUnit file must not take them for passed.
     """
@@ -123,8 +123,11 @@ def show(
     finally:  # and a disk that filled up must not cost the table
         if form != "text":
             click.echo(report.render(answers, form, show_all, errors), nl=False)
-        elif printed or quiet:
-            report.print_summary(answers, errors, bare=quiet)
+        elif quiet:
+            for answer in () if printed else answers:
+                report.print_line(answer)
+        elif printed:
+            report.print_summary(answers, errors)
         elif len(answers) == 1 and not errors:
             report.print_answer(answers[0], show_all=show_all)
         elif answers:

@@ -187,11 +187,26 @@ class Failure(NamedTuple):
     code: int
 
 
-def failures_of(error: BaseException, source: str, invocation: Invocation, *, alone: bool = False) -> list[Failure]:
-    """Tells on stderr what one of several ended with, unless it is `alone` in front of its name; returns it as rows."""
-    own = isinstance(error, SpecError) and error.source == source  # the problems name their file themselves
-    code = report_failure(error, invocation, "" if own or alone else source)
-    sentences = error.problems if isinstance(error, SpecError) and own else (failure_message(error),)
+def failures_of(
+    error: BaseException, source: str, invocation: Invocation, *, alone: bool = False, as_rows: bool = False
+) -> list[Failure]:
+    """Tells on stderr what one of several specs ended with; returns it as rows.
+
+    Args:
+        error: What ended it.
+        source: The spec's file, or what stands for it.
+        invocation: How gaverify was called.
+        alone: Whether it is the only spec: its name then stands in front of nothing.
+        as_rows: Print it on stdout, where other specs have a row; a fault of gaverify is told on stderr all the same.
+    """
+    names_itself = isinstance(error, SpecError) and error.source == source
+    sentences = error.problems if isinstance(error, SpecError) and names_itself else (failure_message(error),)
+    foreseen = as_foreseen(error)
+    if as_rows and foreseen is not None and foreseen.exit_code == USAGE and not (_received or invocation.debug):
+        for sentence in sentences:
+            click.echo(harmless(f"ERROR {source}, {' '.join(sentence.split())}"))
+        return [Failure(source, sentence, USAGE) for sentence in sentences]
+    code = report_failure(error, invocation, "" if names_itself or alone else source)
     return [Failure(source, sentence, code) for sentence in sentences]
 
 

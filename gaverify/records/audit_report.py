@@ -65,7 +65,7 @@ class Moment:
     rank: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class AuditReport(Settled):
     """The answer of an audit, with everything that it rests on."""
 

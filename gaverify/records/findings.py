@@ -98,7 +98,10 @@ class Acceptance:
 
 
 class Settled:
-    """What a verdict and an audit come to once it is known what the user accepts and expects."""
+    """What a verdict and an audit come to once it is known what the user accepts and expects.
+
+    `print` shows the outcome and its causes, the interactive prompt one line, a notebook the first screen of the page.
+    """
 
     outcome: Outcome
     findings: tuple[Finding, ...]
@@ -126,8 +129,36 @@ class Settled:
             return 1
         return 0 if self.accepted else self.outcome.exit_code
 
-    def to_json(self) -> str:
-        """Returns the document that `--format json` prints."""
-        from gaverify.report.documents import answer_text
+    @property
+    def is_equivalent(self) -> bool:
+        """Whether the gradients agree; what the user accepts or expects does not count here."""
+        return self.outcome is Outcome.EQUIVALENT
 
-        return answer_text(self)  # type: ignore[arg-type]  # one of the two answers that inherit this
+    def __bool__(self) -> bool:
+        # Python calls every object without this method true: `assert verify(...)` would pass for a divergence
+        raise TypeError(
+            f"{type(self).__name__} is neither true nor false: it has three outcomes. Write `verdict.is_equivalent`, "
+            "`verdict.outcome is gaverify.Outcome.EQUIVALENT`, or call `gaverify.assert_equivalent(...)`"
+        )
+
+    def __str__(self) -> str:
+        from gaverify.report import short_text
+
+        return short_text(self)  # type: ignore[arg-type]  # one of the two answers that inherit this
+
+    def __repr__(self) -> str:
+        from gaverify.report import line_text
+
+        return f"<{type(self).__name__} {line_text(self)}>"  # type: ignore[arg-type]
+
+    def _repr_html_(self) -> str:
+        """Returns what Jupyter and other notebooks show of an answer."""
+        from gaverify.report import card_html
+
+        return card_html(self)  # type: ignore[arg-type]
+
+    def to_json(self) -> str:
+        """Returns the answer as a JSON document, with everything it rests on."""
+        from gaverify.report import document_text
+
+        return document_text(self)  # type: ignore[arg-type]

@@ -86,7 +86,7 @@ class Trace:
     step: TraceStep
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Verdict(Settled):
     """The answer to "does accumulation compute the full-batch gradient?", with everything that it rests on.
 

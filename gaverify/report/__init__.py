@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import IO
 
 from gaverify.errors import SpecError
@@ -20,20 +19,52 @@ __all__ = [
     "FORMATS",
     "Answer",
     "Report",
+    "card_html",
     "check_writable",
+    "document_text",
     "format_for",
     "format_named",
+    "line_text",
     "print_answer",
+    "print_line",
     "print_report",
     "print_summary",
     "render",
+    "short_text",
     "write_all",
     "write_reports",
 ]
 
-_ENDLESS = 100_000
-"""Columns that no line fills."""
 Errors = Iterable[tuple[str, str]]
+
+
+def document_text(answer: Answer) -> str:
+    """Returns one answer as a JSON document."""
+    from gaverify.report.documents import answer_text
+
+    return answer_text(answer)
+
+
+def short_text(answer: Answer) -> str:
+    """Returns the outcome of one answer and its findings as plain text, without what was run and the numbers."""
+    from gaverify.report.text.layout import plain
+    from gaverify.report.text.report import short_lines
+
+    return plain(short_lines(answer, Layout(whole=True))).rstrip("\n")
+
+
+def line_text(answer: Answer) -> str:
+    """Returns one answer as one line: outcome, name, why, and where the first cause lies."""
+    from gaverify.report.text.report import answer_line
+
+    return answer_line(story_of(answer))
+
+
+def card_html(answer: Answer) -> str:
+    """Returns the first screen of an answer's page as a piece of HTML that brings its own colours."""
+    from gaverify.report.page.rendering import card_html
+
+    return card_html(answer)
 
 
 def render(answers: Iterable[Answer], form: str, show_all: bool = False, errors: Errors = ()) -> str:
@@ -89,21 +120,16 @@ def print_report(report: Report, file: IO[str] | None = None) -> None:
     _print(lambda layout: report_lines(report, layout), file)
 
 
-def print_summary(
-    answers: Iterable[Answer], errors: Errors = (), file: IO[str] | None = None, *, bare: bool = False
-) -> None:
-    """Prints a line per answer and per (source, message) of `errors`, under a heading and with the count of outcomes.
-
-    Where it is `bare` the lines stand alone and are not wrapped, as one for each run is what was asked for.
-    """
+def print_summary(answers: Iterable[Answer], errors: Errors = (), file: IO[str] | None = None) -> None:
+    """Prints a line per answer and per (source, message) of `errors`, with a heading and the count of outcomes."""
     from gaverify.report.text.report import summary_lines
 
-    def lines(layout: Layout) -> list[Line]:
-        wide = replace(layout, width=_ENDLESS) if bare else layout
-        _, *rows, _ = found = summary_lines([story_of(answer) for answer in answers], tuple(errors), wide)
-        return rows if bare else found
+    _print(lambda layout: summary_lines([story_of(answer) for answer in answers], tuple(errors), layout), file)
 
-    _print(lines, file)
+
+def print_line(answer: Answer, file: IO[str] | None = None) -> None:
+    """Prints one answer as one line, however long, so that a program can read it."""
+    _print(lambda layout: [[(layout.text(line_text(answer)), "")]], file)
 
 
 def _print(lines: Callable[[Layout], list[Line]], file: IO[str] | None) -> None:

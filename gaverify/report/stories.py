@@ -20,7 +20,7 @@ from gaverify.records.profile import LABELS, Profile, Row, Setting
 from gaverify.records.verdict import RunInfo, Verdict
 from gaverify.report.text.audit import audit_facts, audit_method
 from gaverify.report.text.profile import profile_facts, profile_sentence
-from gaverify.report.text.verdict import acceptance_sentences, verdict_facts
+from gaverify.report.text.verdict import acceptance_sentences, acceptance_states, verdict_facts
 from gaverify.report.text.wording import method, sentence, titled
 from gaverify.tracebacks import repository_of
 
@@ -71,6 +71,7 @@ class Story:
         model: The model as the spec names it; "" for a script.
         command: The words that make the answer again; "" where they are not known.
         accepted: A divergence that the user accepts.
+        states: What the user accepts or expects made of the outcome, a word or two each.
         remarks: What follows from accepted divergences and what was expected, in sentences.
         passed: Whether the command leaves with 0 for this answer: equivalent, accepted or expected.
         facts: What was run, as (label, text).
@@ -91,6 +92,7 @@ class Story:
     model: str = ""
     command: str = ""
     accepted: bool = False
+    states: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
     passed: bool = False
     facts: Sequence[tuple[str, str]] = ()
@@ -149,6 +151,7 @@ def _settled(answer: Verdict | AuditReport) -> dict[str, Any]:
         "seconds": answer.timings.get("total", 0.0),
         "command": answer.command,
         "accepted": answer.accepted,
+        "states": tuple(acceptance_states(answer)),
         "remarks": tuple(acceptance_sentences(answer)),
         "passed": answer.exit_code == 0,
     }

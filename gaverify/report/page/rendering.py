@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from markupsafe import Markup, escape
 
+from gaverify.records.comparison import Outcome
 from gaverify.report.comparing import compared
 from gaverify.report.documents import answer_item
 from gaverify.report.documents.encoding import plain
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 _LIMIT = 250
 """Rows of a table that a browser draws at once; the script has the same number, and shows the others when asked."""
+_COLOURS = {Outcome.DIVERGENT: "#c62828", Outcome.EQUIVALENT: "#2e7d32", Outcome.INCONCLUSIVE: "#b26a00"}
+"""Of a card: they can be read on white and on black."""
 _FOLDER = Path(__file__).parent
 
 
@@ -38,7 +41,7 @@ def html_text(report: Report) -> str:
     views = [view_of(answer) for answer in saved]
     script = _file("page.js")
     hashed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    text = _template().render(
+    text = _template("page.html.jinja").render(
         answers=[*views, *(_titled_before(view_of(answer)) for answer in before)],
         comparisons=compared(before, saved) if before else [],
         runs=len(report.answers) + len(before) + len({source for source, _ in report.errors}),
@@ -48,6 +51,16 @@ def html_text(report: Report) -> str:
         policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{hashed}'; base-uri 'none'",
     )
     return text + "\n"
+
+
+def card_html(answer: Answer) -> str:
+    """Returns outcome and findings of one answer as a piece of HTML.
+
+    A notebook puts it between pieces of its own, and takes out styles and scripts of what it does not trust.
+    """
+    view = view_of(answer)
+    colour = _COLOURS[view.story.outcome]
+    return _template("card.html.jinja").render(story=view.story, findings=view.findings, colour=colour)
 
 
 def _saved(answer: Answer) -> Answer:
@@ -78,7 +91,7 @@ def _file(name: str) -> str:
 
 
 @cache
-def _template() -> Template:
+def _template(name: str) -> Template:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     # Everything is escaped: module names, file names and messages come from the user's code.
@@ -92,4 +105,4 @@ def _template() -> Template:
     )
     environment.filters["coded"] = _coded
     environment.globals["limit"] = _LIMIT
-    return environment.get_template("page.html.jinja")
+    return environment.get_template(name)

@@ -17,9 +17,6 @@ _ASCII = dict(zip("‖×−–—…→≤·’µ", ("|", "x", "-", "-", "-", ".
 
 _BREAK = re.compile(r" (?![%×])")  # a number stays with its unit
 
-_SHORTEST = 5
-"""Cells of a part of a path that still tell something: two letters, an ellipsis, two letters."""
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -45,34 +42,20 @@ class Layout:
         return character if character.isprintable() else character.encode("unicode_escape", "replace").decode()
 
     def shorten(self, value: object, width: int) -> str:
-        """Returns `value` in at most `width` cells, with an ellipsis for what is left out.
+        """Returns `value` in at most `width` cells; an ellipsis stands for what is cut off at its left.
 
-        Of a path with a layer's number in it the longest parts are cut, so that the number stays; of anything else the
-        middle, as names differ at both ends.
+        The end of a path tells more than its beginning, and can be searched for as it stands.
         """
         text = self.text(value)
         if self.whole or cells(text) <= width:
             return text
-        parts = text.split(".")
-        room = width - len(parts) + 1  # without the dots
-        lengths = range(max(map(cells, parts)), _SHORTEST - 1, -1) if any(map(str.isdecimal, parts)) else ()
-        for most in lengths:
-            if sum(min(cells(part), most) for part in parts) <= room:
-                return ".".join(self._without_middle(part, most) for part in parts)
-        return self._without_middle(text, width)
-
-    def _without_middle(self, text: str, width: int) -> str:
-        if cells(text) <= width:
-            return text
         mark = "..." if self.ascii_only else "…"
-        room = max(width - len(mark), 0)
-        tail = _cut(text[::-1], (room + 1) // 2)[::-1]
-        return (_cut(text, room - cells(tail)) + mark + tail) if room else _cut(mark, width)
+        return _cut(mark + _cut(text[::-1], max(width - len(mark), 0))[::-1], width)
 
     def wrap(self, value: object, first: str = "", indent: int = 0, style: str = "") -> list[Line]:
         """Returns the words of `value` after the heading `first`, later lines hanging at `indent`.
 
-        Only a word longer than a whole line is cut, and then with an ellipsis in its middle; a path is never cut, as
+        Only a word longer than a whole line is cut, and then at its left; a path is never cut, as
         terminals and editors open it as it stands.
         """
         room = max(self.width - indent, 10)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gaverify.amounts import count_text
 from gaverify.records.audit_report import AuditReport
 from gaverify.records.comparison import Outcome
+from gaverify.records.findings import Finding
 from gaverify.records.profile import Profile
 from gaverify.records.verdict import Verdict
 from gaverify.report.stories import Answer, Report, Story, story_of
 from gaverify.report.text.audit import audit_blocks
-from gaverify.report.text.layout import Layout, Line, cells, columns, fact_lines, joined
+from gaverify.report.text.layout import Layout, Line, cells, clean, columns, fact_lines, joined
 from gaverify.report.text.profile import profile_blocks
 from gaverify.report.text.table import STYLES
 from gaverify.report.text.verdict import finding_lines, outcome_lines, verdict_blocks
@@ -25,17 +27,44 @@ _WIDEST = 28
 def answer_lines(answer: Answer, layout: Layout, show_all: bool = False) -> list[Line]:
     """Returns the whole report of one answer: the outcome and why, findings, then what was run and its numbers."""
     story = story_of(answer)
+    facts = fact_lines(story.facts, layout, _LABELS[story.kind])
+    return joined([*_short_blocks(answer, story, layout), facts, *_blocks(answer, layout, show_all)])
+
+
+def short_lines(answer: Answer, layout: Layout) -> list[Line]:
+    """Returns the outcome of one answer and why, and its findings."""
+    return joined(_short_blocks(answer, story_of(answer), layout))
+
+
+def answer_line(story: Story) -> str:
+    """Returns an answer in one line: outcome, name, code and place of its first cause, why.
+
+    `DIVERGENT cnn.py:factory GAV101 features.1 cnn.py:9, 8 of 10 parameters differ, by up to 85 %`
+    """
+    outcome = ", ".join([story.outcome.name, *story.states])
+    faults = [finding for finding in story.findings if finding.severity == "fault"]
+    faults.sort(key=lambda finding: bool(finding.accepted))  # stable: what is not accepted has to be looked at first
+    words = [outcome, story.title, *(_code_and_place(fault) for fault in faults[:1])]
+    if len(faults) > 1:
+        words.append(f"and {count_text(len(faults) - 1, 'other cause')}")
+    return clean(f"{' '.join(words)}, {story.sentence}")
+
+
+def _code_and_place(finding: Finding) -> str:
+    place, words = finding.location, [finding.code]
+    if place is not None and place.module is not None:
+        words.append(place.module or "(root)")
+    if place is not None and place.file is not None:
+        words.append(place.file if place.line is None else f"{place.file}:{place.line}")
+    return " ".join(words)
+
+
+def _short_blocks(answer: Answer, story: Story, layout: Layout) -> list[list[Line]]:
     first = layout.wrap(f"{story.heading}: {story.title}", style="bold") if story.heading else []
     first += outcome_lines(story.outcome, [story.sentence, *filter(None, [story.method]), *story.remarks], layout)
     if isinstance(answer, Profile) and answer.interrupted:
         first += layout.wrap("interrupted: the rows that were not run are missing", indent=2)
-    blocks = [
-        first,
-        *(finding_lines(finding, layout) for finding in story.findings),
-        fact_lines(story.facts, layout, _LABELS[story.kind]),
-        *_blocks(answer, layout, show_all),
-    ]
-    return joined(blocks)
+    return [first, *(finding_lines(finding, layout) for finding in story.findings)]
 
 
 def _blocks(answer: Answer, layout: Layout, show_all: bool) -> list[list[Line]]:

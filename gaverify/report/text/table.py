@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from gaverify.records.comparison import Method, Outcome, ParameterComparison
@@ -66,16 +65,15 @@ def _rows(rows: Sequence[ParameterComparison], layout: Layout) -> list[Line]:
     widest = max(cells(row[0]) for row in table)
     wide = _worst_column(rows, layout, layout.width - taken - widest - len(_GAP))
     room = widest if wide or layout.whole else max(min(widest, layout.width - taken), _SHORTEST)
-    names = [layout.shorten(row[0], room) for row in table]
-    alike = {name for name, count in Counter(names).items() if count > 1}
     lines: list[Line] = []
     for at, tail in enumerate(rest):
-        if names[at] in alike:  # what told them apart stood in the middle: a line of their own keeps it
-            lines += layout.wrap(table[at][0], indent=2)
-            names[at] = ""
+        name = table[at][0]
+        if cells(name) > room:  # what is cut off might be what tells two parameters apart: it has a line of its own
+            lines += layout.wrap(name, indent=2)
+            name = ""
         style = "bold" if at == 0 else STYLES[rows[at - 1].outcome]
         middle = [*tail[:-2], *([wide[at]] if wide else []), tail[-2]]
-        text = _GAP + pad(names[at], room) + _GAP + _GAP.join(middle) + _GAP
+        text = _GAP + pad(name, room) + _GAP + _GAP.join(middle) + _GAP
         lines.append([(text, "bold" if at == 0 else ""), (tail[-1], style)])
         if at and not wide:
             lines += _below(rows[at - 1], worst(rows[at - 1]), layout)

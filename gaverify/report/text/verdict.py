@@ -61,6 +61,15 @@ def told(finding: Finding) -> tuple[str, str]:
     return (f"{place}: {text}" if text else str(place)), ""
 
 
+def acceptance_states(answer: Verdict | AuditReport) -> list[str]:
+    """Returns what the user's entries and expectation make of the outcome, a word or two each."""
+    expected = answer.acceptance.expected
+    states = ["accepted"] if answer.accepted else []
+    if expected is not None:
+        states.append("expected" if expected is answer.outcome else f"{expected.value} was expected")
+    return [*states, "stale entries"] if answer.acceptance.stale else states
+
+
 def acceptance_sentences(answer: Verdict | AuditReport) -> list[str]:
     """Returns what follows from the user's entries and expectation, for the end of a report; nothing without any."""
     acceptance = answer.acceptance

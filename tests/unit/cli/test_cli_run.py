@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import samples
 
 import gaverify
 from gaverify.__main__ import start
@@ -22,6 +23,7 @@ from gaverify.errors import InternalError, MissingPackage, ProblemError
 from gaverify.records.comparison import Outcome
 from gaverify.records.verdict import RunInfo, Verdict
 from gaverify.spec import Spec
+from gaverify.spec.accepting import Accept, Project
 from gaverify.spec.kinds import read_value
 
 
@@ -235,11 +237,30 @@ def test_models_stand_where_specs_do(fake: Fake, tmp_path: Path, monkeypatch: py
 
 def test_quiet_is_a_line_for_each(fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "-q", str(specs(tmp_path, "equivalent", "divergent"))]) == 1
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["equivalent", "divergent"]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["EQUIVALENT", "DIVERGENT"]
     fake.verify = raising(ProblemError("a sentence that does not fit a line of eighty columns " * 3))
     assert main(["run", "-q", "mlp"]) == 2
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.split()[0] == "error" and line.endswith("columns")
+    out, err = capsys.readouterr()
+    assert out.startswith("ERROR command line, a sentence") and out.endswith("columns\n") and out.count("\n") == 1
+    assert not err, "the error is told once"
+
+
+def test_a_quiet_row_names_code_and_line(
+    fake: Fake, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    fake.verify = lambda spec: samples.divergent()
+    assert main(["run", "-q", "mlp"]) == 1
+    row = "DIVERGENT mlp-batchnorm GAV101 1 train.py:12, 3 of 6 parameters differ, by up to 88 %\n"
+    assert capsys.readouterr().out == row
+    assert main(["run", "-q", "mlp", "--expect", "divergent"]) == 0
+    assert capsys.readouterr().out.startswith("DIVERGENT, expected mlp-batchnorm GAV101 ")
+    assert main(["run", "-q", "mlp", "--expect", "equivalent"]) == 1
+    assert capsys.readouterr().out.startswith("DIVERGENT, equivalent was expected mlp-batchnorm ")
+    entry = Accept("GAV101", "1", "ghost batch norm")
+    monkeypatch.setattr("gaverify.cli.running.project_settings", lambda: Project((entry,)))
+    assert main(["run", "-q", "mlp"]) == 0
+    assert capsys.readouterr().out.startswith("DIVERGENT, accepted mlp-batchnorm GAV101 1 train.py:12")
 
 
 def test_the_words_of_reports_have_a_page(capsys: pytest.CaptureFixture[str]) -> None:

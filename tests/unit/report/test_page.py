@@ -218,17 +218,10 @@ NAME = "encoder_transformer_stack_of_the_vision_tower.{}.self_attention_projecti
 
 
 @pytest.mark.parametrize("width", [24, 30, 40, 60])
-def test_the_number_of_a_layer_stays(width: int) -> None:
-    for number in (0, 7, 12):
-        text = Layout().shorten(NAME.format(number), width)
-        assert cells(text) <= width and f".{number}." in text and "…" in text
-    assert Layout(ascii_only=True).shorten(NAME.format(3), width).isascii()
-
-
-def test_names_without_a_number_keep_both_ends() -> None:
-    assert re.fullmatch(
-        r"encod.*…\w+weight", Layout().shorten("encoder_of_a_tower.projection_of_it.weight", 20).replace(".", "_")
-    )
+def test_a_name_is_cut_at_its_left(width: int) -> None:
+    for layout, mark in ((Layout(), "…"), (Layout(ascii_only=True), "...")):
+        text = layout.shorten(NAME.format(3), width)
+        assert cells(text) == width and text.startswith(mark) and NAME.format(3).endswith(text.removeprefix(mark))
 
 
 @pytest.mark.parametrize("width", ["40", "80", "120"])
@@ -249,3 +242,13 @@ def test_models_and_rules_break_no_words(
         and "normalisation" in out
         and max(map(cells, out.splitlines())) <= max(int(width), 60)
     )
+
+
+def test_a_notebook_shows_the_first_screen_and_takes_no_names_for_tags() -> None:
+    verdict = samples.divergent()
+    (fault, *others) = verdict.findings
+    odd = replace(fault, location=Location("<b>x</b>", "BatchNorm1d", "train.py", 12))
+    reader = Reader(replace(verdict, findings=(odd, *others))._repr_html_())
+    assert set(reader.tags) <= {"div", "p", "strong", "code"}
+    for words in ("DIVERGENT mlp-batchnorm", "3 of 6 parameters differ", "GAV101", "<b>x</b>", "GroupNorm(4, 32)"):
+        assert words in reader.text
