@@ -21,6 +21,7 @@ from gaverify.passes.isolation import (
     gradients_kept,
     isolated_generators,
     mode_set,
+    rewindable_iterators,
     seed_everything,
 )
 from gaverify.passes.precision import DTYPES, converted
@@ -120,6 +121,7 @@ def prepared(stack: ExitStack, problem: Problem, settings: Settings) -> Task:
     modules = [module for module in (problem.model, problem.loss) if isinstance(module, nn.Module)]
     for context in (
         isolated_generators(),
+        rewindable_iterators(),
         deterministic(),
         eager_when_compiled(modules),
         mode_set(modules, settings.mode),

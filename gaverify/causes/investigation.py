@@ -24,7 +24,7 @@ from gaverify.passes.precision import buffers_differ
 from gaverify.passes.task import Task, TimeUp
 from gaverify.records.comparison import Compared, Method
 from gaverify.records.experiment import ControlKind
-from gaverify.records.facts import EXPLICIT, Backward, Buffers, Draws, Facts, Weights
+from gaverify.records.facts import EXPLICIT, Backward, Buffers, Draws, Facts, Repeatability, Weights
 from gaverify.verdict.comparison import measure
 from gaverify.verdict.control import in_float64
 from gaverify.verdict.judging import Judgement, judge_whole, working_unit
@@ -101,10 +101,15 @@ def asked(
         try:
             questions = QUESTIONS if not facts.compared.one_sided else (operations.ask_branch,)
             there, facts = counts.ask_first(bench, facts)
+            before = facts
             for ask in questions:
                 if _settled(facts):
                     break
                 facts = ask(_given(there, facts), facts)
+            if _needs_repeats(facts):
+                difference = bench.attempt("repetitions", lambda: state.differs_from_itself(bench, facts))
+                if difference:  # then no control compares what it is meant to compare
+                    return replace(before, repeatability=Repeatability(difference, difference), failures=bench.failures)
             facts = again.ask(bench, facts, in_part=in_part)
             facts = weights.ask_place(_given(bench, facts), state.ask_lines(bench, facts))
         except TimeUp:
@@ -116,6 +121,12 @@ def _settled(facts: Facts) -> bool:
     """Whether nothing is left to ask: all is explained, or a batch that differs from itself explains nothing."""
     weighed = facts.weights.blamed and not facts.weights_first
     return facts.cleared or weighed or not facts.repeats_itself
+
+
+def _needs_repeats(facts: Facts) -> bool:
+    """Whether the search found what a schedule of the forwards may look like: weights, or samples that interact."""
+    unnamed = facts.state is not None and any(change.place == "unnamed" for change in facts.state.blamed)
+    return bool(facts.forward.causes) or facts.weights.blamed or unnamed or facts.backward.place is not None
 
 
 class Heard:

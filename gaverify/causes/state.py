@@ -21,7 +21,7 @@ from gaverify.causes.trace.traces import Frame
 from gaverify.passes.gradients import PassProbe
 from gaverify.records.experiment import ControlKind, ControlRun, Operation
 from gaverify.records.facts import Facts, State, StateChange
-from gaverify.thresholds import HELPS, SAME_IN_FLOAT32
+from gaverify.thresholds import HELPS, SAME_IN_FLOAT32, TINY
 from gaverify.tracebacks import LineHunt, Owner, Place, shown
 
 _MOST_LOOKS = 20_000  # lines after which the search gives up: each looks at every value
@@ -73,6 +73,7 @@ _WORDS = {
         "one forward of the full batch before the window, and the state held still from there on,"
     ),
 }
+_FARTHEST = 5  # forwards between two of the same batch that are compared
 _MANY = 5  # changed values from which on those that a known line writes, or those of one kind, are tried together
 
 
@@ -142,6 +143,24 @@ def ask_lines(bench: Bench, facts: Facts) -> Facts:
             change = replace(change, writer=replace(writer, file=shown(file), line=line))
         placed.append(change)
     return replace(facts, state=replace(state, blamed=tuple(placed)))
+
+
+def differs_from_itself(bench: Bench, facts: Facts) -> float:
+    """Returns how far losses of the full batch lie apart in forwards that all start from the restored state.
+
+    State that cannot be restored may take the same values again: one repetition shows nothing where the period of a
+    schedule divides the number of forwards in between. Six forwards in a row have each distance from 1 to 5.
+
+    Args:
+        bench: Where to run.
+        facts: What is known; how far equal runs may lie apart.
+    """
+    first = float(bench.forward(PassProbe()).detach())
+    for _ in range(_FARTHEST):
+        difference = abs(float(bench.forward(PassProbe()).detach()) - first) / max(abs(first), TINY)
+        if difference > facts.repeats:
+            return difference
+    return 0.0
 
 
 def run_control(

@@ -88,12 +88,12 @@ def busy_problem(fail_at: int | None = None) -> tuple[nn.Module, Callable, Any, 
             raise Breaks("in the middle")
         return value
 
-    total = iter(range(1, 10_000))
+    count_up = iter(range(1, 10_000)).__next__
     box: list[int] = []
 
     def calls_so_far() -> int:
-        """Counts in an iterator, which nobody can restore."""
-        number = next(total)
+        """Counts in an iterator behind a bound method, where nobody restores it."""
+        number = count_up()
         box[:] = [number]
         return number
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy
@@ -297,6 +299,60 @@ class Observed(nn.Module):
         return x + ((x / step).round().clamp(-15, 15) * step - x).detach()
 
 
+def _penalised(factor: Callable[[], float]) -> Problem:
+    """Cross entropy and a penalty, which is multiplied by what `factor` returns at each call."""
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        x, y = batch
+        outputs = model(x)
+        return F.cross_entropy(outputs, y) + factor() * outputs.square().mean()
+
+    torch.manual_seed(0)
+    return Problem(nn.Linear(6, 4), loss, (torch.randn(16, 6), torch.randint(4, (16,))))
+
+
+def _scheduled(*factors: float) -> Problem:
+    """Factors from an iterator that starts again after the last one."""
+    schedule = itertools.cycle(factors)
+    return _penalised(lambda: next(schedule))
+
+
+def _scheduled_by_generator(*factors: float) -> Problem:
+    def schedule() -> Iterator[float]:
+        while True:
+            yield from factors
+
+    values = schedule()
+    return _penalised(lambda: next(values))
+
+
+def hidden_schedule() -> Problem:
+    """Nothing tells that a bound method of an iterator has state: each pass of K = 4 takes up where it began."""
+    return _penalised(itertools.cycle((0.0, 0.1)).__next__)
+
+
+def weights_from_schedule() -> Problem:
+    """Five factors for the five forwards of a comparison with K = 4: the same weights fit each time."""
+    factor = itertools.cycle((4.0, 4.0, 1.0, 0.5, 4.0)).__next__
+    torch.manual_seed(0)
+    return Problem(
+        nn.Linear(6, 4),
+        lambda model, batch: factor() * cross_entropy(model, batch),
+        (torch.randn(16, 6), torch.randint(4, (16,))),
+    )
+
+
+def noise_from_generator() -> Problem:
+    """A generator that draws at random: every micro-batch is given the full batch's number."""
+
+    def draws() -> Iterator[torch.Tensor]:
+        while True:
+            yield torch.rand(())
+
+    values = draws()
+    return _penalised(lambda: next(values))
+
+
 def low_precision() -> Problem:
     return Problem(
         mlp(classes=1).bfloat16(), squared_error, (torch.randn(64, 6).bfloat16(), torch.randn(64, 1).bfloat16())
@@ -331,6 +387,11 @@ FAULTS = (
     fault("hidden-state", lambda: _stateful(True), "GAV403", "the second micro-batch starts where the first one ended"),
     fault("spectral-norm", spectral_norm, "GAV401", "the power iteration goes on with every forward"),
     fault("counting-loss", counting_loss, "GAV403", "the factor is kept on the loss function"),
+    fault("schedule-of-2", lambda: _scheduled(0.0, 0.1), "GAV403", "the penalty's factor comes from an iterator"),
+    fault("schedule-of-4", lambda: _scheduled(0.0, 0.1, 0.3, 0.2), "GAV403", "the same, with as many factors as K"),
+    fault("generator", lambda: _scheduled_by_generator(0.0, 0.1), "GAV403", "the factor comes from a generator"),
+    fault("hidden-schedule", hidden_schedule, "GAV403", "the iterator is out of reach: losses differ at a distance"),
+    fault("weights-from-schedule", weights_from_schedule, "GAV403", "a schedule that weights fit every time"),
 )
 
 COMBINED = (
@@ -372,6 +433,8 @@ TWINS = (
     quiet("codebook", lambda: _coded(False), "constant codes"),
     quiet("hidden-state", lambda: _stateful(False), "every forward starts at zero"),
     quiet("spectral-norm", spectral_norm, "eval mode takes no step", mode="eval"),
+    quiet("schedule-of-2", lambda: _scheduled(0.1), "an iterator that repeats one factor"),
+    quiet("generator", noise_from_generator, "draws from a generator, replayed"),
     quiet("C02-language-model", tracked_language_model, "dropout on every token, replayed"),
 )
 

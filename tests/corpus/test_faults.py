@@ -45,6 +45,7 @@ TWINS: tuple[Case, ...] = sum((family.TWINS for family in _FAMILIES), ())
 
 
 # F01 is equivalent: the accumulation in bfloat16 loses bits, the recipe is right.
+_UNREPEATABLE = ("never-the-same", "hidden-schedule", "weights-from-schedule")  # no control can be run
 CASES = (*FAULTS, *TWINS, problems_state.LOW_PRECISION)
 
 
@@ -52,7 +53,7 @@ CASES = (*FAULTS, *TWINS, problems_state.LOW_PRECISION)
 def test_planted_fault_raises_its_code_and_no_other_and_its_twin_is_quiet(case: Case) -> None:
     verdict = case.check()
     proven = all(finding.proven for finding in verdict.findings if finding.severity == "fault")
-    assert proven or case.id == "never-the-same", story(verdict)
+    assert proven or case.id in _UNREPEATABLE, story(verdict)
 
 
 @pytest.mark.parametrize("family", _FAMILIES, ids=lambda family: family.__name__)

@@ -16,7 +16,7 @@ from gaverify.causes.trace.writes import address, writes_diverted
 from gaverify.passes.batching import fresh
 from gaverify.passes.dispatch import PassMode
 from gaverify.passes.gradients import PassProbe
-from gaverify.passes.isolation import ModelState, generator_states
+from gaverify.passes.isolation import ModelState, RewindableIterator, generator_states
 from gaverify.passes.randomness import Recorder
 from gaverify.passes.task import Task, loss_of
 from gaverify.torch_internals import no_dispatch_modes, without_torch_function
@@ -50,8 +50,11 @@ class StateHeld(PassProbe):
         """Intercepts assignments to modules and writes to tensors."""
         values = {name: get() for name, get in self._named.items()} | self._parameters
         held = {address(value) for value in values.values() if issubclass(type(value), torch.Tensor)}
+        positions = [(value, value.position) for value in values.values() if isinstance(value, RewindableIterator)]
         with assignments(lambda *_: None, self._keeps), writes_diverted(held):
             yield
+        for iterator, position in positions:
+            iterator.rewind(position)
 
     def _keeps(self, module: nn.Module, name: str) -> bool:
         path = self._paths.get(id(module))

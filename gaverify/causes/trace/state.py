@@ -27,6 +27,7 @@ from gaverify.passes.isolation import (
     OWN_ATTRIBUTES,
     UNSET,
     ModelState,
+    RewindableIterator,
     attributes_of,
     entries_of,
     numpy_types,
@@ -74,6 +75,8 @@ class _Summary:
             return tensor_digest(value) if not isinstance(value, nn.Parameter) else None
         if isinstance(value, nn.Module | FunctionType | MethodType | type):
             return None
+        if isinstance(value, RewindableIterator):
+            return value.position
         ndarray, generators = numpy_types()
         if isinstance(value, (random.Random, *generators)) or type(value).__module__.startswith("torch"):
             return None

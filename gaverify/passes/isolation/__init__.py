@@ -1,8 +1,8 @@
 """Leaves everything as it was: generators, global flags, modes, gradients, and whatever a forward can change.
 
 `ModelState` holds what the user's code can reach (`walk` finds it: nearest first, and bounded); the rest are context
-managers. What cannot be put back, because Python does not let anyone look into it: iterators, open files, the caches
-of `functools.lru_cache`, and whatever lies outside this process.
+managers. What cannot be put back, because Python does not let anyone look into it: open files, the caches of
+`functools.lru_cache`, and whatever lies outside this process. Of iterators the values are recorded (`iterators`).
 """
 
 from gaverify.passes.isolation.flags import deterministic, eager_when_compiled, gradients_kept, mode_set
@@ -14,6 +14,7 @@ from gaverify.passes.isolation.generators import (
     seed_everything,
     seed_torch,
 )
+from gaverify.passes.isolation.iterators import RewindableIterator, rewindable_iterators
 from gaverify.passes.isolation.objects import (
     BYTES,
     CONTAINERS,
@@ -34,6 +35,7 @@ __all__ = [
     "OWN_ATTRIBUTES",
     "UNSET",
     "ModelState",
+    "RewindableIterator",
     "attributes_of",
     "deterministic",
     "eager_when_compiled",
@@ -44,6 +46,7 @@ __all__ = [
     "isolated_generators",
     "mode_set",
     "numpy_types",
+    "rewindable_iterators",
     "scripted_attributes",
     "seed_everything",
     "seed_torch",

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import nn
 
+from gaverify.passes.isolation.iterators import replace_iterators
 from gaverify.passes.isolation.objects import attributes_of, is_special, read, slots_of
 from gaverify.passes.isolation.origins import is_users_class, is_users_function, is_users_module, packages_of
 
@@ -34,6 +35,8 @@ _INSIDE = ("__self__", "__func__", "__wrapped__", "func", "args", "keywords", "f
 
 def wrapped_by(value: Any) -> list[Any]:
     """Returns what a callable object of the standard library wraps."""
+    if isinstance(value, partial):
+        replace_iterators(enumerate(value.args), partial(_set_argument, value))
     return [entry for name in _INSIDE if (entry := getattr(value, name, None)) is not None]
 
 
@@ -77,12 +80,28 @@ def contents_of(cell: CellType, default: Any = None) -> Any:
         return default
 
 
+def _set_default(function: FunctionType, index: int, value: Any) -> None:
+    values = list(function.__defaults__ or ())
+    values[index] = value
+    function.__defaults__ = tuple(values)
+
+
+def _set_argument(wrapper: partial[Any], index: int, value: Any) -> None:
+    values = list(wrapper.args)
+    values[index] = value
+    wrapper.__setstate__((wrapper.func, tuple(values), wrapper.keywords, vars(wrapper)))  # type: ignore[attr-defined]
+
+
 def keep_function(function: FunctionType) -> tuple[Restore, list[Any]]:
     """Keeps the variables that a function encloses; returns its defaults and attributes among what to follow.
 
     Not the globals, which functions share: see `Globals`.
     """
-    cells = [(cell, contents_of(cell, _EMPTY)) for cell in function.__closure__ or ()]
+    closure = function.__closure__ or ()
+    places = ((cell, contents_of(cell)) for cell in closure)
+    replace_iterators(places, lambda cell, value: setattr(cell, "cell_contents", value))
+    replace_iterators(enumerate(function.__defaults__ or ()), partial(_set_default, function))
+    cells = [(cell, contents_of(cell, _EMPTY)) for cell in closure]
 
     def restore() -> None:
         for cell, value in cells:
@@ -173,6 +192,8 @@ class Globals:
 
     def add(self, names: Iterable[str]) -> list[Any]:
         """Keeps more names, and returns what they are bound to."""
+        places = ((name, self._namespace.get(name)) for name in names if name not in self._kept)
+        replace_iterators(places, self._namespace.__setitem__)
         new = {name: self._namespace.get(name, _EMPTY) for name in names if name not in self._kept}
         self._kept |= new
         return [value for value in new.values() if value is not _EMPTY]

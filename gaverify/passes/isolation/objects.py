@@ -10,6 +10,7 @@ import array
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import islice
 from operator import is_
 from types import MemberDescriptorType
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gaverify.passes.isolation.iterators import replace_iterators
 from gaverify.passes.isolation.origins import is_library, module_of
 from gaverify.torch_internals import submodules_of
 
@@ -27,6 +29,7 @@ BYTES = (bytearray, array.array)
 # A data set or a vocabulary is not what a forward changes. Containers with more entries are not copied at all; a copy
 # of a million references takes 5 ms, and as long again to compare after each pass.
 _COPIED = 2_000_000
+_LOOKED_THROUGH = 1_000  # entries of a container that may be iterators
 _COPIED_BYTES = 1 << 24  # the same bound for arrays, whose values have to be copied
 
 
@@ -50,6 +53,10 @@ def keep_container(value: Any) -> tuple[Restore | None, list[Any]]:
     """Keeps the entries of a container; returns what puts them back, and the entries."""
     if len(value) > _COPIED:
         return None, []
+    if len(value) <= _LOOKED_THROUGH and not isinstance(value, set):
+        base = _base(value)
+        places = base.items(value) if isinstance(value, dict) else enumerate(base.__iter__(value))
+        replace_iterators(places, partial(base.__setitem__, value))
     if isinstance(value, dict):
         return _keep_mapping(value, _base(value))
     if isinstance(value, set):
@@ -149,6 +156,7 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
 
 def keep_attributes(own: dict[str, Any]) -> tuple[Restore, list[Any]]:
     """Keeps which names an object's `__dict__` binds to what."""
+    replace_iterators(own.items(), own.__setitem__)
     kept = dict(own)
     names, values = list(kept), list(kept.values())
 
@@ -175,6 +183,7 @@ def slots_of(value: Any) -> list[tuple[MemberDescriptorType, Any]]:
 
 def keep_slots(value: Any) -> tuple[Restore | None, list[Any]]:
     """Keeps what the `__slots__` of an object hold."""
+    replace_iterators(slots_of(value), lambda slot, entry: slot.__set__(value, entry))
     kept = slots_of(value)
     if not kept:
         return None, []
@@ -201,6 +210,7 @@ def read(slot: MemberDescriptorType, value: Any) -> Any:
 
 def keep_class(kind: type) -> tuple[Restore, list[Any]]:
     """Keeps the attributes of a class (`Model.calls += 1`); those that Python itself keeps there stay out of it."""
+    replace_iterators(vars(kind).items(), partial(type.__setattr__, kind))
     kept = {name: value for name, value in vars(kind).items() if not is_special(name)}
     before = list(vars(kind).values())
 

@@ -12,6 +12,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
+from functools import partial
 from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.nn.parameter import is_lazy
 from gaverify.errors import InternalError
 from gaverify.passes.isolation import functions, generators, objects, origins
 from gaverify.passes.isolation.flags import ARITHMETIC, check_initialised, flag_states
+from gaverify.passes.isolation.iterators import RewindableIterator
 from gaverify.passes.isolation.origins import packages_of
 from gaverify.passes.isolation.tensors import Tensors
 from gaverify.torch_internals import buffers_of, parameters_of, submodules_of, without_torch_function
@@ -116,6 +118,7 @@ class Walk:
             (torch.Tensor, self._tensor),
             (nn.Module, self._module),
             (torch.Generator, self._torch_generator),
+            (RewindableIterator, self._iterator),
             ((random.Random, *self._numpy_generators), self._generator),
             (objects.CONTAINERS, self._container),
             (objects.BYTES, self._bytes),
@@ -185,6 +188,10 @@ class Walk:
             self._add(generators.restorer(generator))
             generators.hold(generator)
         return self._object(generator)
+
+    def _iterator(self, iterator: RewindableIterator) -> Children:
+        self._add(partial(iterator.rewind, iterator.position))
+        return ()
 
     def _container(self, value: Any) -> Children:
         restore, entries = objects.keep_container(value)
