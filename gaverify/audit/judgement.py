@@ -138,6 +138,7 @@ def _compared(
         sizes=tuple(event.values.get("rows") or 0 for event in (window.of("forward") if window is not None else ())),
         valid_targets=valid if valid and min(valid) >= 0 else (),
         counted=counted if all(map(math.isfinite, counted)) else (),
+        scales=tuple(tuple(event.values.get("scales", ())) for event in backwards),
         ignored_targets=any(count < total for event in backwards for count, total in event.values.get("targets", ())),
         learning_rates=_rates(accumulated),
         learning_rates_full=_rates(full),

@@ -48,6 +48,7 @@ class UpdateComparison:
     both runs changed their sums by hand, which hides what is right. `clips` are those after the last backward pass.
     `step_takes_factor`: a control showed that the step takes out the factor of the gradient, so that the weights agree.
     `counted`: what each micro-batch's loss was divided by, up to one factor, where no targets were seen.
+    `scales`: for each micro-batch, what each number was multiplied by that its loss was made from, outermost first.
     `foreign`: backward passes that an optimizer's step uses although they are another's alone; `partners`: other
     optimizers whose models its loss met after another number of steps.
     """
@@ -62,6 +63,7 @@ class UpdateComparison:
     sizes: tuple[int, ...] = ()
     valid_targets: tuple[int, ...] = ()
     counted: tuple[float, ...] = ()
+    scales: tuple[tuple[float, ...], ...] = ()
     ignored_targets: bool = False
     learning_rates: tuple[float, ...] = ()
     learning_rates_full: tuple[float, ...] = ()

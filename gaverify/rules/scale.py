@@ -142,7 +142,7 @@ def constant(values: tuple[float, ...], tolerance: float) -> bool:
     return finite and alike(values, weight_tolerance(tolerance))
 
 
-def shares(fitted: tuple[float, ...], amounts: Sequence[float], tolerance: float) -> bool:
+def are_near_shares(fitted: Sequence[float], amounts: Sequence[float], tolerance: float) -> bool:
     """Whether weights are the shares of some amounts, as far as a fit can tell."""
     close = weight_tolerance(tolerance)
     return are_shares(fitted, amounts, close, close / max(len(fitted), 1))

@@ -12,15 +12,16 @@ from gaverify.records.findings import Evidence, Finding
 from gaverify.rules.controls import beside, in_order, weighed, weights_proven
 from gaverify.rules.rule import controlled, judged, rule
 from gaverify.rules.scale import (
+    are_near_shares,
     constant,
     counted_at,
     factor_in_loop,
     factor_of,
-    shares,
     weighed_in_loop,
     weighted_term,
     weights_of,
 )
+from gaverify.rules.script_weights import ScriptShares, ScriptWeights, identify_script_weights
 from gaverify.rules.wording import (
     NOT_ENOUGH,
     backward_place,
@@ -246,21 +247,22 @@ def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
     else:
         return
     multipliers = _seen(fit, update)
-    total = sum(multipliers)
-    weights = tuple(multiplier / total for multiplier in multipliers) if total else multipliers
-    weights = tuple(0.0 if abs(weight) < loop.tolerance else weight for weight in weights)
-    amounts = (("samples", update.sizes), ("targets", update.valid_targets), ("counted", update.counted))
-    of = next((of for of, each in amounts if shares(weights, each, loop.tolerance)), "")
-    kind, table = of or _kind(update, weights), words("GAV202")
+    script = identify_script_weights(update, multipliers, loop.tolerance)
+    weights, named, table = multipliers, "", words("GAV202")
+    if script is not None:
+        weights = script.right_weights(multipliers)
+        weights = tuple(0.0 if abs(weight) < loop.tolerance else weight for weight in weights)
+        named = _name_shares(update, weights, script, loop.tolerance)
+    kind = named or _kind(update, weights, script, loop.tolerance)
+    adds_up = script is not None or kind == "running-sum"
     usual = ", ".join(f"{min(weights) / weight:.3g}" for weight in weights[:12]) if all(weights) else ""
-    adds_up = kind == "running-sum" or _adds_up(multipliers, loop.tolerance)
     control: tuple[Evidence, ...] = ()
     proven = adds_up  # each term ran alone
     if found is not None:
         control, proven = weighed_in_loop(loop, update.number, means=adds_up)
     remedy = (
         table["remedies_in_loops"].get(kind, table["remedies"]["share"]) if adds_up else table["remedies"]["moving"]
-    )
+    ) + (_instead_of(script) if script is not None else "")
     if control and adds_up and not proven:
         remedy = NOT_ENOUGH
     yield told(
@@ -268,27 +270,60 @@ def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
         *control,
         location=backward_place(facts, update.number),
         proven=proven,
-        summary=table["summaries"].get(kind, table["summaries"]["equally"]),
+        summary=table["summaries"].get(kind, table["summaries"]["equally" if _is_equal(script) else "by-shares"]),
         update=update,
         where=where,
         weights=list(weights),
-        shown=weights_text(weights),
+        shown=weights_text(weights) if adds_up else f"losses multiplied by {weights_text(weights)}",
         fit=fit,
         multipliers=list(fit.multipliers),
         meaning=said(table["meanings"].get(kind, ""), usual=usual),
-        altogether=_altogether(multipliers, loop.tolerance) if of else "",
+        script=_say_script_weights(script),
+        altogether=_altogether(script.total, len(weights), loop.tolerance) if script is not None and named else "",
         unsure=_unsure(fit) + ("" if adds_up else table["unproven"]["moving"]),
         remedy=remedy,
         multiply=_multiply(loop, fit) + (": tested, equivalent" if control else "") if all(weights) and proven else "",
     )
 
 
-def _kind(update: UpdateComparison, weights: tuple[float, ...]) -> str:
-    """What is wrong with weights that are no shares of anything known."""
-    if not any(weights[:-1]):
+def _is_equal(script: ScriptWeights | None) -> bool:
+    return script is None or script.shares is ScriptShares.EQUAL
+
+
+def _name_shares(update: UpdateComparison, weights: tuple[float, ...], script: ScriptWeights, tolerance: float) -> str:
+    """Returns the name of the amounts that right weights are the shares of; empty where they are of none seen."""
+    counted = update.counted
+    if len(counted) == len(script.weights):
+        # What flows into a row is the script's weight over the count, so that the weight is multiplied back.
+        counted = tuple(abs(count * weight) for count, weight in zip(counted, script.weights, strict=True))
+    amounts = (("samples", update.sizes), ("targets", update.valid_targets), ("counted", counted))
+    return next((name for name, each in amounts if are_near_shares(weights, each, tolerance)), "")
+
+
+def _script_factor(script: ScriptWeights) -> str:
+    table = words("GAV202")["script_weights"]
+    return said(table[script.shares.name.lower()], weights=script.weights)
+
+
+def _say_script_weights(script: ScriptWeights | None) -> str:
+    """Says what the script weights its micro-batches by; empty where it is nothing, or 1/K."""
+    if script is None or _is_equal(script):
+        return ""
+    return f"; the script weights them by {_script_factor(script)}"
+
+
+def _instead_of(script: ScriptWeights) -> str:
+    return "" if _is_equal(script) else f", in place of {_script_factor(script)}"
+
+
+def _kind(update: UpdateComparison, weights: tuple[float, ...], script: ScriptWeights | None, tolerance: float) -> str:
+    """What is wrong with weights that are no shares of anything seen."""
+    if all(abs(weight) < tolerance for weight in weights[:-1]):
         return "running-sum"
-    if len(set(update.sizes)) == 1 and len(set(update.valid_targets)) == 1 and all(weights):
+    if len(set(update.sizes)) == 1 and len(set(update.valid_targets)) == 1 and all(weights) and _is_equal(script):
         return "equal-sizes"
+    if script is None:
+        return "moving"
     return "uncounted" if update.valid_targets else "unseen"
 
 
@@ -300,26 +335,13 @@ def _seen(fit: WeightFit, update: UpdateComparison) -> tuple[float, ...]:
     return tuple(multiplier if count else 0.0 for multiplier, count in zip(fit.multipliers, counts, strict=True))
 
 
-def _adds_up(multipliers: tuple[float, ...], tolerance: float) -> bool:
-    """Whether right weights add up to 1: the script's count 1, K or 1/K times together.
-
-    Those that make up for a divisor of each micro-batch's own that is no count of it (a moving average, which the next
-    forward finds moved) add up to something else: a fit alone does not tell the two apart.
-    """
-    total = sum(multipliers)
-    steps = len(multipliers)
-    return any(math.isclose(total, known, rel_tol=tolerance) for known in (1.0, steps, steps * steps))
-
-
-def _altogether(multipliers: tuple[float, ...], tolerance: float) -> str:
+def _altogether(total: float, steps: int, tolerance: float) -> str:
     """How many times too much the micro-batches count together, where right weights add up to 1; empty where right."""
-    steps = len(multipliers)
-    factor = steps / sum(multipliers)
-    if abs(factor - 1) < tolerance:
+    if abs(total - 1) < tolerance:
         return ""
-    if abs(factor / steps - 1) < tolerance:
+    if abs(total / steps - 1) < tolerance:
         return f"; beside that nothing divides by K = {steps}: together they count {steps} times"
-    return f"; beside that they count {factor:.6g} times together"
+    return f"; beside that they count {total:.6g} times together"
 
 
 def _multiply(loop: Record, fit: WeightFit) -> str:

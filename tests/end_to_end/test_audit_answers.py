@@ -73,6 +73,7 @@ CACHED = "a two-pass cached gradient (`gaverify.remedies.CachedGradients`): test
 SMALL = "with losses too small to be clipped"
 ADDED = "add to the gradients that are there"
 COUNTED = "sum the losses and divide by what the whole window counts"
+INSTEAD_OF_SAMPLES = f"{COUNTED}, in place of their shares of samples n_k/N: here, multiply the losses by"
 USUAL = "--shuffle --workers 2 --dropout 0.2"
 CLIPS = (
     ("--clip 0.1", (True, True)),
@@ -104,6 +105,10 @@ ROWS = [
     looped(SCALE, "scaled_after_backward", "GAV201"),  # L19
     looped(SCALE, "short_window", "GAV605", "--samples 24"),  # B04
     looped(SCALE, "ragged_batches", "GAV202", quick=True, words="by 1.125, 1.125, 0.75", **RAGGED),  # B13: 6, 6, 4
+    looped(SCALE, "marked_means", "GAV202", quick=True, proven=True, words=INSTEAD_OF_SAMPLES, **RAGGED),
+    looped(SCALE, "marked_means", "GAV202", "--by columns", proven=True, words=COUNTED, **RAGGED),
+    looped(SCALE, "marked_means", "GAV202", "--by average", words="count otherwise than in the full batch", **RAGGED),
+    looped(SCALE, "marked_means", common="--by marked", **RAGGED),
     looped(SCALE, "matched_targets", "GAV202"),  # B11
     looped(SCALE, "empty_micro_batch", "GAV203"),
     # the valid tokens of two sentences each, times K: 14, 12, 12 and 15 of 53

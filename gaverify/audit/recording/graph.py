@@ -185,6 +185,11 @@ class Weight:
         return self._seen[max(self._seen)] if self._seen else None
 
     @property
+    def scales(self) -> list[float]:
+        """The gradient of each number on the way to the innermost one: what the script multiplied it by until there."""
+        return [self._seen[depth] for depth in sorted(self._seen)]
+
+    @property
     def counted(self) -> float | None:
         """What the loss was divided by, up to a factor that all micro-batches share; None where that was not seen."""
         return 1 / self._share if self._share and math.isfinite(1 / self._share) else None

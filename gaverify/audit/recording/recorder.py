@@ -336,6 +336,7 @@ class Recorder(Steps):
         # Targets tell what a mean over them is divided by; a sum of losses may be divided by anything.
         if self._weight.counted is not None and (self._weight.of_a_sum or not targets):
             told["counted"] = self._weight.counted
+        told["scales"] = self._weight.scales
         if len(terms):
             told["terms"] = len(terms)
         told |= met

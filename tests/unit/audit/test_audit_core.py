@@ -878,6 +878,51 @@ class TestWhatALossCounts:
         assert "divided by" not in found.evidence[1].statement
         assert "0.2759, 0.2069, 0.2414, 0.2759" in found.evidence[1].statement
 
+    @pytest.mark.parametrize(
+        ("weights", "fields"),
+        [
+            ((0.375, 0.375, 0.25), {"sizes": (3, 3, 2)}),  # n_k/N
+            ((0.2, 0.5, 0.3), {"scales": ((1.0, 0.2, 0.01), (1.0, 0.5, 0.025), (1.0, 0.3, 0.05))}),
+            # the same behind a gradient scaler
+            ((0.2, 0.5, 0.3), {"scales": ((1.0, 8.0, 1.6), (1.0, 8.0, 4.0), (1.0, 8.0, 2.4))}),
+        ],
+        ids=["samples", "graph", "scaled"],
+    )
+    @pytest.mark.parametrize(("moves", "proven"), [(1.0, True), (1.1, False)])
+    def test_means_that_the_script_weights_by_other_shares(
+        self, weights: tuple[float, ...], fields: Any, moves: float, proven: bool
+    ) -> None:
+        """Right shares are those of 24, 15 and 5 tokens; a divisor that moves leaves others."""
+        tokens = (24.0, 15.0, 5.0)
+        right = tuple(moves * count / 44 / weight for count, weight in zip(tokens, weights, strict=True))
+        counted = tuple(count / weight for count, weight in zip(tokens, weights, strict=True))
+        differing = update(
+            ratio=1.02,
+            fit=fit(1.02, 0.1, right, used=(1.0,) * 3),
+            backwards=3,
+            counted=counted,
+            **{"sizes": (2, 2, 2), **fields},
+        )
+        (found,) = findings_for(record("BBBSZ", "BSZ", updates=(differing,)))
+        assert (found.code, found.proven) == ("GAV202", proven)
+        assert ("shares of what each" in found.evidence[1].statement) is proven
+        assert not proven or found.evidence[1].values["weights"] == pytest.approx([24 / 44, 15 / 44, 5 / 44])
+
+    def test_a_divisor_that_moves_is_no_weight_of_samples(self) -> None:
+        """Each loss is divided by a moving average, 1 for the full batch: samples have the right weights."""
+        averages = (0.8, 1.3, 1.1)
+        weights = tuple(1 / 3 / average for average in averages)
+        differing = update(
+            ratio=1.02,
+            fit=fit(1.02, 0.1, averages, used=(1.0,) * 3),
+            backwards=3,
+            sizes=(2, 2, 2),
+            counted=averages,
+            scales=tuple((1.0, weight) for weight in weights),
+        )
+        (found,) = findings_for(record("BBBSZ", "BSZ", updates=(differing,)))
+        assert (found.code, found.proven) == ("GAV202", False)
+
     def test_unknown_it_says_so(self) -> None:
         assert "no loss was seen whose targets could be counted" in self.found().evidence[1].statement
 
