@@ -181,6 +181,8 @@ def decide_window(
         if control is not None:
             decide_by_control(task, judgement, control, unit)
             return
+        if not left and unit <= U32:  # `exact` alone asked for float64
+            return
         floor = noise_floor(task, judgement.state, judgement.record, judgement.full, unit)
     judgement.rows = judge_by_floor(judgement.working, floor, judgement.scales, unit)
     judgement.method = Method.NOISE_FLOOR

@@ -114,6 +114,8 @@ def judge(
 ) -> Judgement:
     """Runs both strategies and decides every parameter; `exact`: in float64 whatever working precision says.
 
+    Where a kernel has no float64, `exact` changes nothing but that `control_failure` says so.
+
     Where working precision shows more than rounding, a `part` of the batch is asked to decide before the float64
     control of all of it, and a `listener` listens to that.
 
@@ -178,6 +180,12 @@ def judge(
         judgement.rows, judgement.method = rows, Method.TOLERANCE
         return judgement
     _decide(task, judgement, exact, listener, None if exact else part)
+    if exact and judgement.control_failure:  # then the answer is what it would have been without `exact`
+        failure = judgement.control_failure
+        del found, accumulated, full, kept  # their gradients take the memory of the next passes
+        judgement = judge(task, rtol=None, atol=None, keep_gradients=keep_gradients, listener=listener, part=part)
+        judgement.control_failure = judgement.control_failure or failure
+        return judgement
     if kept is not None and judgement.control is not None:
         passes = Measured(judgement.full, record, state)
         judgement.precision = precision_loss(task, passes, judgement.control.full.gradients, *kept)
@@ -285,7 +293,7 @@ def _decide(task: Task, judgement: Judgement, exact: bool, listener: Listener | 
         shows = seen is Outcome.DIVERGENT or _divergence_shows(task, rows, coarse)
         if shows and part is not None and part(task, judgement, coarse):
             return
-        if _controlled(task, judgement, coarse, listener if shows else None):
+        if _controlled(task, judgement, coarse, listener if shows else None) or exact:
             return
     full = full_batch_gradients(task, judgement.state, judgement.record)[0]
     floor = noise_floor(task, judgement.state, judgement.record, full, coarse)

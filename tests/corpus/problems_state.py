@@ -313,8 +313,8 @@ def _penalised(factor: Callable[[], float]) -> Problem:
 
 def _scheduled(*factors: float) -> Problem:
     """Factors from an iterator that starts again after the last one."""
-    schedule = itertools.cycle(factors)
-    return _penalised(lambda: next(schedule))
+    schedule, calls = itertools.cycle(factors), itertools.count()
+    return _penalised(lambda: (next(schedule), next(calls))[0])
 
 
 def _scheduled_by_generator(*factors: float) -> Problem:

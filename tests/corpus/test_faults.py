@@ -115,6 +115,13 @@ def _verify(problem: gaverify.Problem, steps: int = 4, **options) -> gaverify.Ve
     return gaverify.verify(problem, steps=steps, **options)
 
 
+def test_an_iterator_whose_values_nothing_reads_is_not_named() -> None:
+    verdict = next(case for case in FAULTS if case.id == "schedule-of-2").verify()
+    (finding,) = [finding for finding in verdict.findings if finding.code == "GAV403"]
+    assert "`schedule`" in finding.summary
+    assert "`calls`" not in finding.summary
+
+
 def test_gradients_of_zero_prove_nothing() -> None:
     verdict = _verify(problems_traps.sine_of_zero())
     assert verdict.outcome is Outcome.INCONCLUSIVE, story(verdict)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from measured import GATHERED, divergent, fit, ranks, record
 
+from gaverify import Outcome
+from gaverify.collective import flow
 from gaverify.collective.facts import apart_by, fitted, with_shares
 from gaverify.collective.traffic import TrafficMeter
 from gaverify.collective.window import Moved, cut_by_clipping, own_sketch
 from gaverify.passes.gradients import Gradients
 from gaverify.records.audit import Record
+from gaverify.records.comparison import Method
 from gaverify.records.events import Event, Ledger
 from gaverify.records.experiment import ControlKind, ControlRun, WeightFit
 from gaverify.records.facts import SCRIPT, Weights
@@ -35,6 +39,8 @@ from gaverify.rules import (
 )
 from gaverify.rules.scale import meaning_in_loop
 from gaverify.rules.wording import shares
+from gaverify.thresholds import U32
+from gaverify.verdict.criteria import Difference
 
 RULES = (mean_over_ranks, wrong_rank_scale, gather_without_gradient)
 CASES = {
@@ -343,3 +349,13 @@ def test_the_first_share_that_leaves_rounding_is_the_last_that_is_tried() -> Non
     found = with_shares(ranks(None, targets=targets), left)
     assert len(found.shares_of_targets) == 2 and tried == [found.shares_tried] and found.weights_control == 1e-9
     assert math.isnan(with_shares(ranks(fit(residual=0.5)), left).weights_control)
+
+
+def test_exact_changes_nothing_over_ranks_where_float64_is_impossible() -> None:
+    """The noise floor, which needs passes, is not asked: this judgement has none."""
+    row = Difference("weight", (2, 3), 1.0, 1.0, 1e-8, None, None)
+    judgement: Any = SimpleNamespace(working={"weight": row}, scales={}, method=Method.WORKING_PRECISION)
+    task: Any = None
+    flow.decide_window(task, judgement, U32, True, lambda: None)
+    assert judgement.method is Method.WORKING_PRECISION
+    assert [decided.outcome for decided in judgement.rows] == [Outcome.EQUIVALENT]

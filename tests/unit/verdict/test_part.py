@@ -69,6 +69,46 @@ def test_exact_asks_float64_for_everything() -> None:
         assert methods(verdict) == {Method.FLOAT64_CONTROL}
 
 
+class _Swish(torch.autograd.Function):
+    """A kernel for float32 alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype not in (torch.float32, torch.bfloat16):
+            raise TypeError(f"expected float32, got {x.dtype}")
+        ctx.save_for_backward(x)
+        return x * x.sigmoid()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        share = x.sigmoid()
+        return gradient * (share + x * share * (1 - share))
+
+
+class _Float32Alone(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Swish.apply(x)
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.LayerNorm])
+def test_exact_changes_nothing_where_a_kernel_has_no_float64(norm: Any, dtype: str | None) -> None:
+    def verdict(**options: Any) -> gaverify.Verdict:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), norm(8), _Float32Alone(), nn.Linear(8, 4))
+        batch = (torch.randn(16, 6), torch.randint(4, (16,)))
+        return gaverify.verify(Problem(model, cross_entropy, batch), steps=4, dtype=dtype, **options)
+
+    default, exact = verdict(), verdict(exact=True)
+    assert exact.outcome is default.outcome
+    assert [(row.method, row.outcome) for row in exact.parameters] == [
+        (row.method, row.outcome) for row in default.parameters
+    ]
+    assert [finding.code for finding in exact.findings] == [finding.code for finding in default.findings]
+    assert "expected float32" in exact.control_failure
+
+
 def test_exact_in_a_float64_model_has_nothing_finer_to_ask() -> None:
     problem = problems_small.planted("mlp", "weight", 0.0)[0]
     verdict = gaverify.verify(problem, steps=4, dtype="float64", exact=True)
