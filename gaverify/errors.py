@@ -18,6 +18,17 @@ _NO_SUCH_SIZE = (
 """What torch says of a shape whose number of bytes does not even fit an integer."""
 
 
+USAGE = 2
+INTERNAL = 70
+INTERRUPTED = 130
+
+
+def worst_exit_code(codes: Iterable[int]) -> int:
+    """Returns the code that weighs most: an error before any outcome, divergent before inconclusive; 0 for none."""
+    given = set(codes)
+    return next((code for code in (INTERRUPTED, INTERNAL, USAGE, 1, 3) if code in given), 0)
+
+
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Returns the known word that is most alike, the first of equals, for "did you mean"; "" where none is enough."""
     likeness = {other: difflib.SequenceMatcher(None, other, word).ratio() for other in known}
@@ -98,7 +109,7 @@ class ProblemError(GaverifyError):
 
 
 class MissingPackage(ProblemError):
-    """A package that gaverify does not install is not there: a spec of a folder is skipped for that."""
+    """A package that the model needs is not installed: a spec of a folder is skipped for that."""
 
 
 class Agreed(ProblemError):

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gaverify.cli.showing import debug_option
-from gaverify.cli.streams import INTERRUPTED, Invocation, failures_of, say
-from gaverify.errors import GaverifyError, SpecError
+from gaverify.acceptance import entries_for, settled
+from gaverify.cli.showing import debug_option, exit_code_of
+from gaverify.cli.streams import Failure, Invocation, failures_of, say
+from gaverify.errors import INTERRUPTED, GaverifyError, SpecError
 from gaverify.spec import Spec, parse_spec, read_specs
 from gaverify.spec.accepting import Accept, project_settings
 
@@ -31,42 +32,49 @@ _REASON = "known when `gaverify baseline` was run; write here why it is wanted"
 def baseline(invocation: Invocation | None, /, specs: tuple[Path, ...], reason: str, only_print: bool) -> int:
     """Verifies SPECS and appends an entry of `accept` to each for every cause that is found and not accepted yet.
 
-    A divergence without a known cause, and what could not be decided, are told and not accepted: the exit code is then
-    that of `gaverify run`. A spec that cannot be verified is told, too, and does not stop the others.
+    A divergence without a known cause, and what could not be decided, are told and not accepted. A spec that cannot be
+    verified is told, too, and does not stop the others. The exit code is that of `gaverify run` with the new entries.
     """
-    from gaverify.cli.running import verified
+    from gaverify.cli.running import package_failure, verified
 
     if not reason.strip():
         raise SpecError("--reason: must be text that is not empty")
     project = project_settings()
-    code = 0
+    verdicts: list[Verdict] = []
+    failures: list[Failure] = []
+    skipped: list[Failure] = []
     for file, spec in read_specs(specs):
         try:
             if isinstance(spec, SpecError):
                 raise spec
             verdict = verified(spec, project, str(file))
-            left = _settle(file, spec, verdict, reason, only_print=only_print)
+            entries = _accept_causes(file, spec, verdict, reason, only_print=only_print)
         except (Exception, SystemExit) as error:
-            left = failures_of(error, str(file), invocation or Invocation())[0].code
-            if left == INTERRUPTED:
-                return left
-        code = max(code, left)
-    return code
+            if file not in specs and (missing := package_failure(error, str(file))):
+                skipped.append(missing)
+                continue
+            failures += failures_of(error, str(file), invocation or Invocation())
+            if failures[-1].code == INTERRUPTED:
+                break
+            continue
+        accepted = (*spec.accept, *entries)
+        verdicts.append(settled(verdict, accepted, project, expect=spec.expect) if entries else verdict)
+    if not verdicts and not failures:
+        failures = skipped
+    return exit_code_of(verdicts, project, failures, strict=False)
 
 
-def _settle(file: Path, spec: Spec, verdict: Verdict, reason: str, *, only_print: bool) -> int:
-    """Accepts what one verdict found; returns what `gaverify run` will leave with afterwards."""
-    from gaverify.acceptance import entries_for
-
+def _accept_causes(file: Path, spec: Spec, verdict: Verdict, reason: str, *, only_print: bool) -> list[Accept]:
+    """Writes or prints an entry for each cause that one verdict found; returns the entries."""
     if verdict.exit_code == 0:
         click.echo(f"{file}: nothing to accept ({verdict.outcome.value})", err=only_print)
-        return 0
+        return []
     entries, problems = entries_for(verdict.findings, reason)
     for problem in problems:
         say(f"{file}: {problem}", "warning")
     if not entries or verdict.outcome.value != "divergent":
         say(f"{file}: {verdict.outcome.value}; there is no cause to accept", "warning")
-        return verdict.exit_code
+        return []
     text = "".join(map(_table, entries))
     if only_print:
         click.echo(f"# {file}\n{text}", nl=False)
@@ -74,7 +82,7 @@ def _settle(file: Path, spec: Spec, verdict: Verdict, reason: str, *, only_print
         _append(file, spec, text, len(entries))
         listed = ", ".join(map(str, entries))
         click.echo(f"{file}: accepts {listed}")
-    return verdict.exit_code if problems else 0
+    return entries
 
 
 def _table(entry: Accept) -> str:

@@ -259,8 +259,9 @@ def _audit_files(
             continue
         made = settled(report, options.accept, project, expect=options.expect, strict=strict)
         reports.append(replace(made, source=str(file)))
-    show(reports, form, outputs, show_all=show_all, failures=failures)
-    return exit_code_of(reports, project, failures, strict=strict)
+    code = exit_code_of(reports, project, failures, strict=strict)
+    show(reports, form, outputs, show_all=show_all, failures=failures, exit_code=code)
+    return code
 
 
 def _request(given: dict[str, Any]) -> Request:

@@ -9,7 +9,8 @@ import click
 
 from gaverify.cli.options import completing
 from gaverify.cli.progress import DelayedProgress
-from gaverify.cli.streams import INTERNAL, guests
+from gaverify.cli.streams import guests
+from gaverify.errors import INTERNAL
 from gaverify.spec.kinds import DEVICE
 
 _MARKS = {True: "ok", False: "WRONG", None: ""}

@@ -14,8 +14,8 @@ import click
 from gaverify.cli.options import complete_specs, overrides_from, spec_options
 from gaverify.cli.progress import DelayedProgress
 from gaverify.cli.showing import output_options, show
-from gaverify.cli.streams import INTERRUPTED, tell
-from gaverify.errors import SpecError
+from gaverify.cli.streams import tell
+from gaverify.errors import INTERRUPTED, SpecError
 from gaverify.spec import OPTIONS, Spec, load_specs, parse_spec
 from gaverify.spec.kinds import FLAG
 
@@ -112,11 +112,11 @@ def profile(
         wanted_batch=wanted[0] if wanted else None,
     )
     found = replace(found, source=str(spec_file or ""))
-    show([found], form, outputs)
+    code = INTERRUPTED if found.interrupted else found.exit_code
+    show([found], form, outputs, exit_code=code)
     if found.interrupted:
         tell("gaverify: interrupted; the report holds the rows that were done")
-        return INTERRUPTED
-    return found.exit_code
+    return code
 
 
 def _measured(spec: Spec, strategies: Sequence[Strategy], steps: Sequence[int], **options: Any) -> Profile:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from gaverify.cli.showing import check_outputs, output_options, worst_of
-from gaverify.cli.streams import USAGE
+from gaverify.cli.showing import check_outputs, output_options
 from gaverify.errors import SpecError
 
 if TYPE_CHECKING:
@@ -39,8 +39,7 @@ def report(documents: tuple[Path, ...], show_all: bool, form: str, outputs: tupl
     _check(documents, form, outputs)
     whole = _read(documents, show_all)
     _show(whole, form, outputs)
-    failed = [USAGE] if whole.errors or not whole.answers else []
-    return worst_of([answer.exit_code for answer in whole.answers] + failed)
+    return whole.code
 
 
 def _check(documents: tuple[Path, ...], form: str, outputs: tuple[Path, ...]) -> None:
@@ -64,7 +63,6 @@ def _check(documents: tuple[Path, ...], form: str, outputs: tuple[Path, ...]) ->
 
 
 def _read(documents: tuple[Path, ...], show_all: bool) -> Report:
-    from gaverify.report import Report
     from gaverify.report.documents.reading import read_report
 
     found, problems = [], []
@@ -80,7 +78,7 @@ def _read(documents: tuple[Path, ...], show_all: bool) -> Report:
         raise SpecError(problems)
     last = found[-1]
     before = found[0].answers if len(found) == 2 else ()
-    return Report(last.answers, last.errors, show_all, before)
+    return replace(last, show_all=show_all, before=before)
 
 
 def _show(whole: Report, form: str, outputs: tuple[Path, ...]) -> None:

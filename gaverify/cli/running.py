@@ -17,7 +17,6 @@ from gaverify.cli.options import complete_specs, overrides_from, spec_options
 from gaverify.cli.progress import DelayedProgress
 from gaverify.cli.showing import check_outputs, exit_code_of, output_options, show, strict_option
 from gaverify.cli.streams import (
-    INTERRUPTED,
     Failure,
     Invocation,
     failures_of,
@@ -26,7 +25,7 @@ from gaverify.cli.streams import (
     report_failure,
     say,
 )
-from gaverify.errors import MissingPackage, SpecError
+from gaverify.errors import INTERRUPTED, MissingPackage, SpecError
 from gaverify.launched import await_first, is_first
 from gaverify.spec import Spec, parse_spec, read_specs
 from gaverify.spec.accepting import Project, project_settings
@@ -90,9 +89,18 @@ def run(
         failures += [Failure(error.source, sentence, code) for sentence in error.problems]
     if any(failure.code == INTERRUPTED for failure in failures):  # half an answer replaces no whole one
         outputs = tuple(path for path in outputs if not path.exists())
-    if is_first():
-        show(verdicts, form, outputs, show_all=show_all, failures=failures, printed=print_each is not None, quiet=quiet)
     code = exit_code_of(verdicts, project, failures, strict=strict)
+    if is_first():
+        show(
+            verdicts,
+            form,
+            outputs,
+            show_all=show_all,
+            failures=failures,
+            exit_code=code,
+            printed=print_each is not None,
+            quiet=quiet,
+        )
     await_first(code)
     return code
 
@@ -139,9 +147,8 @@ def _verify_all(
                 raise spec
             verdict = verified(spec, project, "" if source == _COMMAND_LINE else source, strict=strict)
         except (Exception, SystemExit, KeyboardInterrupt) as error:
-            if isinstance(error, MissingPackage) and source not in named and not strict:
-                say(f"{source}: {error}", "skipped")
-                skipped.append(Failure(source, str(error), error.exit_code))
+            if source not in named and not strict and (missing := package_failure(error, source)):
+                skipped.append(missing)
                 continue
             told = failures_of(error, source, invocation, alone=len(jobs) == 1, as_rows=print_each is _print_row)
             if told[0].code == INTERRUPTED:
@@ -155,6 +162,14 @@ def _verify_all(
             print_each(verdict)
     if not verdicts and not failures:
         failures += skipped
+
+
+def package_failure(error: BaseException, source: str) -> Failure | None:
+    """Tells that a spec is skipped where it lacks a package, and returns what to report if nothing else ran."""
+    if not isinstance(error, MissingPackage):
+        return None
+    say(f"{source}: {error}", "skipped")
+    return Failure(source, str(error), error.exit_code)
 
 
 def _print_row(verdict: Verdict) -> None:

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from gaverify.cli.streams import INTERNAL, INTERRUPTED, USAGE, Failure, Invocation, say
+from gaverify.cli.streams import Failure, Invocation, say
+from gaverify.errors import worst_exit_code
 
 if TYPE_CHECKING:
     from gaverify.records.audit_report import AuditReport
     from gaverify.records.verdict import Verdict
-    from gaverify.report import Answer
+    from gaverify.report import Answer, Report
     from gaverify.spec.accepting import Project
 
 
@@ -83,12 +84,7 @@ def exit_code_of(
     for sentence in stale:
         say(sentence, "warning")
     codes = [answer.exit_code for answer in answers] + [failure.code for failure in failures]
-    return worst_of([*codes, 1] if stale and project is not None and (strict or project.strict) else codes)
-
-
-def worst_of(codes: Sequence[int]) -> int:
-    """The exit code that weighs most: an error more than any outcome, a divergence more than what was not decided."""
-    return next((code for code in (INTERRUPTED, INTERNAL, USAGE, 1, 3) if code in codes), 0)
+    return worst_exit_code([*codes, 1] if stale and project is not None and (strict or project.strict) else codes)
 
 
 def check_outputs(outputs: Sequence[Path]) -> None:
@@ -106,6 +102,7 @@ def show(
     *,
     show_all: bool = False,
     failures: Sequence[Failure] = (),
+    exit_code: int | None = None,
     printed: bool = False,
     quiet: bool = False,
 ) -> None:
@@ -117,43 +114,46 @@ def show(
     """
     from gaverify import report
 
-    answers, errors = [replace(answer, command=_command()) for answer in answers], [failure[:2] for failure in failures]
-    try:  # files first: a reader of stdout that leaves must not cost them
-        report.write_reports(answers, outputs, show_all, errors)
-    finally:  # and a disk that filled up must not cost the table
-        if form != "text":
-            click.echo(report.render(answers, form, show_all, errors), nl=False)
-        elif quiet:
-            for answer in () if printed else answers:
-                report.print_line(answer)
-        elif printed:
-            report.print_summary(answers, errors)
-        elif len(answers) == 1 and not errors:
-            report.print_answer(answers[0], show_all=show_all)
-        elif answers:
-            report.print_report(report.Report(tuple(answers), tuple(errors), show_all))
-        _tell_github(answers, form, errors)
-
-
-def _command() -> str:
-    """Returns the command line of this call, which reports show so that a reader can run it again."""
     context = click.get_current_context(silent=True)
     invocation = context.find_object(Invocation) if context is not None else None
-    return shlex.join(["gaverify", *invocation.words]) if invocation is not None else ""
+    # the words of the call stand in reports, so that a reader can run it again
+    command = shlex.join(["gaverify", *invocation.words]) if invocation is not None else ""
+    made = report.Report(
+        tuple(replace(answer, command=command) for answer in answers),
+        tuple(failure[:2] for failure in failures),
+        show_all,
+        exit_code=exit_code,
+        started=invocation.started if invocation is not None else "",
+    )
+    try:  # files first: a reader of stdout that leaves must not cost them
+        report.write_all(made, outputs)
+    finally:  # and a disk that filled up must not cost the table
+        if form != "text":
+            click.echo(report.format_named(form).render(made), nl=False)
+        elif quiet:
+            for answer in () if printed else made.answers:
+                report.print_line(answer)
+        elif printed:
+            report.print_summary(made.answers, made.errors)
+        elif len(made.answers) == 1 and not made.errors:
+            report.print_answer(made.answers[0], show_all=show_all)
+        elif made.answers:
+            report.print_report(made)
+        _tell_github(made, form)
 
 
-def _tell_github(answers: Sequence[Answer], form: str, errors: Sequence[tuple[str, str]]) -> None:
+def _tell_github(made: Report, form: str) -> None:
     """Annotates the lines and appends to the job's summary where GitHub runs the job; nothing elsewhere."""
     if os.environ.get("GITHUB_ACTIONS") != "true":
         return
     from gaverify import report
 
     if form == "text":  # any other format is a document, which lines behind it would spoil
-        click.echo(report.render(answers, "github", errors=errors), nl=False)
+        click.echo(report.format_named("github").render(made), nl=False)
     summary = os.environ.get("GITHUB_STEP_SUMMARY")
     if summary:
         try:
             with open(summary, "a", encoding="utf-8") as stream:
-                stream.write(report.render(answers, "markdown", errors=errors))
+                stream.write(report.format_named("markdown").render(made))
         except OSError as error:
             say(f"the job's summary was not written: {error.strerror or error}", "warning")

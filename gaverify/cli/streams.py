@@ -17,13 +17,14 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from types import FrameType
 from typing import NamedTuple, TextIO
 
 import click
 
-from gaverify.errors import Agreed, InternalError, SpecError, as_foreseen, text_of
+from gaverify.errors import INTERNAL, INTERRUPTED, USAGE, Agreed, InternalError, SpecError, as_foreseen, text_of
 from gaverify.guarding import guarded
 from gaverify.launched import is_first
 from gaverify.tracebacks import Owner, calling_frame, owner_of, shown
@@ -132,11 +133,6 @@ def _each_warning_once() -> Iterator[None]:
         warnings.showwarning = before
 
 
-USAGE = 2
-INTERNAL = 70
-INTERRUPTED = 130
-
-
 def say(message: str, label: str = "error") -> None:
     """Prints the message on stderr, each line with `gaverify: error: ` in front; empty lines are left out."""
     for line in [line for line in message.splitlines() if line.strip()] or [""]:
@@ -173,10 +169,11 @@ def interrupts_noted() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Invocation:
-    """How gaverify was called: the words, for a report to the authors, and whether to show tracebacks."""
+    """How gaverify was called: the words, for a report to the authors, whether to show tracebacks, and when."""
 
     words: tuple[str, ...] = ()
     debug: bool = False
+    started: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
 
 class Failure(NamedTuple):

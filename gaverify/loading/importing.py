@@ -22,9 +22,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from gaverify.errors import ProblemError, SpecError, exit_call, nearest, text_of
+from gaverify.errors import MissingPackage, ProblemError, SpecError, exit_call, nearest, text_of
 from gaverify.loading.texts import first_function, no_attribute, parsed
-from gaverify.tracebacks import shown, user_frame
+from gaverify.tracebacks import repository_of, shown, user_frame
 
 __path__: list[str] = []  # the import system asks only packages for submodules
 
@@ -222,7 +222,39 @@ def _failed(place: str, error: BaseException) -> ProblemError:
             f"importing `{place}` left Python with {exit_call(error)}{raised_at(error)}; "
             'put what the script runs under `if __name__ == "__main__":`'
         )
-    return ProblemError(f"importing `{place}` raised {described(error)}{_hidden(error)}")
+    text = f"importing `{place}` raised {described(error)}"
+    if missing := missing_package(error):
+        return MissingPackage(f"{text}; install the package that has `{missing}`")
+    return ProblemError(text + _hidden(error))
+
+
+def missing_package(error: BaseException) -> str:
+    """Returns the package that the user's code imports and that is not installed; "" for every other error.
+
+    A name that is near to a module beside the code, or that a folder of the project has, is no package that somebody
+    would install: a wrong import must not look like a package that this machine lacks.
+    """
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return ""
+    name = error.name.partition(".")[0]
+    folders = {Path(os.getcwd()), Path(sys.path[0] or os.getcwd())}  # `_put_first`: the model's own comes first
+    roots = {root for folder in folders if (root := repository_of(folder)) is not None}
+    above = {parent for folder in folders for parent in folder.parents if any(map(parent.is_relative_to, roots))}
+    if any(_has(str(folder), name) for folder in folders | above):
+        return ""
+    modules_beside = [module.name for module in pkgutil.iter_modules(map(str, folders))]
+    return "" if nearest(name, modules_beside, _MISSPELT) or _can_be_found(name) else name
+
+
+_MISSPELT = 0.8
+"""How alike a name has to be to one beside the code to be a mistake of typing."""
+
+
+def _can_be_found(name: str) -> bool:
+    """Whether there is such a module: then a part of it is missing, which another version may have."""
+    with suppress(ImportError, ValueError):
+        return name in sys.modules or importlib.util.find_spec(name) is not None
+    return False
 
 
 def _hidden(error: BaseException) -> str:

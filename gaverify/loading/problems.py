@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gaverify.errors import GaverifyError, ProblemError, SpecError, exit_call, is_out_of_memory, kind_of_value, nearest
+from gaverify.errors import (
+    GaverifyError,
+    MissingPackage,
+    ProblemError,
+    SpecError,
+    exit_call,
+    is_out_of_memory,
+    kind_of_value,
+    nearest,
+)
 from gaverify.loading.adapting import (
     as_loss,
     first_batch,
@@ -23,7 +32,7 @@ from gaverify.loading.adapting import (
     training_step_loss,
 )
 from gaverify.loading.bare import DEFAULT_BATCH_SIZE, bare_problem
-from gaverify.loading.importing import described, import_factory, raised_at
+from gaverify.loading.importing import described, import_factory, missing_package, raised_at
 from gaverify.loading.naming import Kind, kind_of
 from gaverify.loading.pretrained import pretrained, random_batch, speaks_transformers
 from gaverify.passes.isolation import isolated_generators
@@ -81,6 +90,9 @@ def call_factory(
             raise
         if isinstance(error, SystemExit):
             raise ProblemError(f"`{name}` left Python with {exit_call(error)}{raised_at(error)}") from error
+        if missing := missing_package(error):
+            text = f"`{name}` raised {described(error)}; install the package that has `{missing}`"
+            raise MissingPackage(text) from error
         raise ProblemError(f"`{name}` raised {described(error)}") from error
 
 

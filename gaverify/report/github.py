@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from gaverify.records.comparison import Outcome
 from gaverify.records.findings import Finding
-from gaverify.report.stories import Report, Story, place_of, story_of
+from gaverify.report.stories import Report, Story, findings_at_lines, place_of, story_of
 from gaverify.report.text.layout import clean
 
 
@@ -22,7 +22,7 @@ def annotations_text(report: Report) -> str:
 
 def _story(story: Story) -> Iterator[str]:
     told = False
-    for finding in story.findings:
+    for finding in findings_at_lines(story):
         told = told or finding.severity == "fault"
         yield _annotation(
             _level(finding, story), f"{finding.code} {finding.name} ({story.title})", _message(finding), finding, story

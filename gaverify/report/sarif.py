@@ -17,12 +17,12 @@ from urllib.parse import quote
 
 from gaverify.records.comparison import Outcome
 from gaverify.records.findings import Finding
-from gaverify.report.stories import Place, Report, Story, place_of, story_of
+from gaverify.report.stories import Place, Report, Story, findings_at_lines, place_of, story_of
 from gaverify.report.text.layout import clean
 from gaverify.report.text.verdict import rows_of
 from gaverify.rulebook import RulePage, rule_pages
 from gaverify.tracebacks import portable
-from gaverify.version import __version__
+from gaverify.version import HOME, __version__
 
 _SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 _UNEXPLAINED = "GAV000"
@@ -32,7 +32,7 @@ _UNDECIDED = "inconclusive"
 def sarif_text(report: Report) -> str:
     """Returns the log file."""
     stories = [story_of(answer) for answer in report.answers]
-    found = [(story, finding) for story in stories for finding in (story.findings or _stand_ins(story))]
+    found = [(story, finding) for story in stories for finding in (findings_at_lines(story) or _stand_ins(story))]
     seen: Counter[str] = Counter()
     results = [_result(story, finding, seen) for story, finding in found]
     pages = {page.code: page for page in rule_pages()}
@@ -43,6 +43,7 @@ def sarif_text(report: Report) -> str:
         "name": "gaverify",
         "version": __version__,
         "semanticVersion": __version__,
+        "informationUri": HOME,
         "rules": [_rule(code, pages.get(code)) for code in codes],
     }
     run = {
@@ -131,6 +132,7 @@ def _rule(code: str, page: RulePage | None) -> dict[str, Any]:
         "name": "".join(part.capitalize() for part in page.name.split("-")),
         "shortDescription": {"text": page.summary},
         "fullDescription": {"text": page.summary},
+        "helpUri": f"{HOME}/blob/v{__version__}/gaverify/rules/pages/{page.code}.md",
         "help": {"text": f"{page.code} {page.name}: {page.summary}\n\n{body}", "markdown": markdown},
         "defaultConfiguration": {"level": "note" if page.severity == "note" else "error"},
         "properties": {"tags": ["gradient-accumulation", page.name]},

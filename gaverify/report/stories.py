@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gaverify.errors import USAGE, worst_exit_code
 from gaverify.records.audit import UpdateComparison
 from gaverify.records.audit_report import AuditReport
 from gaverify.records.comparison import Outcome, ParameterComparison
@@ -36,12 +37,24 @@ class Report:
         errors: One (source, message) for each run that came to no answer.
         show_all: Every parameter in tables; else long ones are folded to those that are not equivalent.
         before: The answers of an earlier report, where two are shown side by side.
+        exit_code: What the command leaves with; None where no command made the report.
+        started: When the command was called, as `2026-01-31T12:00:00+00:00`; "" where no command made the report.
     """
 
     answers: tuple[Answer, ...]
     errors: tuple[tuple[str, str], ...] = ()
     show_all: bool = False
     before: tuple[Answer, ...] = ()
+    exit_code: int | None = None
+    started: str = ""
+
+    @property
+    def code(self) -> int:
+        """The exit code of the command that made the report, or that it would have; never 0 without an answer."""
+        if self.exit_code is not None:
+            return self.exit_code
+        failed = [USAGE] if self.errors or not self.answers else []
+        return worst_exit_code([answer.exit_code for answer in self.answers] + failed)
 
 
 @dataclass(frozen=True)
@@ -188,6 +201,15 @@ def _profile(profile: Profile) -> Story:
 def row_name(row: Row) -> str:
     """Returns how reports call a row of a profile: `accumulate, K = 4`."""
     return f"{LABELS[row.strategy]}, K = {row.steps}"
+
+
+_EXPLANATIONS = ("GAV301",)
+"""Codes of notes that say how gaverify compared, and ask nobody to change a line."""
+
+
+def findings_at_lines(story: Story) -> list[Finding]:
+    """Returns the findings that a pull request or an editor shows at a line."""
+    return [finding for finding in story.findings if finding.code not in _EXPLANATIONS]
 
 
 @dataclass(frozen=True)

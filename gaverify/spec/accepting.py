@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files as resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gaverify.errors import SpecError, unknown_key
+from gaverify.errors import SpecError, nearest, unknown_key
 from gaverify.spec.kinds import Kind
 from gaverify.text_files import table_of_file
 
@@ -46,6 +48,13 @@ class Project(NamedTuple):
     accept: tuple[Accept, ...] = ()
     strict: bool = False
     source: str = ""
+
+
+@cache
+def rule_codes() -> frozenset[str]:
+    """Returns the codes of all rules: each has a page of its name, which need not be read for that."""
+    pages = resources("gaverify") / "rules" / "pages"
+    return frozenset(page.name.removesuffix(".md") for page in pages.iterdir() if page.name.endswith(".md"))
 
 
 def read_entries(value: Any, place: str, problems: list[str]) -> tuple[Accept, ...]:
@@ -87,6 +96,9 @@ def _entry_problems(entry: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if isinstance(code, str) and code.strip():
         if not re.fullmatch(r"GAV\d{3}", code):
             yield ".code", f"must be a code such as GAV101, got `{code}`; `gaverify rules` lists all"
+        elif code not in rule_codes():
+            near = nearest(code, sorted(rule_codes()))
+            yield ".code", f"there is no rule {code}; did you mean {near}? `gaverify rules` lists all"
         elif code == _UNEXPLAINED:
             yield ".code", f"{code} says that no cause was found: what nothing explains cannot be accepted"
 

@@ -13,6 +13,7 @@ from typing import Any
 import audits
 import pytest
 import readme
+from documents import only_answer
 
 ROOT = str(readme.ROOT)
 BOTH = ["--full", "--batch-size 16 --accum 1", "--accumulated", "--batch-size 4 --accum 4"]
@@ -123,7 +124,7 @@ def test_text(name: str, snapshot: Any) -> None:
 @pytest.mark.parametrize("name", _CASES)
 def test_json(name: str, snapshot: Any) -> None:
     result = audits.gaverify(_with(COMMANDS[name], "--format", "json"))
-    assert json.dumps(masked(json.loads(result.out)), indent=1, ensure_ascii=False) == snapshot
+    assert json.dumps(masked(only_answer(result.out)), indent=1, ensure_ascii=False) == snapshot
 
 
 def test_the_mask_hides_numbers_and_nothing_else() -> None:

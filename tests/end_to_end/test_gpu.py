@@ -5,7 +5,6 @@ Two ranks share one device through gloo, or have one each through NCCL: whicheve
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import problems_ranks
 import pytest
 import torch
 from audits import SCRIPTS
+from documents import only_answer
 from problems import classified, fault_codes, story
 from torch import nn
 
@@ -55,7 +55,7 @@ def test_an_audit_tells_a_forgotten_division_from_what_the_device_rounds(kind: s
     command = [sys.executable, "-m", "gaverify", "audit", str(SCRIPTS / "train_on_device.py"), *full, kind]
     done = subprocess.run([*command, *(() if divided else ("undivided",))], capture_output=True, text=True, check=False)
     assert done.returncode == (0 if divided else 1), done.stderr
-    faults = [found for found in json.loads(done.stdout)["findings"] if found["severity"] == "fault"]
+    faults = [found for found in only_answer(done.stdout)["findings"] if found["severity"] == "fault"]
     assert [(found["code"], found["proven"]) for found in faults] == ([] if divided else [("GAV201", True)])
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from documents import only_answer
 from problems import classified, story
 from torch import nn
 
@@ -108,7 +109,7 @@ def test_an_unknown_word() -> None:
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["run", "--model", "mlp", "--reference", "recompute", "--format", "json"]
     assert main(words) == 0
-    document = json.loads(capsys.readouterr().out)
+    document = only_answer(capsys.readouterr().out)
     assert document["run"]["reference"] == document["spec"]["reference"] == "recompute"
     assert main(["run", "--model", "mlp", "--reference", "disk"]) == 2
     assert '"full", "offload", "recompute" or "auto"' in capsys.readouterr().err

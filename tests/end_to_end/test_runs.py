@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 from arithmetic import ARRANGEMENTS, COMPILED, FAULTS, check
 from audits import gaverify
+from documents import only_answer
 
 from gaverify.cli import main
 
@@ -141,17 +141,17 @@ def test_the_report_says_which_part_decided_and_the_cause_is_proven(tmp_path: Pa
     assert run.code == 1, run.out
     text = " ".join(run.out.split())
     assert "the first 4 of 16 samples" in text and "GAV102" in text and "proven" in text, text
-    document = json.loads(gaverify(["run", "--model", f"{path}:centred", "--steps", "4", "--format", "json"]).out)
+    document = only_answer(gaverify(["run", "--model", f"{path}:centred", "--steps", "4", "--format", "json"]).out)
     assert (document["method"], document["run"]["part"]) == ("float64-part", [2, 2])
     exact = ["run", "--model", f"{path}:centred", "--steps", "4", "--format", "json", "--exact"]
-    assert json.loads(gaverify(exact).out)["run"]["part"] == []
+    assert only_answer(gaverify(exact).out)["run"]["part"] == []
 
 
 def test_an_equivalent_twin_is_decided_as_before(tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(_MODEL, encoding="utf-8")
     run = gaverify(["run", "--model", f"{path}:twin", "--steps", "4", "--format", "json"])
-    assert (run.code, json.loads(run.out)["run"]["part"]) == (0, []), run.out
+    assert (run.code, only_answer(run.out)["run"]["part"]) == (0, []), run.out
 
 
 def test_a_cause_that_float64_confirms_on_everything_was_looked_for_in_a_part(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_a_cause_that_float64_confirms_on_everything_was_looked_for_in_a_part(tm
     path, page = tmp_path / "model.py", tmp_path / "page.html"
     path.write_text(_MODEL + _MANY, encoding="utf-8")
     run = gaverify(["run", "--model", f"{path}:many", "--steps", "2", "--format", "json"])
-    document = json.loads(run.out)
+    document = only_answer(run.out)
     assert run.code == 1 and document["method"] == "float64-control", run.out
     size = sum(document["run"]["part"])
     assert 0 < size < 20_000

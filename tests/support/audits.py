@@ -16,6 +16,8 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+from documents import only_answer
+
 from gaverify.cli import main
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
@@ -63,9 +65,9 @@ class Audited:
 
     @cached_property
     def document(self) -> dict[str, Any]:
-        """The JSON document."""
+        """The audit in the JSON document."""
         assert self.out, self.err
-        return json.loads(self.out)  # type: ignore[no-any-return]
+        return only_answer(self.out)
 
     @property
     def outcome(self) -> str:

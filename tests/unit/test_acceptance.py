@@ -191,6 +191,7 @@ def test_why_an_entry_does_not_accept_is_told() -> None:
         ([{"code": "GAV101", "location": "a"}], "$.accept[0]: `reason` is missing"),
         ([{"code": "GAV101", "location": "a", "reason": " "}], "$.accept[0].reason: must be text that is not empty"),
         ([{"code": "GAV1", "location": "a", "reason": "b"}], "$.accept[0].code: must be a code such as GAV101"),
+        ([{"code": "GAV199", "location": "a", "reason": "b"}], "there is no rule GAV199; did you mean GAV1"),
         ([{"code": "GAV000", "location": "a", "reason": "b"}], "what nothing explains cannot be accepted"),
         ([{"code": "GAV101", "location": "a", "reason": "b", "why": 1}], "$.accept[0].why: unknown key"),
         ([{"code": "GAV101", "location": 3, "reason": "b"}], "$.accept[0].location: must be text"),

@@ -82,11 +82,14 @@ def test_a_folder_may_hold_audits_and_misspelt_specs(pytester: pytest.Pytester) 
         "misspelt": 'modle = "mlp"\n',
         "leaves": 'model = "leaves.py:make"\n',
         "raises": 'model = "leaves.py:fail"\n',
+        "lacks": 'model = "lacks.py:make"\n',
     }.items():
         (pytester.path / "all" / f"{name}.toml").write_text(text)
     (pytester.path / "all" / "leaves.py").write_text(LEAVES)
+    (pytester.path / "all" / "lacks.py").write_text("import nobody_has_this\n")
+    run(pytester, "--gaverify", "all/lacks.toml").assert_outcomes(errors=1)  # named: somebody wants it
     result = run(pytester, "--gaverify", "all")
-    result.assert_outcomes(errors=3)  # `os._exit(0)` would end pytest with 0
+    result.assert_outcomes(errors=3, skipped=1)  # `os._exit(0)` would end pytest with 0
     text = result.stdout.str()
     assert result.ret == 1 and "audit.toml" not in text
     assert "all/misspelt.toml: $.modle: unknown key; did you mean `model`?" in text

@@ -30,13 +30,13 @@ def answer_text(answer: Answer) -> str:
 
 
 def report_text(report: Report) -> str:
-    """Returns a whole report as one JSON document; exactly one answer without errors is its own document."""
-    if len(report.answers) == 1 and not report.errors:
-        return answer_text(report.answers[0]) + "\n"
+    """Returns a whole report as one JSON document; its keys are the same for one answer and for many."""
     items = [answer_item(answer) for answer in report.answers]
     document = {
         "version": VERSION,
         "outcome": overall_outcome(report).value,
+        "exit_code": report.code,
+        "started": report.started,
         "verdicts": [item for item in items if item["kind"] == "verdict"],
         "audits": [item for item in items if item["kind"] == "audit"],
         "profiles": [item for item in items if item["kind"] == "profile"],

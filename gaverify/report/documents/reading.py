@@ -48,7 +48,12 @@ def read_report(path: Path) -> Report:
 def _report(document: Mapping[str, Any]) -> Report:
     if "verdicts" in document:
         items = [*document["verdicts"], *document.get("audits", ()), *document.get("profiles", ())]
-        return Report(tuple(map(answer_of, items)), tuple((e["source"], e["message"]) for e in document["errors"]))
+        return Report(
+            tuple(map(answer_of, items)),
+            tuple((error["source"], error["message"]) for error in document["errors"]),
+            exit_code=document.get("exit_code"),
+            started=document.get("started", ""),
+        )
     return Report((answer_of(document),))
 
 

@@ -220,7 +220,7 @@ def test_what_is_wrong_is_told_of_the_file(
     out, err = capsys.readouterr()
     assert "error: a.toml: the script `gone.py` is not there" in err and "command line" not in err + out
     assert all(entry["source"] not in entry["message"] for entry in json.loads(Path("all.json").read_text())["errors"])
-    assert (tmp_path / "all.xml").read_text().count("<testsuite ") == 2
+    assert (tmp_path / "all.xml").read_text().count("<testcase ") == 2
 
 
 @pytest.mark.slow

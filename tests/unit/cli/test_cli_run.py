@@ -288,6 +288,38 @@ def test_a_spec_of_a_folder_that_lacks_a_package_is_skipped(
     assert main(["run", str(folder)]) == 2  # nothing was compared
 
 
+def test_a_baseline_leaves_as_a_run_with_its_entries(
+    fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = {
+        "accepted": samples.divergent(),
+        "equivalent": samples.equivalent(),
+        "unexplained": samples.divergent(findings=()),
+        "open": samples.inconclusive(),
+    }
+
+    def verify(spec: Spec) -> Verdict:
+        if spec.model == "lacking":
+            raise MissingPackage("`lacking` needs `timm`")
+        if spec.model == "broken":
+            raise ProblemError("broken")
+        return answers[spec.model]
+
+    fake.verify = verify
+    for number, models in enumerate(
+        (["accepted", "equivalent"], ["accepted", "lacking"], ["unexplained", "open"], ["open"], ["broken", "open"])
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        specs(folder, *models)
+        code = main(["baseline", str(folder)])
+        assert code == main(["run", str(folder)]) == [0, 0, 1, 3, 2][number], capsys.readouterr()
+    entry = Accept("GAV102", "gone", "fits nothing any more")
+    monkeypatch.setattr("gaverify.cli.accepting.project_settings", lambda: Project((entry,), strict=True))
+    specs(tmp_path / "0", "equivalent", "equivalent")
+    assert main(["baseline", str(tmp_path / "0")]) == 1
+
+
 def test_ctrl_c_that_a_library_turned_into_its_own_error(
     fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -441,6 +473,6 @@ def test_the_spec_is_in_the_verdict(fake: Fake, tmp_path: Path, capsys: pytest.C
     file = tmp_path / "a.toml"
     file.write_text('model = "equivalent"\nname = "mine"')
     assert main(["run", str(file), "--format", "json"]) == 0
-    assert json.loads(capsys.readouterr().out)["source"] == str(file)
+    assert json.loads(capsys.readouterr().out)["verdicts"][0]["source"] == str(file)
     assert main(["run", "--model", "equivalent", "--format", "json"]) == 0
-    assert json.loads(capsys.readouterr().out)["source"] == ""
+    assert json.loads(capsys.readouterr().out)["verdicts"][0]["source"] == ""

@@ -14,10 +14,10 @@ from torch import nn
 
 import gaverify
 from gaverify.cli import main
-from gaverify.errors import ProblemError, SpecError
+from gaverify.errors import MissingPackage, ProblemError, SpecError
 from gaverify.loading import load_problem
 from gaverify.loading.bare import first_tensor
-from gaverify.spec import parse_spec
+from gaverify.spec import Spec, parse_spec
 
 MINE = """\
 import random
@@ -291,6 +291,32 @@ def test_an_import_that_raises(folder: Path, source: str, sentence: str) -> None
     (folder / "bad.py").write_text(source)
     assert sentence in refused("bad:make")
     assert sentence.replace("`bad`", "`bad.py`") in refused("bad.py:make")
+
+
+IMPORT_INSIDE = "def make():\n    import {}\n"
+
+
+@pytest.mark.parametrize("source", ["import {}\n", "from {}.models import net\n", IMPORT_INSIDE])
+def test_a_package_that_is_not_installed_is_told_from_a_wrong_import(
+    folder: Path, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first may be skipped in a folder of specs, the second never: nobody could install it."""
+    (folder / "src" / "ours").mkdir(parents=True)
+    (folder / ".git").mkdir()
+    deep = folder / "deep"
+    deep.mkdir()
+    (deep / "layers.py").write_text("")
+    monkeypatch.chdir(deep)  # from where the project's own `src` is not found
+    file = deep / "bad.py"
+    for name, is_missing in (("timm_x", True), ("layer", False), ("src.ours.x", False), ("torch.nothing_there", False)):
+        if not is_missing and source.startswith("from"):
+            continue
+        file.write_text(source.format(name))
+        with pytest.raises(ProblemError) as caught:
+            load_problem(Spec(model=f"{file}:make"))
+        assert isinstance(caught.value, MissingPackage) is is_missing, caught.value
+        assert "ModuleNotFoundError" in str(caught.value) and "bad.py:" in str(caught.value)
+        assert ("install the package that has `timm_x`" in str(caught.value)) is is_missing
 
 
 # --- what the factory does ----------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from documents import only_answer
 
 import gaverify
 from gaverify.cli import main
@@ -203,7 +203,7 @@ def test_ctrl_c_keeps_the_rows_that_are_done(model: Path, tmp_path: Path) -> Non
         found.kill()
     assert found.returncode == 130
     assert "gaverify: interrupted; the report holds the rows that were done" in err
-    document = json.loads(out)
+    document = only_answer(out)
     assert document["interrupted"] is True
     assert [row["status"] for row in document["rows"]] == ["measured"] + ["not-run"] * 4
     assert document["rows"][0]["activation_bytes"] > 0

@@ -49,11 +49,26 @@ def test_several_verdicts_satisfy_the_schema() -> None:
     assert document.errors[0].message == "no `model`"
 
 
-def test_one_verdict_is_its_own_document_unless_something_failed() -> None:
-    verdict = samples.equivalent()
-    assert report_text(Report((verdict,))) == answer_text(verdict) + "\n"
-    assert json.loads(report_text(Report((verdict,), (("a", "b"),))))["outcome"] == "inconclusive"
-    assert json.loads(report_text(Report(())))["outcome"] == "inconclusive"
+@pytest.mark.parametrize(
+    ("report", "outcome", "code"),
+    [
+        (Report((samples.equivalent(),)), "equivalent", 0),
+        (Report((samples.divergent(),)), "divergent", 1),
+        (Report((samples.inconclusive(), samples.divergent())), "divergent", 1),
+        (Report((samples.equivalent(),), (("a", "b"),)), "inconclusive", 2),
+        (Report(()), "inconclusive", 2),
+        (Report((samples.equivalent(),), exit_code=1), "equivalent", 1),  # stale entries of the project
+    ],
+)
+def test_one_answer_has_the_keys_of_many(report: Report, outcome: str, code: int) -> None:
+    document = json.loads(report_text(report))
+    keys = ["version", "outcome", "exit_code", "started", "verdicts", "audits", "profiles", "errors"]
+    assert list(document) == keys
+    assert (document["outcome"], document["exit_code"], len(document["verdicts"])) == (
+        outcome,
+        code,
+        len(report.answers),
+    )
 
 
 def test_overall_outcome_is_the_worst() -> None:
@@ -189,7 +204,7 @@ def test_several_answers_and_errors(tmp_path: Path) -> None:
 
 def test_a_document_that_tells_whether_gradients_lay_on_disk_is_read_without_that(tmp_path: Path) -> None:
     (tmp_path / "older.json").write_text(json.dumps(GOOD | {"run": GOOD["run"] | {"spill": True}}))
-    assert read_report(tmp_path / "older.json").answers == (answer_of(GOOD),)
+    assert read_report(tmp_path / "older.json") == Report((answer_of(GOOD),))
 
 
 def test_a_profile_that_tells_of_its_ranks_is_read_without_them(tmp_path: Path) -> None:

@@ -19,7 +19,16 @@ from gaverify.cli.showing import show
 from gaverify.errors import SpecError
 from gaverify.records.comparison import Outcome
 from gaverify.records.findings import Finding, Location
-from gaverify.report import FORMATS, check_writable, format_for, print_summary, render, write_reports
+from gaverify.report import (
+    FORMATS,
+    Report,
+    check_writable,
+    format_for,
+    format_named,
+    print_summary,
+    render,
+    write_reports,
+)
 from gaverify.report.documents.schema import validate_document
 from gaverify.report.markdown import text
 from gaverify.report.stories import story_of
@@ -106,8 +115,8 @@ def test_sentences_of_one_spec_are_one_run() -> None:
     print_summary([samples.equivalent()], errors, stream)
     assert "3 runs: 1 equivalent, 2 errors" in stream.getvalue()
     root = ElementTree.fromstring(render([samples.equivalent()], "junit", errors=errors))
-    assert root.attrib["errors"] == "2" and [suite.attrib["name"] for suite in root][1:] == ["a.toml", "b.toml"]
-    error = root[1].find("testcase/error")
+    assert root.attrib["errors"] == "2" and [test.attrib["name"] for test in root[0]][1:] == ["a.toml", "b.toml"]
+    error = root[0][1].find("error")
     assert error is not None and error.attrib["message"] == "no `model`; no `steps`"
     assert "3 runs" in render([samples.equivalent()], "html", errors=errors)
 
@@ -161,29 +170,38 @@ def test_every_report_says_which_spec_it_belongs_to(form: str) -> None:
     assert form == "github" or "configs/nightly.toml" in several
 
 
-def test_the_summary_and_the_suites_are_told_apart_by_their_specs() -> None:
+def test_the_summary_and_the_tests_are_told_apart_by_their_specs() -> None:
     two = [samples.equivalent(source=f"configs/{name}.toml") for name in "ab"]
     stream = io.StringIO()
     print_summary(two, (), stream)
     assert "configs/a.toml" in stream.getvalue() and "configs/b.toml" in stream.getvalue()
-    suites = [suite.attrib["name"] for suite in ElementTree.fromstring(render(two, "junit"))]
-    assert suites == ["configs/a.toml", "configs/b.toml"]
+    (suite,) = ElementTree.fromstring(render(two, "junit"))
+    assert [test.attrib["name"] for test in suite] == ["configs/a.toml", "configs/b.toml"]
 
 
-def test_junit_has_a_case_for_each_module_and_the_verdict(snapshot) -> None:
+def test_junit_has_a_test_for_each_spec_and_its_modules_in_the_text(snapshot) -> None:
     text = render([samples.divergent(), samples.inconclusive()], "junit", errors=[("broken.toml", "no `model`")])
     assert text == snapshot
-    divergent, inconclusive, failed = ElementTree.fromstring(text)
-    assert [case.attrib["name"] for case in divergent] == ["verdict", "0", "1", "2", "spare"]
-    assert divergent.attrib["failures"] == "3"
-    assert (inconclusive.attrib["errors"], inconclusive.attrib["skipped"]) == ("1", "1")
-    assert failed.attrib["errors"] == "1"
+    (suite,) = ElementTree.fromstring(text)
+    assert [len(suite.findall(f"testcase/{tag}")) for tag in ("failure", "error", "skipped")] == [1, 2, 0]
+    told = suite.findtext("testcase/failure") or ""
+    assert all(words in told for words in ("\n1: 1 of 1 parameter: `1.weight` differs by", "GAV101 batch-statistics"))
 
 
 def test_junit_of_an_equivalent_verdict_is_green() -> None:
-    root = ElementTree.fromstring(render([samples.equivalent()], "junit"))
-    assert (root.attrib["tests"], root.attrib["failures"], root.attrib["errors"]) == ("3", "0", "0")
+    root = ElementTree.fromstring(render([samples.equivalent(source="a.toml")], "junit"))
+    assert (root.attrib["tests"], root.attrib["failures"], root.attrib["errors"]) == ("1", "0", "0")
     assert "skipped" not in root.attrib  # of a suite alone, in Jenkins' schema
+    (test,) = root[0]
+    assert (test.attrib["time"], root[0].attrib["time"], test.attrib["file"]) == ("0.125", "0.125", "a.toml")
+
+
+def test_the_report_of_a_command_says_when_it_was_called() -> None:
+    made = Report((samples.divergent(),), started="2026-01-31T12:00:00+00:00", exit_code=0)
+    suite = ElementTree.fromstring(format_named("junit").render(made))[0]
+    assert suite.attrib["timestamp"] == "2026-01-31T12:00:00"
+    document = json.loads(format_named("json").render(made))
+    assert (document["started"], document["exit_code"]) == (made.started, 0)
 
 
 @pytest.mark.parametrize("format", ["svg", "html"])
@@ -216,27 +234,26 @@ def test_every_answer_has_a_story(answer, kind: str, title: str, tables: int) ->
     assert story.outcome is answer.outcome and story.sentence
 
 
-def cases(answer) -> dict[str, str]:
-    (suite,) = ElementTree.fromstring(render([answer], "junit"))
-    return {case.attrib["name"]: case[0].tag if len(case) else "passed" for case in suite}
+def told_of(answer) -> ElementTree.Element:
+    ((test,),) = ElementTree.fromstring(render([answer], "junit"))
+    return test[0]
 
 
-def test_an_audit_is_one_suite_with_its_updates() -> None:
-    assert cases(samples.audited()) == {"verdict": "failure", "update 1: 0": "passed", "update 2: 0": "failure"}
-    assert "seed" not in render([samples.audited()], "junit")
+def test_an_audit_is_one_test_with_its_updates() -> None:
+    failure = told_of(samples.audited())
+    assert failure.tag == "failure" and "update 2: 0: " in (failure.text or "")
+    assert "update 1" not in (failure.text or "") and "seed" not in render([samples.audited()], "junit")
 
 
 def test_an_update_that_means_nothing_is_no_failure() -> None:
-    assert cases(samples.audited(Outcome.INCONCLUSIVE, judged=False))["update 2: 0"] == "skipped"
-    assert cases(samples.audited(Outcome.INCONCLUSIVE, judged=False))["verdict"] == "error"
+    error = told_of(samples.audited(Outcome.INCONCLUSIVE, judged=False))
+    assert error.tag == "error" and "update 2: 0" not in (error.text or "")
 
 
-def test_a_profile_is_a_suite_of_rows() -> None:
-    assert set(cases(profiles.profile()).values()) == {"passed"}
-    found = cases(profiles.failing())
-    assert found["accumulate, K = 2"] == "failure"
-    assert found["accumulate, K = 8"] == "failure"
-    assert found["accumulate, K = 64"] == "skipped"
+def test_a_profile_is_a_test_with_its_rows() -> None:
+    assert not list(ElementTree.fromstring(render([profiles.profile()], "junit"))[0][0])
+    told = told_of(profiles.failing()).text or ""
+    assert all(f"accumulate, K = {steps}: " in told for steps in (2, 8, 64))
 
 
 # --- Markdown and GitHub's annotations: what they show, and that names stay text -------------------------------------
@@ -300,6 +317,8 @@ def test_annotations_are_commands_at_lines() -> None:
         in lines[0]
     )
     assert lines[1].startswith("::notice title=GAV402")
+    replayed = Finding("GAV301", "aligned-randomness", "note", "draws were replayed", Location(None, None, "a.py", 1))
+    assert "GAV301" not in render([samples.divergent(findings=(replayed,))], "github")
     assert lines[2] == "::error title=gaverify%3A b.toml::100%25 wrong%0Ahere"
     assert render([samples.equivalent()], "github") == ""
     assert "::warning title=gaverify%3A inconclusive" in render([samples.inconclusive(findings=())], "github")
@@ -373,7 +392,9 @@ def test_levels_rules_and_notifications() -> None:
     ]
     for result in run["results"]:
         rule = run["tool"]["driver"]["rules"][result["ruleIndex"]]
+        assert rule["helpUri"].startswith("https://") and rule["helpUri"].endswith(f"/{result['ruleId']}.md")
         assert rule["id"] == result["ruleId"] and "Why gradients diverge" in rule["help"]["text"]
+    assert run["tool"]["driver"]["informationUri"].startswith("https://")
     assert run["invocations"][0]["executionSuccessful"] is False
     assert "no `model`" in run["invocations"][0]["toolExecutionNotifications"][0]["message"]["text"]
     suspected = replace(samples.batchnorm(), proven=False)
@@ -383,7 +404,10 @@ def test_levels_rules_and_notifications() -> None:
 def test_only_an_equivalent_answer_has_no_result() -> None:
     assert log(samples.equivalent())["results"] == []
     assert log(samples.equivalent())["invocations"][0]["executionSuccessful"] is True
-    assert [r["ruleId"] for r in log(samples.divergent(findings=()))["results"]] == ["GAV000"]
+    replayed = Finding("GAV301", "aligned-randomness", "note", "draws were replayed", proven=True)
+    assert log(samples.equivalent(findings=(replayed,)))["results"] == []
+    for findings in ((), (replayed,)):
+        assert [r["ruleId"] for r in log(samples.divergent(findings=findings))["results"]] == ["GAV000"]
     assert [r["ruleId"] for r in log(samples.inconclusive(findings=()))["results"]] == ["inconclusive"]
 
 

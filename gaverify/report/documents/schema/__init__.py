@@ -1,4 +1,4 @@
-"""One schema with three kinds of document: a verdict, an audit, a profile; and the document of several answers."""
+"""The document of a call, and what it holds: verdicts, audits, profiles. An answer's `to_json` is one of the latter."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ class ErrorItem(Shape):
 
 
 class RunDocument(Shape):
-    """Several answers of one call, and the runs that failed."""
+    """The answers of one call, and the runs that failed."""
 
     version: Literal[1]
     outcome: OutcomeName
+    exit_code: Literal[0, 1, 2, 3, 70, 130] | None = None
+    started: str = ""
     verdicts: list[VerdictDocument]
     audits: list[AuditDocument] = Field(default_factory=list)
     profiles: list[ProfileDocument] = Field(default_factory=list)
@@ -33,12 +35,8 @@ class RunDocument(Shape):
 
 Document = VerdictDocument | AuditDocument | ProfileDocument | RunDocument
 
-_PRINTED: dict[str, tuple[str, Any]] = {
-    "run": ("verdict", VerdictDocument | RunDocument),
-    "audit": ("audit", AuditDocument | RunDocument),
-    "profile": ("profile", ProfileDocument),
-}
-"""Command → what its document is called, and the shapes that it may have."""
+_PRINTED = {"run": VerdictDocument, "audit": AuditDocument, "profile": ProfileDocument}
+"""Command → the shape of its answers."""
 
 
 def validate_document(text: str | bytes) -> Document:
@@ -60,11 +58,11 @@ def shape_of(document: Mapping[str, Any]) -> type[Document]:
 
 
 def schema_text(command: str) -> str:
-    """Returns the JSON schema of the document that `gaverify COMMAND --format json` prints."""
-    title, shapes = _PRINTED[command]
+    """Returns the JSON schema of what `gaverify COMMAND --format json` prints, and of one answer's `to_json()`."""
+    shapes: Any = RunDocument | _PRINTED[command]
     schema = TypeAdapter(shapes).json_schema()
     schema |= {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": f"gaverify {title} document, version 1",
+        "title": f"gaverify {command} document, version 1",
     }
     return json.dumps(schema, indent=2, ensure_ascii=False)
