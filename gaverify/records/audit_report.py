@@ -12,7 +12,7 @@ from gaverify.records.comparison import Method, Outcome
 from gaverify.records.findings import Acceptance, Finding, Settled
 from gaverify.records.ranks import RankFacts
 from gaverify.records.windows import Window
-from gaverify.version import __version__
+from gaverify.version import __version__, current_time, git_commit
 
 TITLES = {
     "full": "full-batch run",
@@ -95,6 +95,10 @@ class AuditReport(Settled):
     acceptance: Acceptance = field(default_factory=Acceptance)
     python: str = field(default_factory=platform.python_version)
     platform: str = field(default_factory=platform.platform)
+    started: str = field(default_factory=current_time)
+    """When the answer was made: UTC, to the second; "" in documents that older versions wrote."""
+    commit: str = field(default_factory=git_commit)
+    """The commit of git that was checked out in the working folder; "" outside a repository."""
 
     @property
     def decisive(self) -> UpdateComparison | None:

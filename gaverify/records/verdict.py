@@ -12,6 +12,7 @@ from gaverify.records.comparison import FewSamples, Outcome, ParameterComparison
 from gaverify.records.experiment import ModuleDifference
 from gaverify.records.findings import Acceptance, Finding, Settled
 from gaverify.records.ranks import RankFacts
+from gaverify.version import current_time, git_commit
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,10 @@ class RunInfo:
     """The two micro-batches of the part in which the cause was found, and where the method says so, which decided."""
     python: str = field(default_factory=platform.python_version)
     platform: str = field(default_factory=platform.platform)
+    started: str = field(default_factory=current_time)
+    """When the answer was made: UTC, to the second; "" in documents that older versions wrote."""
+    commit: str = field(default_factory=git_commit)
+    """The commit of git that was checked out in the working folder; "" outside a repository."""
 
     @property
     def steps(self) -> int:

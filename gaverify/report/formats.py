@@ -44,7 +44,7 @@ FORMATS: tuple[Format, ...] = (
     Format("text", ".txt", "terminal:text"),
     Format("json", ".json", "documents:report_text"),
     Format("junit", ".xml", "junit:junit_text"),
-    Format("svg", ".svg", "terminal:svg"),
+    Format("svg", ".svg", "card:svg"),
     Format("html", ".html", "page.rendering:html_text"),
     Format("sarif", ".sarif", "sarif:sarif_text"),
     Format("markdown", ".md", "markdown:markdown_text"),

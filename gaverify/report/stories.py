@@ -89,7 +89,8 @@ class Story:
         passed: Whether the command leaves with 0 for this answer: equivalent, accepted or expected.
         facts: What was run, as (label, text).
         heading: What stands above the facts.
-        made_by: The versions and the platform; "" where nothing ran.
+        made_by: The versions, the platform and the commit of git; "" where nothing ran.
+        started: When the answer was made, in UTC; "" where it is not known.
     """
 
     kind: str
@@ -111,6 +112,7 @@ class Story:
     facts: Sequence[tuple[str, str]] = ()
     heading: str = ""
     made_by: str = ""
+    started: str = ""
 
     @property
     def said(self) -> str:
@@ -137,6 +139,7 @@ def _verdict(verdict: Verdict) -> Story:
         facts=verdict_facts(verdict),
         heading=f"gaverify {verdict.run.gaverify}",
         made_by=_made_by(verdict.run),
+        started=verdict.run.started,
         **_settled(verdict),
     )
 
@@ -152,6 +155,7 @@ def _audit(report: AuditReport) -> Story:
         facts=audit_facts(report),
         heading=f"gaverify {report.gaverify} audit",
         made_by=_made_by(report),
+        started=report.started,
         **_settled(report),
     )
 
@@ -171,7 +175,8 @@ def _settled(answer: Verdict | AuditReport) -> dict[str, Any]:
 
 
 def _made_by(made: RunInfo | AuditReport | Setting) -> str:
-    return f"gaverify {made.gaverify}, torch {made.torch}, Python {made.python}, {made.platform}"
+    versions = f"gaverify {made.gaverify}, torch {made.torch}, Python {made.python}, {made.platform}"
+    return ", commit ".join(filter(None, (versions, getattr(made, "commit", "")[:12])))
 
 
 def _judged(update: UpdateComparison) -> Outcome:

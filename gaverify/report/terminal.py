@@ -1,16 +1,14 @@
-"""Lines on a stream: plain or coloured, as plain text, as a picture of a terminal, as pytest shows a failure."""
+"""Lines on a stream: plain or coloured, as plain text, as pytest shows a failure."""
 
 from __future__ import annotations
 
 import codecs
 import io
 import os
-import re
 import shutil
 from collections.abc import Iterable
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
-from gaverify.records.profile import Profile
 from gaverify.records.verdict import Verdict
 from gaverify.report.stories import Report
 from gaverify.report.text.layout import Layout, Line, plain
@@ -64,12 +62,6 @@ def _is_unicode(stream: IO[str]) -> bool:
         return False
 
 
-_WIDTH = 110
-"""Columns of the SVG: the table keeps its worst elements in a column."""
-
-_FONT_FACE = re.compile(r"@font-face\s*\{[^}]*\}\s*")
-
-
 def print_lines(lines: Iterable[Line], file: IO[str], width: int) -> None:
     """Prints the lines with their colours to a terminal."""
     from rich.console import Console
@@ -80,27 +72,6 @@ def print_lines(lines: Iterable[Line], file: IO[str], width: int) -> None:
 def text(report: Report) -> str:
     """Returns the report as plain text: sentences of 80 columns, names as they are."""
     return plain(report_lines(report, Layout(whole=True)))
-
-
-def svg(report: Report) -> str:
-    """Returns a picture that loads nothing: a profile's two plots, the terminal's report of everything else."""
-    if len(report.answers) == 1 and isinstance(report.answers[0], Profile) and not report.errors:
-        from gaverify.report.plot import profile_svg
-
-        return profile_svg(report.answers[0])
-    # rich points to fonts on a CDN: a report must look the same without a network and tell nobody that it was opened.
-    return _FONT_FACE.sub("", _recorded(report).export_svg(title="gaverify"))
-
-
-def _recorded(report: Report) -> Console:
-    from rich.console import Console
-
-    # Colours are given outright: the picture must not depend on the terminal or on NO_COLOR of whoever wrote it.
-    console = Console(
-        record=True, file=io.StringIO(), width=_WIDTH, force_terminal=True, color_system="truecolor", no_color=False
-    )
-    _print(report_lines(report, Layout(width=_WIDTH)), console)
-    return console
 
 
 def _print(lines: Iterable[Line], console: Console) -> None:

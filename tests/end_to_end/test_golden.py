@@ -56,7 +56,19 @@ COMMANDS = {
     "profile": ["profile", "--model", "mlp", "--steps", "1,2"],
 }
 QUICK = ("equivalent", "batchnorm", "tokens", "forgotten-division", "events")
-_MACHINE = ("torch", "gaverify", "python", "platform", "device_name", "seconds", "timings", "threads", "memory")
+_MACHINE = (
+    "torch",
+    "gaverify",
+    "python",
+    "platform",
+    "device_name",
+    "seconds",
+    "timings",
+    "threads",
+    "memory",
+    "started",
+    "commit",
+)
 _ROW = re.compile(r"  (divergent|equivalent|inconclusive)$")
 _CASES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in COMMANDS]
 

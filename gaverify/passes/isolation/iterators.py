@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from gaverify.passes.isolation.generators import foreign_generator_states, torch_generator_states
+from gaverify.torch_internals import tree_leaves
 
 # For each open verification: the stand-ins by the identity of their iterators, and what puts the iterators back
 _scopes: list[tuple[dict[int, RewindableIterator], list[Callable[[], None]]]] = []

@@ -84,6 +84,8 @@ def _as_today(item: dict[str, Any]) -> dict[str, Any]:
     if "repeats" in item:
         item.pop("ranks", None)
         item.pop("engine", None)
+    if item.keys() == {"torch", "gaverify", "python", "platform"}:
+        item |= {"started": "", "commit": ""}  # else the record would say that it was made now
     return item
 
 

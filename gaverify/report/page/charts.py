@@ -1,12 +1,10 @@
-"""Inline SVG for the page: markers and bars on logarithmic axes, and modules. Colours are the page's, by class."""
+"""Bars on a logarithmic axis, as plain values. The page draws them in HTML: they follow the width of a screen."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-
-from markupsafe import Markup, escape
 
 from gaverify.records.comparison import Outcome, ParameterComparison
 from gaverify.records.experiment import ModuleDifference
@@ -14,14 +12,22 @@ from gaverify.report.junit import modules_of
 from gaverify.report.text.layout import clean
 from gaverify.report.text.wording import number, ordered
 
-_WIDE, _HIGH, _LEFT, _FOOT = 960, 320, 64, 28
-_TITLED = 300
-"""Markers with a tooltip each; of more the page would grow by hundreds of kilobytes, and the table names them all."""
+_MOST_PARAMETERS = 40
+"""Bars of parameters in a chart; of a larger model the worst ones are shown, and the table below lists all."""
+
+_MOST_MODULES = 400
+"""Bars of modules in a chart; in a deeper model the worst of neighbouring ones stands for them."""
+
+_MOST_WEIGHTS = 64
+"""Micro-batches in a chart of weights."""
+
+_TICKS = 5
+"""Powers of ten that an axis names at most: more run into each other on a screen of 400 pixels."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """A logarithmic axis between two powers of ten, `low` < `high`, over `length` units of the picture."""
+    """A logarithmic axis between two powers of ten, `low` < `high`, over `length` units."""
 
     low: int
     high: int
@@ -36,8 +42,8 @@ class Scale:
 
     @property
     def ticks(self) -> range:
-        """The powers of ten to write, a dozen at most."""
-        return range(self.low, self.high + 1, max(1, math.ceil((self.high - self.low) / 10)))
+        """The powers of ten to write."""
+        return range(self.low, self.high + 1, max(1, math.ceil((self.high - self.low) / (_TICKS - 1))))
 
 
 def scale_of(values: Iterable[float], length: float) -> Scale:
@@ -48,181 +54,175 @@ def scale_of(values: Iterable[float], length: float) -> Scale:
     return Scale(low, max(high, low + 1), length)
 
 
-def parameters_chart(rows: Sequence[ParameterComparison]) -> Markup:
-    """Returns the differences of all parameters against what was allowed, in the model's order; "" without any.
+@dataclass(frozen=True)
+class Bar:
+    """One bar: its name, its length and marks in percent of the axis, and its value in words."""
 
-    A parameter whose gradient is zero or rounding has no relative difference and is left out.
-    """
-    shown = [row for row in rows if not row.vanishing and not math.isnan(row.difference_norm)]
-    if not shown:
-        return Markup("")
-    working = [row.working_difference_norm / row.reference_norm for row in shown]
-    sizes = [*(r.relative_difference for r in shown), *(r.relative_allowed for r in shown), *working]
-    scale = scale_of(sizes, _HIGH - _FOOT - 12)
-    step = (_WIDE - _LEFT - 12) / len(shown)
-    xs = [_LEFT + step * (at + 0.5) for at in range(len(shown))]
-    body = [_axis(scale)]
-    ticks = [
-        f"M{x - step * 0.4:.1f} {_y(scale, row.relative_allowed)}h{max(step * 0.8, 1):.1f}"
-        for x, row in zip(xs, shown, strict=True)
-    ]
-    body.append(_path("allowed", "".join(ticks)))
-    apart = [(x, w) for x, row, w in zip(xs, shown, working, strict=True) if w != row.relative_difference]
-    body.append(_path("working", "".join(f"M{x:.1f} {_y(scale, w)}m-2.5 0h5" for x, w in apart)))
-    for outcome in Outcome:
-        mine = [(x, row) for x, row in zip(xs, shown, strict=True) if row.outcome is outcome]
-        body.append(
-            _marks(
-                outcome.value,
-                [(x, _y(scale, row.relative_difference), row) for x, row in mine],
-                titled=len(shown) <= _TITLED,
-            )
-        )
-    divergent = sum(row.outcome is Outcome.DIVERGENT for row in shown)
-    label = f"Relative difference of {len(shown)} parameters on a logarithmic axis, {divergent} of them divergent"
-    return _svg(_HIGH, label, body)
-
-
-def _marks(kind: str, places: Sequence[tuple[float, str, ParameterComparison]], *, titled: bool) -> Markup:
-    if not places:
-        return Markup("")
-    if not titled:  # one path of round dots: a line of no length with round caps
-        return _path(f"dots {kind}", "".join(f"M{x:.1f} {y}h0" for x, y, _ in places))
-    dots = []
-    for x, y, row in places:
-        told = f"{row.name}: {number(row.relative_difference)}, allowed {number(row.relative_allowed)}"
-        dots.append(_tag("circle", _tag("title", told), cx=f"{x:.1f}", cy=y, r=4))
-    return _tag("g", Markup("").join(dots), class_=kind)
-
-
-def bars_chart(bars: Sequence[tuple[str, float, str]], label: str) -> Markup:
-    """Returns horizontal bars on a logarithmic axis; each is (text, value, class)."""
-    left = min(16 + 7 * max((len(text) for text, _, _ in bars), default=0), _WIDE // 2)  # the labels' widest
-    scale = scale_of((value for _, value, _ in bars), _WIDE - left - 120)
-    parts = []
-    for at, (text, value, kind) in enumerate(bars):
-        y, wide = 8 + 34 * at, max(scale.at(value), 2)
-        parts.append(_tag("text", text, x=0, y=y + 16))
-        parts.append(_tag("rect", class_=f"bar {kind}", x=left, y=y, width=f"{wide:.1f}", height=22, rx=3))
-        parts.append(_tag("text", number(value), x=f"{left + 10 + wide:.1f}", y=y + 16))
-    return _svg(16 + 34 * len(bars), label, parts)
-
-
-def weights_chart(used: Sequence[float], right: Sequence[float]) -> Markup:
-    """Returns a pair of bars per micro-batch, the weight that was used and the one that fits, on a linear axis."""
-    count = len(right)
-    largest = max([abs(value) for value in (*used, *right) if math.isfinite(value)], default=0.0) or 1.0
-    step = (_WIDE - _LEFT - 12) / max(count, 1)
-    high = 200
-    parts: list[Markup] = []
-    for at in range(count):
-        x = _LEFT + step * at
-        pairs = (("used", used[at] if at < len(used) else 0.0), ("right", right[at]))
-        for side, (kind, value) in enumerate(pairs):
-            tall = high * abs(value) / largest if math.isfinite(value) else 0.0
-            width = max(min(step * 0.38, 60), 0.6)
-            place = {"x": f"{x + side * width:.1f}", "y": f"{high - tall + 10:.1f}"}
-            told = _tag("title", f"micro-batch {at + 1}: {value:.4g}")
-            parts.append(_tag("rect", told, class_=f"bar {kind}", **place, width=f"{width:.1f}", height=f"{tall:.1f}"))
-        if count <= 24:
-            parts.append(_tag("text", at + 1, x=f"{x:.1f}", y=high + 28, class_="soft"))
-    parts.append(_tag("text", f"{largest:.3g}", x=0, y=20, class_="soft"))
-    parts.append(_tag("text", 0, x=0, y=high + 10, class_="soft"))
-    return _svg(high + 36, f"Weights of {count} micro-batches: used, and those that fit", parts)
-
-
-def _axis(scale: Scale) -> Markup:
-    lines = []
-    for power in scale.ticks:
-        y, raised = _y(scale, 10.0**power), str(power).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
-        lines.append(_path("grid", f"M{_LEFT} {y}H{_WIDE}"))
-        place = {"x": _LEFT - 8, "y": f"{float(y) + 4:.1f}", "text-anchor": "end"}
-        lines.append(_tag("text", f"10{raised}", class_="soft", **place))
-    return Markup("").join(lines)
-
-
-def _y(scale: Scale, value: float) -> str:
-    return f"{_HIGH - _FOOT - scale.at(value):.1f}"
-
-
-def _path(kind: str, drawn: str) -> Markup:
-    return _tag("path", class_=kind, d=drawn) if drawn else Markup("")
-
-
-def _tag(name: str, inside: object = None, **attributes: object) -> Markup:
-    """An element of a picture, all of it escaped; `class_` is its class."""
-    listed = Markup("").join(Markup(' {}="{}"').format(key.rstrip("_"), value) for key, value in attributes.items())
-    end = Markup("/>") if inside is None else Markup(">{}</{}>").format(inside, name)
-    return Markup("<{}{}{}").format(name, listed, end)
-
-
-def _svg(high: float, label: str, parts: Iterable[Markup]) -> Markup:
-    return Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}" class="chart">{}</svg>').format(
-        _WIDE, high, escape(label), Markup("").join(parts)
-    )
-
-
-_MODULES = 400
-"""Modules that the strip of the forward order shows; the worst of neighbouring ones stand for a deeper model."""
+    name: str
+    kind: str
+    """The class that gives the colour: an outcome, or "used" and "right" for weights."""
+    percent: float
+    size: str
+    is_cause: bool = False
+    """Whether a finding names it."""
+    allowed: float | None = None
+    """Where the allowed difference lies, in percent of the axis."""
+    working: float | None = None
+    """Where the difference in working precision lies, if another precision decided; in percent of the axis."""
 
 
 @dataclass(frozen=True)
-class ModuleView:
-    """A module in the model's order: how far its worst parameter is off, as a share of the strip, and its outcome."""
+class BarChart:
+    """Bars with their axis; empty charts are false."""
 
-    name: str
-    outcome: str
-    difference: str
-    percent: float
-    culprit: bool
+    label: str = ""
+    """What the chart shows, for those who cannot see it."""
+    bars: Sequence[Bar] = ()
+    ticks: Sequence[tuple[float, str]] = ()
+    """Marks of the axis: (percent of the axis, text)."""
+    bars_left_out: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.bars)
 
 
-def by_parameters(rows: Sequence[ParameterComparison], culprits: set[str]) -> Iterator[ModuleView]:
-    """Yields each module by the worst of its parameters, in the model's order.
+def _power_of_ten(power: int) -> str:
+    return "10" + str(power).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+
+
+def _ticks_of(scale: Scale) -> list[tuple[float, str]]:
+    return [(round(scale.at(10.0**power), 1), _power_of_ten(power)) for power in scale.ticks]
+
+
+def _are_all_divergent(bars: Sequence[Bar]) -> bool:
+    """Whether every bar is red: such a chart tells nothing apart."""
+    return all(bar.kind == Outcome.DIVERGENT.value for bar in bars)
+
+
+def parameters_chart(rows: Sequence[ParameterComparison]) -> BarChart:
+    """Returns the differences of parameters against what was allowed, in the model's order; empty if all diverge.
+
+    A parameter whose gradient is zero or rounding has no relative difference and is left out.
+    """
+    relative = [row for row in rows if not row.vanishing and not math.isnan(row.difference_norm)]
+    worst = {id(row) for row in ordered(relative)[:_MOST_PARAMETERS]}
+    shown = [row for row in relative if id(row) in worst]
+    working = [row.working_difference_norm / row.reference_norm for row in shown]
+    scale = scale_of([*(r.relative_difference for r in shown), *(r.relative_allowed for r in shown), *working], 100)
+    bars = [
+        Bar(
+            clean(row.name or "(unnamed)"),
+            row.outcome.value,
+            round(scale.at(row.relative_difference), 1),
+            number(row.relative_difference),
+            allowed=round(scale.at(row.relative_allowed), 1),
+            working=round(scale.at(in_working), 1) if in_working != row.relative_difference else None,
+        )
+        for row, in_working in zip(shown, working, strict=True)
+    ]
+    if _are_all_divergent(bars):
+        return BarChart()
+    label = f"Relative difference of {len(bars)} parameters on a logarithmic axis"
+    return BarChart(label, bars, _ticks_of(scale), len(relative) - len(shown))
+
+
+def repairs_chart(sizes: Sequence[tuple[str, float, str]]) -> BarChart:
+    """Returns a bar for each (text, relative difference, kind)."""
+    scale = scale_of((value for _, value, _ in sizes), 100)
+    bars = [Bar(text, kind, max(round(scale.at(value), 1), 0.5), number(value)) for text, value, kind in sizes]
+    label = "Relative difference, " + ", ".join(f"{bar.name}: {bar.size}" for bar in bars)
+    return BarChart(label, bars, _ticks_of(scale))
+
+
+def weights_chart(used: Sequence[float], right: Sequence[float]) -> BarChart:
+    """Returns two bars per micro-batch, the weight that was used and the one that fits, on a linear axis from zero."""
+    shown = range(min(len(right), _MOST_WEIGHTS))
+    largest = max([abs(value) for value in (*used, *right) if math.isfinite(value)], default=0.0) or 1.0
+    bars = []
+    for at in shown:
+        pair = (("used", used[at] if at < len(used) else 0.0), ("right", right[at]))
+        for kind, value in pair:
+            percent = 100 * abs(value) / largest if math.isfinite(value) else 0.0
+            name = f"micro-batch {at + 1}" if kind == "used" else ""
+            bars.append(Bar(name, kind, round(percent, 1), f"{value:.4g}"))
+    label = f"Weights of {len(right)} micro-batches: used, and those that fit"
+    return BarChart(label, bars, [(0.0, "0"), (100.0, f"{largest:.3g}")], len(right) - len(shown))
+
+
+def chart_by_parameters(rows: Sequence[ParameterComparison], causes: set[str]) -> BarChart:
+    """Returns each module by the worst of its parameters, in the model's order; empty if all diverge.
 
     Args:
         rows: All parameters.
-        culprits: The names of the modules that a finding blames.
+        causes: The names of the modules that a finding names.
     """
-    groups = modules_of(rows)
-    worst_of = [(name, ordered(members)[0]) for name, members in groups]
+    worst_of = [(name, ordered(members)[0]) for name, members in modules_of(rows)]
     scale = scale_of((row.relative_difference for _, row in worst_of if not row.vanishing), 100)
-    size = math.ceil(len(worst_of) / _MODULES)
-    for at in range(0, len(worst_of), max(size, 1)):
+    size = max(math.ceil(len(worst_of) / _MOST_MODULES), 1)
+    bars = []
+    for at in range(0, len(worst_of), size):
         piece = worst_of[at : at + size]
-        first = ordered(row for _, row in piece)[0]
-        name = next(name for name, row in piece if row is first)
-        yield _module(name, first, scale, any(module in culprits for module, _ in piece))
-
-
-def _module(name: str, row: ParameterComparison, scale: Scale, culprit: bool) -> ModuleView:
-    share = 0.0 if row.vanishing or math.isnan(row.relative_difference) else scale.at(row.relative_difference)
-    difference = "rounding of a zero" if row.vanishing else number(row.relative_difference)
-    return ModuleView(clean(name or "(root)"), row.outcome.value, difference, round(share, 1), culprit)
-
-
-def by_outputs(modules: Sequence[ModuleDifference], culprits: set[str]) -> Iterator[ModuleView]:
-    """Yields how the difference travels through the forward: each module's outputs; nothing where all of them agree."""
-    if all(module.difference == 0 for module in modules):
-        return
-    scale = scale_of((module.difference for module in modules), 100)
-    size = math.ceil(len(modules) / _MODULES)
-    for at in range(0, len(modules), size):
-        piece = modules[at : at + size]
-        most = max(piece, key=lambda module: module.difference)
-        outcome = Outcome.DIVERGENT if most.difference > 0 else Outcome.EQUIVALENT
-        yield ModuleView(
-            clean(most.module),
-            outcome.value,
-            number(most.difference) if most.difference > 0 else "the same values",
-            round(scale.at(most.difference), 1),
-            any(module.module in culprits for module in piece),
+        row = ordered(each for _, each in piece)[0]
+        name = next(name for name, each in piece if each is row)
+        has_size = not row.vanishing and not math.isnan(row.relative_difference)
+        bars.append(
+            Bar(
+                clean(name or "(root)"),
+                row.outcome.value,
+                round(scale.at(row.relative_difference), 1) if has_size else 0.0,
+                "rounding of a zero" if row.vanishing else number(row.relative_difference),
+                any(module in causes for module, _ in piece),
+            )
         )
+    if len(bars) < 2 or _are_all_divergent(bars):
+        return BarChart()
+    return BarChart("Gradients by module", bars, _ticks_of(scale))
 
 
-def first_to_differ(modules: Sequence[ModuleDifference]) -> str:
-    """The first module whose outputs differ, and not one that only holds it: a block differs as its layers do."""
-    names = [module.module for module in modules if module.difference > 0]
-    holders = {name[:at] for name in names for at, character in enumerate(name) if character == "."} | {""}
-    first = next((name for name in names if name not in holders), next(iter(names), ""))
-    return clean(first or "(root)")
+def chart_by_outputs(modules: Sequence[ModuleDifference], causes: set[str]) -> BarChart:
+    """Returns how far each module's outputs differ in the forward; empty where all of them agree, or all differ.
+
+    A module that only holds modules that differ is left out: it repeats what they show.
+    """
+    holders = _holders_of_differing(modules) - causes
+    shown = [module for module in modules if module.module not in holders]
+    if all(module.difference == 0 for module in shown):
+        return BarChart()
+    scale = scale_of((module.difference for module in shown), 100)
+    size = math.ceil(len(shown) / _MOST_MODULES)
+    bars = []
+    for at in range(0, len(shown), size):
+        piece = shown[at : at + size]
+        most = max(piece, key=lambda module: module.difference)
+        differs = most.difference > 0
+        bars.append(
+            Bar(
+                clean(most.module or "(root)"),
+                (Outcome.DIVERGENT if differs else Outcome.EQUIVALENT).value,
+                round(scale.at(most.difference), 1),
+                number(most.difference) if differs else "the same values",
+                any(module.module in causes for module in piece),
+            )
+        )
+    if _are_all_divergent(bars) and not any(bar.is_cause for bar in bars):
+        return BarChart()
+    return BarChart("Outputs by module", bars, _ticks_of(scale))
+
+
+def _holders_of_differing(modules: Sequence[ModuleDifference]) -> set[str]:
+    """Modules that differ and hold another one that does: a block differs as its layers do."""
+    differing = [module.module for module in modules if module.difference > 0]
+    holders = {name[:at] for name in differing for at, character in enumerate(name) if character == "."}
+    if any(differing):
+        holders.add("")
+    return holders & set(differing)
+
+
+def first_to_differ(modules: Sequence[ModuleDifference], causes: set[str]) -> str:
+    """Returns the first module whose outputs differ: the one that a finding names, else none that only holds it."""
+    differing = [module.module for module in modules if module.difference > 0]
+    holders = _holders_of_differing(modules)
+    first = next((name for name in differing if name not in holders), next(iter(differing), ""))
+    # a module whose own forward mixes samples holds the parts that differ after it
+    blamed = next((name for name in differing if name in causes), first)
+    return clean(blamed or "(root)")

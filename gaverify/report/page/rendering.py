@@ -38,7 +38,7 @@ def html_text(report: Report) -> str:
     """
     saved = [_saved(answer) for answer in report.answers]
     before = [_saved(answer) for answer in report.before]
-    views = [view_of(answer) for answer in saved]
+    views = [view_of(answer, report.show_all) for answer in saved]
     script = _file("page.js")
     hashed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     text = _template("page.html.jinja").render(

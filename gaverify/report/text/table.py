@@ -30,7 +30,7 @@ def table_lines(parameters: Iterable[ParameterComparison], layout: Layout, show_
     if not rows:
         return []
     shown = rows if show_all or len(rows) <= SMALL else _failing(rows)
-    lines = _rows(shown, layout) if shown else []
+    lines = _rows(shown, layout, with_worst=show_all) if shown else []
     lines += _hidden(rows[len(shown) :], layout, "… and {} more" if shown else "{}")
     if any(row.vanishing for row in shown):
         lines += layout.wrap(NOT_RELATIVE, indent=2, style="dim")
@@ -53,7 +53,7 @@ def _hidden(rows: Sequence[ParameterComparison], layout: Layout, counted: str) -
     return lines
 
 
-def _rows(rows: Sequence[ParameterComparison], layout: Layout) -> list[Line]:
+def _rows(rows: Sequence[ParameterComparison], layout: Layout, with_worst: bool) -> list[Line]:
     body = [[layout.text(cell) for cell in _cells(row)] for row in rows]
     table = [[layout.text(cell) for cell in _HEADER], *body]
     rest = columns([row[1:] for row in table], right=(1, 2, 3))
@@ -63,7 +63,7 @@ def _rows(rows: Sequence[ParameterComparison], layout: Layout) -> list[Line]:
             rest = [[*row[:at], *row[at + 1 :]] for row in rest]
             taken = _taken(rest)
     widest = max(cells(row[0]) for row in table)
-    wide = _worst_column(rows, layout, layout.width - taken - widest - len(_GAP))
+    wide = _worst_column(rows, layout, layout.width - taken - widest - len(_GAP)) if with_worst else None
     room = widest if wide or layout.whole else max(min(widest, layout.width - taken), _SHORTEST)
     lines: list[Line] = []
     for at, tail in enumerate(rest):
@@ -75,7 +75,7 @@ def _rows(rows: Sequence[ParameterComparison], layout: Layout) -> list[Line]:
         middle = [*tail[:-2], *([wide[at]] if wide else []), tail[-2]]
         text = _GAP + pad(name, room) + _GAP + _GAP.join(middle) + _GAP
         lines.append([(text, "bold" if at == 0 else ""), (tail[-1], style)])
-        if at and not wide:
+        if at and with_worst and not wide:
             lines += _below(rows[at - 1], worst(rows[at - 1]), layout)
         if at:
             lines += _below(rows[at - 1], rows[at - 1].reason, layout, head="")

@@ -21,8 +21,9 @@ from gaverify.records.findings import Evidence, Excerpt, Location
 from gaverify.report import render
 from gaverify.report.documents import answer_text
 from gaverify.report.documents.reading import answer_of
-from gaverify.report.page.charts import scale_of
+from gaverify.report.page.charts import chart_by_outputs, parameters_chart, scale_of
 from gaverify.report.page.rendering import _LIMIT
+from gaverify.report.page.views import collapse_repeats
 from gaverify.report.text.layout import Layout, cells
 
 VOID = {"meta", "input", "path", "circle", "rect", "tr", "td"}  # and those whose end may be left out
@@ -130,17 +131,18 @@ def test_a_repair_that_ran_is_a_bar_of_its_own() -> None:
     made = page(samples.divergent(findings=(replace(samples.batchnorm(), evidence=(measured, control)),)))
     assert "repair: GroupNorm(8, 32): 2.0e-07, repair: its value as a constant: 5.0e-01" in made
     figure = made[made.index("each repair that was tried") :]
-    kinds = re.findall(r'class="bar (\w+)"', figure[: figure.index("</figure>")])
+    kinds = re.findall(r'<li class="(\w+)">', figure[: figure.index("</figure>")])
     assert kinds == ["divergent", "equivalent", "equivalent", "inconclusive"]
 
 
 def test_weights_are_bars_where_they_were_fitted() -> None:
     made = page(samples.audited())
-    assert "micro-batch 2: 0.75" in made and made.count('class="bar used"') == made.count('class="bar right"') == 2
+    assert "micro-batch 2 0.5 0.75" in Reader(made).text
+    assert made.count('<li class="used"') == made.count('<li class="right"') == 2
     fitted = Evidence("micro-batch-weights", "control", "fits", {"weights": [0.1, 0.2, 0.3, 0.4]})
     verdict = samples.divergent(findings=(replace(samples.batchnorm(), evidence=(fitted,)),))
-    assert page(verdict).count('class="bar right"') == 4
-    assert 'class="bar right"' not in page(samples.divergent())
+    assert page(verdict).count('<li class="right"') == 4
+    assert '<li class="right"' not in page(samples.divergent())
 
 
 def test_the_timeline_groups_calls_by_update_and_rank() -> None:
@@ -153,10 +155,48 @@ def test_the_timeline_groups_calls_by_update_and_rank() -> None:
     assert "Timeline" not in Reader(page(samples.divergent())).text
 
 
+def test_calls_that_repeat_are_written_once() -> None:
+    forward, backward, step = (
+        ("forward", "forward", "a.py:1"),
+        ("backward", "backward", "a.py:2"),
+        ("step", "step", ""),
+    )
+    collapsed = collapse_repeats([*(forward, backward) * 4, step, *(backward,) * 3])
+    assert collapsed == [((forward, backward), 4), ((step,), 1), ((backward,), 3)]
+
+
+def test_equal_updates_are_one_entry_of_the_timeline() -> None:
+    moments = tuple(Moment(kind, update, "a.py", 3) for update in (1, 2, 3) for kind in ("backward", "step"))
+    text = Reader(page(replace(samples.audited(), timeline=(*moments, Moment("step", 4))))).text
+    assert "updates 1 to 3 backward a.py:3 step a.py:3 update 4 step" in text
+
+
+def test_a_chart_whose_bars_are_all_red_is_left_out() -> None:
+    red = [samples.row(f"{at}.weight", Outcome.DIVERGENT) for at in range(3)]
+    assert not parameters_chart(red)
+    chart = parameters_chart([*red, samples.row("3.weight")])
+    assert [bar.name for bar in chart.bars] == ["0.weight", "1.weight", "2.weight", "3.weight"] and chart.ticks
+
+
+def test_a_module_that_holds_the_cause_is_no_bar_of_its_own() -> None:
+    modules = (ModuleDifference("", 0.3), ModuleDifference("block", 0.2), ModuleDifference("block.norm", 0.9))
+    chart = chart_by_outputs((ModuleDifference("stem", 0.0), *modules), {"block.norm"})
+    assert [bar.name for bar in chart.bars] == ["stem", "block.norm"]
+    assert chart.bars[1].is_cause
+
+
+def test_the_page_says_when_it_was_made_and_of_which_commit() -> None:
+    verdict = samples.divergent()
+    made = replace(verdict, run=replace(verdict.run, started="2026-11-25T07:00:00Z", commit="0123456789abcdef" * 2))
+    text = Reader(page(made)).text
+    assert "date 2026-11-25T07:00:00Z" in text and "commit 0123456789ab" in text and "duration" in text
+
+
 def test_modules_stand_in_the_models_order_with_the_cause() -> None:
     text = Reader(page(samples.divergent())).text
     assert "the first that differs is that of 0" in text and "1 cause" in text
-    assert page(samples.large(2, 5000)).count('class="track"') <= 400
+    made = page(samples.large(2, 5000))
+    assert made.count('<li class="equivalent') + made.count('<li class="divergent') <= 440  # 400 modules, 40 parameters
 
 
 def test_the_forward_shows_where_values_part() -> None:

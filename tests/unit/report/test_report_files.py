@@ -213,8 +213,15 @@ def test_pictures_load_nothing_and_repeat(format: str) -> None:
     assert text == render([samples.divergent()], format)
 
 
-def test_svg_is_xml() -> None:
-    ElementTree.fromstring(render([samples.divergent()], "svg"))
+def test_the_picture_is_a_card_with_a_chart() -> None:
+    made = render(
+        [samples.divergent(), samples.large(2, 5000)], "svg", errors=[("a<b>.toml", "no `model` & no `spec`")]
+    )
+    root = ElementTree.fromstring(made)
+    words = " ".join(root.itertext())
+    for shown in ("DIVERGENT", "GAV101", "0.weight", "more parameters in the text report", "a<b>.toml"):
+        assert shown in words
+    assert "worst element" not in words and len(made) < 40_000
 
 
 # --- What verdicts, audits and profiles have in common, and what JUnit makes of it -----------------------------------

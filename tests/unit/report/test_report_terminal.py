@@ -103,7 +103,7 @@ def test_the_trace_shows_the_numbers_of_toy_linear() -> None:
 
 def test_folding_hides_only_what_is_equivalent() -> None:
     text = printed(samples.large(faults=2))
-    assert text.count("worst element") == 2
+    assert "worst element" not in text
     assert "… and 58 more parameters: equivalent (use --all)" in text
     everything = printed(samples.large(faults=2), show_all=True)
     assert len(re.findall(r" (?:equivalent|divergent)$", everything, re.MULTILINE)) == 60
@@ -259,7 +259,7 @@ import samples
 for format in gaverify.report.FORMATS:
     format = format.name
     gaverify.report.render([samples.divergent()], format)
-assert 'rich' in sys.modules and 'torch' not in sys.modules
+assert not {'rich', 'torch'} & set(sys.modules)
 """
     assert (
         subprocess.run([sys.executable, "-c", script, str(Path(samples.__file__).parent)], check=False).returncode == 0

@@ -47,12 +47,14 @@ class Parameter(Shape):
 
 
 class Environment(Shape):
-    """The versions that the run used."""
+    """The versions that the run used, when it was made, and the commit of git in its working folder."""
 
     torch: str
     gaverify: str
     python: str
     platform: str
+    started: str = ""
+    commit: str = ""
 
 
 @derived(Excerpt)
