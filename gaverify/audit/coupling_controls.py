@@ -20,13 +20,14 @@ import torch
 from gaverify.audit.job import SCRIPT, Role
 from gaverify.audit.outcome import is_explained
 from gaverify.audit.rank_facts import left_by, weighed_run
+from gaverify.audit.ranks import RankedRun
 from gaverify.audit.reading import Run, labels
 from gaverify.audit.recording.outputs import layout_of_rows
 from gaverify.audit.running import Trial
 from gaverify.audit.same_data import Matcher
 from gaverify.audit.stages import fit_of
 from gaverify.records.audit import Record, UpdateComparison
-from gaverify.records.experiment import Cause, ControlKind, ControlRun, Operation, Suspect, WeightFit
+from gaverify.records.experiment import Cause, ControlKind, ControlRun, Operation, Suspect, WeightFit, is_constant
 from gaverify.records.windows import rounds_of
 from gaverify.rules.wording import listed
 from gaverify.thresholds import COMPUTED_FLOAT32, MANY_UNITS, SMALL_PART, TINY
@@ -71,6 +72,18 @@ def pairs_of(full: Run, accumulated: Run, update: int = 1) -> list[Pair | None]:
     return pairs
 
 
+def pairs_of_ranks(full: Run, accumulated: Run, update: int = 1) -> list[list[Pair | None]]:
+    """Returns the pairs of each rank's forwards; none where those of any rank are not found."""
+    ranks = accumulated.ranks if isinstance(accumulated, RankedRun) else (accumulated,)
+    found = [pairs_of(full, run, update) for run in ranks]
+    for rank, pairs in enumerate(found):
+        # A model is known by its address in each rank's process: by its place among the rank's models in all of them.
+        numbers: dict[Any, int] = {}
+        for pair in filter(None, pairs):
+            pair[1].update(rank=rank, model=numbers.setdefault(pair[1]["model"], len(numbers)))
+    return found if all(found) else []
+
+
 def outputs_of(run: Run) -> list[Forward]:
     """Returns what the modules of the update that was listened to gave."""
     path = run.folder / "outputs.pt"
@@ -86,11 +99,12 @@ def first_module(pairs: Sequence[Pair | None], unit: float) -> Suspect | None:
     allowed = _allowed(unit)
     parted: dict[Any, tuple[float, int, dict[str, Any], dict[str, Any]]] = {}
     agreed_first: set[Any] = set()
-    models: set[int] = set()
+    parted_first: set[Any] = set()
+    seen: set[Any] = set()
     for pair in filter(None, pairs):
-        model = pair[1]["model"]
-        first = model not in models
-        models.add(model)
+        model, rank = pair[1]["model"], pair[1].get("rank", 0)
+        first = (rank, model) not in seen
+        seen.add((rank, model))
         for at, whole, part in _calls(pair):
             key = model, at
             inputs = _apart(pair, whole["inputs"], part["inputs"])
@@ -101,10 +115,11 @@ def first_module(pairs: Sequence[Pair | None], unit: float) -> Suspect | None:
             if apart <= allowed:
                 agreed_first |= {key} if first else set()
                 continue
+            parted_first |= {key} if first else set()
             most, samples, _, _ = parted.get(key, (0.0, 0, whole, part))
             parted[key] = max(most, apart), samples + int((outputs > allowed).sum()), whole, part
     for key, (apart, samples, call, other) in parted.items():
-        if key not in agreed_first:
+        if key not in agreed_first - parted_first:
             file, line = first_meeting(call["meetings"], other["meetings"]) or call["place"] or (None, None)
             operation = Operation(call["kind"], call["path"], call["kind"], file=file, line=line)
             return Suspect("rows", operation, None, apart, samples, True, bool(call["scales"]))
@@ -273,11 +288,15 @@ def coupled(trial: Trial, record: Record) -> Record:
     gives for each row. Where a module that parts keeps statistics, once more with those modules in evaluation mode.
     """
     update = record.divergent
-    if update is None or record.ranks > 1 or record.unaligned or is_explained(record):
+    ranked = record.ranks > 1
+    if update is None or record.unaligned or is_explained(record) or (ranked and record.together is None):
         return record
     bench = _Bench(trial, record, update)
     return replace(record, coupling=tuple(_causes(bench)), weighed=bench.weighed)
 
+
+_Pairs = Sequence[Sequence[Pair | None]]
+"""The pairs of each rank."""
 
 _Held = Mapping[str, tuple[str, ...]]
 """Fields of `Job`: buffers whose modules run in evaluation mode, and code that is held."""
@@ -290,7 +309,12 @@ class _Tried:
     held: _Held
     full: Run
     accumulated: Run
-    pairs: list[Pair | None]
+    each: list[list[Pair | None]]  # by rank
+
+    @property
+    def pairs(self) -> list[Pair | None]:
+        """Those of all ranks."""
+        return [pair for pairs in self.each for pair in pairs]
 
 
 class _Bench:
@@ -300,22 +324,40 @@ class _Bench:
         self._trial, self.record, self.update = trial, record, update
         self.weighed: ControlRun | None = None
 
-    def tried(self, held: _Held, first: Sequence[Pair | None] = ()) -> _Tried:
+    def tried(self, held: _Held, first: _Pairs = ()) -> _Tried:
         """Makes both runs; the pairs of those in which nothing is held tell whose rows are given to which forward."""
         full = self._again("full", **held)
         accumulated = self._accumulated(full, held, first)
-        return _Tried(held, full, accumulated, pairs_of(full, accumulated, self.update.number))
+        return _Tried(held, full, accumulated, pairs_of_ranks(full, accumulated, self.update.number))
 
-    def weigh(self, tried: _Tried, fit: WeightFit, first: Sequence[Pair | None]) -> None:
+    def weigh(self, tried: _Tried, fit: WeightFit, first: _Pairs) -> None:
         """Runs the losses times the weights that fit what is left, with the same things held."""
-        shares = self._trial.shares(self.record, fit.multipliers)
+        # The weights of several ranks' passes stand side by side, and no run multiplies by those of each rank.
+        shares = self._trial.shares(self.record, fit.multipliers) if self.record.ranks == 1 else ()
         if shares:
             again = self._accumulated(tried.full, tried.held, first, shares=shares)
             self.weighed = weighed_run(tried.full, again, self.record)
 
-    def _accumulated(self, full: Run, held: _Held, first: Sequence[Pair | None], **changed: Any) -> Run:
-        spots = tuple(None if pair is None else (pair[0]["number"], tuple(pair[2])) for pair in first)
-        return self._again("accumulated", source=full, spots=spots, **held, **changed)
+    def _accumulated(self, full: Run, held: _Held, first: _Pairs, **changed: Any) -> Run:
+        spots = tuple(
+            tuple(None if pair is None else (pair[0]["number"], tuple(pair[2])) for pair in pairs) for pairs in first
+        )
+        changed |= {"spots": spots, "given_back": self._given_back}
+        return self._again("accumulated", source=full, **held, **changed)
+
+    @property
+    def _given_back(self) -> float:
+        """What a rank's part of the full batch's gradient is multiplied by, so that ranks which average keep it whole.
+
+        A script that reduces by hand may add up instead: what a rank's own gradient counts tells.
+        """
+        ranks = self.record.together
+        if ranks is None:
+            return 1.0
+        fit = ranks.weights
+        if fit is None or fit.used_residual > ranks.rounding or not is_constant(fit.used, ranks.rounding):
+            return float(ranks.ranks)
+        return 1 / fit.used[0]
 
     def feels(self, tried: _Tried, level: tuple[str, ...]) -> bool:
         """Whether a loss gives other gradients to half of the rows where the other half has other values."""
@@ -350,7 +392,7 @@ class _Bench:
 def _causes(bench: _Bench) -> Iterator[Cause]:
     """Yields what parts first, then with that held what parts next, until nothing but rounding is left."""
     tried, unit, whole = bench.tried({"frozen": (), "held": ()}), bench.record.unit, bench.update.relative_difference
-    first = tried.pairs
+    first = tried.each
     if not first:
         return
     for _ in range(_MOST):
@@ -381,7 +423,7 @@ def _explained(control: ControlRun, whole: float) -> float:
     return 1 - control.fit.residual / whole if control.fit is not None and share <= SMALL_PART else share
 
 
-def _loss_causes(bench: _Bench, tried: _Tried, first: Sequence[Pair | None]) -> Iterator[Cause]:
+def _loss_causes(bench: _Bench, tried: _Tried, first: _Pairs) -> Iterator[Cause]:
     """Yields the loss, where it gives back to samples what depends on the others, or on what the loop computes of them.
 
     The second is only known by the control, and where no scale of a term can be behind it.

@@ -72,7 +72,9 @@ class Job:
             half of each forward's rows.
         held: Paths of modules, or `SCRIPT`, whose own code gives and gives back what it did in the full-batch run.
         spots: For each forward of that update where its rows lie in the full-batch run: the number of the forward
-            there, and their places in it; None where the forward belongs to the held code.
+            there, and their places in it; None where the forward belongs to the held code. One entry per rank.
+        given_back: What gradients are multiplied by that held code gives back: the number of ranks where their
+            gradients are averaged.
         sources: Folders of all ranks of the full-batch run: draws.
         unit: Unit roundoff by which weights are moved.
         perturb_early: Move weights when an optimizer takes them, for a script without modules.
@@ -135,7 +137,8 @@ class Job:
     outputs: bool = False
     moved: tuple[str, ...] = ()
     held: tuple[str, ...] = ()
-    spots: tuple[tuple[int, tuple[int, ...]] | None, ...] = ()
+    spots: tuple[tuple[tuple[int, tuple[int, ...]] | None, ...], ...] = ()
+    given_back: float = 1.0
 
     @property
     def rank(self) -> int:

@@ -106,6 +106,11 @@ def _remedy(facts: Facts, cause: Cause) -> str:
     A run tries cached gradients before anything else: where another control helped, they did not go or left something.
     """
     run = cause.control
+    if facts.ranks is not None:
+        return (
+            "compute the loss once over the window's outputs of all ranks: gather them with "
+            "`gaverify.remedies.all_gather`, and cache the gradients of micro-batches (not tried here)"
+        )
     cached = "a two-pass cached gradient (`gaverify.remedies.CachedGradients`)"
     if cause.suspect.kind == "non-additive":
         cached = f"take what it needs of the batch (a mean, a deviation) once over the window; or {cached}"

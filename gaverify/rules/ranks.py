@@ -231,21 +231,46 @@ def wrong_rank_scale(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
         return
     if abs(factor - 1) <= ranks.rounding:
         return
-    if facts.loop is not None and not _of_ranks(factor, ranks.ranks, facts.steps):
+    counting_rank = _rank_that_counts(ranks, factor)
+    if facts.loop is not None and not _of_ranks(factor, ranks.ranks, facts.steps) and counting_rank is None:
         return
     known = (
         (float(ranks.ranks), "R: a sum where the mean over the ranks was meant"),
         (1.0 / ranks.ranks, "1/R: the engine's mean divides once more"),
     )
     meaning = next((f" = {text}" for value, text in known if math.isclose(factor, value, rel_tol=COMPUTED_FLOAT32)), "")
+    remedy = f"multiply each rank's loss by {1 / factor:.6g}"
+    if counting_rank is not None:
+        counts = [sum(targets) for targets in ranks.targets]
+        meaning = f": it is divided by the {counts[counting_rank]} valid targets of rank {counting_rank} alone"
+        meaning += f", not by the {sum(counts)} of all ranks"
+        remedy = (
+            "divide each rank's summed loss by the count over all ranks (one all-reduce) and multiply it by the "
+            f"number of ranks, because the engine averages: here, {remedy}"
+        )
     yield finding_of(
         f"the gradient that {ranks.ranks} ranks end up with is {factor:.6g} times the full batch's{meaning}",
         measured("rank-weights", f"{beside_one_process(ranks)}; one factor leaves {left:.0e} over", factor=factor),
         *tried(ranks, f"each rank's loss multiplied by {1 / factor:.6g}"),
-        remedy=f"multiply each rank's loss by {1 / factor:.6g}"
-        + (": tested, equivalent" if ranks.is_rounding(ranks.weights_control) else ""),
+        remedy=remedy + (": tested, equivalent" if ranks.is_rounding(ranks.weights_control) else ""),
         proven=ranks.is_rounding(ranks.weights_control),
     )
+
+
+def _rank_that_counts(ranks: RankFacts, factor: float) -> int | None:
+    """Returns the rank whose valid targets alone divide the loss of all; None where the factor is not made of them.
+
+    Dividing by n_r where N was meant makes the gradient N / n_r times as large, or N / (R · n_r) where the ranks'
+    gradients are averaged and no loss is multiplied by R.
+    """
+    counts = [sum(targets) for targets in ranks.targets]
+    if len(set(counts)) < 2:  # equal counts make a factor of R or 1, which says nothing of who has counted
+        return None
+    for rank, count in enumerate(counts):
+        times = sum(counts) / count
+        if any(math.isclose(factor, value, rel_tol=COMPUTED_FLOAT32) for value in (times, times / ranks.ranks)):
+            return rank
+    return None
 
 
 def _of_ranks(factor: float, ranks: int, steps: int) -> bool:

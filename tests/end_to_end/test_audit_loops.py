@@ -19,6 +19,16 @@ def test_every_window_has_its_counts() -> None:
     assert counts[:2] == [(4, 1, 1)] * 2, str(result)
 
 
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
+def test_a_loss_that_compares_the_samples_of_each_rank_is_named() -> None:
+    """The rest of `loops_ranks.py` is in test_audit_ranks."""
+    options = ("--ranks", "2", "--updates", "1")
+    result = audit("loops_ranks.py", "--batch-size 8", "--batch-size 4", "--loop gathers_nothing", options)
+    assert (result.code, result.faults) == (1, {"GAV103"}), str(result)
+    assert result.line("GAV103") == marked("loops_ranks.py", "gathers_nothing")
+    assert result.finding("GAV103")["proven"] and "outputs of all ranks" in result.text("GAV103"), str(result)
+
+
 @slow
 def test_the_loop_that_steps_too_early_has_both_faults() -> None:
     """Row 4 of the reference systems."""

@@ -66,6 +66,12 @@ CASES = {
     "statistics of each rank, sharded": ("--loop sharded_statistics", 16, 2, 8, 1, {"GAV707"}),
     "no statistics": ("--loop no_statistics", 16, 2, 8, 1, set()),
     "synchronised every time, sharded": ("--loop sharded_always", 16, 2, 4, 2, set()),
+    "statistics of all ranks, of one micro-batch": ("--loop synchronised_statistics", 16, 2, 4, 2, {"GAV101"}),
+    "statistics of all ranks": ("--loop synchronised_statistics", 16, 2, 8, 1, set()),
+    "contrasted on each rank": ("--loop gathers_nothing", 8, 2, 4, 1, {"GAV103"}),
+    "contrasted in each micro-batch": ("--loop gathers_right", 16, 2, 4, 2, {"GAV103"}),
+    "tokens of rank 0 alone": ("--loop tokens_of_zero --period 16", 16, 2, 4, 2, {"GAV704"}),
+    "tokens of all ranks' windows": ("--loop tokens_of_all --period 16", 16, 2, 4, 2, set()),
     "forgotten division": ("--loop undivided", 32, 2, 4, 4, {"GAV201"}),
 }
 

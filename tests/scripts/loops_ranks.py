@@ -11,8 +11,23 @@ import contextlib
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.nn.functional import all_gather
+from torch.distributed.nn.functional import all_gather, all_reduce
 from torch.nn.functional import cross_entropy
+
+
+class SynchronisedNorm(nn.BatchNorm1d):
+    """Normalises by the micro-batches of all ranks together, as SyncBatchNorm does on a GPU."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean, variance = self.running_mean, self.running_var
+        if self.training:
+            mean = all_reduce(x.mean(0)) / ranks
+            variance = all_reduce((x - mean).square().mean(0)) / ranks
+            with torch.no_grad():
+                self.running_mean.lerp_(mean, 0.1)  # type: ignore[union-attr]
+                self.running_var.lerp_(variance, 0.1)  # type: ignore[union-attr]
+        return (x - mean) / (variance + self.eps).sqrt() * self.weight + self.bias  # type: ignore[operator]
+
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--loop", default="right")
@@ -37,7 +52,9 @@ if "tokens" in args.loop:
     classes[torch.arange(64) % args.period < 3] = -100  # the first ranks have more padding
 norm: nn.Module = nn.BatchNorm1d(16) if args.loop in ("statistics", "sharded_statistics") else nn.LayerNorm(16)
 net = nn.Sequential(nn.Linear(6, 16), nn.Dropout(args.dropout), nn.GELU(), nn.Linear(16, 3))
-if args.loop in ("statistics", "sharded_statistics", "no_statistics"):
+if args.loop == "synchronised_statistics":
+    norm = SynchronisedNorm(16)
+if "statistics" in args.loop:
     net = nn.Sequential(nn.Linear(6, 16), norm, nn.GELU(), nn.Linear(16, 3))
 sharded, by_hand = args.loop.startswith("sharded"), args.loop.startswith("by_hand")
 tensor = args.loop.startswith("tensor")
@@ -74,13 +91,15 @@ def contrasted(outputs: torch.Tensor) -> torch.Tensor:
         parts[rank] = outputs
     else:
         parts = list(all_gather(outputs))
+    if args.loop == "gathers_nothing":  # each rank's own negatives
+        return cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))  # here: gathers_nothing
     own = torch.arange(len(outputs)) + rank * len(outputs)
     return cross_entropy(outputs @ torch.cat(parts).T, own)
 
 
 def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     if args.loop.startswith("gathers"):
-        return contrasted(logits)
+        return contrasted(logits) / K
     if args.loop in ("sharded_tokens", "sharded_window_tokens", "sharded_parts"):
         own = [classes[start + (at * places + place) * size :][:size] for at in range(K)]
         valid = {"sharded_tokens": (targets != -100).sum() * K, "sharded_parts": window}
@@ -88,6 +107,11 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return cross_entropy(logits, targets, reduction="sum") / count
     if args.loop == "whole_sum":  # the mean of the ranks is made a sum by hand, on top of the engine's mean
         return cross_entropy(logits, targets) * ranks / K
+    if args.loop in ("tokens_of_zero", "tokens_of_all"):  # over the window; rank 0 alone counts, or all ranks
+        of_window = [classes[start + (at * places + place) * size :][:size] for at in range(K)]
+        count = (torch.cat(of_window) != -100).sum()
+        (dist.broadcast(count, 0) if args.loop == "tokens_of_zero" else dist.all_reduce(count))
+        return cross_entropy(logits, targets, reduction="sum") * ranks / count  # type: ignore[no-any-return]
     if args.loop == "all_tokens":
         count = (targets != -100).sum()
         dist.all_reduce(count)

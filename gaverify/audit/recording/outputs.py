@@ -24,7 +24,7 @@ from torch import nn
 from gaverify.audit.job import SCRIPT
 from gaverify.audit.recording.graph import behind, meetings
 from gaverify.audit.recording.rows import input_shapes
-from gaverify.audit.recording.values import paths_in, plain, same, tensors_in
+from gaverify.audit.recording.values import paths_in, place_in_group, plain, same, tensors_in
 from gaverify.passes.calls import Call, listening, per_channel_affine
 from gaverify.passes.fingerprints import SampleLayout, real_numbers, summaries
 from gaverify.passes.nesting import changed, leaves, rebuilt
@@ -191,7 +191,7 @@ def _moved(rows: int, leaf: Any) -> Any:
     return torch.cat([leaf[:half], rest * factors])
 
 
-Spots = Sequence[tuple[int, Sequence[int]] | None]
+Spots = Sequence[Sequence[tuple[int, Sequence[int]] | None]]
 
 
 class Holding:
@@ -201,14 +201,20 @@ class Holding:
         work: What to run the recorder's own code in.
         held: Paths of the modules, or `SCRIPT`.
         source: Folder of the full-batch run; None where this is it.
-        spots: For each forward the number of the full-batch run's and the places of its rows in that; None for a
-            forward that belongs to the held code itself.
+        spots: For each rank and forward the number of the full-batch run's and the places of its rows in that; None
+            for a forward that belongs to the held code itself.
+        given_back: What the full batch's gradients are multiplied by before they are given back.
     """
 
     def __init__(
-        self, work: Callable[[], AbstractContextManager[None]], held: Sequence[str], source: Path | None, spots: Spots
+        self,
+        work: Callable[[], AbstractContextManager[None]],
+        held: Sequence[str],
+        source: Path | None,
+        spots: Spots,
+        given_back: float = 1.0,
     ) -> None:
-        self._work, self._held, self._spots = work, held, spots
+        self._work, self._held, self._every_spot, self._factor = work, held, spots, given_back
         self._source: list[dict[str, Any]] | None = None
         if source is not None:
             self._source = torch.load(source / "held.pt", weights_only=True)
@@ -222,7 +228,7 @@ class Holding:
         """Surrounds the forward of an outermost module."""
         number, shapes = len(self.forwards), input_shapes(args, kwargs)
         self.forwards.append({"rows": shapes[0][0] if shapes else 0, "values": {}, "gradients": {}})
-        if self._source is not None and (number >= len(self._spots) or self._spots[number] is None):
+        if self._source is not None and self._spot(number) is None:
             yield
             return
 
@@ -284,11 +290,17 @@ class Holding:
                 kept = self.forwards[number]["gradients"]
                 kept[name] = gradient.detach().to("cpu", copy=True) + kept.get(name, 0.0)
                 return None
-            return self._rows(number, "gradients", name, gradient)
+            rows = self._rows(number, "gradients", name, gradient)
+            return None if rows is None else rows * self._factor
+
+    def _spot(self, number: int) -> tuple[int, Sequence[int]] | None:
+        """Where the rows of a forward of this rank lie in the full-batch run; None where that is not known."""
+        spots = self._every_spot[place_in_group()[0]] if self._every_spot else ()
+        return spots[number] if number < len(spots) else None
 
     def _rows(self, number: int, what: str, name: str, like: torch.Tensor) -> torch.Tensor | None:
         """Returns the part of what the full-batch run kept that belongs to a micro-batch; None where none does."""
-        spot = self._spots[number]
+        spot = self._spot(number)
         if spot is None or self._source is None:
             return None
         forward, places = spot

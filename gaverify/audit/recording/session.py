@@ -140,7 +140,9 @@ class Session:
         """Begins to listen to modules, or to hold code, where it is this update's that are asked for; else ends it."""
         job, this = self.job, update == self.job.updates
         self._outputs = Outputs(self._work, job.moved, small=job.role != "full") if job.outputs and this else None
-        self._holding = Holding(self._work, job.held, self._source, job.spots) if job.held and this else None
+        self._holding = (
+            Holding(self._work, job.held, self._source, job.spots, job.given_back) if job.held and this else None
+        )
 
     def _event(self, kind: Kind, place: tuple[Any, Any] | None = None, **values: Any) -> None:
         file, line = place or user_place() or (None, None)

@@ -25,7 +25,7 @@ from gaverify.rules import batch_coupled_loss, batch_statistics, cross_sample_op
 from gaverify.tracebacks import set_home
 
 SAMPLES = torch.arange(16 * 6, dtype=torch.float64, device="cpu").square().sin().reshape(16, 6)
-EVERY: Spots = [(0, range(4 * at, 4 * at + 4)) for at in range(4)]
+EVERY: Spots = [[(0, range(4 * at, 4 * at + 4)) for at in range(4)]]
 Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
 
@@ -295,6 +295,14 @@ def test_a_module_that_counts_its_calls_does_not_couple() -> None:
     """Its first call is the full batch's; the others differ by what was before them."""
     found = pairs(Counting())
     assert first_module(found, UNIT) is None and not agree(found, UNIT)
+
+
+def test_the_first_call_on_every_rank_has_to_agree() -> None:
+    """What differs for the first micro-batch of another rank was not left behind by a micro-batch before it."""
+    found = pairs(Counting())
+    for _, part, _ in found[2:]:
+        part["rank"] = 1
+    assert first_module(found, UNIT) is not None
 
 
 def test_a_loss_that_compares_samples_gives_back_something_else() -> None:

@@ -240,6 +240,13 @@ LOOP_CASES = {
         sharded(shards=(Share(0.5, 1e-7, 1.5), Share(0.5, 1e-7, 1.34)), weights_control=2e-7),
         {"GAV704"},
     ),
+    **{
+        f"divided by rank 0's targets, {times:g} times": (
+            ranks(fit((0.5 / times,) * 2, factor=times, left=2e-7), targets=((4, 4), (7, 5)), weights_control=2e-7),
+            {"GAV704"},
+        )
+        for times in (20 / 8, 20 / 8 / 2)
+    },
     "norms of shards": (sharded(shards=SHARES), {"GAV706"}),
     "norms of what is then reduced by hand": (ranks(fit(), shards=SHARES, summed_apart=1.4), {"GAV706"}),
     "statistics": (ranks(None, buffers_apart=("0:1.running_mean",), frozen_control=2e-7), {"GAV707"}),
@@ -255,6 +262,12 @@ QUIET = {
     "one factor for all shards": sharded(shards=(Share(1.7, 2e-7, 1.5), Share(1.7, 2e-7, 1.34))),
     "unequal targets that are not the cause": of_targets((20,), (12,), left=0.2),
     "equal targets": sharded(targets=((16,), (16,)), weights_control=2e-7),
+    "a factor that no rank's targets make": ranks(
+        fit((0.3, 0.3), factor=1.7, left=2e-7), targets=((4, 4), (7, 5)), weights_control=2e-7
+    ),
+    "equal targets beside another factor": ranks(
+        fit((0.3, 0.3), factor=1.7, left=2e-7), targets=((4, 4), (5, 3)), weights_control=2e-7
+    ),
     "shards that differ in more than a factor": sharded(shards=(Share(1.5, 0.3, 1.5), Share(1.34, 0.3, 1.34))),
     "buffers that holding does not repair": ranks(None, buffers_apart=("0:1.seen",), frozen_control=0.5),
     "a count that is reduced": ranks(None, divergent=False, reduced=(8, 660), update_bytes=163),
