@@ -55,7 +55,7 @@ class Event:
                  `weight`: what the script multiplied its loss by, where only the calls are looked at; `counted`: what
                  it divided the loss by, up to a factor, where no targets were seen; `scales`: what it multiplied each
                  number by that the loss was made from, outermost first; `terms`: how many terms its loss is a sum of;
-                 `term`: the line of the one that alone was differentiated
+                 `term`: the line of the one that alone was differentiated; `framework`: the fields of a `FrameworkLoop`
     zero_grad    `cleared`: optimizers whose gradients it removed
     cleared      the same without a call: `.grad` was set to None or zero by hand
     step         `optimizer`, `inside`: whether a backward was running; `by_hand`: gradients changed since the last call

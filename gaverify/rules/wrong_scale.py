@@ -12,6 +12,7 @@ from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
 from gaverify.records.windows import Window
 from gaverify.rules.controls import beside, in_order, weighed, weights_proven
+from gaverify.rules.frameworks import repair_scale
 from gaverify.rules.rule import controlled, rule, rule_of_loops
 from gaverify.rules.scale import (
     constant_factor,
@@ -193,8 +194,13 @@ def _of_update(
     right = exact([1 / factor], loop.tolerance)
     remedy = f"multiply each micro-batch's loss by {right}" + ("" if count < 2 else f" (weights {right} each)")
     control, proven = weighed_in_loop(loop, number) if update is not None else ((), True)  # undone steps are a control
-    if control:
-        remedy = f"{remedy}: tested, equivalent" if proven else NOT_ENOUGH
+    if update is not None and (repair := repair_scale(loop, update, factor)):
+        remedy = f"{repair} (as good as a loss times {right}"
+        remedy += ": tested, equivalent)" if control else ")"
+    elif control:
+        remedy = f"{remedy}: tested, equivalent"
+    if control and not proven:
+        remedy = NOT_ENOUGH
     return told(
         "GAV201.update",
         *control,

@@ -10,6 +10,7 @@ from gaverify.records.experiment import ControlRun, Count, TermKind, WeightFit, 
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
 from gaverify.rules.controls import beside, in_order, weighed, weights_proven
+from gaverify.rules.frameworks import repair_shares
 from gaverify.rules.rule import controlled, judged, rule
 from gaverify.rules.scale import (
     are_near_shares,
@@ -263,6 +264,9 @@ def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
     remedy = (
         table["remedies_in_loops"].get(kind, table["remedies"]["share"]) if adds_up else table["remedies"]["moving"]
     ) + (_instead_of(script) if script is not None else "")
+    multiply = _multiply(loop, fit) + (": tested, equivalent" if control else "") if all(weights) and proven else ""
+    if adds_up and (repair := repair_shares(loop, update, kind)):
+        remedy, multiply = repair, " (with the right weights: tested, equivalent)" if control and proven else ""
     if control and adds_up and not proven:
         remedy = NOT_ENOUGH
     yield told(
@@ -282,7 +286,7 @@ def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
         altogether=_altogether(script.total, len(weights), loop.tolerance) if script is not None and named else "",
         unsure=_unsure(fit) + ("" if adds_up else table["unproven"]["moving"]),
         remedy=remedy,
-        multiply=_multiply(loop, fit) + (": tested, equivalent" if control else "") if all(weights) and proven else "",
+        multiply=multiply,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from gaverify.audit.recording.changes import CERTAIN, ByHand, Waiting
+from gaverify.audit.recording.frameworks import find_framework
 from gaverify.audit.recording.graph import Terms, ends_in_parameters
 from gaverify.audit.recording.rows import input_rows, input_shapes
 from gaverify.audit.recording.samples import has_loss
@@ -337,6 +339,8 @@ class Recorder(Steps):
         if self._weight.counted is not None and (self._weight.of_a_sum or not targets):
             told["counted"] = self._weight.counted
         told["scales"] = self._weight.scales
+        if framework := find_framework():
+            told["framework"] = astuple(framework)
         if len(terms):
             told["terms"] = len(terms)
         told |= met

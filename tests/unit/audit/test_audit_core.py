@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import pytest
@@ -25,6 +25,7 @@ from gaverify.records.events import Event, Ledger, ledger_of
 from gaverify.records.experiment import Cause, ControlKind, ControlRun, LossTerm, Operation, Suspect, WeightFit
 from gaverify.records.facts import facts_of_loop
 from gaverify.records.findings import Finding, Location
+from gaverify.records.frameworks import Framework, FrameworkLoop
 from gaverify.records.ranks import RankFacts
 from gaverify.records.stages import SettingDifference, Stage, StageComparison
 from gaverify.records.windows import windows_of
@@ -991,3 +992,77 @@ class TestRates:
         statement = next(finding for finding in found if finding.code == "GAV607").evidence[0].statement
         assert ("learning rate" in statement) == (words is not None)
         assert words is None or words in statement
+
+
+ACCELERATE, LIGHTNING = FrameworkLoop(Framework.ACCELERATE, 4), FrameworkLoop(Framework.LIGHTNING, 4)
+TRAINER = FrameworkLoop(Framework.TRANSFORMERS, 4, divides=False, counts_items=True)
+ONCE, TWICE = ((1.0, 0.25, 0.01),) * 4, ((1.0, 0.25, 0.0625, 0.01),) * 4
+
+
+class TestFrameworks:
+    """Repairs in the words of the framework that runs the loop."""
+
+    def made_by(self, framework: FrameworkLoop | None, **fields: Any) -> Record:
+        """An update that differs, whose backward passes a framework runs."""
+        loop = record(RIGHT, "BSZ BSZ", updates=(update(ratio=2.0, **fields),))
+        values = {} if framework is None else {"framework": list(astuple(framework))}
+        windows = tuple(
+            replace(window, events=tuple(replace(event, values={**event.values, **values}) for event in window.events))
+            for window in loop.windows
+        )
+        return replace(loop, windows=windows)
+
+    @pytest.mark.parametrize(
+        ("framework", "scales", "words"),
+        [
+            (
+                ACCELERATE,
+                TWICE,
+                "remove the script's own division by 4 (as good as a loss times 4: tested",
+            ),
+            (LIGHTNING, TWICE, "remove the division by 4 from `training_step`"),
+            (replace(TRAINER, divides=True), TWICE, "remove the division by 4 from `compute_loss`"),
+            # the script counts the whole window, and has no division to remove
+            (ACCELERATE, ONCE, "multiply the loss by 4 where it counts the whole window already"),
+            (LIGHTNING, ONCE, "multiply the loss by 4 where it counts the whole window already"),
+            (replace(TRAINER, divides=True), ONCE, "set its `model_accepts_loss_kwargs` to True"),
+            (replace(TRAINER, divides=True, counts_items=False), ONCE, "multiply each micro-batch's loss by 4"),
+            # a framework that does not divide
+            (TRAINER, TWICE, "multiply each micro-batch's loss by 4"),
+            (replace(ACCELERATE, steps=1), TWICE, "multiply each micro-batch's loss by 4"),
+            (None, TWICE, "multiply each micro-batch's loss by 4"),
+        ],
+    )
+    def test_a_division_too_many(self, framework: FrameworkLoop | None, scales: Any, words: str) -> None:
+        quarter = fit(0.25, right=(4.0,) * 4)
+        (found,) = findings_for(self.made_by(framework, fit=quarter, scales=scales))
+        assert found.code == "GAV201" and found.remedy is not None and words in found.remedy
+
+    @pytest.mark.parametrize(
+        ("framework", "words"),
+        [
+            (TRAINER, "divide by `num_items_in_batch`, which the Trainer hands to `compute_loss`"),
+            (replace(TRAINER, counts_items=None), "use transformers 4.46 or newer"),
+            (replace(TRAINER, counts_items=False), "multiply"),
+            (ACCELERATE, "multiply"),
+        ],
+    )
+    @pytest.mark.parametrize("equal", [True, False])
+    def test_a_loss_that_ignores_the_count(self, framework: FrameworkLoop, words: str, equal: bool) -> None:
+        counts = (2, 2, 2, 2) if equal else (1, 2, 3, 4)
+        right = tuple(count / sum(counts) for count in counts)
+        differs = fit(4.0, 1e-7 if equal else 0.3, right=right)
+        (found,) = findings_for(self.made_by(framework, fit=differs, valid_targets=counts, scales=ONCE))
+        assert found.code == ("GAV201" if equal else "GAV202") and found.remedy is not None
+        assert words in found.remedy and ("multiply" in found.remedy) == (words == "multiply")
+
+    def test_the_trainer_that_divides_still_is_told_not_to(self) -> None:
+        unequal = fit(1.0, 0.3, right=(0.4, 0.8, 1.2, 1.6))
+        dividing = self.made_by(replace(TRAINER, divides=True), fit=unequal, valid_targets=(1, 2, 3, 4))
+        (found,) = findings_for(dividing)
+        assert found.remedy is not None and "`model_accepts_loss_kwargs` to True" in found.remedy
+
+    def test_other_weights_than_those_of_targets_are_no_count_of_the_trainers(self) -> None:
+        unequal = fit(1.0, 0.3, right=(0.4, 0.8, 1.2, 1.6))
+        (found,) = findings_for(self.made_by(TRAINER, fit=unequal, sizes=(1, 2, 3, 4)))
+        assert found.remedy is not None and "num_items_in_batch" not in found.remedy

@@ -1,0 +1,40 @@
+"""Which framework's loop runs, by functions of its names; the frameworks themselves are in test_audit_frameworks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+from gaverify.audit.recording.frameworks import find_framework
+from gaverify.records.frameworks import Framework, FrameworkLoop
+
+ACCELERATE, LIGHTNING = FrameworkLoop(Framework.ACCELERATE, 4), FrameworkLoop(Framework.LIGHTNING, 4)
+TRAINER = FrameworkLoop(Framework.TRANSFORMERS, 4, divides=False, counts_items=True)
+
+
+def running(module: str, function: str, local: str, this: Any, inner: Any = find_framework) -> Any:
+    """Calls `inner` in a function of another module."""
+    space: dict[str, Any] = {"__name__": module, "inner": inner}
+    exec(f"def {function}(self{local}):\n    return inner()", space)
+    return space[function](this)
+
+
+def test_the_loop_that_is_running_is_found() -> None:
+    steps = {"gradient_accumulation_steps": 4, "accumulate_grad_batches": 4}
+    this = SimpleNamespace(**steps, args=SimpleNamespace(**steps), trainer=SimpleNamespace(**steps))
+    assert find_framework() is None
+    assert running("accelerate.accelerator", "backward", "", this) == ACCELERATE
+    assert running("lightning.pytorch.loops.optimization.automatic", "run", "", this) == LIGHTNING
+    assert running("accelerate.accelerator", "backward", "", SimpleNamespace()) is None
+
+    def differentiate() -> Any:
+        return running("accelerate.accelerator", "backward", "", this)
+
+    def trained(local: str) -> Any:
+        return running("transformers.trainer", "training_step", local, this, differentiate)
+
+    assert trained("") == FrameworkLoop(Framework.TRANSFORMERS, 4, divides=True, counts_items=None)
+    this.model_accepts_loss_kwargs = True
+    assert trained(", num_items_in_batch=47") == TRAINER
+    assert trained(", num_items_in_batch=None") == replace(TRAINER, divides=True, counts_items=False)
