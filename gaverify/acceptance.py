@@ -29,12 +29,13 @@ def settled(
     Args:
         answer: A verdict or an audit.
         entries: Of its spec or options.
-        project: What `pyproject.toml` says.
+        project: What `pyproject.toml` says; notes that it does not want are left out.
         expect: The outcome that the spec expects.
         strict: Stale entries make the exit code 1.
     """
     everywhere = (*entries, *project.accept)
-    findings = tuple(_marked(finding, everywhere) for finding in answer.findings)
+    shown = [finding for finding in answer.findings if finding.severity == "fault" or project.shows(finding.code)]
+    findings = tuple(_marked(finding, everywhere) for finding in shown)
     stale = [entry for entry in entries if not any(_fits(entry, finding) for finding in answer.findings)]
     refused = [
         _refusal(entry, finding, everywhere)

@@ -103,6 +103,9 @@ class SpecError(GaverifyError):
         self.source = source
         super().__init__("\n".join(f"{source}: {problem}" for problem in self.problems))
 
+    def __reduce__(self) -> tuple[type[SpecError], tuple[tuple[str, ...], str]]:
+        return type(self), (self.problems, self.source)  # `Exception` would send the joined text as the problems
+
 
 class ProblemError(GaverifyError):
     """The user's model, loss, batch or factory does not do what a verification needs; the message says what, where."""

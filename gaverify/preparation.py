@@ -207,14 +207,17 @@ def dtype_of(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def reporter(progress: Progress | None, steps: int) -> Callable[[str], None]:
-    """Returns a function that counts what it is told as parts of K + 1 passes, and reports it."""
+    """Returns a function that reports what begins, and how many of the K + 1 passes are done before it.
+
+    Behind these passes a search for a cause goes on, of which nobody knows how long it takes: its total is 0.
+    """
     if progress is None:
         return lambda _: None
     done = 0
 
     def report(description: str) -> None:
         nonlocal done
+        progress(description, done, steps + 1 if done <= steps else 0)
         done += 1
-        progress(description, min(done, steps + 1), steps + 1)
 
     return report

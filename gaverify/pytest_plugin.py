@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from gaverify.errors import SpecError
     from gaverify.records.verdict import Verdict
     from gaverify.spec import Spec
+    from gaverify.spec.accepting import Project
 
 _MARKERS = (
     "gaverify: a spec that gaverify verifies, or a test that uses its fixture",
@@ -55,32 +56,22 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Col
     """Collects a TOML file that is a spec, or was named on the command line."""
     if file_path.suffix != ".toml" or not parent.config.getoption("--gaverify"):
         return None
-    named = parent.session.isinitpath(file_path)
-    if not named and not _may_be_spec(file_path):
+    from gaverify.spec import is_meant_as_spec
+
+    if not parent.session.isinitpath(file_path) and not is_meant_as_spec(file_path):
         return None
     return SpecFile.from_parent(parent, path=file_path)
 
 
-def _may_be_spec(file: Path) -> bool:
-    """Whether a file of a folder is meant as a spec: a broken one is, and tells so; another tool's settings are not.
-
-    The options of `gaverify audit` share keys with specs (`steps`, `seed`) and name a script or module in place of a
-    model. A table whose only known key is a misspelt `model` is a spec: dropped in silence it would look as if it had
-    passed.
-    """
-    if file.name == "pyproject.toml":
-        return False
-    from gaverify.errors import SpecError, nearest
-    from gaverify.spec import OPTIONS
-    from gaverify.text_files import table_of_file
+def _project(file: Path) -> Project | None:
+    """What the project says; None where that is wrong, which each of its specs tells when it is verified."""
+    from gaverify.errors import SpecError
+    from gaverify.spec.accepting import project_settings
 
     try:
-        keys = {key.replace("-", "_") for key in table_of_file(file, "spec")}
+        return project_settings(file.parent)
     except SpecError:
-        return True
-    if keys & {"script", "module"} and "model" not in keys:
-        return False
-    return not keys or not keys.isdisjoint(OPTIONS) or bool(nearest("model", keys))
+        return None
 
 
 class SpecFile(pytest.File):
@@ -90,7 +81,7 @@ class SpecFile(pytest.File):
         """Yields its one item; what is wrong with the spec is the item's error, so that the others still run."""
         from gaverify.spec import read_specs
 
-        for _, entry in read_specs([self.path]):
+        for _, entry in read_specs([self.path], project=_project(self.path)):
             yield SpecItem.from_parent(self, name="gaverify", entry=entry)
 
 

@@ -103,7 +103,8 @@ def verify(
             Where there is an accelerator they are fresh ones, for which model, loss and batch are pickled.
         engine: "ddp" or "fsdp2", for `ranks`.
         timeout: Seconds that a window on the ranks may take, with the start of fresh ones; None waits for ever.
-        progress: Called as `progress(description, done, total)`.
+        progress: Called as `progress(description, done, total)` when something begins; `total` is 0 where nobody
+            knows it.
 
     Returns:
         The verdict. Nothing of the model, the generators or torch's global flags is changed afterwards.

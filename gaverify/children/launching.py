@@ -75,8 +75,7 @@ def given(module: str, job: Mapping[str, Any], **options: Any) -> Kept:
     Raises:
         OSError: It cannot be started.
     """
-    command = [sys.executable, "-P", "-c", _START.format(module), *sys.path]
-    kept = started(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **options)
+    kept = start_module(module, **options)
     assert kept.process.stdin is not None
     try:
         with suppress(BrokenPipeError):  # it died at once; its exit code says how
@@ -86,6 +85,16 @@ def given(module: str, job: Mapping[str, Any], **options: Any) -> Kept:
         kept.end()
         raise
     return kept
+
+
+def start_module(module: str, **options: Any) -> Kept:
+    """Starts `main()` of a module of gaverify's in a fresh process, whose stdin and stdout are pipes.
+
+    Raises:
+        OSError: It cannot be started.
+    """
+    command = [sys.executable, "-P", "-c", _START.format(module), *sys.path]
+    return started(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **options)
 
 
 def started(command: Sequence[str], **options: Any) -> Kept:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from gaverify.amounts import count_text
 from gaverify.cli.options import complete_specs, overrides_from, spec_options
-from gaverify.cli.progress import DelayedProgress
+from gaverify.cli.progress import DelayedProgress, SeveralProgress
+from gaverify.cli.selection import Choice, read_expression
 from gaverify.cli.showing import check_outputs, exit_code_of, output_options, show, strict_option
 from gaverify.cli.streams import (
     Failure,
@@ -25,10 +28,11 @@ from gaverify.cli.streams import (
     report_failure,
     say,
 )
+from gaverify.cli.workers import needs_worker, verify_in_workers
 from gaverify.errors import INTERRUPTED, MissingPackage, SpecError
-from gaverify.launched import await_first, is_first
+from gaverify.launched import await_first, is_first, launched
 from gaverify.spec import Spec, parse_spec, read_specs
-from gaverify.spec.accepting import Project, project_settings
+from gaverify.spec.accepting import Project, code_problems, project_settings
 
 if TYPE_CHECKING:
     from gaverify.records.verdict import Verdict
@@ -42,8 +46,15 @@ _PrintEach = Callable[["Verdict"], None]
     "specs", nargs=-1, metavar="[MODEL|SPEC|FOLDER]...", type=click.Path(path_type=Path), shell_complete=complete_specs
 )
 @spec_options
-@click.option("-q", "quiet", is_flag=True, help="A line for each model or spec.")
-@click.option("-v", "--all", "show_all", is_flag=True, help="Show every parameter, not only the worst.")
+@click.option("-k", "expression", metavar="EXPRESSION", help="Take the specs whose names fit: 'cnn and not slow'.")
+@click.option("--exclude", multiple=True, metavar="PATTERN", help="Pass over such files of folders; repeatable.")
+@click.option("-x", "stop_at_first", is_flag=True, help="Stop behind the first that fails.")
+@click.option("--maxfail", type=click.IntRange(1), metavar="N", help="Stop behind N that fail.")
+@click.option("-j", "--jobs", type=click.IntRange(1), default=1, metavar="N", help="Processes at a time.  [1]")
+@click.option("--select", multiple=True, metavar="CODE", help="Show notes of these codes alone; repeatable.")
+@click.option("--ignore", multiple=True, metavar="CODE", help="Show no notes of these codes; repeatable.")
+@click.option("-q", "--quiet", is_flag=True, help="A line for each model or spec.")
+@click.option("-v", "--verbose", "--all", "show_all", is_flag=True, help="Show every parameter, not only the worst.")
 @strict_option
 @output_options
 @click.pass_obj
@@ -51,6 +62,13 @@ def run(
     invocation: Invocation | None,
     /,
     specs: tuple[Path, ...],
+    expression: str | None,
+    exclude: tuple[str, ...],
+    stop_at_first: bool,
+    maxfail: int | None,
+    jobs: int,
+    select: tuple[str, ...],
+    ignore: tuple[str, ...],
     quiet: bool,
     show_all: bool,
     strict: bool,
@@ -66,24 +84,31 @@ def run(
     \b
       gaverify run mlp --steps 4
       gaverify run my_model.py:factory --weighting tokens
-      gaverify run configs/ --output report.html
+      gaverify run configs/ -j 4 -o report.html
     """
     overrides = overrides_from(words)
+    invocation = invocation or Invocation()
+    gate = Gate(1 if stop_at_first else maxfail, jobs, strict, quiet)
     if not is_first():  # rank 0 reports for all
         form, outputs = "text", ()
     check_outputs(outputs)
-    invocation = invocation or Invocation()
     verdicts: list[Verdict] = []
     failures: list[Failure] = []
     print_each: _PrintEach | None = None
     project: Project | None = None
     try:
-        project = project_settings()
-        jobs = _jobs(specs, overrides)
-        if form == "text" and is_first() and (len(jobs) > 1 or quiet):
+        choice = read_expression(expression) if expression is not None else None
+        project = _project_for(select, ignore)
+        if not outputs and form == "text" and is_first():
+            outputs = tuple(map(Path, project.outputs))
+            check_outputs(outputs)
+        if not specs and "model" not in overrides:
+            specs = tuple(map(Path, project.paths))
+        found = _jobs(specs, overrides, project, (*exclude, *project.exclude), choice)
+        if form == "text" and is_first() and (len(found) > 1 or quiet):
             print_each = _print_row if quiet else partial(_print_table, show_all=show_all)
         named = {_COMMAND_LINE, *map(str, specs)}
-        _verify_all(jobs, named, invocation, verdicts, failures, project, print_each, strict=strict)
+        _verify_all(found, named, invocation, verdicts, failures, project, print_each, gate)
     except SpecError as error:  # no spec can run; a report of an earlier call must not stand for this one
         code = report_failure(error, invocation)
         failures += [Failure(error.source, sentence, code) for sentence in error.problems]
@@ -105,15 +130,61 @@ def run(
     return code
 
 
-def _jobs(paths: Sequence[Path], overrides: dict[str, Any]) -> list[tuple[str, Spec | SpecError]]:
-    """Returns each source with its spec, or with what is wrong with it."""
+class Gate(NamedTuple):
+    """How a list of specs is worked through.
+
+    Args:
+        most_failures: After so many that fail no other is begun; None for no limit.
+        processes: How many are verified at a time.
+        strict: Stale entries fail, and a package that a spec lacks.
+        quiet: Say nothing of what is begun where there is no terminal.
+    """
+
+    most_failures: int | None = None
+    processes: int = 1
+    strict: bool = False
+    quiet: bool = False
+
+
+def _project_for(select: tuple[str, ...], ignore: tuple[str, ...]) -> Project:
+    """Returns what `pyproject.toml` says, with the notes that the command line wants."""
+    problems = [f"--select: {text}" for text in code_problems(select)]
+    problems += [f"--ignore: {text}" for text in code_problems(ignore)]
+    if problems:
+        raise SpecError(problems)
+    project = project_settings()
+    return project._replace(select=select or project.select, ignore=(*project.ignore, *ignore))
+
+
+def _jobs(
+    paths: Sequence[Path],
+    overrides: dict[str, Any],
+    project: Project,
+    exclude: Sequence[str],
+    choice: Choice | None,
+) -> list[tuple[str, Spec | SpecError]]:
+    """Returns each source that is chosen with its spec, or with what is wrong with it."""
     if not paths and "model" not in overrides:
         raise click.UsageError("nothing to verify: name a model (see `gaverify models`) or spec files")
     models = [] if "model" in overrides else list(filter(_names_a_model, paths))
     given = [overrides] if not paths else [{**overrides, "model": str(model)} for model in models]
     files = [path for path in paths if path not in models]
-    found = [(str(path), entry) for path, entry in read_specs(files, overrides)] if files else []
-    return [*((_COMMAND_LINE, parse_spec({}, _COMMAND_LINE, own)) for own in given), *found]
+    entries = read_specs(files, overrides, project, exclude) if files else ()
+    jobs: list[tuple[str, Spec | SpecError]] = []
+    jobs += [(_COMMAND_LINE, parse_spec({}, _COMMAND_LINE, options, project)) for options in given]
+    jobs += [(str(path), entry) for path, entry in entries]
+    if choice is None:
+        return jobs
+    chosen = [(source, spec) for source, spec in jobs if choice(_words_of(source, spec))]
+    if not chosen:
+        raise SpecError(f"-k: it chooses none of {count_text(len(jobs), 'spec')}; the words are parts of their names")
+    return chosen
+
+
+def _words_of(source: str, spec: Spec | SpecError) -> str:
+    """What the words of `-k` are looked for in: the file, and the names of the spec and of its model."""
+    names = (spec.name or "", spec.model) if isinstance(spec, Spec) else ()
+    return " ".join((source if source != _COMMAND_LINE else "", *names))
 
 
 def _names_a_model(word: Path) -> bool:
@@ -131,37 +202,94 @@ def _verify_all(
     failures: list[Failure],
     project: Project,
     print_each: _PrintEach | None,
-    *,
-    strict: bool,
+    gate: Gate,
 ) -> None:
-    """Verifies one spec after the other into `verdicts` and `failures`; one that fails does not stop the rest.
+    """Verifies specs into `verdicts` and `failures`, in their order; one that fails does not stop the rest.
 
-    `print_each` gets each verdict as soon as it is there, so that a long run can be watched. Ctrl-C ends the list: what
-    was not verified by then is a failure. A spec that nobody `named` and that lacks a package is skipped, unless
-    that is `strict` or leaves no verdict at all.
+    `print_each` gets each verdict as soon as it and those before it are there, so that a long run can be watched.
+    Ctrl-C ends the list: what was not verified by then is a failure. A spec that nobody `named` and that lacks a
+    package is skipped, unless that is strict or leaves no verdict at all.
     """
     skipped: list[Failure] = []
-    for at, (source, spec) in enumerate(jobs):
-        try:
-            if isinstance(spec, SpecError):
-                raise spec
-            verdict = verified(spec, project, "" if source == _COMMAND_LINE else source, strict=strict)
-        except (Exception, SystemExit, KeyboardInterrupt) as error:
-            if source not in named and not strict and (missing := package_failure(error, source)):
-                skipped.append(missing)
-                continue
-            told = failures_of(error, source, invocation, alone=len(jobs) == 1, as_rows=print_each is _print_row)
-            if told[0].code == INTERRUPTED:
-                why = "interrupted before there was a verdict"
-                failures += [Failure(left, why, INTERRUPTED) for left, _ in jobs[at:]]
+    failed = 0
+    with closing(_answers(jobs, gate, debug=invocation.debug)) as answers:
+        for at, (source, spec) in enumerate(jobs):
+            try:
+                if isinstance(spec, SpecError):
+                    raise spec
+                verdict = _settle(next(answers), spec, project, source, gate)
+            except (Exception, SystemExit, KeyboardInterrupt) as error:
+                if source not in named and not gate.strict and (missing := package_failure(error, source)):
+                    skipped.append(missing)
+                    continue
+                ended = failures_of(error, source, invocation, alone=len(jobs) == 1, as_rows=print_each is _print_row)
+                if ended[0].code == INTERRUPTED:
+                    why = "interrupted before there was a verdict"
+                    failures += [Failure(missed, why, INTERRUPTED) for missed, _ in jobs[at:]]
+                    return
+                failures += ended
+                failed += 1
+            else:
+                verdicts.append(verdict)
+                failed += verdict.exit_code != 0
+                if print_each is not None:
+                    print_each(verdict)
+            if failed == gate.most_failures and at + 1 < len(jobs):
+                rest = count_text(len(jobs) - at - 1, "spec")
+                say(f"{count_text(failed, 'failure')}; {rest} behind {source} not verified", "stopped")
                 return
-            failures += told
-            continue
-        verdicts.append(verdict)
-        if print_each is not None:
-            print_each(verdict)
     if not verdicts and not failures:
         failures += skipped
+
+
+def _answers(jobs: Sequence[tuple[str, Spec | SpecError]], gate: Gate, *, debug: bool) -> Generator[Any, None, None]:
+    """Yields the verdict of each job that is a spec, or what it ended with, in the order of the jobs."""
+    specs = [spec for _, spec in jobs if isinstance(spec, Spec)]
+    count = min(gate.processes, len(specs))
+    # ranks of a launcher have to stay the processes that it started, and end windows that hang themselves
+    apart = launched() is None and (count > 1 or any(needs_worker(spec) for spec in specs))
+    if not apart:
+        for number, spec in enumerate(specs):
+            try:
+                yield _verify_one(spec, number, len(specs), quiet=gate.quiet)
+            except (Exception, SystemExit, KeyboardInterrupt) as error:
+                yield error
+        return
+    checked = [_name_error(spec) for spec in specs]
+    numbers = [number for number, error in enumerate(checked) if error is None]
+    answers: dict[int, Any] = {number: error for number, error in enumerate(checked) if error is not None}
+    with SeveralProgress([spec.model for spec in specs], quiet=gate.quiet) as progress:
+        found = verify_in_workers([specs[number] for number in numbers], count, progress.report_of, debug=debug)
+        with closing(found):
+            for number in range(len(specs)):
+                while number not in answers:  # those behind it may be done before
+                    at, answer = next(found)
+                    answers[numbers[at]] = answer
+                    progress.finish()
+                with progress.hidden():
+                    yield answers.pop(number)
+
+
+def _settle(answer: Any, spec: Spec, project: Project, source: str, gate: Gate) -> Verdict:
+    """Returns the verdict with what its entries and the project's accept, or raises what came in its place."""
+    from gaverify.acceptance import settled
+
+    if isinstance(answer, BaseException):
+        raise answer
+    file = "" if source == _COMMAND_LINE else source
+    verdict: Verdict = settled(answer, spec.accept, project, expect=spec.expect, strict=gate.strict)
+    return replace(verdict, source=file)
+
+
+def _name_error(spec: Spec) -> SpecError | None:
+    """What is wrong with the name of a model, before torch is imported: that is answered at once."""
+    from gaverify.loading.naming import check_name
+
+    try:
+        check_name(spec.model)
+    except SpecError as error:
+        return error
+    return None
 
 
 def package_failure(error: BaseException, source: str) -> Failure | None:
@@ -186,19 +314,18 @@ def _print_table(verdict: Verdict, show_all: bool) -> None:
     click.echo()  # before the next table or the summary; flushes
 
 
-def verified(spec: Spec, project: Project, source: str, *, strict: bool = False) -> Verdict:
-    """Returns the verdict of a spec, with what its entries and the project's accept; `source` is its file or ""."""
-    from gaverify.acceptance import settled
+def verified(spec: Spec, project: Project, source: str) -> Verdict:
+    """Returns the verdict of a spec, with what its entries and the project's accept; `source` is its file."""
+    with closing(_answers([(source, spec)], Gate(), debug=False)) as answers:
+        return _settle(next(answers), spec, project, source, Gate())
 
-    return replace(settled(_verify_one(spec), spec.accept, project, expect=spec.expect, strict=strict), source=source)
 
-
-def _verify_one(spec: Spec) -> Verdict:
+def _verify_one(spec: Spec, number: int, count: int, *, quiet: bool) -> Verdict:
     if "gaverify.verification" not in sys.modules:
-        from gaverify.loading.naming import check_name
-
-        check_name(spec.model)  # before torch is imported: a name that does not exist is answered at once
-    with guests(), DelayedProgress(spec.model) as progress:
+        error = _name_error(spec)
+        if error is not None:
+            raise error
+    with guests(), DelayedProgress(spec.model, number, count, quiet=quiet) as progress:
         with paused():
             from gaverify.verification import verify_spec  # inside, as importing torch may warn
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from gaverify.cli.streams import Failure, Invocation, say
+from gaverify.cli.streams import Failure, Invocation, say, tell
 from gaverify.errors import worst_exit_code
 
 if TYPE_CHECKING:
@@ -32,6 +32,23 @@ def _known_format(_: click.Context, __: click.Parameter, word: str) -> str:
     return format_named(word).name
 
 
+def _set_colours(context: click.Context, _: click.Parameter, word: str | None) -> None:
+    """Says by the variables that the reports read, until the command is over, whether there are colours."""
+    if word is None or context.resilient_parsing:
+        return
+    wanted = {"always": {"FORCE_COLOR": "1"}, "never": {"NO_COLOR": "1"}, "auto": {}}[word]
+    before = {name: os.environ.pop(name, None) for name in ("FORCE_COLOR", "NO_COLOR")}
+    os.environ.update(wanted)
+
+    def restore() -> None:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+    context.call_on_close(restore)
+
+
 class _FormatOption(click.Option):
     """The option `--format`, whose help lists what the table of formats holds."""
 
@@ -42,9 +59,17 @@ class _FormatOption(click.Option):
 
 
 def output_options(command: Command) -> Command:
-    """Adds `--format`, `--output` and `--debug`, which every command that answers has."""
+    """Adds `--format`, `--output`, `--color` and `--debug`, which every command that answers has."""
     command = debug_option(command)
     command = click.option(
+        "--color",
+        type=click.Choice(["auto", "always", "never"]),
+        expose_value=False,
+        callback=_set_colours,
+        help="Colours on stdout.  [auto]",
+    )(command)
+    command = click.option(
+        "-o",
         "--output",
         "outputs",
         multiple=True,
@@ -126,7 +151,10 @@ def show(
         started=invocation.started if invocation is not None else "",
     )
     try:  # files first: a reader of stdout that leaves must not cost them
+        outputs = tuple(outputs)
         report.write_all(made, outputs)
+        for path in outputs:
+            tell(f"gaverify: wrote {path}")
     finally:  # and a disk that filled up must not cost the table
         if form != "text":
             click.echo(report.format_named(form).render(made), nl=False)

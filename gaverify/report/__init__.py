@@ -129,7 +129,9 @@ def print_summary(answers: Iterable[Answer], errors: Errors = (), file: IO[str] 
 
 def print_line(answer: Answer, file: IO[str] | None = None) -> None:
     """Prints one answer as one line, however long, so that a program can read it."""
-    _print(lambda layout: [[(layout.text(line_text(answer)), "")]], file)
+    from gaverify.report.text.report import time_text
+
+    _print(lambda layout: [[(layout.text(line_text(answer) + time_text(story_of(answer))), "")]], file)
 
 
 def _print(lines: Callable[[Layout], list[Line]], file: IO[str] | None) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files as resources
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from gaverify.errors import SpecError, nearest, unknown_key
@@ -43,11 +45,33 @@ class Accept:
 
 
 class Project(NamedTuple):
-    """What `[tool.gaverify]` in `pyproject.toml` says, and the file; empty where there is none."""
+    """What `[tool.gaverify]` in `pyproject.toml` says; empty where there is none.
+
+    Args:
+        accept: Entries for every spec and audit.
+        strict: Stale entries make the exit code 1.
+        source: The file.
+        paths: What `gaverify run` verifies where nothing is named, from the current folder.
+        outputs: The reports that it writes where none is asked for.
+        exclude: Patterns of files and folders that it passes over in folders.
+        select: Beginnings of the codes of notes that are shown; empty for all.
+        ignore: Beginnings of the codes of notes that are not shown.
+        defaults: Fields of specs that leave them out.
+    """
 
     accept: tuple[Accept, ...] = ()
     strict: bool = False
     source: str = ""
+    paths: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    select: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = MappingProxyType({})
+
+    def shows(self, code: str) -> bool:
+        """Whether a note of this code is shown; a fault always is."""
+        return code.startswith(self.select or "") and not (self.ignore and code.startswith(self.ignore))
 
 
 @cache
@@ -120,12 +144,49 @@ def project_settings(start: Path | None = None) -> Project:
     return Project()
 
 
+_LISTS = ("paths", "outputs", "exclude", "select", "ignore")
+DEFAULTS = ("steps", "weighting", "device", "timeout", "time_limit")
+"""Fields of specs that a project may set for all of them."""
+
+
 def _project(table: dict[str, Any], file: Path) -> Project:
-    keys = ("accept", "strict")
-    problems = [f"$.tool.gaverify.{key}: {unknown_key(key, keys)}" for key in table if key not in keys]
-    entries = read_entries(table.get("accept", []), "$.tool.gaverify.accept", problems)
-    if not isinstance(table.get("strict", False), bool):
+    keys = ("accept", "strict", *_LISTS, *DEFAULTS)
+    given = {key.replace("-", "_"): value for key, value in table.items()}
+    problems = [f"$.tool.gaverify.{key}: {unknown_key(key, keys)}" for key in given if key not in keys]
+    entries = read_entries(given.get("accept", []), "$.tool.gaverify.accept", problems)
+    if not isinstance(given.get("strict", False), bool):
         problems.append("$.tool.gaverify.strict: must be true or false")
+    lists = {key: given.get(key, []) for key in _LISTS}
+    for key, value in lists.items():
+        if not isinstance(value, list) or not all(isinstance(item, str) and item for item in value):
+            problems.append(f"$.tool.gaverify.{key}: must be a list of texts; write `{key} = [{_LIST_EXAMPLES[key]}]`")
+        elif key in ("select", "ignore"):
+            problems += [f"$.tool.gaverify.{key}: {text}" for text in code_problems(value)]
     if problems:
         raise SpecError(problems, str(file))
-    return Project(entries, table.get("strict", False), str(file))
+    folder = file.parent
+    found = {key: tuple(value) for key, value in lists.items()}
+    for key in ("paths", "outputs"):  # they stand in the project's file, whatever folder a call starts in
+        found[key] = tuple(os.path.relpath(folder / path) for path in found[key])
+    defaults = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in given.items() if key in DEFAULTS
+    }
+    return Project(entries, given.get("strict", False), str(file), **found, defaults=defaults)
+
+
+_LIST_EXAMPLES = {
+    "paths": '"configs/"',
+    "outputs": '"gaverify.html"',
+    "exclude": '"configs/slow/*"',
+    "select": '"GAV4"',
+    "ignore": '"GAV301"',
+}
+
+
+def code_problems(codes: Iterable[str]) -> list[str]:
+    """Returns a sentence for each word that begins no rule's code."""
+    return [
+        f"no rule's code begins with `{code}`; `gaverify rules` lists all, such as GAV301 or GAV4 for a group"
+        for code in codes
+        if not any(known.startswith(code) for known in rule_codes())
+    ]

@@ -104,7 +104,7 @@ class Spec:
     ignore_index: int = _set(INTEGER, "Target that counts as padding.  [-100]", -100)
     ranks: int | None = _left(whole(2, "R"), 2, "Run K micro-batches on each of R processes, as torchrun would.")
     engine: str = _set(one_of("ddp", "fsdp2"), "How the ranks share the model, with --ranks.  [ddp]", "ddp")
-    timeout: float | None = _left(SECONDS, 600, "How long the ranks may take for a window.")
+    timeout: float | None = _left(SECONDS, 600, "When to end a verification; of ranks, each of their windows.")
     diagnose: bool = _set(FLAG, "Look for the cause.  [on]", True)
     time_limit: float | None = _left(SECONDS, 60, "When to stop looking for the cause; the verdict comes in any case.")
     exact: bool = _set(FLAG, "Ask float64 for every parameter.  [off]", False, True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from gaverify.errors import SpecError, nearest, unknown_key
 from gaverify.launched import launched
-from gaverify.spec.accepting import read_entries
+from gaverify.spec.accepting import Project, read_entries
 from gaverify.spec.fields import OPTIONS, Spec, joined, option_name, sentence, wrong
 from gaverify.text_files import table_of_file
 
@@ -21,23 +22,29 @@ _OTHER_COMMANDS = {
 
 _ONLY_WITH = (
     ("trace", ("optimizer", "lr"), "belongs to the step that a trace shows; add `--trace`, or leave it out"),
-    ("ranks", ("engine", "timeout"), "belongs to a run on several ranks; add `--ranks 2`, or leave it out"),
+    ("ranks", ("engine",), "belongs to a run on several ranks; add `--ranks 2`, or leave it out"),
 )
 """Options that nothing reads unless a field is set; who types one expects that it counts."""
 
 
-def parse_spec(table: Mapping[str, Any], source: str, overrides: Mapping[str, Any] | None = None) -> Spec:
+def parse_spec(
+    table: Mapping[str, Any],
+    source: str,
+    overrides: Mapping[str, Any] | None = None,
+    project: Project | None = None,
+) -> Spec:
     """Returns the spec that a TOML table and the command line's overrides describe.
 
     Args:
         table: Keys as in `Spec`, with hyphens or underscores.
         source: The file that the table stands in, for messages.
         overrides: Fields of `Spec` that win over the table; `None` values are left out, `model_args` are merged.
+        project: Whose defaults stand for fields that neither names.
 
     Raises:
         SpecError: Anything is wrong; all problems at once, `$.steps` for the table and `--steps` for overrides.
     """
-    in_file, on_line, spec = _check(table, overrides or {})
+    in_file, on_line, spec = _check(table, overrides or {}, project or Project())
     if spec is None:
         raise joined([(source, in_file), ("command line", on_line)])
     return spec
@@ -59,12 +66,16 @@ def load_specs(
 
 
 def read_specs(
-    paths: Iterable[str | Path], overrides: Mapping[str, Any] | None = None
+    paths: Iterable[str | Path],
+    overrides: Mapping[str, Any] | None = None,
+    project: Project | None = None,
+    exclude: Sequence[str] = (),
 ) -> tuple[tuple[Path, Spec | SpecError], ...]:
-    """Returns, for each TOML file and each file of a folder (sorted by name, each once), its spec or what is wrong.
+    """Returns, for each TOML file and each of a folder (sorted by name, each once), its spec or what is wrong with it.
 
-    A `model = "file.py:factory"`, `data` or `pretrained` that exists beside its spec is resolved against the spec's
-    folder.
+    Of the folders in a folder, TOML files that are meant as specs are taken; those that a pattern of `exclude` fits are
+    passed over. A `model = "file.py:factory"`, `data` or `pretrained` that exists beside its spec is resolved against
+    the spec's folder.
 
     Raises:
         SpecError: An override is wrong, so no spec can run; with all problems of all files.
@@ -72,9 +83,12 @@ def read_specs(
     entries: list[tuple[Path, Spec | SpecError]] = []
     problems: list[tuple[str, list[str]]] = []
     on_line: dict[str, None] = {}  # an override is wrong in every file, but is reported once
-    for file, missing in toml_files(paths, "the folder holds no *.toml file; `gaverify init` writes one"):
+    nothing = "the folder holds no *.toml file; `gaverify init` writes one"
+    for file, missing in toml_files(paths, nothing, exclude, deep=True):
         table, unreadable = ({}, missing) if missing else _read(file)
-        in_file, from_options, spec = ([unreadable], [], None) if unreadable else _check(table, overrides or {})
+        in_file, from_options, spec = (
+            ([unreadable], [], None) if unreadable else _check(table, overrides or {}, project or Project())
+        )
         entries.append((file, spec or SpecError(in_file, str(file))))
         problems.append((str(file), in_file))
         on_line.update(dict.fromkeys(from_options))
@@ -83,16 +97,24 @@ def read_specs(
     return tuple(entries)
 
 
-def toml_files(paths: Iterable[str | Path], nothing: str) -> Iterator[tuple[Path, str]]:
+def toml_files(
+    paths: Iterable[str | Path], nothing: str, exclude: Sequence[str] = (), *, deep: bool = False
+) -> Iterator[tuple[Path, str]]:
     """Yields the files that are named and the TOML files of folders that are, each once, with "" or why there is none.
 
     Args:
         paths: Files and folders.
         nothing: What is wrong with a folder that holds none.
+        exclude: Patterns of paths, or of names of files and folders, that are passed over in folders.
+        deep: Take specs of folders in folders, too.
     """
     seen = set()
     for path in map(Path, paths):
-        found = sorted(path.glob("*.toml")) if path.is_dir() else [path]
+        found = [path]
+        if path.is_dir():
+            exclude = [*exclude, "pyproject.toml"]
+            found = [file for file in sorted(path.glob("*.toml")) if not _is_excluded(file, path, exclude)]
+            found += _deeper(path, path, exclude) if deep else []
         if not found:
             yield path, nothing
         for file in found:
@@ -100,6 +122,42 @@ def toml_files(paths: Iterable[str | Path], nothing: str) -> Iterator[tuple[Path
             if real not in seen:
                 seen.add(real)
                 yield file, "" if os.path.exists(file) else "there is no such file or folder"
+
+
+def _deeper(folder: Path, top: Path, exclude: Sequence[str]) -> list[Path]:
+    """Returns the specs in the folders of a folder; those that are hidden, or environments of Python, hold none."""
+    found: list[Path] = []
+    for inner in sorted(folder.iterdir()):
+        skips = inner.name.startswith((".", "__")) or inner.name == "node_modules" or (inner / "pyvenv.cfg").exists()
+        if inner.is_symlink() or not inner.is_dir() or skips or _is_excluded(inner, top, exclude):
+            continue
+        files = [file for file in sorted(inner.glob("*.toml")) if not _is_excluded(file, top, exclude)]
+        found += [*filter(is_meant_as_spec, files), *_deeper(inner, top, exclude)]
+    return found
+
+
+def _is_excluded(path: Path, top: Path, exclude: Sequence[str]) -> bool:
+    within = path.relative_to(top).as_posix()
+    names = (path.name, within, path.as_posix())
+    return any(fnmatchcase(name, pattern.rstrip("/")) for pattern in exclude for name in names)
+
+
+def is_meant_as_spec(file: Path) -> bool:
+    """Whether a file of a folder is meant as a spec: a broken one is, and tells so; another tool's settings are not.
+
+    The options of `gaverify audit` share keys with specs (`steps`, `seed`) and name a script or module in place of a
+    model. A table whose only known key is a misspelt `model` is a spec: dropped in silence it would look as if it had
+    passed.
+    """
+    if file.name == "pyproject.toml":
+        return False
+    try:
+        keys = {key.replace("-", "_") for key in table_of_file(file, "spec")}
+    except SpecError:
+        return True
+    if keys & {"script", "module"} and "model" not in keys:
+        return False
+    return not keys or not keys.isdisjoint(OPTIONS) or bool(nearest("model", keys))
 
 
 def _read(file: Path) -> tuple[dict[str, Any], str]:
@@ -130,12 +188,14 @@ def _resolve(table: dict[str, Any], folder: Path) -> dict[str, Any]:
     return resolved
 
 
-def _check(table: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[list[str], list[str], Spec | None]:
+def _check(
+    table: Mapping[str, Any], overrides: Mapping[str, Any], project: Project
+) -> tuple[list[str], list[str], Spec | None]:
     """Returns the problems of the table, those of the overrides, and the spec if there are none."""
     options = {field: value for field, value in overrides.items() if value is not None}
     arguments = options.pop("model_args", {})
     values, written, in_file = _normalise(table)
-    values.update(options)
+    values = {**project.defaults, **values, **options}
     if arguments:
         stated = values.get("model_args", {})
         values["model_args"] = {**stated, **arguments} if isinstance(stated, Mapping) else arguments
@@ -143,6 +203,11 @@ def _check(table: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[list
     on_line: list[str] = []
     for (field, key), told in wrong(values).items():
         option = key in arguments if key else field in options
+        if not option and field not in written and field in project.defaults:
+            in_file.append(
+                f"$.tool.gaverify.{field} of {project.source}: {told or sentence(field, key, values, option=False)}"
+            )
+            continue
         place = option_name(field) if option else f"$.{written.get(field, field.replace('_', '-'))}"
         place += f" {key}" if option and key else f".{key}" if key else ""
         text = told or sentence(field, key, values, option=option)

@@ -15,7 +15,7 @@ Line = list[Segment]
 
 _ASCII = dict(zip("‖×−–—…→≤·’µ", ("|", "x", "-", "-", "-", "...", "->", "<=", "-", "'", "u"), strict=True))
 
-_BREAK = re.compile(r" (?![%×])")  # a number stays with its unit
+_BREAK = re.compile(r" (?![%×]|[mµ]?s\b)")  # a number stays with its unit
 
 
 @dataclass(frozen=True)

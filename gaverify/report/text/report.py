@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gaverify.amounts import count_text
+from gaverify.amounts import count_text, seconds_text
 from gaverify.records.audit_report import AuditReport
 from gaverify.records.comparison import Outcome
 from gaverify.records.findings import Finding
@@ -48,6 +48,11 @@ def answer_line(story: Story) -> str:
     if len(faults) > 1:
         words.append(f"and {count_text(len(faults) - 1, 'other cause')}")
     return clean(f"{' '.join(words)}, {story.sentence}")
+
+
+def time_text(story: Story) -> str:
+    """Returns how long an answer took, for the end of its line; "" where that is not known."""
+    return f" ({seconds_text(story.seconds)})" if story.seconds else ""
 
 
 def _code_and_place(finding: Finding) -> str:
@@ -97,6 +102,7 @@ def summary_lines(stories: Sequence[Story], errors: Sequence[tuple[str, str]], l
     for story, (name,) in zip(stories, names, strict=True):
         lead = f"  {story.outcome.value:<14}"
         told = f"{story.sentence} (accepted)" if story.accepted else story.sentence
+        told += time_text(story)
         body = layout.wrap(told, indent=len(lead) + cells(name) + 2)
         body[0][:1] = [(lead, STYLES[story.outcome]), (name + "  ", "")]
         lines += body
@@ -109,4 +115,6 @@ def summary_lines(stories: Sequence[Story], errors: Sequence[tuple[str, str]], l
     counts.append((failed, "error" if failed == 1 else "errors"))
     total = len(stories) + failed
     text = ", ".join(f"{count} {word}" for count, word in counts if count) or "nothing was run"
-    return lines + layout.wrap(f"{total} {'run' if total == 1 else 'runs'}: {text}", indent=2)
+    seconds = sum(story.seconds for story in stories)
+    took = f" in {seconds_text(seconds)}" if seconds else ""
+    return lines + layout.wrap(f"{count_text(total, 'run')}{took}: {text}", indent=2)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import signal
 import sys
 import time
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import samples
@@ -166,7 +167,7 @@ def test_json_and_files_tell_of_a_failure(fake: Fake, tmp_path: Path, capsys: py
     out, err = capsys.readouterr()
     assert json.loads(out)["errors"] == [{"source": "command line", "message": "the loss is NaN"}]
     assert json.loads(file.read_text()) == json.loads(out)
-    assert err == "gaverify: error: the loss is NaN\n"
+    assert err == f"gaverify: error: the loss is NaN\ngaverify: wrote {file}\n"
 
 
 def test_outputs_are_checked_before_the_run(fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -251,7 +252,7 @@ def test_a_quiet_row_names_code_and_line(
     monkeypatch.setenv("COLUMNS", "40")
     fake.verify = lambda spec: samples.divergent()
     assert main(["run", "-q", "mlp"]) == 1
-    row = "DIVERGENT mlp-batchnorm GAV101 1 train.py:12, 3 of 6 parameters differ, by up to 88 %\n"
+    row = "DIVERGENT mlp-batchnorm GAV101 1 train.py:12, 3 of 6 parameters differ, by up to 88 % (500 ms)\n"
     assert capsys.readouterr().out == row
     assert main(["run", "-q", "mlp", "--expect", "divergent"]) == 0
     assert capsys.readouterr().out.startswith("DIVERGENT, expected mlp-batchnorm GAV101 ")
@@ -441,32 +442,62 @@ def test_usage_errors(words: list[str], text: str, fake: Fake, capsys: pytest.Ca
 
 def test_no_bar_on_a_pipe(fake: Fake, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("gaverify.cli.progress.DELAY", 0.0)
+    monkeypatch.delenv("CI", raising=False)
     assert main(["run", "--model", "equivalent"]) == 0
     assert capsys.readouterr().err == ""
 
 
-def test_a_bar_on_a_slow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    import io
-    import time
+def test_without_a_terminal_each_started_run_has_a_line(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = specs(tmp_path, "equivalent", "divergent")
+    assert main(["run", str(folder)]) == 1
+    lines = ["gaverify: running spec 1 of 2: equivalent", "gaverify: running spec 2 of 2: divergent"]
+    assert capsys.readouterr().err.splitlines() == lines
+    assert main(["run", str(folder), "-q"]) == 1 and capsys.readouterr().err == ""
+    monkeypatch.setenv("CI", "true")
+    assert main(["run", "equivalent"]) == 0
+    assert capsys.readouterr().err == "gaverify: running equivalent\n"
 
+
+def test_a_bar_on_a_slow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     from gaverify.cli.progress import DelayedProgress
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
 
-    def shown(delay: float) -> Any:
+    def shown(delay: float, *steps: tuple[str, int, int]) -> str:
         terminal = Terminal()
         monkeypatch.setattr("sys.stderr", terminal)
         monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.setenv("COLUMNS", "120")
         monkeypatch.setattr("gaverify.cli.progress.DELAY", delay)
-        with DelayedProgress("mlp [x]") as progress:
-            progress.report("full batch", 1, 5)
+        with DelayedProgress("cnn.py:factory: [x]", 2, 6) as progress:
+            for step in steps:
+                progress.report(*step)
             time.sleep(0.4)
-        return terminal.getvalue()
+        return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue())
 
-    assert "mlp [x]: full batch" in shown(0.01)
-    assert shown(60.0) == ""
+    text = shown(0.01, ("the full batch", 0, 5), ("micro-batch 1", 1, 5))
+    assert "spec 3 of 6: cnn.py:factory: [x]: micro-batch 1 (step 2 of 5)" in text, "names are no markup"
+    assert re.search(r"\d:\d\d:\d\d", text)
+    text = shown(0.01, ("micro-batch 4", 4, 5), ("control", 5, 0))
+    assert "control (step 6)" in text and "of 5" not in text.splitlines()[-1]
+    assert shown(60.0, ("the full batch", 0, 5)) == ""
+
+
+def test_a_bar_is_never_full_before_the_work_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gaverify.cli.progress import DelayedProgress
+
+    progress = DelayedProgress("mlp")
+    progress._show()
+    assert progress._bar is not None
+    (task,) = progress._bar.tasks
+    for label, done, total in [("micro-batch 4", 4, 5), ("control", 5, 5), ("control", 9, 0), ("next", 1, 5)]:
+        progress.report(label, done, total)
+        assert task.total == (total if done < total else None) and not task.finished
+    progress.__exit__(None, None, None)
 
 
 def test_the_spec_is_in_the_verdict(fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

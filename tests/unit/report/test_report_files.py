@@ -113,7 +113,7 @@ def test_sentences_of_one_spec_are_one_run() -> None:
     errors = [("a.toml", "no `model`"), ("a.toml", "no `steps`"), ("b.toml", "not TOML")]
     stream = io.StringIO()
     print_summary([samples.equivalent()], errors, stream)
-    assert "3 runs: 1 equivalent, 2 errors" in stream.getvalue()
+    assert "3 runs in 125 ms: 1 equivalent, 2 errors" in stream.getvalue()
     root = ElementTree.fromstring(render([samples.equivalent()], "junit", errors=errors))
     assert root.attrib["errors"] == "2" and [test.attrib["name"] for test in root[0]][1:] == ["a.toml", "b.toml"]
     error = root[0][1].find("error")

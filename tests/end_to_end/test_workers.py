@@ -1,0 +1,118 @@
+"""Specs in processes of their own: a limit that holds in any code, the order of rows, what is left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gaverify.cli import main
+
+MODELS = """
+import ctypes, os, subprocess, sys, time
+import torch
+from torch import nn
+
+
+class Hanging(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x):
+        started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+        with open(os.environ["PIDS"], "a") as stream:
+            stream.write(f"{os.getpid()} {started.pid} ")
+        open(os.path.join(os.environ["TMPDIR"], "left"), "w").close()
+        ctypes.CDLL(None).sleep(600)  # holds no lock of Python's, and no signal handler of Python's runs
+        return self.layer(x)
+
+
+def hanging():
+    return Hanging(), lambda model, batch: model(batch).mean(), torch.randn(8, 4)
+
+
+def crashing():
+    ctypes.string_at(0)
+
+
+def slow():
+    time.sleep(1.5)
+    return nn.Linear(4, 1), lambda model, batch: model(batch).mean(), torch.randn(8, 4)
+
+
+def lacking():
+    import nobody_has_this
+
+
+def raising():
+    raise ValueError("for a reason")
+"""
+
+
+def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PIDS": str(folder / "pids"), "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "gaverify", "run", *words]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def lives(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "models.py").write_text(MODELS)
+    return tmp_path
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="asks the system for processes")
+def test_a_verification_that_hangs_is_ended_with_all_that_it_started(folder: Path) -> None:
+    begun = time.monotonic()
+    done = run(folder, "models.py:hanging", "--timeout", "1.5")
+    assert done.returncode == 2 and time.monotonic() - begun < 60
+    sentence = "gaverify: error: did not end within 1.5 s and was ended, while it was at: the full batch; give a larger"
+    assert sentence in done.stderr and "Traceback" not in done.stderr
+    processes = [int(word) for word in (folder / "pids").read_text().split()]
+    assert len(processes) == 2 and not any(map(lives, processes))
+    assert {file.name for file in folder.iterdir()} - {"__pycache__"} == {"models.py", "pids"}, (
+        "its temporary files are gone"
+    )
+
+
+def test_rows_stand_in_the_order_of_the_files_whoever_is_done_first(folder: Path) -> None:
+    specs = {
+        "a": "models.py:slow",
+        "b": "mlp",
+        "c": "models.py:crashing",
+        "d": "models.py:raising",
+        "e": "mlp-batchnorm",
+    }
+    specs["f"] = "models.py:lacking"
+    (folder / "all").mkdir()
+    for name, model in specs.items():
+        (folder / "all" / f"{name}.toml").write_text(f'model = "{"../" if "py" in model else ""}{model}"\n')
+    (folder / "all" / "c.toml").write_text('model = "../models.py:crashing"\ntimeout = 60\n')
+    done = run(folder, "-q", "-j", "2", "all")
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert [row[1].strip(",") for row in rows] == [f"all/{name}.toml" for name in "abcde"], done.stderr
+    assert [row[0] for row in rows] == ["EQUIVALENT", "EQUIVALENT", "ERROR", "ERROR", "DIVERGENT"]
+    assert done.returncode == 2
+    assert "the process of the verification ended with signal SIGSEGV" in done.stdout
+    assert "raised ValueError at models.py:" in done.stdout
+    assert "skipped: all/f.toml: " in done.stderr
+
+
+def test_a_limit_that_is_not_reached_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    outputs = []
+    for words in ([], ["--timeout", "300"]):
+        assert main(["run", "mlp-batchnorm", "--no-diagnose", *words]) == 1
+        outputs.append(capsys.readouterr())
+    assert outputs[0] == outputs[1]
