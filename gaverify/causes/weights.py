@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -12,12 +13,13 @@ from gaverify.causes.bench import Bench
 from gaverify.causes.neutral.state import GradientsKept
 from gaverify.causes.trace.first_divergence import branches_part, reweighted_operation
 from gaverify.causes.trace.state import StateWatch
+from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.precision import moved
 from gaverify.passes.sketches import sketch
 from gaverify.records.experiment import ControlKind, ControlRun, WeightFit, are_shares, is_constant
 from gaverify.records.facts import Facts, Repeatability, State, Weights
-from gaverify.thresholds import FIT_FLOAT32, FIT_FLOAT64, MOVED_SHARES, NO_WEIGHT, SMALL_PART, TINY
+from gaverify.thresholds import FIT_FLOAT32, FIT_FLOAT64, MOVED_SHARES, NO_WEIGHT, SAME_IN_FLOAT32, SMALL_PART, TINY
 from gaverify.verdict.sketches import Earlier, fitted, kept
 
 
@@ -92,7 +94,9 @@ def weighed(bench: Bench, facts: Facts, fit: WeightFit | None) -> WeightFit | No
 
 def means(bench: Bench, facts: Facts, fit: WeightFit | None) -> bool:
     """Whether weights explain what is left and are shares of something, or one factor: no coincidence."""
-    return fit is not None and explains(bench, facts, fit) and have_meaning(facts.weights, fit)
+    if fit is None or not explains(bench, facts, fit) or not have_meaning(facts.weights, fit):
+        return False
+    return not contradict_losses(bench, facts.weights.used, fit)
 
 
 def have_meaning(weights: Weights, fit: WeightFit) -> bool:
@@ -115,12 +119,43 @@ def _joint(bench: Bench, facts: Facts, fit: WeightFit | None) -> WeightFit | Non
         return None
     if fit.determined and min(map(abs, fit.weights)) < NO_WEIGHT * max(map(abs, fit.weights)):
         return None  # a loss that picks some samples and forgets the others: a maximum, a worst group
+    if contradict_losses(bench, facts.weights.used, fit):
+        return None
     joint = bench.attempt("weights at moved parameters", lambda: joint_fit(bench))
     if joint is None or not explains(bench, facts, joint):
         return None
     # Where a branch fell otherwise, one factor per micro-batch explains everything until the branch falls anew.
     parted = bench.attempt("weights at moved parameters", lambda: branches_part(bench))
     return None if parted else joint
+
+
+def contradict_losses(bench: Bench, used: Sequence[float], fit: WeightFit) -> bool:
+    """Whether the losses add up to the full batch's with the weights that are used, and not with the fitted ones.
+
+    A micro-batch that weighs wrongly does so in its loss and in its gradient. Where the loss is right, the backward
+    depends on the batch.
+    """
+    sums = bench.possible(lambda: _losses(bench)) if fit.determined else None
+    if sums is None:
+        return False
+    full, losses = sums
+    scale = max(abs(full), *map(abs, losses))
+
+    def misses(weights: Sequence[float]) -> bool:
+        return abs(sum(w * loss for w, loss in zip(weights, losses, strict=True)) - full) > SAME_IN_FLOAT32 * scale
+
+    # Constants and terms without a gradient make both sums wrong: such losses say nothing about the fitted weights.
+    return not misses(used) and misses(fit.weights)
+
+
+def _losses(bench: Bench) -> tuple[float, Sequence[float]]:
+    """The loss of the full batch, and those of the micro-batches before their weights."""
+    earlier = bench.earlier
+    if earlier is not None and earlier.losses and not bench.neutral:
+        return earlier.full.loss, earlier.losses
+    bench.record.rewind()
+    full, *losses = (float(bench.forward(PassProbe(), k).detach()) for k in (None, *range(bench.task.steps)))
+    return full, losses
 
 
 def joint_fit(bench: Bench) -> WeightFit:

@@ -29,6 +29,18 @@ class NormalisedGradient(torch.autograd.Function):
         return gradient / gradient.norm()
 
 
+class GradientByRows(torch.autograd.Function):
+    """Identity whose backward divides by the number of rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient / len(gradient)
+
+
 class PerSample(torch.autograd.Function):
     """Identity whose backward clamps every element on its own."""
 
@@ -39,6 +51,41 @@ class PerSample(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return 2.0 * gradient
+
+
+class SlopesOfForward(torch.autograd.Function):
+    """A head with its loss per row, whose backward multiplies slopes that the forward has computed.
+
+    By the first row's incoming gradient alone, or by each row's.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, first: bool
+    ) -> torch.Tensor:
+        logits = hidden @ weight.T
+        ctx.save_for_backward(hidden, weight, logits.softmax(-1) - F.one_hot(target, len(weight)))
+        ctx.first = first
+        return F.cross_entropy(logits, target, reduction="none")
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        hidden, weight, slopes = ctx.saved_tensors
+        slopes = slopes * (gradient[0] if ctx.first else gradient[:, None])
+        return slopes @ weight, slopes.T @ hidden, None, None
+
+
+def weighted_slopes(first: bool) -> Problem:
+    """The first row's importance stands for all: the factors of micro-batches belong to the data, as weights do."""
+    problem = _classifier(nn.Tanh())
+    importance = torch.rand(16) + 0.2
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        inputs, target, importance = batch
+        losses = SlopesOfForward.apply(model[:-1](inputs), model[-1].weight, target, first)
+        return (losses * importance).mean()
+
+    return replace(problem, loss=loss, batch=(*problem.batch, importance))
 
 
 class Applied(nn.Module):
@@ -70,6 +117,15 @@ def masked_by_hook() -> Problem:
 def normalised_in_the_loss() -> Problem:
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         return F.cross_entropy(NormalisedGradient.apply(model(batch[0])), batch[1])  # planted backward-of-loss
+
+    return replace(_classifier(nn.Tanh()), loss=loss)
+
+
+def divided_in_the_loss() -> Problem:
+    """One factor for all gradients, as a forgotten division makes; the losses are right."""
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(GradientByRows.apply(model(batch[0])), batch[1])
 
     return replace(_classifier(nn.Tanh()), loss=loss)
 
@@ -367,7 +423,14 @@ FAULTS = (
         "a backward divides by what reaches it",
         module="1",
     ),
+    fault(
+        "backward-rows",
+        divided_in_the_loss,
+        "GAV104",
+        "a backward divides by the number of rows",
+    ),
     fault("gradient-hook", hooked_weight, "GAV104", "a hook divides by the micro-batch's norm", module="0"),
+    fault("first-slope", lambda: weighted_slopes(True), "GAV104", "a backward scales all rows by the first one's"),
     fault("backward-of-loss", normalised_in_the_loss, "GAV104", "the same inside the loss"),
     fault(
         "root-mean-squared",
@@ -398,6 +461,7 @@ TWINS = (
     quiet("key-list", empty_key_list, "a list that stays empty"),
     quiet("target-network", resting_target, "a target that rests"),
     quiet("backward-norm", lambda: _classifier(Applied(PerSample)), "a backward that treats every element alike"),
+    quiet("first-slope", lambda: weighted_slopes(False), "a backward scales every row by what reaches it"),
     quiet("gradient-hook", masked_by_hook, "a hook that scales by a constant"),
     quiet(
         "root-mean-squared",

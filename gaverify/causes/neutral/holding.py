@@ -289,9 +289,10 @@ class GradientsHeld(ApplicationHeld):
             self._kept[place] = part, gradient.detach().clone()
             return None
         value, whole = self._kept.get(place, (part, gradient))
-        if value.shape == part.shape:
-            return None
-        return rows_for(value, part, *self._bounds[k], self._size, whole)
+        start, stop = self._bounds[k]
+        if value.shape == part.shape:  # of a weight, which has no rows of samples: the shares add up to all of it
+            return whole * ((stop - start) / self._size)
+        return rows_for(value, part, start, stop, self._size, whole)
 
 
 class Evaluated(PassProbe):
