@@ -275,7 +275,7 @@ class _Audit:
         """Makes the runs that are held against a full-batch run, and compares."""
         trial = Trial(self._runner, full, {**visible, **parts})
         self.main = trial.accumulated
-        self._runner.progress("comparing", 3, 3)
+        self._runner.progress("comparing", self._runner.done, 3)
         from gaverify.audit.controls import controlled
 
         return controlled(trial, self._record(trial), ranked=self._request.ranked)

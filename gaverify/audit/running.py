@@ -43,7 +43,7 @@ class Runner:
         self.summaries: list[RunSummary] = []
         self.timings: dict[str, float] = {}
         self.updates = self.request.updates
-        self._done, self._last = 0, -1  # how many processes have ended, and the number of the last run
+        self.done, self._last = 0, -1  # how many processes have ended, and the number of the last run
         self._files: Files = "in-place" if self.request.in_place else "view"
 
     def _job(self, role: Role, *, rank: int = 0, source: Run | None = None, **options: Any) -> Job:
@@ -126,7 +126,7 @@ class Runner:
         from gaverify.audit.reading import Run
 
         runs = [Run(child.job.role, at, child.seconds) for at in ranks_of(child.folder)]
-        self._done += 1
+        self.done += 1
         self.timings[child.job.shown_as or child.job.role] = child.seconds
         self.summaries.append(_summary(child, runs))
         for run in runs:
@@ -162,7 +162,7 @@ class Runner:
                 jobs = [job for jobs in groups[at : at + at_once] for job in jobs]
                 told = [request.command(job.arguments, request.setting(job.role), job.launcher) for job in jobs]
                 pairs = list(zip(jobs, told, strict=True))
-                children += run_jobs(pairs, request.timeout, lambda what: self.progress(what, self._done, 3))
+                children += run_jobs(pairs, request.timeout, lambda what: self.progress(what, self.done, 3))
             return children
         except NoView:
             self._files = "guard"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 DELAY = 1.0  # seconds; a bar that flashes up and away says nothing
+_CLOCK, _BAR = 7, 20  # columns
 
 
 def _has_terminal() -> bool:
@@ -34,10 +36,13 @@ class DelayedProgress:
         number: Which of several it is, from 0 on.
         count: How many there are.
         quiet: Say nothing where there is no terminal.
+        unit: What the steps are called.
     """
 
-    def __init__(self, title: str, number: int = 0, count: int = 1, *, quiet: bool = False) -> None:
-        self._title = f"spec {number + 1} of {count}: {title}" if count > 1 else title
+    def __init__(self, title: str, number: int = 0, count: int = 1, *, quiet: bool = False, unit: str = "step") -> None:
+        self._title, self._unit = title, unit
+        self._which = f"spec {number + 1} of {count}, " if count > 1 else ""
+        self._began = time.monotonic()
         self._says_start = not quiet and (count > 1 or os.environ.get("CI", "") not in ("", "false", "0"))
         self._state: tuple[str, int, int] = ("preparing", 0, 0)
         self._lock = threading.Lock()
@@ -52,7 +57,7 @@ class DelayedProgress:
             self._timer.daemon = True
             self._timer.start()
         elif self._says_start:
-            tell(f"gaverify: running {self._title}")
+            tell(f"gaverify: running {self._which}{self._title}")
         return self
 
     def __exit__(
@@ -80,10 +85,12 @@ class DelayedProgress:
             if self._closed:
                 return
             # no markup: `cnn.py:factory:` would be the picture of a factory
-            columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+            words = TextColumn("{task.description}", markup=False)
+            columns = (TimeElapsedColumn(), BarColumn(bar_width=_BAR), words)
             # the user's prints already go to stderr; rich must not take stdout over for its own
             self._bar = Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False)
             self._task = self._bar.add_task(self._title, total=None)
+            self._bar.tasks[0].start_time = self._began
             self._bar.start()
             self._update()
 
@@ -91,11 +98,11 @@ class DelayedProgress:
         if self._bar is None or self._task is None:
             return
         label, done, total = self._state
-        text = f"{self._title}: {label}"
-        if 0 <= done < total:
-            text += f" (step {done + 1} of {total})"
-        elif done:
-            text += f" (step {done + 1})"
+        step = f"{self._unit} {done + 1}" + (f" of {total}, " if done < total else ", ") if done or total else ""
+        text = f"{self._which}{step}{self._title}{': ' if self._title else ''}{label}"
+        # rich would take room from every column: what stands at the end is the least of a line
+        room = max(self._bar.console.width - _CLOCK - _BAR - 2, 20)
+        text = text if len(text) <= room else f"{text[: room - 1]}…"
         # without a total the bar moves to and fro: it is not full before the work is done
         self._bar.tasks[0].total = total if done < total else None
         self._bar.update(self._task, description=text, completed=done)
@@ -121,7 +128,10 @@ class SeveralProgress:
         self._quiet = quiet
         self._started: set[int] = set()
         self._finished = 0
-        self._shown = DelayedProgress(titles[0] if len(titles) == 1 else f"{len(titles)} specs", quiet=quiet)
+        if len(titles) == 1:
+            self._shown = DelayedProgress(titles[0], quiet=quiet)
+        else:
+            self._shown = DelayedProgress("", quiet=True, unit="spec")
         self.hidden = self._shown.hidden
 
     def __enter__(self) -> SeveralProgress:
@@ -140,9 +150,9 @@ class SeveralProgress:
             self._shown.report(label, done, total)
             return
         if number not in self._started and not (self._quiet or _has_terminal()):
-            tell(f"gaverify: running spec {number + 1} of {count}: {self._titles[number]}")
+            tell(f"gaverify: running spec {number + 1} of {count}, {self._titles[number]}")
         self._started.add(number)
-        self._shown.report(f"{self._finished} of {count} done, {self._titles[number]}: {label}", done, total)
+        self._shown.report(f"{self._titles[number]}: {label}", self._finished, count)
 
     def finish(self) -> None:
         """Notes that one of the specs is done."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 import types
 from collections.abc import Callable
@@ -153,6 +154,11 @@ def test_notes_are_chosen_and_faults_are_not(verified: list[Spec], capsys: pytes
     assert codes() == {"GAV101"}
     assert main(["run", "divergent", "--select", "E501"]) == 2
     assert "--select: no rule's code begins with `E501`" in capsys.readouterr().err
+
+
+def test_what_is_wrong_with_a_spec_comes_back_from_a_process_sentence_by_sentence() -> None:
+    error = pickle.loads(pickle.dumps(SpecError(["`a` takes no argument `b`", "`a` needs the argument `c`"], "model")))
+    assert (len(error.problems), error.source) == (2, "model")
 
 
 def test_colours(verified: list[Spec], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
