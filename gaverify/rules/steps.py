@@ -190,6 +190,8 @@ def _overfull(loop: Record) -> list[tuple[Window, int]]:
     first = loop.first
     if first is None or first.backwards == 0 or first.dropped:  # a pass that the first window left out is no K
         return []
+    if any(window is first for window, _ in early_windows(loop)):  # GAV601 says that it is short: no K
+        return []
     wanted = loop.steps if loop.steps is not None else first.backwards
     lost = {loss.window for loss in loop.ledger.lost}
     full = {window.number: window.backwards for window in loop.full_windows}

@@ -163,6 +163,7 @@ EVENT_FAULTS = [
     ("cleared just before the step, calls alone", "BBBBZS BBBBZS", "", {}, "GAV603", "Z"),
     ("steps inside, clears at the end", "BSBSBSBSZ BSBSBSBSZ", "BSZ BSZ", {}, "GAV601", "S"),
     ("steps inside, calls alone", "BSBSBSBSZ BSBSBSBSZ", "", {}, "GAV601", "S"),
+    ("the first window is short by one", "BBBSZ BBBBSZ BBBBSZ", "BSZ BSZ BSZ", {}, "GAV601", "S"),
     ("steps twice per window", "BBSBBSZ BBSBBSZ", "BSZ BSZ", {}, "GAV601", "S"),
     ("clears every second window", "BBBBSBBBBSZ BBBBSBBBBSZ", "BSZ BSZ", {}, "GAV602", "S"),
     ("cleared in the middle", "BBZBBSZ BBZBBSZ", "", {"steps": 4}, "GAV603", "Z"),
