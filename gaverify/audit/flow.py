@@ -282,7 +282,7 @@ class _Audit:
 
     def _record(self, trial: Trial) -> Record:
         """What the runs show without any control."""
-        from gaverify.audit.judgement import working_unit  # the first to need torch
+        from gaverify.audit.judgement import windows_skipped_alike, working_unit  # the first to need torch
 
         begun = time.monotonic()
         full, accumulated, numbers = trial.full, trial.accumulated, trial.numbers
@@ -294,6 +294,7 @@ class _Audit:
             self._request.steps,
             working_unit(full),
             full_ledger=ledger_of(full.events),
+            skipped_alike=windows_skipped_alike(full, accumulated),
             ranks=max(full.meta["ranks"], accumulated.meta["ranks"]),
             full_ranks=full.meta["ranks"] if self._request.ranked else 1,
             dealt=full.meta["draws"] if accumulated.meta["dealt"] else 0,

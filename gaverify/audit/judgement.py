@@ -27,6 +27,7 @@ from gaverify.errors import ProblemError
 from gaverify.passes.precision import buffers_differ, unit_roundoff
 from gaverify.records.audit import RowCheck, UpdateComparison
 from gaverify.records.comparison import Outcome
+from gaverify.records.events import Event, ledger_of
 from gaverify.records.stages import (
     Clip,
     Foreign,
@@ -220,6 +221,37 @@ def _data(whole: Run, full: Samples, part: Run, accumulated: Samples) -> RowChec
     return next(
         (check for check in checks if check.checked and check.same), checks[0] if checks[0].checked else checks[1]
     )
+
+
+def windows_skipped_alike(full: Run, accumulated: Run) -> frozenset[int]:
+    """Returns the windows in which both runs throw away the gradients of the same samples.
+
+    Scripts skip an update whose gradient is too large or not finite, in both runs alike.
+    """
+    forwards = [_forwards_lost(run) for run in (full, accumulated)]
+    return frozenset(
+        window
+        for window in forwards[0].keys() & forwards[1].keys()
+        if _are_same_samples(full, forwards[0][window], accumulated, forwards[1][window])
+    )
+
+
+def _forwards_lost(run: Run) -> dict[int, list[Event]]:
+    """The forwards behind the backward passes that no step used, by window."""
+    by_number = {event.values["number"]: event for event in run.events if event.kind == "forward"}
+    return {
+        loss.window: [by_number[n] for event in loss.backwards for n in event.values.get("forwards", ())]
+        for loss in ledger_of(run.events).lost
+        if loss.by is not None
+    }
+
+
+def _are_same_samples(full: Run, forwards_full: list[Event], accumulated: Run, forwards: list[Event]) -> bool:
+    counts = [sum(event.values.get("rows") or 0 for event in events) for events in (forwards_full, forwards)]
+    if not counts[0] or counts[0] != counts[1]:
+        return False
+    check = check_rows(full.rows_behind(forwards_full), accumulated.rows_behind(forwards))
+    return check.same  # unchecked rows, as of the window that a run ended in, are told apart by their number alone
 
 
 def working_unit(run: Run) -> float:

@@ -203,7 +203,9 @@ def _decided(request: Request, record: Record, findings: tuple[Finding, ...]) ->
         seen = len(record.complete)
         calls = f"the calls of {count_text(seen, 'update')} are in order{_short(record)}"
         return Outcome.INCONCLUSIVE, phrase("outcome.events-only", calls=calls)
-    for update in record.updates:
+    # an update that both runs skip by zero gradients agrees, but it cannot be all that was compared
+    compared = [update for update in record.updates if not update.is_zero_in_both] or record.updates
+    for update in compared:
         why = undecided(record, update)
         if why:
             return Outcome.INCONCLUSIVE, why + _launched_alone(request, record)

@@ -107,7 +107,8 @@ class Run:
                 counts[event.update] = counts.get(event.update, 0) + 1
                 places[event.values["number"]] = event.update, counts[event.update] - 1
         found = [places[event.values["number"]] for event in forwards]
-        return [self.rows(update)[position] for update, position in found]
+        # an update that the run did not end has no stored rows
+        return [rows[position] for update, position in found if position < len(rows := self.rows(update))]
 
     @property
     def trained(self) -> dict[int, frozenset[int]]:

@@ -94,6 +94,11 @@ class UpdateComparison:
         return self.differs and changed
 
     @property
+    def is_zero_in_both(self) -> bool:
+        """Whether every gradient is exactly zero in both runs: a script that skips an update may clear them before."""
+        return self.judged and all(row.reference_norm == 0 == row.accumulated_norm for row in self.parameters)
+
+    @property
     def largest(self) -> ParameterComparison | None:
         """The parameter with the largest finite relative difference among the worst outcomes."""
         rows = [row for row in self.parameters if math.isfinite(row.relative_difference)]
@@ -145,6 +150,7 @@ class Record:
         dealt: Random draws of the full batch that were dealt out per sample.
         unaligned: Draws that could not be, with the reason.
         full_ledger: What became of the full-batch run's backward passes.
+        skipped_alike: The windows in which both runs throw away the gradients of the same samples: skipped updates.
         ranks: Processes that train together.
         together: What all of them did, where the audit saw all; None where it saw one.
         rank_windows: The windows of ranks 1, 2, … of the accumulated run, where the audit saw all.
@@ -170,6 +176,7 @@ class Record:
     unaligned: Mapping[str, str] = field(default_factory=dict)
     numbers: tuple[int, ...] = ()
     full_ledger: Ledger = field(default_factory=lambda: Ledger((), ()))
+    skipped_alike: frozenset[int] = frozenset()
     ranks: int = 1
     together: RankFacts | None = None
     rank_windows: tuple[tuple[Window, ...], ...] = ()

@@ -23,7 +23,8 @@ def cleared_inside(loop: Record) -> list[LostPasses]:
     # a pass that is thrown away beside one that counts belongs to the training: it finds a direction
     ordinary = {loss.window for loss in loop.full_ledger.lost if loss.survivors}
     inside = [loss for loss in loop.ledger.lost if loss.by is not None and not _is_tail(loop, loss)]
-    return [loss for loss in inside if loss.window not in ordinary and not _summed_elsewhere(loop, loss)]
+    unlike = [loss for loss in inside if loss.window not in ordinary | loop.skipped_alike]
+    return [loss for loss in unlike if not _summed_elsewhere(loop, loss)]
 
 
 def clearing_groups(windows: Sequence[Window]) -> list[list[Window]]:
@@ -63,7 +64,11 @@ def cut_off(loop: Record) -> list[LostPasses]:
     # what the full batch's run loses as well stands beside the training: a backward pass to count operations, say
     whole = {(loss.window, len(loss.backwards)) for loss in loop.full_ledger.lost}
     tails = [
-        loss for loss in loop.ledger.lost if _is_tail(loop, loss) and (loss.window, len(loss.backwards)) not in whole
+        loss
+        for loss in loop.ledger.lost
+        if loss.window not in loop.skipped_alike
+        and _is_tail(loop, loss)
+        and (loss.window, len(loss.backwards)) not in whole
     ]
     return [loss for loss in tails if loss.survivors > 0 or not _summed_elsewhere(loop, loss)]
 

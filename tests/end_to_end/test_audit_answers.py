@@ -139,6 +139,9 @@ ROWS = [
     *(looped(EXTRAS, loop) for loop in ("clip_per_update", "schedule_per_update", "scaler_per_update")),
     *(looped(RARE, loop) for loop in ("distributed", "sums_of_its_own", "sharpness_aware", "line_search")),
     *(looped(RARE, loop) for loop in ("compiled", "overflowing", "gradient_penalty", "clamped")),
+    # an update that both runs skip loses the same samples in both; one that the accumulated run alone skips does not
+    *(looped(RARE, "skipped_update", common=f"--skip {why}", quick=True) for why in ("norm", "finite", "zeroed")),
+    looped(RARE, "skipped_update", "GAV604", "--skip accumulated", quick=True, proven=True),
     looped(RARE, "dropout_in_the_loss", common="--dropout 0.3", notes="GAV301"),
     # A01, D01: the gradients differ, the running statistics drift, and no line of the loop is blamed
     looped(SCALE, "usual", "GAV101", "--batchnorm", mark="", notes="GAV402"),

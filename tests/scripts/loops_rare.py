@@ -179,9 +179,28 @@ def clamped(args, loader):
             model.train()
 
 
+def skipped_update(args, loader):
+    """The second update is skipped: its gradient is too large or not finite, as that of some samples is."""
+    model = network()
+    optimizer = sgd(model, args)
+    features, labels = loader.dataset.tensors
+    features[20] = torch.inf if args.skip == "finite" else 50 * features[20]
+    for i, (features, labels) in enumerate(loader):
+        (criterion(model(features), labels) / args.accum).backward()
+        if (i + 1) % args.accum == 0:
+            norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+            if norm < 3 or (args.skip == "accumulated" and args.accum == 1):
+                optimizer.step()
+            elif args.skip == "zeroed":
+                for parameter in model.parameters():
+                    parameter.grad.zero_()
+                optimizer.step()
+            optimizer.zero_grad()  # here: skipped_update
+
+
 def main():
     loops = loops_of(globals())
-    args = parsed(loops, __doc__, dropout=0.1)
+    args = parsed(loops, __doc__, dropout=0.1, skip="norm")
     torch.manual_seed(args.seed)
     loops[args.loop](args, loader_for(args))
 

@@ -315,7 +315,7 @@ class Recorder(Steps):
 
     def _after_backward(self, place: Place | None, roots: Any, terms: Terms, met: dict[str, Any]) -> None:
         seen, reached, weight = self.watch.look(), self._reach.end(), self._weight.end()
-        touched = [index for index, change in seen.changed.items() if bool(change.any())]
+        touched = self._touched_optimizers(seen)
         if not touched and not ends_in_parameters(roots):
             self.elsewhere += 1
             return
@@ -349,6 +349,12 @@ class Recorder(Steps):
         self._event("backward", place, touched=touched, targets=targets, forwards=reached, **told, **self._sent())
         self._changes.note(Seen(moved=seen.moved), "backward")
         self._changes.hunt(self._quiet_difference)
+
+    def _touched_optimizers(self, seen: Seen) -> list[int]:
+        """The optimizers whose gradients a backward pass changed."""
+        changed = [index for index, change in seen.changed.items() if bool(change.any())]
+        # NaN stays NaN whatever is added: such a pass leaves `.grad` as it was, and is a pass all the same
+        return changed or [entry.index for entry in self.watch if entry.pending and bool(entry.gradients.isnan().any())]
 
     def _sent(self) -> dict[str, Any]:
         """What the backward pass sent: bytes of whole gradients that were reduced, of everything, and the calls."""
