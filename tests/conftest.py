@@ -15,6 +15,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Where it is set, each of the Pythons that tests start compiles all that it imports, and pytest rewrites every test.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None) is not None:
     sys.dont_write_bytecode = False
+# Where a CI says that it is one, each started run has a line on stderr.
+os.environ.pop("CI", None)
 # A shell starts what it runs in the background with SIGINT ignored, and children inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -33,12 +33,24 @@ from gaverify.errors import INTERRUPTED, MissingPackage, SpecError
 from gaverify.launched import await_first, is_first, launched
 from gaverify.spec import Spec, parse_spec, read_specs
 from gaverify.spec.accepting import Project, code_problems, project_settings
+from gaverify.spec.kinds import whole
 
 if TYPE_CHECKING:
     from gaverify.records.verdict import Verdict
 
 _COMMAND_LINE = "command line"
 _PrintEach = Callable[["Verdict"], None]
+
+
+def _read_count(context: click.Context, parameter: click.Parameter, word: str | None) -> int | None:
+    """Returns the whole number from 1 on that a word spells; click's own type prints its range as `x>=1`."""
+    if word is None:
+        return None
+    kind = whole(1, "N")
+    number = kind.read(word)
+    if not kind.fits(number):
+        raise click.BadParameter(f"must be {kind.must}, got `{word}`", context, parameter)
+    return int(number)
 
 
 @click.command(short_help="Compare accumulated with full-batch gradients.")
@@ -49,8 +61,8 @@ _PrintEach = Callable[["Verdict"], None]
 @click.option("-k", "expression", metavar="EXPRESSION", help="Take the specs whose names fit: 'cnn and not slow'.")
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="Pass over such files of folders; repeatable.")
 @click.option("-x", "stop_at_first", is_flag=True, help="Stop behind the first that fails.")
-@click.option("--maxfail", type=click.IntRange(1), metavar="N", help="Stop behind N that fail.")
-@click.option("-j", "--jobs", type=click.IntRange(1), default=1, metavar="N", help="Processes at a time.  [1]")
+@click.option("--maxfail", callback=_read_count, metavar="N", help="Stop behind N that fail.")
+@click.option("-j", "--jobs", callback=_read_count, default="1", metavar="N", help="Processes at a time.  [1]")
 @click.option("--select", multiple=True, metavar="CODE", help="Show notes of these codes alone; repeatable.")
 @click.option("--ignore", multiple=True, metavar="CODE", help="Show no notes of these codes; repeatable.")
 @click.option("-q", "--quiet", is_flag=True, help="A line for each model or spec.")

@@ -107,6 +107,9 @@ def test_it_stops_behind_failures(verified: list[Spec], capsys: pytest.CaptureFi
     assert names(verified) == ["a", "b", "c"]
     assert main(["run", "all", "--maxfail", "3"]) == 1 and len(verified) == 4
     assert "stopped" not in capsys.readouterr().err.splitlines()[-1]
+    for wrong in ("0", "two", "1.5"):
+        assert main(["run", "all", "--maxfail", wrong]) == 2
+        assert f"must be a whole number of at least 1, got `{wrong}`" in capsys.readouterr().err
     Path("all/a.toml").write_text("model = 3")
     verified.clear()
     assert main(["run", "all", "-x"]) == 2 and not verified
