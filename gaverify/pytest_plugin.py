@@ -128,10 +128,12 @@ class SpecItem(pytest.Item):
         from dataclasses import replace
 
         from gaverify.acceptance import settled
+        from gaverify.cli.workers import needs_worker, verify_in_worker
         from gaverify.spec.accepting import project_settings
         from gaverify.verification import verify_spec
 
-        made = replace(verify_spec(spec), source=self.nodeid.partition("::")[0])
+        made = verify_spec(spec) if not needs_worker(spec) else verify_in_worker(spec)
+        made = replace(made, source=self.nodeid.partition("::")[0])
         strict = bool(self.config.getoption("--gaverify-strict"))
         return settled(made, spec.accept, project_settings(self.path.parent), expect=spec.expect, strict=strict)
 

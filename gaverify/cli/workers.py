@@ -13,14 +13,17 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gaverify.children.launching import Kept, private_stdout, signal_name, start_module, working_folder
 from gaverify.errors import GaverifyError, InternalError, ProblemError, as_foreseen
 from gaverify.spec import Spec
+
+if TYPE_CHECKING:
+    from gaverify.records.verdict import Verdict
 
 Progress = Callable[[str, int, int], None]
 
@@ -144,6 +147,20 @@ def verify_in_workers(
                 else:
                     worker.give(*waiting.pop())
                 yield number, answer
+
+
+def verify_in_worker(spec: Spec) -> Verdict:
+    """Returns the verdict of one spec, which is verified in a process of its own.
+
+    Raises:
+        GaverifyError: What the verification ended with.
+    """
+    with closing(verify_in_workers([spec], 1, lambda *step: None)) as answers:
+        _, answer = next(answers)
+    if isinstance(answer, BaseException):
+        raise answer
+    verdict: Verdict = answer
+    return verdict
 
 
 def _end_all(workers: Sequence[_Worker]) -> None:

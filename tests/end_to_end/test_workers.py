@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch  # noqa: F401 — here, as pytester unloads what its tests import, and torch cannot be loaded twice
 
 from gaverify.cli import main
 

@@ -34,6 +34,9 @@ def make():
     os._exit(0)
 def fail():
     raise ValueError("no model today")
+def hang():
+    import time
+    time.sleep(600)
 """
 
 
@@ -82,6 +85,7 @@ def test_a_folder_may_hold_audits_and_misspelt_specs(pytester: pytest.Pytester) 
         "misspelt": 'modle = "mlp"\n',
         "leaves": 'model = "leaves.py:make"\n',
         "raises": 'model = "leaves.py:fail"\n',
+        "hangs": 'model = "leaves.py:hang"\ntimeout = 0.5\n',
         "lacks": 'model = "lacks.py:make"\n',
     }.items():
         (pytester.path / "all" / f"{name}.toml").write_text(text)
@@ -89,10 +93,11 @@ def test_a_folder_may_hold_audits_and_misspelt_specs(pytester: pytest.Pytester) 
     (pytester.path / "all" / "lacks.py").write_text("import nobody_has_this\n")
     run(pytester, "--gaverify", "all/lacks.toml").assert_outcomes(errors=1)  # named: somebody wants it
     result = run(pytester, "--gaverify", "all")
-    result.assert_outcomes(errors=3, skipped=1)  # `os._exit(0)` would end pytest with 0
+    result.assert_outcomes(errors=4, skipped=1)  # `os._exit(0)` would end pytest with 0
     text = result.stdout.str()
     assert result.ret == 1 and "audit.toml" not in text
     assert "all/misspelt.toml: $.modle: unknown key; did you mean `model`?" in text
+    assert "all/hangs.toml: did not end within 0.5 s and was ended" in text
     assert "left Python with os._exit(0) at all/leaves.py:4" in text
     assert "raised ValueError at" in text and "The above exception" not in text
 
