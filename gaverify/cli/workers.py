@@ -18,7 +18,14 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gaverify.children.launching import Kept, private_stdout, signal_name, start_module, working_folder
+from gaverify.children.launching import (
+    Kept,
+    ended_as_interrupted,
+    private_stdout,
+    signal_name,
+    start_module,
+    working_folder,
+)
 from gaverify.errors import GaverifyError, InternalError, ProblemError, as_foreseen
 from gaverify.spec import Spec
 
@@ -127,6 +134,7 @@ def verify_in_workers(
     waiting = list(enumerate(specs))[::-1]
     workers: list[_Worker] = []
     with ExitStack() as stack:
+        stack.enter_context(ended_as_interrupted())
         folder = str(stack.enter_context(working_folder("gaverify-run-")))
         stack.callback(_end_all, workers)
         while waiting or workers:

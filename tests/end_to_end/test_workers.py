@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -86,6 +87,21 @@ def test_a_verification_that_hangs_is_ended_with_all_that_it_started(folder: Pat
     assert {file.name for file in folder.iterdir()} - {"__pycache__"} == {"models.py", "pids"}, (
         "its temporary files are gone"
     )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_nothing_behind(folder: Path, number: signal.Signals) -> None:
+    environment = {**os.environ, "PIDS": str(folder / "pids"), "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "gaverify", "run", "models.py:hanging", "--timeout", "300"]
+    with subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        limit = time.monotonic() + 60
+        while not (folder / "pids").exists() and time.monotonic() < limit:
+            time.sleep(0.1)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "interrupted" in err and "Traceback" not in err
+    assert not list(folder.glob("gaverify-run-*"))
+    assert not any(lives(int(word)) for word in (folder / "pids").read_text().split())
 
 
 def test_rows_stand_in_the_order_of_the_files_whoever_is_done_first(folder: Path) -> None:
