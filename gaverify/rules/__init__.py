@@ -51,7 +51,7 @@ from gaverify.rules.state import (
 from gaverify.rules.steps import gradients_not_cleared, step_inside_window
 from gaverify.rules.wording import coupling_seen, harm
 from gaverify.rules.wrong_scale import trailing_window_misscaled, wrong_loss_scale
-from gaverify.rules.wrong_shares import empty_micro_batch, mean_of_means
+from gaverify.rules.wrong_shares import empty_micro_batch, find_wrong_shares, mean_of_means
 
 FORWARD = (batch_statistics, cross_sample_operation, batch_coupled_loss)
 """Rules about samples that meet in a forward: beside them it is told how far outputs depend on other samples."""
@@ -109,7 +109,7 @@ RULES = (
 def findings_for(facts: Facts) -> tuple[Finding, ...]:
     """Returns the findings of all rules, faults first."""
     found: list[Finding] = []
-    for rule in RULES:
+    for rule in _rules_in_order(facts):
         if rule not in WEIGHTS or not (changed := _gradients_changed(facts, found)):
             found += rule.judge(facts)
             found += _beside_coupling(rule, facts) if rule in WEIGHTS and facts.loop is not None else ()
@@ -119,6 +119,15 @@ def findings_for(facts: Facts) -> tuple[Finding, ...]:
     first = {rule.code for rule in WEIGHTS} if facts.weights_first else set()
     ordered = sorted(found, key=lambda finding: (finding.severity != "fault", finding.code not in first))
     return tuple(_with_harm(facts, ordered))
+
+
+def _rules_in_order(facts: Facts) -> tuple[Rule[[Facts]], ...]:
+    """All rules; of a wrong factor and wrong shares of one update the larger fault comes first."""
+    shares = find_wrong_shares(facts, facts.loop) if facts.loop is not None else None
+    if shares is None or facts.loop is None or shares.share_error <= abs(shares.total(facts.loop.tolerance) - 1):
+        return RULES
+    at = RULES.index(wrong_loss_scale)
+    return (*RULES[:at], mean_of_means, wrong_loss_scale, *RULES[at + 2 :])
 
 
 def _beside_coupling(rule: Rule[[Facts]], facts: Facts) -> Iterator[Finding]:

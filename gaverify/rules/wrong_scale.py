@@ -12,7 +12,7 @@ from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
 from gaverify.records.windows import Window
 from gaverify.rules.controls import beside, in_order, weighed, weights_proven
-from gaverify.rules.frameworks import repair_scale
+from gaverify.rules.frameworks import repair_scale, repair_shares
 from gaverify.rules.rule import controlled, rule, rule_of_loops
 from gaverify.rules.scale import (
     constant_factor,
@@ -39,7 +39,7 @@ from gaverify.rules.wording import (
     told,
     words,
 )
-from gaverify.rules.wrong_shares import counts_remedy, explains_weights, places
+from gaverify.rules.wrong_shares import counts_remedy, explains_weights, find_wrong_shares, places
 from gaverify.thresholds import COMPUTED_FLOAT32, FIT_EXACT, FIT_MAGNIFIES, SAME_NUMBER, THREE_DIGITS
 
 
@@ -138,10 +138,38 @@ def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
         elif factor is None and weights_of(loop) is None:
             found = list(_of_some(facts, loop, update))
             yield from found or _of_terms(loop, update)
+        yield from _of_all_together(facts, loop)
     elif loop.steps_undone is not None and loop.steps_undone.residual < loop.tolerance and early_windows(loop):
         factor = constant_factor(loop.steps_undone, loop.tolerance)
         if factor is not None:
             yield _of_update(facts, loop, factor, loop.steps_undone, len(loop.steps_undone.weights), None)
+
+
+def _of_all_together(facts: Facts, loop: Record) -> Iterator[Finding]:
+    """The same beside weights that are wrong one to another: together they add up to K or 1/K and not to 1."""
+    shares = find_wrong_shares(facts, loop)
+    total = shares.total(loop.tolerance) if shares is not None else 1.0
+    if shares is None or total == 1.0:
+        return
+    update, term = shares.update, shares.term
+    if repair_shares(loop, update, shares.shares_of):  # a framework's own divisor repairs the factor with the shares
+        return
+    control, proven = weighed_in_loop(loop, update.number) if term is None else ((), True)  # each term ran alone
+    remedy = NOT_ENOUGH
+    if proven:
+        remedy = f"multiply the weight of each micro-batch by {exact([1 / total], loop.tolerance)}"
+        remedy += "; the factors of GAV202 hold this one" if all(shares.weights) else ""
+    yield told(
+        "GAV201.together",
+        *control,
+        location=backward_place(facts, update.number),
+        proven=proven,
+        update=update,
+        total=total,
+        where="" if term is None else f" in term {term.number} of {term.count} of the loss",
+        meaning=meaning_in_loop(total, len(shares.weights), 1, loop.tolerance, "the loss" if term is None else "it"),
+        remedy=remedy,
+    )
 
 
 def _of_terms(loop: Record, update: UpdateComparison) -> Iterator[Finding]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from gaverify.records.audit import Record, UpdateComparison
-from gaverify.records.experiment import ControlRun, Count, TermKind, WeightFit, are_shares, is_constant
+from gaverify.records.experiment import ControlRun, Count, LossTerm, TermKind, WeightFit, are_shares, is_constant
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
 from gaverify.rules.controls import beside, in_order, weighed, weights_proven
@@ -236,35 +237,73 @@ def _meaning(facts: Facts, fitted: tuple[float, ...]) -> tuple[str, str]:
     return "", table["remedies"]["share"]
 
 
-def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
-    """The same for the first differing update of a training loop."""
+@dataclass(frozen=True)
+class WrongShares:
+    """Micro-batches of an update that need other weights: those of the whole loss, or of one term of it.
+
+    `multipliers` is what each loss, or the term in it, should be multiplied by; `weights` are the right weights where
+    the script's are known, and the multipliers where they are not. `shares_of` names what the weights are shares of.
+    """
+
+    update: UpdateComparison
+    fit: WeightFit
+    term: LossTerm | None
+    multipliers: tuple[float, ...]
+    script: ScriptWeights | None
+    weights: tuple[float, ...]
+    shares_of: str
+
+    def total(self, tolerance: float) -> float:
+        """How many times a mean the script's weights count together; 1 where they add up to one, or are not known."""
+        known = self.script is not None and bool(self.shares_of) and abs(self.script.total - 1) >= tolerance
+        return self.script.total if self.script is not None and known else 1.0
+
+    @property
+    def share_error(self) -> float:
+        """Σ |s_k - w_k|: how far the script's shares of one mean are from the right ones."""
+        return sum(abs(a - b) for a, b in zip(self.script.weights, self.weights, strict=True)) if self.script else 0.0
+
+
+def find_wrong_shares(facts: Facts, loop: Record) -> WrongShares | None:
+    """Returns what other weights of the micro-batches explain of the first update of a training loop that differs."""
     found, term, update = weights_of(loop), weighted_term(loop), loop.divergent
-    if update is None or factor_in_loop(loop, update) is not None:
-        return
+    if update is None or factor_in_loop(loop, update) is not None or explains_weights(facts):
+        return None
     if found is not None:
-        (update, fit), where = found, ""
+        (update, fit), term = found, None
     elif term is not None:
-        fit, where = term.fit, f", in term {term.number} of {term.count} of the loss"
+        fit = term.fit
     else:
-        return
+        return None
     multipliers = _seen(fit, update)
     script = identify_script_weights(update, multipliers, loop.tolerance)
-    weights, named, table = multipliers, "", words("GAV202")
-    if script is not None:
-        weights = script.right_weights(multipliers)
-        weights = tuple(0.0 if abs(weight) < loop.tolerance else weight for weight in weights)
-        named = _name_shares(update, weights, script, loop.tolerance)
-    kind = named or _kind(update, weights, script, loop.tolerance)
+    if script is None:
+        return WrongShares(update, fit, term, multipliers, None, multipliers, "")
+    weights = script.right_weights(multipliers)
+    weights = tuple(0.0 if abs(weight) < loop.tolerance else weight for weight in weights)
+    named = _name_shares(update, weights, script, loop.tolerance)
+    return WrongShares(update, fit, term, multipliers, script, weights, named)
+
+
+def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
+    """The same for the first differing update of a training loop."""
+    shares = find_wrong_shares(facts, loop)
+    if shares is None:
+        return
+    update, fit, script, weights, table = shares.update, shares.fit, shares.script, shares.weights, words("GAV202")
+    kind = shares.shares_of or _kind(update, weights, script, loop.tolerance)
     adds_up = script is not None or kind == "running-sum"
     usual = ", ".join(f"{min(weights) / weight:.3g}" for weight in weights[:12]) if all(weights) else ""
     control: tuple[Evidence, ...] = ()
     proven = adds_up  # each term ran alone
-    if found is not None:
+    if shares.term is None:
         control, proven = weighed_in_loop(loop, update.number, means=adds_up)
     remedy = (
         table["remedies_in_loops"].get(kind, table["remedies"]["share"]) if adds_up else table["remedies"]["moving"]
     ) + (_instead_of(script) if script is not None else "")
-    multiply = _multiply(loop, fit) + (": tested, equivalent" if control else "") if all(weights) and proven else ""
+    multiply = ""
+    if all(weights) and proven:
+        multiply = _multiply(loop, shares) + (": tested, equivalent" if control else "")
     if adds_up and (repair := repair_shares(loop, update, kind)):
         remedy, multiply = repair, " (with the right weights: tested, equivalent)" if control and proven else ""
     if control and adds_up and not proven:
@@ -276,14 +315,13 @@ def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
         proven=proven,
         summary=table["summaries"].get(kind, table["summaries"]["equally" if _is_equal(script) else "by-shares"]),
         update=update,
-        where=where,
+        where=f", in term {shares.term.number} of {shares.term.count} of the loss" if shares.term is not None else "",
         weights=list(weights),
         shown=weights_text(weights) if adds_up else f"losses multiplied by {weights_text(weights)}",
         fit=fit,
         multipliers=list(fit.multipliers),
         meaning=said(table["meanings"].get(kind, ""), usual=usual),
         script=_say_script_weights(script),
-        altogether=_altogether(script.total, len(weights), loop.tolerance) if script is not None and named else "",
         unsure=_unsure(fit) + ("" if adds_up else table["unproven"]["moving"]),
         remedy=remedy,
         multiply=multiply,
@@ -339,16 +377,8 @@ def _seen(fit: WeightFit, update: UpdateComparison) -> tuple[float, ...]:
     return tuple(multiplier if count else 0.0 for multiplier, count in zip(fit.multipliers, counts, strict=True))
 
 
-def _altogether(total: float, steps: int, tolerance: float) -> str:
-    """How many times too much the micro-batches count together, where right weights add up to 1; empty where right."""
-    if abs(total - 1) < tolerance:
-        return ""
-    if abs(total / steps - 1) < tolerance:
-        return f"; beside that nothing divides by K = {steps}: together they count {steps} times"
-    return f"; beside that they count {total:.6g} times together"
-
-
-def _multiply(loop: Record, fit: WeightFit) -> str:
+def _multiply(loop: Record, shares: WrongShares) -> str:
     """The factors for the losses as the script has them now: the fit is of the gradient before any clipping."""
-    tolerance = min(loop.tolerance, max(FIT_MAGNIFIES * fit.residual, FIT_EXACT))
-    return f": here, multiply the losses by {exact(fit.multipliers, tolerance)}"
+    tolerance = min(loop.tolerance, max(FIT_MAGNIFIES * shares.fit.residual, FIT_EXACT))
+    what = "the losses" if shares.term is None else f"term {shares.term.number}"  # the other terms may be right
+    return f": here, multiply {what} by {exact(shares.fit.multipliers, tolerance)}"

@@ -355,28 +355,47 @@ class TestWeights:
     def test_losses_that_are_not_divided_either_are_multiplied_by_shares(self) -> None:
         """Clipping after the window changes nothing of it: the sum before it was fitted."""
         both = update(ratio=4.1, fit=fit(4.0, 0.1, right=(0.1, 0.2, 0.3, 0.4)), valid_targets=(1, 2, 3, 4))
-        (found,) = findings_for(record("BBBBCSZ BBBBCSZ", "BCSZ BCSZ", updates=(both,)))
-        assert found.code == "GAV202" and "0.1, 0.2, 0.3, 0.4" in found.remedy
-        assert "nothing divides by K = 4" in found.evidence[1].statement
+        scale, shares = findings_for(record("BBBBCSZ BBBBCSZ", "BCSZ BCSZ", updates=(both,)))
+        assert shares.code == "GAV202" and "0.1, 0.2, 0.3, 0.4" in shares.remedy
+        assert scale.code == "GAV201" and "count 4 times together = K" in scale.summary
+
+    @pytest.mark.parametrize(("counts", "codes"), [((1, 2, 3, 4), 1), ((1, 1, 1, 37), -1)])
+    def test_the_larger_of_two_faults_comes_first(self, counts: tuple[int, ...], codes: int) -> None:
+        """Divided by K twice: 0.75 of the gradient is lost, and the shares of 1, 1, 1 and 37 are 1.35 off."""
+        right = tuple(16 * count / sum(counts) for count in counts)
+        both = update(ratio=0.3, fit=fit(0.3, 0.5, right=right), valid_targets=counts)
+        assert faults(findings_for(record(RIGHT, "BSZ BSZ", updates=(both,)))) == ["GAV201", "GAV202"][::codes]
+
+    @pytest.mark.parametrize("total", [1, 4])
+    def test_the_factors_of_a_term_are_said_to_be_those_of_the_term(self, total: int) -> None:
+        right = tuple(4 * count / 10 / total for count in (1, 2, 3, 4))
+        terms = (
+            LossTerm(1, 2, fit(1.0, 1e-7, right=(1.0,) * 4)),
+            LossTerm(2, 2, fit(0.9 * total, 0.3, right=right)),
+        )
+        differs = update(ratio=1.2, fit=fit(0.9, 0.4, residual=0.3), valid_targets=(1, 2, 3, 4))
+        found = {each.code: each for each in findings_for(record(RIGHT, "BSZ BSZ", updates=(differs,), terms=terms))}
+        assert "multiply term 2 by " in found["GAV202"].remedy and "the losses by" not in found["GAV202"].remedy
+        assert ("GAV201" in found) == (total > 1)
+        assert total == 1 or "count 4 times together in term 2 of 2" in found["GAV201"].summary
 
     def test_a_micro_batch_without_targets_has_no_weight(self) -> None:
         """Nothing tells the weight of a gradient of zeros: the others' are the shares all the same."""
         right = replace(fit(2.0, 0.3, right=(1.0, 0.4, 1.0, 0.6)), determined=False)
         empty = update(ratio=2.0, fit=right, valid_targets=(0, 2, 0, 3), ignored_targets=True)
-        found = next(
-            found for found in findings_for(record(RIGHT, "BSZ BSZ", updates=(empty,))) if found.code == "GAV202"
-        )
+        found_by_code = {found.code: found for found in findings_for(record(RIGHT, "BSZ BSZ", updates=(empty,)))}
+        found = found_by_code["GAV202"]
+        assert "count 4 times together" in found_by_code["GAV201"].summary
         assert found.evidence[1].values["weights"] == pytest.approx([0.0, 0.4, 0.0, 0.6])
         assert "shares of valid targets" in found.evidence[1].statement
-        assert "nothing divides by K = 4" in found.evidence[1].statement
 
     def test_divided_losses_are_not_called_undivided(self) -> None:
-        for right, said in ((0.4, ""), (1.6, "0.25 times together")):
+        for right, said in ((0.4, []), (1.6, ["0.25 times together"])):
             shares = tuple(right * count for count in (1, 2, 3, 4))
             once = update(ratio=1.2, fit=fit(0.9, 0.3, right=shares), valid_targets=(1, 2, 3, 4))
-            (found,) = findings_for(record(RIGHT, "BSZ BSZ", updates=(once,)))
-            statement = found.evidence[1].statement
-            assert found.code == "GAV202" and said in statement and ("beside that" in statement) == bool(said)
+            *scales, found = findings_for(record(RIGHT, "BSZ BSZ", updates=(once,)))
+            assert found.code == "GAV202"
+            assert [text in scale.summary for text, scale in zip(said, scales, strict=True)] == [True] * len(said)
 
     @pytest.mark.parametrize(
         ("times", "proven"), [(1.0, True), (0.25, True), (4.0, True), (0.86, False), (3.43, False)]
@@ -386,8 +405,8 @@ class TestWeights:
         counted = (90.0, 81.0, 74.0, 66.0)
         right = tuple(4 * times * count / sum(counted) for count in counted)
         moved = update(ratio=1.2, fit=fit(0.9, 0.3, right=right), counted=counted)
-        (found,) = findings_for(record(RIGHT, "BSZ BSZ", updates=(moved,)))
-        assert found.code == "GAV202" and found.proven is proven
+        (found,) = (each for each in findings_for(record(RIGHT, "BSZ BSZ", updates=(moved,))) if each.code == "GAV202")
+        assert found.proven is proven
         assert ("multiply the losses by" in found.remedy) is proven
         assert ("moves from forward to forward" in found.evidence[1].statement) is not proven
 
@@ -398,8 +417,9 @@ class TestWeights:
         factor, left = (4.0, 1e-7) if right[0] == right[1] else (4.0, 0.1)
         differs = update(ratio=4.0, fit=fit(factor, left, right=right), valid_targets=(1, 2, 3, 4))
         for run, proven in ((weighed, False), (ControlRun("each loss multiplied", 1e-7, True), True)):
-            (found,) = findings_for(record(RIGHT, "BSZ BSZ", updates=(differs,), weighed=run))
-            assert (found.proven, "tested, equivalent" in found.remedy) == (proven, proven), found
+            found = findings_for(record(RIGHT, "BSZ BSZ", updates=(differs,), weighed=run))
+            assert {each.proven for each in found} == {proven}, found
+            assert ("tested, equivalent" in found[-1].remedy) == proven, found
 
     def test_a_running_sum_repeats_micro_batches(self) -> None:
         repeated = update(ratio=2.1, fit=fit(1.5, 0.4, right=(1e-8, -2e-8, 3e-8, 1.0)))
@@ -1053,8 +1073,10 @@ class TestFrameworks:
         counts = (2, 2, 2, 2) if equal else (1, 2, 3, 4)
         right = tuple(count / sum(counts) for count in counts)
         differs = fit(4.0, 1e-7 if equal else 0.3, right=right)
-        (found,) = findings_for(self.made_by(framework, fit=differs, valid_targets=counts, scales=ONCE))
+        *scales, found = findings_for(self.made_by(framework, fit=differs, valid_targets=counts, scales=ONCE))
         assert found.code == ("GAV201" if equal else "GAV202") and found.remedy is not None
+        # the Trainer's number of targets repairs the factor as well as the shares
+        assert [scale.code for scale in scales] == ["GAV201"] * (not equal and words == "multiply")
         assert words in found.remedy and ("multiply" in found.remedy) == (words == "multiply")
 
     def test_the_trainer_that_divides_still_is_told_not_to(self) -> None:
