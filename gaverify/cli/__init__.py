@@ -39,6 +39,8 @@ COMMANDS: tuple[click.Command, ...] = (
     init,
     doctor,
 )
+_OTHER_WORDS = {"check": "run", "verify": "run", "test": "run", "compare": "run", "new": "init", "list": "models"}
+"""What other tools call a command, where the spelling is not alike."""
 BROKEN_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
 
 
@@ -52,7 +54,7 @@ class _Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args[0] not in self.commands and not args[0].startswith("-"):
-            near = nearest(args[0], self.commands)
+            near = _OTHER_WORDS.get(args[0], "") or nearest(args[0], self.commands)
             known = ", ".join(self.commands)
             advice = f"did you mean `{near}`?" if near else f"the commands are {known}"
             ctx.fail(f"there is no command `{args[0]}`; {advice}")
@@ -130,4 +132,8 @@ def _run(words: list[str], invocation: Invocation) -> int:
             code = cli.invoke(context)
     except click.exceptions.Exit as done:
         return done.exit_code
+    except click.NoSuchOption as error:
+        # click lists every option that is a little alike, `--help` for `--step`, too
+        near = nearest(error.option_name, error.possibilities or ())
+        raise click.NoSuchOption(error.option_name, possibilities=[near] if near else None, ctx=error.ctx) from error
     return code if isinstance(code, int) else 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -35,6 +36,13 @@ def spec_options(command: Command, without: Sequence[str] = ()) -> Command:
         if option.help and name not in without:
             command = click.option(flag, name, help=option.help, **settings)(command)
     return command
+
+
+def names_a_model(word: Path) -> bool:
+    """Whether a word stands for what `--model` takes: no path that exists, but for a model that transformers saved."""
+    if os.path.exists(word):
+        return (word / "config.json").is_file() and not any(word.glob("*.toml"))
+    return ":" in word.name or not (word.suffix or word.parent.name)
 
 
 def complete_models(ctx: click.Context, parameter: click.Parameter, start: str) -> list[CompletionItem]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gaverify.cli.options import complete_specs, overrides_from, spec_options
+from gaverify.cli.options import complete_specs, names_a_model, overrides_from, spec_options
 from gaverify.cli.progress import DelayedProgress
 from gaverify.cli.showing import output_options, show
 from gaverify.cli.streams import tell
@@ -43,7 +43,7 @@ def _print_schema(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
 
 @click.command(short_help="Memory and time against K.")
 @click.argument(
-    "spec_file", metavar="[SPEC]", required=False, type=click.Path(path_type=Path), shell_complete=complete_specs
+    "spec_file", metavar="[MODEL|SPEC]", required=False, type=click.Path(path_type=Path), shell_complete=complete_specs
 )
 @click.option("--steps", metavar="K,K,…", default=_STEPS, help=f"Micro-batches per full batch.  [{_STEPS}]")
 @click.option(
@@ -85,10 +85,12 @@ def profile(
     process, and whether the gradients agree.
 
     \b
-      gaverify profile --model mnist-mlp --steps 1,2,4,8
+      gaverify profile mnist-mlp --steps 1,2,4,8
       gaverify profile --model path/to/file.py:factory --memory 24GB --device cuda
       gaverify profile --model mlp --output plot.svg
     """
+    if spec_file is not None and not words["model"] and names_a_model(spec_file):
+        words["model"], spec_file = str(spec_file), None
     problems: list[str] = []
     ks = _numbers("--steps", steps, _STEPS, problems)
     count = _numbers("--repeats", repeats, "10", problems)
@@ -152,7 +154,7 @@ def _read_spec(file: Path | None, overrides: dict[str, Any]) -> Spec:
         raise SpecError("--weighting: numbers fit one K only; write `uniform`, `samples`, `tokens` or `none`")
     if file is None:
         if "model" not in overrides:
-            raise click.UsageError("nothing to profile: give `--model NAME` (see `gaverify models`) or a spec file")
+            raise click.UsageError("nothing to profile: name a model (see `gaverify models`) or a spec file")
         return parse_spec({}, "command line", overrides)
     specs = load_specs([file], overrides)
     if len(specs) > 1:

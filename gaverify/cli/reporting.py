@@ -1,4 +1,4 @@
-"""`gaverify report`: saved documents as any other report, and two of them side by side."""
+"""`gaverify report`: a saved document as any other report."""
 
 from __future__ import annotations
 
@@ -15,70 +15,46 @@ from gaverify.errors import SpecError
 if TYPE_CHECKING:
     from gaverify.report import Report
 
-_SIDE_BY_SIDE = ("text", "html", "markdown")
-"""Formats that show two reports; the others are read by programs, which know one."""
 
-
-@click.command(short_help="Write reports from saved JSON; compare two.")
-@click.argument("documents", nargs=-1, type=click.Path(path_type=Path), metavar="JSON [JSON]")
+@click.command(short_help="Write reports from saved JSON.")
+@click.argument("documents", nargs=-1, type=click.Path(path_type=Path), metavar="JSON")
 @click.option("--all", "show_all", is_flag=True, help="Show every parameter, not only the worst.")
 @output_options
 def report(documents: tuple[Path, ...], show_all: bool, form: str, outputs: tuple[Path, ...]) -> int:
-    """Writes any report from a document that `--output FILE.json` saved; two documents stand side by side.
+    """Writes any report from a document that `--output FILE.json` saved.
 
-    The exit code is that of what was saved, of the later document where there are two.
+    The exit code is that of what was saved.
 
     \b
       gaverify report verdict.json --output page.html
-      gaverify report before.json after.json
     """
-    if not 1 <= len(documents) <= 2:
-        raise click.UsageError(
-            "name one JSON document to show, or two to compare: `gaverify report before.json after.json`"
-        )
-    _check(documents, form, outputs)
-    whole = _read(documents, show_all)
+    if len(documents) != 1:
+        raise click.UsageError("name one JSON document: `gaverify report verdict.json`")
+    _check(documents[0], outputs)
+    whole = _read(documents[0], show_all)
     _show(whole, form, outputs)
     return whole.code
 
 
-def _check(documents: tuple[Path, ...], form: str, outputs: tuple[Path, ...]) -> None:
-    from gaverify.report import format_for
-
+def _check(document: Path, outputs: tuple[Path, ...]) -> None:
     check_outputs(outputs)
-    sources = {os.path.realpath(path) for path in documents}
+    source = os.path.realpath(document)
     problems = [
         f"`{path}` would overwrite the document that it is made of"
         for path in outputs
-        if os.path.realpath(path) in sources
+        if os.path.realpath(path) == source
     ]
-    if len(documents) == 2:
-        asked = dict.fromkeys([form, *(format_for(path).name for path in outputs)])
-        known = ", ".join(_SIDE_BY_SIDE)
-        problems += [
-            f"`{name}` shows one run; two side by side are {known}" for name in asked if name not in _SIDE_BY_SIDE
-        ]
     if problems:
         raise SpecError(problems)
 
 
-def _read(documents: tuple[Path, ...], show_all: bool) -> Report:
+def _read(document: Path, show_all: bool) -> Report:
     from gaverify.report.documents.reading import read_report
 
-    found, problems = [], []
-    for path in documents:
-        try:
-            found.append(read_report(path))
-        except SpecError as error:
-            problems += [f"`{error.source}` {problem}" for problem in error.problems]
-    if len(found) == 2:
-        empty = [path for path, report in zip(documents, found, strict=True) if not report.answers]
-        problems += [f"`{path}` holds errors alone and no answer to compare" for path in empty]
-    if problems:
-        raise SpecError(problems)
-    last = found[-1]
-    before = found[0].answers if len(found) == 2 else ()
-    return replace(last, show_all=show_all, before=before)
+    try:
+        return replace(read_report(document), show_all=show_all)
+    except SpecError as error:
+        raise SpecError([f"`{error.source}` {problem}" for problem in error.problems]) from error
 
 
 def _show(whole: Report, form: str, outputs: tuple[Path, ...]) -> None:

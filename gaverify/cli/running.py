@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Generator, Sequence
 from collections.abc import Set as AbstractSet
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from gaverify.amounts import count_text
-from gaverify.cli.options import complete_specs, overrides_from, spec_options
+from gaverify.cli.options import complete_specs, names_a_model, overrides_from, spec_options
 from gaverify.cli.progress import DelayedProgress, SeveralProgress
 from gaverify.cli.selection import Choice, read_expression
 from gaverify.cli.showing import check_outputs, exit_code_of, output_options, show, strict_option
@@ -178,7 +177,7 @@ def _jobs(
     """Returns each source that is chosen with its spec, or with what is wrong with it."""
     if not paths and "model" not in overrides:
         raise click.UsageError("nothing to verify: name a model (see `gaverify models`) or spec files")
-    models = [] if "model" in overrides else list(filter(_names_a_model, paths))
+    models = [] if "model" in overrides else list(filter(names_a_model, paths))
     given = [overrides] if not paths else [{**overrides, "model": str(model)} for model in models]
     files = [path for path in paths if path not in models]
     entries = read_specs(files, overrides, project, exclude) if files else ()
@@ -197,13 +196,6 @@ def _words_of(source: str, spec: Spec | SpecError) -> str:
     """What the words of `-k` are looked for in: the file, and the names of the spec and of its model."""
     names = (spec.name or "", spec.model) if isinstance(spec, Spec) else ()
     return " ".join((source if source != _COMMAND_LINE else "", *names))
-
-
-def _names_a_model(word: Path) -> bool:
-    """Whether a word stands for what `--model` takes: no path that exists, but for a model that transformers saved."""
-    if os.path.exists(word):
-        return (word / "config.json").is_file() and not any(word.glob("*.toml"))
-    return ":" in word.name or not (word.suffix or word.parent.name)
 
 
 def _verify_all(

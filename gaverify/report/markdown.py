@@ -27,9 +27,6 @@ _SPECIAL = re.compile(r"([\\`*_\[\]|~$])")  # no name starts a line, where more 
 def markdown_text(report: Report) -> str:
     """Returns the whole report."""
     stories = [story_of(answer) for answer in report.answers]
-    if report.before:
-        errors = [f"\n- ⛔ error after: {text(source)}: {text(message)}" for source, message in report.errors]
-        return "\n".join([*_comparisons(report), *errors]) + "\n"
     parts = _overview(stories, report.errors) if len(stories) != 1 or report.errors else []
     for story in stories:
         parts += _story(story, report.show_all)
@@ -40,18 +37,6 @@ def _overview(stories: Sequence[Story], errors: Sequence[tuple[str, str]]) -> li
     rows = [(_said(story), text(story.title), text(story.sentence)) for story in stories]
     rows += [("⛔ error", text(source), text(message)) for source, message in errors]
     return ["## gaverify", "", *_table(("", "run", "result"), rows), ""]
-
-
-def _comparisons(report: Report) -> Iterator[str]:
-    from gaverify.report.comparing import compared
-
-    for pair in compared(report.before, report.answers):
-        yield from ("", f"### {text(pair.title)}", "")
-        yield from _table(("", "before", "after"), [tuple(map(text, row)) for row in pair.rows])
-        shown = pair.parameters[: min(pair.changed, _ROWS)]
-        yield from ("", f"{pair.changed:,} of {len(pair.parameters):,} parameters have another outcome", "")
-        if shown:
-            yield from _table(("parameter", "before", "after"), [tuple(map(text, row)) for row in shown])
 
 
 def _said(story: Story) -> str:

@@ -36,7 +36,6 @@ class Report:
         answers: In the order they were run.
         errors: One (source, message) for each run that came to no answer.
         show_all: Every parameter in tables; else long ones are folded to those that are not equivalent.
-        before: The answers of an earlier report, where two are shown side by side.
         exit_code: What the command leaves with; None where no command made the report.
         started: When the command was called, as `2026-01-31T12:00:00+00:00`; "" where no command made the report.
     """
@@ -44,7 +43,6 @@ class Report:
     answers: tuple[Answer, ...]
     errors: tuple[tuple[str, str], ...] = ()
     show_all: bool = False
-    before: tuple[Answer, ...] = ()
     exit_code: int | None = None
     started: str = ""
 

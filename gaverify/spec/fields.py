@@ -182,7 +182,11 @@ def sentence(field: str, key: str, values: Mapping[str, Any], *, option: bool) -
     value = values[field][key] if key else values[field]
     kind = OPTIONS[field].kind
     must = "a table of names and values" if field == "model_args" and not key else kind.must
-    near = nearest(value.lower(), re.findall(r'"([^"]+)"', must), 0.5) if isinstance(value, str) else ""
+    near = ""
+    if isinstance(value, str):
+        # the spelling of "gpu" is closer to "cpu", the one device that it does not mean
+        is_gpu = field == "device" and re.fullmatch(r"gpu(:\d+)?", value.lower())
+        near = f"cuda{is_gpu[1] or ''}" if is_gpu else nearest(value.lower(), re.findall(r'"([^"]+)"', must), 0.5)
     return f"must be {must}, got {_shown(value)}; " + (f'did you mean "{near}"?' if near else advice)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,11 +12,10 @@ from typing import TYPE_CHECKING
 from markupsafe import Markup, escape
 
 from gaverify.records.comparison import Outcome
-from gaverify.report.comparing import compared
 from gaverify.report.documents import answer_item
 from gaverify.report.documents.encoding import plain
 from gaverify.report.documents.reading import answer_of
-from gaverify.report.page.views import AnswerView, view_of
+from gaverify.report.page.views import view_of
 from gaverify.report.stories import Answer, Report
 from gaverify.report.text.layout import clean
 
@@ -36,15 +34,12 @@ def html_text(report: Report) -> str:
 
     It is made of what a JSON document keeps, so that one written from a saved document later is the same to the byte.
     """
-    saved = [_saved(answer) for answer in report.answers]
-    before = [_saved(answer) for answer in report.before]
-    views = [view_of(answer, report.show_all) for answer in saved]
+    views = [view_of(answer, report.show_all) for answer in map(_saved, report.answers)]
     script = _file("page.js")
     hashed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     text = _template("page.html.jinja").render(
-        answers=[*views, *(_titled_before(view_of(answer)) for answer in before)],
-        comparisons=compared(before, saved) if before else [],
-        runs=len(report.answers) + len(before) + len({source for source, _ in report.errors}),
+        answers=views,
+        runs=len(report.answers) + len({source for source, _ in report.errors}),
         errors=report.errors,
         style=Markup(_file("page.css")),
         script=Markup(script),
@@ -65,10 +60,6 @@ def card_html(answer: Answer) -> str:
 
 def _saved(answer: Answer) -> Answer:
     return answer_of(json.loads(json.dumps(plain(answer_item(answer)))))
-
-
-def _titled_before(view: AnswerView) -> AnswerView:
-    return replace(view, story=replace(view.story, title=f"{view.story.title}, before"))
 
 
 def _printable(value: object) -> object:

@@ -81,14 +81,7 @@ def _blocks(answer: Answer, layout: Layout, show_all: bool) -> list[list[Line]]:
 
 
 def report_lines(report: Report, layout: Layout) -> list[Line]:
-    """Returns two reports side by side, or every answer with a summary where it is not one answer without errors."""
-    if report.before:
-        from gaverify.report.comparing import compared, comparison_lines
-
-        lines = comparison_lines(compared(report.before, report.answers), layout)
-        for source, message in report.errors:  # of the later report: what could not be run is in no pair
-            lines += [[], *layout.wrap(f"error after: {source}: {message}", indent=4, style="bold red")]
-        return lines
+    """Returns every answer with a summary where it is not one answer without errors."""
     blocks = [answer_lines(answer, layout, report.show_all) for answer in report.answers]
     if len(report.answers) != 1 or report.errors:
         blocks.append(summary_lines([story_of(answer) for answer in report.answers], report.errors, layout))

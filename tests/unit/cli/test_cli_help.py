@@ -212,3 +212,22 @@ def test_the_model_of_a_run_is_collected(tmp_path, monkeypatch: pytest.MonkeyPat
         text=True,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        (["check"], "did you mean `run`?"),
+        (["frobnicate"], "the commands are run, audit"),
+        (["run", "--model", "mlp", "--step", "3"], "No such option '--step'. Did you mean '--steps'?"),
+        (["run", "--model", "mlp", "--device", "gpu"], 'did you mean "cuda"?'),
+        (["run", "--model", "mlp", "--device", "GPU:1"], 'did you mean "cuda:1"?'),
+        (["run", "--model", "mlp", "--device", "cpuu"], 'did you mean "cpu"?'),
+        (["profile", "mlpp", "--steps", "1"], "did you mean `mlp`"),
+    ],
+)
+def test_a_word_of_other_tools_is_answered_with_ours(
+    words: list[str], advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert advice in capsys.readouterr().err

@@ -1,9 +1,8 @@
-"""`gaverify report` and its files: saved documents as pages, two side by side; options of audits in files."""
+"""`gaverify report` and its files: saved documents as pages; options of audits in files."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,14 @@ from gaverify.cli.auditing import audit, options_files, read_options
 from gaverify.errors import SpecError
 from gaverify.report import FORMATS, render
 
+SAVED = samples.divergent()
+"""Made once: an answer holds the second in which it was made."""
+
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     file = tmp_path / "verdict.json"
-    file.write_text(render([samples.divergent()], "json"))
+    file.write_text(render([SAVED], "json"))
     return file
 
 
@@ -28,12 +30,12 @@ def test_a_saved_document_gives_the_report_written_at_once(
     saved: Path, form: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", str(saved), "--format", form]) == 1
-    assert capsys.readouterr().out == render([samples.divergent()], form)
+    assert capsys.readouterr().out == render([SAVED], form)
 
 
 def test_files_too(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(saved), "--output", str(tmp_path / "page.html")]) == 1
-    assert (tmp_path / "page.html").read_text(encoding="utf-8") == render([samples.divergent()], "html")
+    assert (tmp_path / "page.html").read_text(encoding="utf-8") == render([SAVED], "html")
 
 
 @pytest.mark.parametrize(
@@ -51,61 +53,11 @@ def test_the_exit_code_is_that_of_what_was_saved(answers, errors, code: int, tmp
     assert main(["report", str(file)]) == code
 
 
-def test_two_stand_side_by_side(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    after = tmp_path / "after.json"
-    rows = tuple(row._replace(outcome=samples.Outcome.EQUIVALENT) for row in samples.divergent().parameters)
-    after.write_text(render([samples.equivalent(parameters=rows)], "json"))
-    page = tmp_path / "both.html"
-    assert main(["report", str(saved), str(after), "--output", str(page)]) == 0
-    out = capsys.readouterr().out
-    assert "before: divergent" in out and "after: equivalent" in out
-    assert "GAV101 batch-statistics" in out and "after: not found" in out
-    assert "3 of 6 parameters have another outcome" in out
-    assert "before and after" in page.read_text(encoding="utf-8")
-    assert main(["report", str(after), str(saved), "--format", "markdown"]) == 1
-    assert "| outcome | equivalent | divergent |" in capsys.readouterr().out
-    assert main(["report", str(saved), str(saved)]) == 1
-    assert "0 of 6 parameters have another outcome" in capsys.readouterr().out
-
-
-def test_answers_of_one_title_are_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = []
-    for at, names in enumerate(("ab", "bc")):
-        files.append(str(tmp_path / f"{at}.json"))
-        Path(files[-1]).write_text(render([samples.equivalent(source=f"{name}.toml") for name in names], "json"))
-    assert main(["report", *files]) == 0
-    out = capsys.readouterr().out
-    assert out.count("not in this report") == 2 and out.index("a.toml") < out.index("b.toml") < out.index("c.toml")
-
-
-def test_what_could_not_be_run_and_twin_findings_are_in_the_pair(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    twins = [replace(samples.batchnorm(), summary=f"`{name}` normalises") for name in ("first", "second")]
-    files = [str(tmp_path / name) for name in ("before.json", "after.json", "empty.json")]
-    errors = [("b.toml", "no `model`"), ("b.toml", "no `steps`")]
-    for file, answers, failed in (
-        (files[0], [samples.equivalent(source="a.toml")], ()),
-        (files[1], [samples.divergent(source="a.toml", findings=twins)], errors),
-        (files[2], [], errors),
-    ):
-        Path(file).write_text(render(answers, "json", errors=failed))
-    page = tmp_path / "page.html"
-    assert main(["report", *files[:2], "--output", str(page)]) == 2
-    out = capsys.readouterr().out
-    assert "`first` normalises; `second` normalises" in out and "error after: b.toml: no `steps`" in out
-    assert "a.toml, before" in page.read_text() and "3 runs" in page.read_text()  # both, and one that failed twice
-    assert main(["report", *files[:2], "--format", "markdown"]) == 2
-    assert "error after: b.toml: no `model`" in capsys.readouterr().out
-    assert main(["report", files[2], files[1]]) == 2
-    assert "`" + files[2] + "` holds errors alone" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ([], "name one JSON document to show, or two to compare"),
-        (["{saved}"] * 3, "name one JSON document to show, or two to compare"),
+        ([], "name one JSON document: "),
+        (["{saved}"] * 2, "name one JSON document: "),
         (["gone.json"], "`gone.json` cannot be read: No such file or directory"),
         (["{folder}"], "cannot be read"),
         (["{page}"], "is no JSON"),
@@ -113,10 +65,6 @@ def test_what_could_not_be_run_and_twin_findings_are_in_the_pair(
         (["{saved}", "--output", "{saved}"], "would overwrite the document that it is made of"),
         (["{saved}", "--output", "gone/x.html"], "there is no folder"),
         (["{saved}", "--output", "a.html", "--output", "./a.html"], "is named twice"),
-        (
-            ["{saved}", "{saved}", "--format", "junit"],
-            "`junit` shows one run; two side by side are text, html",
-        ),
         (["{saved}", "--format", "pdf"], "`pdf` is not a format"),
     ],
 )
