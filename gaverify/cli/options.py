@@ -38,6 +38,38 @@ def spec_options(command: Command, without: Sequence[str] = ()) -> Command:
     return command
 
 
+HELP_GROUPS: Mapping[str, Sequence[str]] = {
+    "What to verify": (
+        *("model", "name", "model_args", "input_shape", "loss", "classes", "data", "pretrained", "batch_size"),
+        *("expression", "exclude"),
+    ),
+    "How to verify": (
+        *("steps", "weighting", "device", "dtype", "autocast", "seed", "mode", "strategy", "optimizer", "lr"),
+        *("rtol", "atol", "ignore_index", "diagnose", "time_limit", "exact", "reference", "timeout", "jobs"),
+        *("stop_at_first", "maxfail"),
+    ),
+    "Several ranks": ("ranks", "engine"),
+}
+"""Headings of `gaverify run --help` with their options; the others are about the report."""
+
+
+class GroupedCommand(click.Command):
+    """A command whose help lists its options under the headings of `HELP_GROUPS`."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes a list of options for each heading."""
+        heading_of = {name: heading for heading, names in HELP_GROUPS.items() for name in names}
+        rows: dict[str, list[tuple[str, str]]] = {heading: [] for heading in (*HELP_GROUPS, "Report")}
+        for parameter in self.get_params(ctx):
+            # newer versions of click have a help record for arguments, too
+            record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
+            if record is not None:
+                rows[heading_of.get(parameter.name or "", "Report")].append(record)
+        for heading, records in rows.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)
+
+
 def names_a_model(word: Path) -> bool:
     """Whether a word stands for what `--model` takes: no path that exists, but for a model that transformers saved."""
     if os.path.exists(word):

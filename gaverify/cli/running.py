@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from gaverify.amounts import count_text
-from gaverify.cli.options import complete_specs, names_a_model, overrides_from, spec_options
+from gaverify.cli.options import GroupedCommand, complete_specs, names_a_model, overrides_from, spec_options
 from gaverify.cli.progress import DelayedProgress, SeveralProgress
 from gaverify.cli.selection import Choice, read_expression
 from gaverify.cli.showing import check_outputs, exit_code_of, output_options, show, strict_option
@@ -52,7 +52,7 @@ def _read_count(context: click.Context, parameter: click.Parameter, word: str | 
     return int(number)
 
 
-@click.command(short_help="Compare accumulated with full-batch gradients.")
+@click.command(cls=GroupedCommand, short_help="Compare accumulated with full-batch gradients.")
 @click.argument(
     "specs", nargs=-1, metavar="[MODEL|SPEC|FOLDER]...", type=click.Path(path_type=Path), shell_complete=complete_specs
 )

@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 import torch
 
 from gaverify import checkup
 from gaverify.cli import COMMANDS, cli, main
+from gaverify.cli.options import HELP_GROUPS
 from gaverify.cli.streams import paused
 from gaverify.records.comparison import Outcome
 from gaverify.zoo import BUILTINS
@@ -231,3 +234,17 @@ def test_a_word_of_other_tools_is_answered_with_ours(
 ) -> None:
     assert main(words) == 2
     assert advice in capsys.readouterr().err
+
+
+def test_the_help_of_run_groups_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    run = cli.commands["run"]
+    names = {parameter.name for parameter in run.params}
+    assert {name for group in HELP_GROUPS.values() for name in group} <= names, "a heading lists no option of the past"
+    assert main(["run", "--help"]) == 0
+    text = capsys.readouterr().out
+    headings = [line for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert headings == ["What to verify:", "How to verify:", "Several ranks:", "Report:"]
+    shown = [option.opts[0] for option in run.params if isinstance(option, click.Option)]
+    assert [flag for flag in shown if not re.search(rf"^  .*{flag}\b", text, re.MULTILINE)] == []
+    report = text[text.index("\nReport:") :]
+    assert "--format" in report and "[MODEL" not in report and "--trace" in report and "--steps" not in report
