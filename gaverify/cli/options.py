@@ -5,6 +5,7 @@ Values stay words here: `gaverify.spec` checks them, with those of the files, an
 
 from __future__ import annotations
 
+import ast
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -81,13 +82,27 @@ def complete_models(ctx: click.Context, parameter: click.Parameter, start: str) 
     """Offers the built-ins; a word with a path or a dot in it is completed to Python files and folders."""
     from gaverify.zoo import BUILTINS
 
+    file, colon, name = start.rpartition(":")
+    if colon:
+        return [CompletionItem(f"{file}:{factory}") for factory in _factories(file) if factory.startswith(name)]
     items = [CompletionItem(builtin.name) for builtin in BUILTINS if builtin.name.startswith(start)]
     return items + _paths(start, ".py") if "/" in start or "." in start or not items else items
 
 
 def complete_specs(ctx: click.Context, parameter: click.Parameter, start: str) -> list[CompletionItem]:
-    """Offers TOML files and folders."""
-    return _paths(start, ".toml")
+    """Offers what a positional argument takes: TOML files, folders, and all that `--model` takes."""
+    items = {item.value: item for item in (*_paths(start, ".toml"), *complete_models(ctx, parameter, start))}
+    return list(items.values())
+
+
+def _factories(file: str) -> list[str]:
+    """Returns the public functions and classes of a Python file; its text is read, and none of its code runs."""
+    try:
+        tree = ast.parse(Path(file).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return []
+    nodes = (node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef))
+    return [node.name for node in nodes if not node.name.startswith("_")]
 
 
 def completing(kind: Kind) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:

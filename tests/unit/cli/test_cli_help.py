@@ -88,6 +88,11 @@ def test_a_full_disk_is_no_divergence() -> None:
         ("gaverify explain GAV10", ["GAV101", "GAV102", "GAV103", "GAV104"]),
         ("gaverify explain buffer", ["buffer-drift"]),
         ("gaverify run --model nothing-like-it", []),
+        ("gaverify run mlp", ["mlp", "mlp-batchnorm"]),
+        ("gaverify profile mnist-m", ["mnist-mlp"]),
+        ("gaverify run configs/own", ["configs/own-model.toml", "configs/own_model.py"]),
+        ("gaverify run tests/unit/cli/test_cli_help.py:imp", ["tests/unit/cli/test_cli_help.py:imported"]),
+        ("gaverify run --model gone.py:a", []),
     ],
 )
 def test_completion(words: str, offered: list[str]) -> None:
