@@ -28,18 +28,16 @@ from gaverify.passes.precision import buffers_differ, unit_roundoff
 from gaverify.records.audit import RowCheck, UpdateComparison
 from gaverify.records.comparison import Outcome
 from gaverify.records.events import Event, ledger_of
+from gaverify.records.experiment import WeightFit
 from gaverify.records.stages import (
     Clip,
-    Foreign,
     SettingDifference,
     Stage,
     StageComparison,
-    foreign_passes,
-    partners_of,
 )
-from gaverify.records.windows import Round, Window, common_rounds, numbered, rounds_of, windows_of
+from gaverify.records.windows import Round, Window, common_rounds, keys_of, numbered, rounds_of, windows_of
 from gaverify.rules.wording import phrase
-from gaverify.thresholds import MANY_UNITS, VISIBLE
+from gaverify.thresholds import FIT_FLOAT32, LOST_SHARE, MANY_UNITS, VISIBLE
 from gaverify.verdict.criteria import floors_allowed
 
 
@@ -91,11 +89,10 @@ def _compared(
     unit = working_unit(runs.full)
     full, accumulated = runs.full.samples(round_), runs.accumulated.samples(round_)
     fit = fit_of(full, accumulated)
-    foreign = _foreign(runs, full, accumulated, window)
-    data = _data(runs.full, full, runs.accumulated, accumulated)
-    if foreign is not None and window is not None and not data.same:
-        own = runs.accumulated.rows_behind(window.reached(foreign.passes))
-        data = check_rows(runs.full.rows_of(full, reached=True), own)
+    data, missed = _data(runs.full, full, runs.accumulated, accumulated), None
+    of_networks = _data_of_networks(runs, round_)
+    if of_networks is not None and (not data.same or of_networks[1] is not None):
+        data, missed = of_networks
     terms = terms_of(accumulated, fit)
     fit_used = fit_of(full, accumulated, summed=False)
     by_change = full.by_change or accumulated.by_change
@@ -150,13 +147,12 @@ def _compared(
         unrepeatable=unrepeatable,
         unclear=unclear,
         decided=decided,
-        fit=fit if decided is Stage.SUMMED or summed is used else fit_used,
+        fit=_without_passes_of_others(runs, window, fit if decided is Stage.SUMMED or summed is used else fit_used),
         stages=tuple(stages),
         clips=clips,
         clips_full=clips_full,
         settings=(*settings_apart(full, each), *average_difference(whole, window)) if judged else (),
-        foreign=foreign,
-        partners=partners_of(runs.full.events, runs.accumulated.events, (whole, window), runs.accumulated.trained),
+        missed=missed,
     )
 
 
@@ -180,18 +176,70 @@ def settings_apart(full: Samples, each: Sequence[Samples]) -> tuple[SettingDiffe
     return ()
 
 
-def _foreign(runs: Runs, full: Samples, accumulated: Samples, window: Window | None) -> Foreign | None:
-    """The first of the optimizers that step whose gradient holds backward passes of another one's loss."""
-    held: dict[int, set[str]] = {}
-    for (optimizer, _), (key, _) in runs.accumulated.parameters.items():
-        held.setdefault(optimizer, set()).add(key)
-    for at in accumulated.steps:
-        others = [other for other, keys in held.items() if keys - held.get(at, set())]
-        if others:
-            foreign = foreign_passes(window, at, fit_of(full, accumulated, only=at), others)
-            if foreign is not None:
-                return foreign
-    return None
+def _data_of_networks(runs: Runs, round_: Round) -> tuple[RowCheck, RowCheck | None] | None:
+    """What the networks of each optimizer were fed since the last step of this round's, where several train.
+
+    One network's loss may run through another (a generator's through its critic), so that samples count once.
+
+    Returns:
+        The check of the round's networks if they were fed the same samples. Else that of other networks that were,
+        with the check of the round's if these were fed a part of their full batch: they take turns. None else.
+    """
+    trained, both = runs.accumulated.trained, (runs.full, runs.accumulated)
+    stepped = {optimizer for optimizer, _ in round_}
+    if not stepped < set(trained):
+        return None
+    stretches = [_events_since_last_step(run, round_) for run in both]
+    checks = {}
+    for optimizer, models in trained.items():
+        fed = [_forwards_reached(events, optimizer, models) for events in stretches]
+        rows = [run.rows_behind(forwards) for run, forwards in zip(both, fed, strict=True)]
+        checks[optimizer] = check_rows(*rows, distinct=True)
+    checked = {optimizer: check for optimizer, check in checks.items() if check.checked}
+    own = [check for optimizer, check in checked.items() if optimizer in stepped]
+    unlike = next((check for check in own if not check.same), None)
+    if own and unlike is None:
+        return own[0], None
+    others = [check for optimizer, check in checked.items() if optimizer not in stepped and check.same]
+    if unlike is None or not others or not unlike.is_part:
+        return None
+    return others[0], unlike
+
+
+def _without_passes_of_others(runs: Runs, window: Window | None, fit: WeightFit | None) -> WeightFit | None:
+    """The fit; None where passes of another network's loss are in the gradient and should not be: no weight is wrong.
+
+    Such a pass also reaches an optimizer that has parameters of its own; a wrapper's holds the same ones.
+    """
+    passes = window.of("backward") if window is not None else ()
+    if window is None or fit is None or len(fit.weights) != len(passes) or fit.residual >= FIT_FLOAT32:
+        return fit
+    names: dict[int, set[str]] = {}
+    for (optimizer, _), (name, _) in runs.accumulated.parameters.items():
+        names.setdefault(optimizer, set()).add(name)
+    stepped = set[str]().union(*(names.get(optimizer, set()) for optimizer in window.optimizers))
+    others = {optimizer for optimizer, each in names.items() if each - stepped}
+    least = LOST_SHARE * max(map(abs, fit.weights), default=0.0)
+    unwanted = (abs(weight) < least for weight in fit.weights)
+    return (
+        None if any(none and others & {*event.touched} for none, event in zip(unwanted, passes, strict=True)) else fit
+    )
+
+
+def _events_since_last_step(run: Run, round_: Round) -> Sequence[Event]:
+    """The events between the last steps of a round's optimizers before it and the steps of the round."""
+    places = {key: run.events.index(step) for key, step in keys_of(run.events)}
+    ends = [places[key] for key in round_ if key in places]
+    begins = [places.get((optimizer, number - 1), -1) for optimizer, number in round_]
+    return run.events[min(begins) + 1 : max(ends, default=0)]
+
+
+def _forwards_reached(events: Sequence[Event], optimizer: int, models: frozenset[int]) -> list[Event]:
+    """The forwards of some models that were reached by the backward passes into an optimizer's gradients."""
+    passes = [event for event in events if event.kind == "backward" and optimizer in event.touched]
+    reached = {number for event in passes for number in event.values.get("forwards", ())}
+    forwards = [event for event in events if event.kind == "forward" and event.values.get("model") in models]
+    return [event for event in forwards if event.values["number"] in reached]
 
 
 def _deciding(full: Samples, used: Rows, summed: Rows, clips: tuple[Clip, ...], late: bool) -> tuple[Stage, bool]:

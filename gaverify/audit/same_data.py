@@ -40,15 +40,20 @@ class Row:
         return len(hashes), hashes[-1]
 
 
-def check_rows(full: list[dict[str, Any]], accumulated: list[dict[str, Any]]) -> RowCheck:
+def check_rows(full: list[dict[str, Any]], accumulated: list[dict[str, Any]], *, distinct: bool = False) -> RowCheck:
     """Compares the rows of every input tensor of a window, over all its forwards and in any order.
 
     A tensor that is the same in every forward of both runs, although one has more forwards, holds no samples.
+
+    Args:
+        full: The forwards of the full-batch run.
+        accumulated: Those of the accumulated run.
+        distinct: Equal rows of a run count once.
     """
     by_path_full, by_path = _by_path(full), _by_path(accumulated)
     worst = RowCheck(0, 0, checked=False)
     for path in by_path_full.keys() & by_path.keys():
-        check = _check(path, by_path_full[path], by_path[path])
+        check = _check(path, by_path_full[path], by_path[path], distinct=distinct)
         if check is None:
             continue
         if check.differing:
@@ -67,13 +72,15 @@ def _by_path(forwards: list[dict[str, Any]]) -> dict[str, list[Any]]:
     return found
 
 
-def _check(path: str, full: list[Any], accumulated: list[Any]) -> RowCheck | None:
+def _check(path: str, full: list[Any], accumulated: list[Any], *, distinct: bool = False) -> RowCheck | None:
     shapes = {tuple(rows["shape"]) for rows in [*full, *accumulated]}
     contents = {tuple(rows["hash"][:, -1].tolist()) for rows in [*full, *accumulated]}
     if len(shapes) == len(contents) == 1 and len(full) != len(accumulated):
         return None  # a mask, a table of positions: the same in every forward
     dim = _batch_dimension(full, accumulated)
     whole, part = rows_of(full, dim), rows_of(accumulated, dim)
+    if distinct:
+        whole, part = (list({row.contents: row for row in rows}.values()) for rows in (whole, part))
     here, there = (Counter(row.contents for row in rows) for rows in (whole, part))
     left, right = _without(whole, here & there), _without(part, here & there)
     exactly = len(left)

@@ -38,18 +38,15 @@ from gaverify.verdict.comparison import measure
 from gaverify.verdict.control import judge_by_floor
 
 
-def fit_of(full: Samples, accumulated: Samples, *, summed: bool = True, only: int | None = None) -> WeightFit | None:
+def fit_of(full: Samples, accumulated: Samples, *, summed: bool = True) -> WeightFit | None:
     """Returns the fit over the sampled elements of all optimizers that stepped; None where there is nothing to fit.
 
     Args:
         full: The steps of the full-batch run.
         accumulated: Those of the accumulated run.
         summed: Of the gradients as the last backward pass left them; else as the optimizers saw them.
-        only: Of this optimizer alone.
     """
     finals = [samples.summed if summed else samples.of("final") for samples in (full, accumulated)]
-    if only is not None:
-        finals = [{at: final for at, final in entry.items() if at == only} for entry in finals]
     return fit_gradients(finals[0], full.of("stretches"), finals[1], accumulated.increments)
 
 

@@ -11,7 +11,7 @@ from gaverify.records.comparison import Outcome, ParameterComparison, relative_t
 from gaverify.records.events import Event, Ledger
 from gaverify.records.experiment import Cause, ControlRun, LossTerm, WeightFit
 from gaverify.records.ranks import RankFacts
-from gaverify.records.stages import Clip, Foreign, Partner, SettingDifference, Stage, StageComparison
+from gaverify.records.stages import Clip, SettingDifference, Stage, StageComparison
 from gaverify.records.windows import Window
 from gaverify.thresholds import COMPUTED_FLOAT32, FEW_UNITS, U32
 
@@ -35,6 +35,11 @@ class RowCheck:
         """Whether the samples are the same, as far as could be checked."""
         return self.differing == 0
 
+    @property
+    def is_part(self) -> bool:
+        """Whether the accumulated run was fed some of the full batch's samples and no others."""
+        return 0 < self.accumulated < self.full and self.differing == self.full - self.accumulated
+
 
 @dataclass(frozen=True)
 class UpdateComparison:
@@ -49,8 +54,8 @@ class UpdateComparison:
     `step_takes_factor`: a control showed that the step takes out the factor of the gradient, so that the weights agree.
     `counted`: what each micro-batch's loss was divided by, up to one factor, where no targets were seen.
     `scales`: for each micro-batch, what each number was multiplied by that its loss was made from, outermost first.
-    `foreign`: backward passes that an optimizer's step uses although they are another's alone; `partners`: other
-    optimizers whose models its loss met after another number of steps.
+    `missed`: the samples of networks that take turns, where other networks were fed all of them in both runs and the
+    ones of this update only a part.
     """
 
     number: int
@@ -79,8 +84,7 @@ class UpdateComparison:
     clips_full: tuple[Clip, ...] = ()
     settings: tuple[SettingDifference, ...] = ()
     step_takes_factor: bool = False
-    foreign: Foreign | None = None
-    partners: tuple[Partner, ...] = ()
+    missed: RowCheck | None = None
 
     @property
     def differs(self) -> bool:

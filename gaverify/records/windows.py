@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 from gaverify.records.events import Event
 
@@ -53,10 +54,9 @@ class Window:
         """Rows of all its forwards."""
         return sum(event.values.get("rows") or 0 for event in self.of("forward"))
 
-    def reached(self, without: Sequence[int] = ()) -> tuple[Event, ...]:
-        """The forwards that its backward passes reach, without those of some passes, by their positions."""
-        passes = [event for at, event in enumerate(self.of("backward")) if at not in without]
-        numbers = {number for event in passes for number in event.values.get("forwards", ())}
+    def reached(self) -> tuple[Event, ...]:
+        """The forwards that its backward passes reach."""
+        numbers = {number for event in self.of("backward") for number in event.values.get("forwards", ())}
         return tuple(event for event in self.of("forward") if event.values.get("number") in numbers)
 
     @property
@@ -217,14 +217,33 @@ def common_rounds(full: Sequence[Event], accumulated: Sequence[Event]) -> tuple[
     """Returns the rounds that both runs have, in the full-batch run's order.
 
     Where the runs group their steps otherwise (one steps both networks at the end of a window, the other steps the
-    first before it differentiates the second) every step is a round of its own.
+    first before it differentiates the second), or where optimizers that step together share no backward pass (networks
+    that take turns), every step is a round of its own.
     """
     whole, part = rounds_of(full), rounds_of(accumulated)
     common = min(len(whole), len(part))
-    if all(_alike(a, b) for a, b in zip(whole[:common], part[:common], strict=True)):
+    alike = all(_alike(a, b) for a, b in zip(whole[:common], part[:common], strict=True))
+    if alike and not (_have_own_passes(full) or _have_own_passes(accumulated)):
         return whole[:common]
     known = {key for key, _ in keys_of(accumulated)}
     return tuple((key,) for key, _ in keys_of(full) if key in known)
+
+
+def _have_own_passes(events: Sequence[Event]) -> bool:
+    """Whether two optimizers that step in one update have no backward pass in common."""
+    touched: dict[int, list[set[int]]] = {}
+    stepped: dict[int, set[int]] = {}
+    for event in events:
+        if event.kind == "backward":
+            touched.setdefault(event.update, []).append({*event.touched})
+        elif event.kind == "step":
+            stepped.setdefault(event.update, set()).add(event.values["optimizer"])
+    for update, optimizers in stepped.items():
+        passes = touched.get(update, [])
+        of_each = [{at for at, each in enumerate(passes) if optimizer in each} for optimizer in sorted(optimizers)]
+        if any(a and b and not a & b for a, b in combinations(of_each, 2)):
+            return True
+    return False
 
 
 def numbered(rounds: Sequence[Round]) -> Mapping[StepKey, int]:

@@ -9,8 +9,6 @@ from gaverify.records.facts import Facts, facts_of_loop
 from gaverify.records.findings import Finding
 from gaverify.rules.calls import (
     clip_per_micro_batch,
-    foreign_gradients,
-    partner_at_other_weights,
     scaler_per_micro_batch,
     scheduler_per_micro_batch,
     step_settings_differ,
@@ -68,8 +66,6 @@ EVENTS = (
     scheduler_per_micro_batch,
     scaler_per_micro_batch,
     step_settings_differ,
-    foreign_gradients,
-    partner_at_other_weights,
 )
 """Rules about the order of a script's calls: they need the windows of an audit."""
 
@@ -145,7 +141,7 @@ def _beside_coupling(rule: Rule[[Facts]], facts: Facts) -> Iterator[Finding]:
 def _gradients_changed(facts: Facts, found: list[Finding]) -> set[str]:
     """What has made of the first differing update's gradients no weighted sum of its micro-batches' any more."""
     faults = {finding.code for finding in found if finding.severity == "fault"}
-    changed = {clip_per_micro_batch.code, foreign_gradients.code, scaler_per_micro_batch.code}
+    changed = {clip_per_micro_batch.code, scaler_per_micro_batch.code}
     if facts.loop is not None and facts.loop.overwritten is not None:  # weights fit to passes that add nothing
         changed.add(gradients_cleared_inside_window.code)
     # weights of micro-batches say nothing where it is the ranks' that are wrong, and nobody has fitted any

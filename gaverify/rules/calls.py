@@ -1,4 +1,4 @@
-"""Calls and settings of a step: once per micro-batch, or as another optimizer left them (GAV606 to GAV611)."""
+"""Calls and settings of a step: once per micro-batch, or with other numbers (GAV606 to GAV609)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
 from gaverify.records.stages import AVERAGE, SettingDifference, Stage, StageComparison
 from gaverify.rules.rule import judged, rule, rule_of_loops
-from gaverify.rules.wording import backward_place, located, place, times, told, told_apart, weights_text
+from gaverify.rules.wording import located, place, times, told, told_apart, weights_text
 from gaverify.thresholds import FIT_FLOAT32, SAME_IN_FLOAT32
 
 _SMALLER = "with losses too small to be clipped the difference"
@@ -253,35 +253,3 @@ def _writers(loop: Record, update: UpdateComparison, settings: list[SettingDiffe
     seen = [event for window in loop.windows if window.number <= update.number for event in window.events]
     setters = [event for window in loop.windows for event in window.of("settings") if event.file is not None]
     return [*setters[:1], *(event for event in reversed(seen) if event.kind in ("scheduler", "step"))]
-
-
-@rule_of_loops("GAV610")
-def foreign_gradients(facts: Facts, loop: Record) -> Iterator[Finding]:
-    """Yields a finding at the first differing update whose step uses passes of another optimizer's loss."""
-    uses = ((update, update.foreign) for update in loop.updates if update.foreign is not None and update.differs)
-    update, foreign = next(uses, (None, None))
-    if update is None or foreign is None:
-        return
-    window = loop.window_of(update.number)
-    backwards = window.of("backward") if window is not None else ()
-    yield told(
-        "GAV610.foreign",
-        location=located(backwards[at] for at in foreign.passes if at < len(backwards)),
-        proven=True,
-        update=update,
-        count=len(foreign.passes),
-        them="it" if len(foreign.passes) == 1 else "them",
-        **vars(foreign),
-    )
-
-
-@rule_of_loops("GAV611")
-def partner_at_other_weights(facts: Facts, loop: Record) -> Iterator[Finding]:
-    """Yields a finding at the first differing update whose loss met another optimizer's model at other weights."""
-    # where weights of the micro-batches explain an update, the partner made no difference
-    open_ones = (each for each in loop.updates if each.fit is None or not each.fit.residual < loop.tolerance)
-    update = next((each for each in open_ones if each.partners and each.differs), None)
-    if update is None:
-        return
-    location = backward_place(facts, update.number)
-    yield told("GAV611.partner", location=location, proven=False, update=update, **vars(update.partners[0]))

@@ -50,6 +50,7 @@ def empty_micro_batch(facts: Facts) -> Iterator[Finding]:
         return
     if not empty:
         yield from _without_backward(facts)
+        yield from _by_turns(facts)
         return
     losses, counts = facts.weights.losses, facts.weights.valid_targets
     lost = [k for k in empty if k < len(losses) and not math.isfinite(losses[k])]
@@ -105,6 +106,24 @@ def _without_backward(facts: Facts) -> Iterator[Finding]:
         all=len(forwards),
         update=update,
         dropped=list(window.dropped),
+    )
+
+
+def _by_turns(facts: Facts) -> Iterator[Finding]:
+    """The same for networks that take turns, where micro-batches of a turn are left to the other networks."""
+    loop, update = facts.loop, facts.loop.divergent if facts.loop is not None else None
+    window = loop.window_of(update.number) if loop is not None and update is not None else None
+    if update is None or update.missed is None or window is None:
+        return
+    passes = window.of("backward")
+    yield told(
+        "GAV203.turns",
+        location=located(passes),
+        proven=False,
+        update=update,
+        missed=update.missed,
+        backwards=len(passes),
+        count=update.missed.full - update.missed.accumulated,
     )
 
 

@@ -179,6 +179,17 @@ ROWS = [
     # S11: several optimizers have windows of their own
     *(Row("loops_partners.py", f"--loop {loop}", options=UPDATES_4) for loop in ("interleaved", "shifted", "against")),
     Row("loops_partners.py", "--loop interleaved --undivided", "GAV201", options=UPDATES_4),
+    # networks that take turns: each optimizer has its own window, and a turn is an update
+    Row("loops_partners.py", "--loop turns_of_updates", options=UPDATES_4, quick=True),
+    Row(
+        "loops_partners.py",
+        "--loop turns_of_micro_batches",
+        "GAV203",
+        "turns",
+        "uses 4 of the 16 samples that its turn has",
+        options=UPDATES_4,
+        quick=True,
+    ),
     Row("train_gan.py", options=UPDATES_4),
     Row("train_gan.py", "--divide discriminator", "GAV201", "generator", options=UPDATES_4),
     # row 8 of the reference systems; row 10 is in test_audit_frameworks

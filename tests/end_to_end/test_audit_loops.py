@@ -79,16 +79,11 @@ def test_products_that_torch_rounds_are_judged_by_their_rounding(common: str, fa
     assert not faults or result.line("GAV201") == marked("loops_unusual.py", "rounded")
 
 
-@slow
-@pytest.mark.parametrize(("loop", "line"), [("against_at_once", "pollutes"), ("in_one_loop", "in_one_loop")])
-def test_networks_that_are_trained_at_once_are_named_as_that(loop: str, line: str) -> None:
-    """S03, S11: the generator's passes are in the critic's gradients, and it meets the critic before its step."""
+@pytest.mark.parametrize("loop", [pytest.param("against_at_once", marks=slow), "in_one_loop"])
+def test_networks_that_are_trained_at_once_have_no_false_name(loop: str) -> None:
+    """S03: the generator's passes are in the critic's gradients, and it meets the critic before its step."""
     result = audit("loops_partners.py", common=f"--loop {loop}", options=("--updates", "4"))
-    assert (result.code, result.faults) == (1, {"GAV610", "GAV611"}), str(result)
-    assert result.line("GAV610") == result.line("GAV611") == marked("loops_partners.py", line), str(result)
-    updates = result.document["updates"]
-    assert any(update["foreign"] and update["foreign"]["passes"] for update in updates), str(updates)
-    assert any(partner["full"] > partner["accumulated"] for update in updates for partner in update["partners"])
+    assert (result.code, result.outcome, result.faults) == (1, "divergent", set()), str(result)
 
 
 LEFT_OUT = ("meta", "fake", "grad", "jvp", "trace", "lazy_optimizer")

@@ -106,6 +106,29 @@ def in_one_loop(args):
             step_generator.step()
 
 
+def turns_of_updates(args, micro_batches=False):
+    """The generator trains in every second update, on all of its micro-batches."""
+    generator, critic, step_generator, step_critic, batches = made(args)
+    for i, (noise, real) in enumerate(batches):
+        turn = (i % (2 * args.accum) if micro_batches else i // args.accum % 2) == 0
+        if turn:
+            critic.requires_grad_(False)
+            generator_loss(generator, critic, noise, args).backward()  # here: turns
+            critic.requires_grad_(True)
+        critic_loss(critic, generator(noise).detach(), real, args).backward()
+        if (i + 1) % args.accum == 0:
+            if i // args.accum % 2 == 0:
+                step_generator.step()
+                step_generator.zero_grad()
+            step_critic.step()
+            step_critic.zero_grad()
+
+
+def turns_of_micro_batches(args):
+    """The same where the generator is given the first micro-batch of its turn alone."""
+    turns_of_updates(args, micro_batches=True)
+
+
 def critic_loss(critic, fake, real, args):
     yes, no = critic(real), critic(fake)
     return (bce(yes, torch.ones_like(yes)) + bce(no, torch.zeros_like(no))) / args.accum

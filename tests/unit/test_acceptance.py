@@ -27,7 +27,6 @@ from gaverify.records.comparison import (
 from gaverify.records.events import Event
 from gaverify.records.experiment import WeightFit
 from gaverify.records.findings import Finding, Location
-from gaverify.records.stages import Foreign, Partner, foreign_passes, partners_of
 from gaverify.records.windows import Window, common_rounds, numbered, windows_of
 from gaverify.report import render
 from gaverify.rules.rule import finding_of, measured
@@ -256,14 +255,14 @@ def loop(text: str) -> list[Event]:
             update, stepped = update + stepped, False
             number = made = number + 1
             events.append(Event("forward", update, values={"rows": 2, "model": 1, "number": number}))
-        elif letter in "CGR":
+        elif letter in "CGHR":
             update, stepped = update + stepped, False
-            models = [1, 0] if letter == "G" else [0]
+            models = [1, 0] if letter in "GH" else [0]
             for model in models:
                 number += 1
                 events.append(Event("forward", update, values={"rows": 2, "model": model, "number": number}))
             numbers = [*[made] * (letter == "R"), *range(number - len(models) + 1, number + 1)]
-            touched = [CRITIC] if letter == "C" else [CRITIC, GENERATOR]
+            touched = {"C": [CRITIC], "H": [GENERATOR]}.get(letter, [CRITIC, GENERATOR])
             events.append(Event("backward", update, values={"touched": touched, "forwards": numbers}))
         else:
             events.append(Event("step", update, values={"optimizer": "cg".index(letter), "inside": False}))
@@ -282,48 +281,17 @@ def windows(full: str, accumulated: str) -> tuple[list[Event], list[Event], dict
     return *both, *found
 
 
-class TestForeignPasses:
-    WINDOW = windows("Cc Gg Cc Gg", "CGCG cg CGCG cg")[3][1]
+class TestWindowsOfNetworks:
+    @pytest.mark.parametrize(("full", "accumulated"), [("CGcg Ccg", "CGCGcg CCcg"), ("Cc Gg Cc Gg", "CGCG cg CGCG cg")])
+    def test_optimizers_that_share_passes_in_both_runs_alike_step_together(self, full: str, accumulated: str) -> None:
+        alike = full.startswith("CG")
+        assert [len(round_) for round_ in common_rounds(loop(full), loop(accumulated))] == [1 + alike] * (4 - 2 * alike)
 
-    def test_passes_without_weight_that_reach_another_optimizer(self) -> None:
-        assert foreign_passes(self.WINDOW, CRITIC, fit(1.0, 0.0, 1.0, 1e-6), [GENERATOR]) == Foreign(
-            CRITIC, (1, 3), 1e-7
-        )
-
-    def test_an_optimizer_of_the_same_parameters_has_no_loss_of_its_own(self) -> None:
-        assert foreign_passes(self.WINDOW, CRITIC, fit(1.0, 0.0, 1.0, 1e-6), []) is None
-
-    @pytest.mark.parametrize("right", [fit(1.0, 1.0, 1.0, 1.0), fit(0.0, 1.0, 0.0, 1.0), fit(1.0, 0.0, residual=0.3)])
-    def test_what_counts_or_is_its_own_is_not_foreign(self, right: WeightFit) -> None:
-        assert foreign_passes(self.WINDOW, CRITIC, right, [GENERATOR]) is None
-
-    def test_the_forwards_of_the_others_are_left(self) -> None:
-        assert [event.values["model"] for event in self.WINDOW.reached((1, 3))] == [0, 0]
-
-
-class TestPartners:
-    def test_a_partner_that_has_stepped_in_one_run_only(self) -> None:
-        full, accumulated, whole, part = windows("Cc Gg Cc Gg", "CGCG cg CGCG cg")
-        assert partners_of(full, accumulated, (whole[2], part[2]), MODELS) == (Partner(CRITIC, 1, 0),)
-
-    def test_a_result_that_was_made_before_the_partners_step_meets_it_after(self) -> None:
-        """One forward of the generator serves both losses, as in a DCGAN."""
-        full, accumulated, whole, part = windows("fCcRg fCcRg", "fCRfCcRg fCRfCcRg")
-        assert partners_of(full, accumulated, (whole[2], part[2]), MODELS) == (Partner(CRITIC, 1, 0),)
-        full, accumulated, whole, part = windows("fCcRg fCcRg", "fCfCcRRg fCfCcRRg")
-        assert partners_of(full, accumulated, (whole[2], part[2]), MODELS) == ()
-
-    def test_the_same_order_in_both_runs(self) -> None:
-        full, accumulated, whole, part = windows("Cc Gg Cc Gg", "CCc GGg CCc GGg")
-        assert partners_of(full, accumulated, (whole[2], part[2]), MODELS) == ()
-
-    def test_a_network_that_the_loss_never_meets_is_no_partner(self) -> None:
-        full, accumulated, whole, part = windows("Gg Cc Gg Cc", "GCGC gc GCGC gc")
-        assert partners_of(full, accumulated, (whole[2], part[2]), MODELS) == ()
-
-    def test_a_step_that_one_run_never_makes_is_no_other_order(self) -> None:
-        full, accumulated, whole, part = windows("Cc Gg Cc Gg", "CGCG g CGCG g")
-        assert partners_of(full, accumulated, (whole[2], part[2]), MODELS) == ()
+    def test_optimizers_without_a_pass_in_common_have_windows_of_their_own(self) -> None:
+        """H: a generator's loss whose critic is frozen meanwhile."""
+        _, _, whole, part = windows("HCgc Cc", "HCCgc CCc")
+        assert {number: len(window.of("backward")) for number, window in whole.items()} == {1: 1, 2: 1, 3: 1}
+        assert {number: len(window.of("backward")) for number, window in part.items()} == {1: 1, 2: 2, 3: 2}
 
 
 # --- What rows say together ------------------------------------------------------------------------------------------

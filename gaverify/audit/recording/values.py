@@ -248,8 +248,8 @@ class Names:
         Raises:
             OutOfSight: Its parameters have no values that could be read: on the meta device, or still to be made.
         """
-        if id(module) in self._known:
-            return self._known[id(module)][1]
+        if self._known.get(id(module), (None, False))[1]:
+            return True  # one that was frozen when it was met (a critic in its generator's loss) may train by now
         if any(plain(parameter) is None for parameter in module.parameters()):
             raise OutOfSight
         trains = any(parameter.requires_grad for parameter in module.parameters())

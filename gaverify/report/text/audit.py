@@ -105,6 +105,8 @@ def _described(update: UpdateComparison) -> Iterable[str]:
     data = update.data
     if not data.checked:
         yield "samples could not be compared"
+    elif update.missed is not None:
+        yield f"{update.missed.accumulated} of {update.missed.full} samples"
     elif data.same:
         yield "same samples" + (", padded differently" if data.padded else "")
     else:

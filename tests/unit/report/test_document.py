@@ -17,10 +17,10 @@ import pytest
 import samples
 
 from gaverify.errors import SpecError
+from gaverify.records.audit import RowCheck
 from gaverify.records.comparison import Outcome
 from gaverify.records.experiment import WeightFit
 from gaverify.records.ranks import Collective, Engine, RankFacts, Traffic
-from gaverify.records.stages import Foreign, Partner
 from gaverify.report import Report, render
 from gaverify.report.documents import answer_text, overall_outcome, report_text
 from gaverify.report.documents.reading import answer_of, read_report
@@ -182,16 +182,13 @@ def test_what_is_read_is_what_was_written(answer) -> None:
     assert render([again], "text", show_all=True) == render([answer], "text", show_all=True)
 
 
-def test_whose_passes_and_which_partners_are_told() -> None:
+def test_the_samples_that_a_turn_missed_are_told() -> None:
     answer = samples.audited()
-    update = replace(answer.updates[1], foreign=Foreign(1, (0, 2), 1e-8), partners=(Partner(0, 1, 0),))
+    update = replace(answer.updates[1], missed=RowCheck(16, 4, 12, "argument 1"))
     document = json.loads(answer_text(replace(answer, updates=(answer.updates[0], update))))
-    without, told = document["updates"]
-    assert (without["foreign"], without["partners"]) == (None, [])
-    assert told["foreign"] == {"optimizer": 1, "passes": [0, 2], "residual": 1e-8}
-    assert told["partners"] == [{"optimizer": 0, "full": 1, "accumulated": 0}]
-    again = answer_of(document).updates[1]
-    assert (again.foreign, again.partners) == (update.foreign, update.partners)
+    without, missed = (each["missed"] for each in document["updates"])
+    assert without is None and (missed["full"], missed["accumulated"]) == (16, 4)
+    assert answer_of(document).updates[1].missed == update.missed
 
 
 def test_several_answers_and_errors(tmp_path: Path) -> None:

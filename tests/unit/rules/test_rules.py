@@ -55,8 +55,6 @@ CATALOGUE = {
     "GAV607": "scheduler-per-micro-batch",
     "GAV608": "scaler-per-micro-batch",
     "GAV609": "step-settings-differ",
-    "GAV610": "foreign-gradients",
-    "GAV611": "partner-at-other-weights",
     "GAV701": "ranks-hold-different-gradients",
     "GAV702": "gradients-never-reduced",
     "GAV703": "mean-over-ranks",
@@ -423,8 +421,6 @@ CODES = (
     "GAV607",
     "GAV608",
     "GAV609",
-    "GAV610",
-    "GAV611",
 )
 
 

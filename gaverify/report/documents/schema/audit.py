@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from gaverify.records.audit import RowCheck, UpdateComparison
 from gaverify.records.audit_report import AuditReport, Moment, RunSummary, WindowCount
 from gaverify.records.experiment import WeightFit
-from gaverify.records.stages import Clip, Foreign, Partner, SettingDifference, StageComparison
+from gaverify.records.stages import Clip, SettingDifference, StageComparison
 from gaverify.report.documents.schema.deriving import Of, Shape, derived
 from gaverify.report.documents.schema.verdict import AcceptanceItem, Environment
 
@@ -82,22 +82,12 @@ class SettingItem(Shape):
     """A number of an optimizer that differs between the runs at the same update."""
 
 
-@derived(Foreign)
-class ForeignItem(Shape):
-    """Backward passes, from 0, that an optimizer's step uses although they are another's; what is left without them."""
-
-
-@derived(Partner)
-class PartnerItem(Shape):
-    """Another optimizer, and how many steps it had made in each run when the update's loss was computed."""
-
-
 @derived(
     UpdateComparison,
     "number outcome judged relative_difference norm_ratio resolution backwards rows_per_forward=sizes valid_targets "
     "data weights=fit ignored_targets learning_rates learning_rates_full weights_difference noise started_apart "
-    "drifted_buffers=drifted unrepeatable decided unclear stages clips clips_full settings foreign partners parameters",
-    older="ignored_targets decided unclear stages clips clips_full settings foreign partners",
+    "drifted_buffers=drifted unrepeatable decided unclear stages clips clips_full settings missed parameters",
+    older="ignored_targets decided unclear stages clips clips_full settings missed",
 )
 class UpdateItem(Shape):
     """One optimizer update of both runs."""
