@@ -185,7 +185,8 @@ def _data_of_networks(runs: Runs, round_: Round) -> tuple[RowCheck, RowCheck | N
         The check of the round's networks if they were fed the same samples. Else that of other networks that were,
         with the check of the round's if these were fed a part of their full batch: they take turns. None else.
     """
-    trained, both = runs.accumulated.trained, (runs.full, runs.accumulated)
+    both = (runs.full, runs.accumulated)
+    trained = runs.accumulated.trained
     stepped = {optimizer for optimizer, _ in round_}
     if not stepped < set(trained):
         return None

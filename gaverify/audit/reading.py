@@ -112,13 +112,8 @@ class Run:
 
     @property
     def trained(self) -> dict[int, frozenset[int]]:
-        """The numbers of the models that each optimizer trains."""
-        models: dict[int, set[int]] = {}
-        for (optimizer, _), (key, _) in self.parameters.items():
-            model = key.partition(":")[0]
-            if model.isdecimal():
-                models.setdefault(optimizer, set()).add(int(model))
-        return {optimizer: frozenset(numbers) for optimizer, numbers in models.items()}
+        """The models that each optimizer trains, by the numbers that the events of their forwards have."""
+        return {optimizer: frozenset(models) for optimizer, models in enumerate(self.meta["models"]) if models}
 
     @cached_property
     def disk_bytes(self) -> int:

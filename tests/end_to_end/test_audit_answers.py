@@ -190,6 +190,16 @@ ROWS = [
         options=UPDATES_4,
         quick=True,
     ),
+    Row("loops_partners.py", "--loop turns_after_the_critic", options=UPDATES_4),
+    Row(
+        "loops_partners.py",
+        "--loop last_micro_batch_after_the_critic",
+        "GAV203",
+        "last turn",
+        "uses 4 of the 16 samples that its turn has",
+        options=UPDATES_4,
+        quick=True,
+    ),
     Row("train_gan.py", options=UPDATES_4),
     Row("train_gan.py", "--divide discriminator", "GAV201", "generator", options=UPDATES_4),
     # row 8 of the reference systems; row 10 is in test_audit_frameworks

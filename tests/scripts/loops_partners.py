@@ -129,6 +129,29 @@ def turns_of_micro_batches(args):
     turns_of_updates(args, micro_batches=True)
 
 
+def turns_after_the_critic(args, micro_batches=False):
+    """The critic's window and step come first; in every second update the generator's follow."""
+    generator, critic, step_generator, step_critic, batches = made(args)
+    for at in range(0, len(batches), args.accum):
+        window = batches[at : at + args.accum]
+        step_critic.zero_grad()
+        for noise, real in window:
+            with torch.no_grad():
+                fake = generator(noise)
+            critic_loss(critic, fake, real, args).backward()
+        step_critic.step()
+        if at // args.accum % 2:
+            step_generator.zero_grad()
+            for noise, _ in window[-1:] if micro_batches else window:
+                generator_loss(generator, critic, noise, args).backward()  # here: last turn
+            step_generator.step()
+
+
+def last_micro_batch_after_the_critic(args):
+    """The same where the generator is given the last micro-batch of its turn alone."""
+    turns_after_the_critic(args, micro_batches=True)
+
+
 def critic_loss(critic, fake, real, args):
     yes, no = critic(real), critic(fake)
     return (bce(yes, torch.ones_like(yes)) + bce(no, torch.zeros_like(no))) / args.accum

@@ -60,6 +60,7 @@ def run_of(
         "engine": None,
         "tensor_parallel": False,
         "parameters": [parameters],
+        "models": [[0]],
         **(told or {}),
     }
     (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")

@@ -193,6 +193,7 @@ class Session:
                 else []
                 for index in indices
             ],
+            "models": [self.names.models_of(owned[index]) if index not in self._parts else [] for index in indices],
             "optimizers": [_BY_THE_SCRIPT] if self.job.by_hand else kinds,
             "torch": torch.__version__,
         }

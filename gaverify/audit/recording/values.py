@@ -266,6 +266,10 @@ class Names:
                 self._names.setdefault(id(parameter), (self.index(module), short))
         return trains
 
+    def models_of(self, parameters: Sequence[torch.Tensor]) -> list[int]:
+        """Returns the positions of the noted modules that hold some parameters, as `index` gives them."""
+        return sorted({self._names[id(each)][0] for each in parameters if id(each) in self._names})
+
     def key(self, parameter: torch.Tensor, optimizer: int, ordinal: int) -> str:
         """Returns `model:name`; a parameter of no module is called by its place in its optimizer."""
         if id(parameter) not in self._names:
