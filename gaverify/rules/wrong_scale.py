@@ -39,7 +39,13 @@ from gaverify.rules.wording import (
     told,
     words,
 )
-from gaverify.rules.wrong_shares import counts_remedy, explains_weights, find_wrong_shares, places
+from gaverify.rules.wrong_shares import (
+    counts_remedy,
+    explains_skipped,
+    explains_weights,
+    find_wrong_shares,
+    places,
+)
 from gaverify.thresholds import COMPUTED_FLOAT32, FIT_EXACT, FIT_MAGNIFIES, SAME_NUMBER, THREE_DIGITS
 
 
@@ -129,7 +135,7 @@ def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
     Unless steps come too early, undoing them joins windows that were meant to be smaller than the full batch.
     """
     update = loop.divergent
-    if explains_weights(facts):
+    if explains_weights(facts) or (update is not None and explains_skipped(loop, update)):
         return
     if update is not None:
         factor = factor_in_loop(loop, update)

@@ -10,6 +10,7 @@ from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.experiment import ControlRun, Count, LossTerm, TermKind, WeightFit, are_shares, is_constant
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
+from gaverify.records.windows import Window
 from gaverify.rules.controls import beside, in_order, weighed, weights_proven
 from gaverify.rules.frameworks import repair_shares
 from gaverify.rules.rule import controlled, judged, rule
@@ -85,22 +86,47 @@ def _weighed(facts: Facts) -> Iterator[Evidence]:
         yield judged("micro-batch-weights", what, left, True, weights=list(fit.weights))
 
 
+def skipping_window(loop: Record, update: UpdateComparison) -> Window | None:
+    """Returns the window of an update that leaves out a backward pass, if the full batch's leaves out none."""
+    windows = (loop.full_windows, loop.windows)
+    whole, window = (next((w for w in each if w.number == update.number), None) for each in windows)
+    if whole is None or window is None or whole.dropped or not 0 < len(window.dropped) < len(update.sizes):
+        return None
+    return window
+
+
+def explains_skipped(loop: Record, update: UpdateComparison) -> bool:
+    """Whether the micro-batches that an update leaves out are all that is wrong with its weights.
+
+    Those that are left out have nothing to give, and the others are divided by the number of all.
+    """
+    window = skipping_window(loop, update)
+    if window is None or update.fit is None or update.fit.residual > loop.tolerance:
+        return False
+    count = len(window.of("forward"))
+    mended = math.isclose(update.norm_ratio, window.backwards / count, rel_tol=loop.tolerance)
+    counted_fewer = len(set(update.valid_targets)) > 1  # the others have unequal shares as well
+    return mended or counted_fewer
+
+
 def _without_backward(facts: Facts) -> Iterator[Finding]:
     """The same where a training loop leaves out the backward pass of a micro-batch, and the full batch's does not."""
     loop, number = facts.loop, facts.compared.update
     update = loop.update_of(number) if loop is not None and number is not None else None
-    if loop is None or update is None or update.fit is None or update.fit.residual <= loop.tolerance:
+    if loop is None or update is None or update.fit is None:
         return
-    windows = [next((w for w in each if w.number == number), None) for each in (loop.full_windows, loop.windows)]
-    whole, window = windows
-    if whole is None or window is None or whole.dropped or not 0 < len(window.dropped) < len(update.sizes):
+    window = skipping_window(loop, update)
+    explained = window is not None and explains_skipped(loop, update)
+    if window is None or (update.fit.residual <= loop.tolerance and not explained):
         return
     forwards = window.of("forward")
+    control, proven = weighed_in_loop(loop, update.number) if explained else ((), False)
     which = f"{listed([str(at + 1) for at in window.dropped], 6)} of update {number}"
     yield told(
-        "GAV203.dropped",
+        "GAV203.dropped-empty" if explained else "GAV203.dropped",
+        *control,
         location=located(forwards[at] for at in window.dropped),
-        proven=False,
+        proven=proven,
         which=f"micro-batches {which} have" if len(window.dropped) > 1 else f"micro-batch {which} has",
         number=len(window.dropped),
         all=len(forwards),
@@ -307,7 +333,7 @@ def find_wrong_shares(facts: Facts, loop: Record) -> WrongShares | None:
 def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
     """The same for the first differing update of a training loop."""
     shares = find_wrong_shares(facts, loop)
-    if shares is None:
+    if shares is None or (shares.term is None and explains_skipped(loop, shares.update)):
         return
     update, fit, script, weights, table = shares.update, shares.fit, shares.script, shares.weights, words("GAV202")
     kind = shares.shares_of or _kind(update, weights, script, loop.tolerance)

@@ -142,6 +142,10 @@ ROWS = [
     # an update that both runs skip loses the same samples in both; one that the accumulated run alone skips does not
     *(looped(RARE, "skipped_update", common=f"--skip {why}", quick=True) for why in ("norm", "finite", "zeroed")),
     looped(RARE, "skipped_update", "GAV604", "--skip accumulated", quick=True, proven=True),
+    looped(
+        RARE, "skipped_micro_batch", "GAV203", mark="", quick=True, proven=True, words="divided by all 4 micro-batches"
+    ),
+    looped(RARE, "skipped_micro_batch", common="--skip window", quick=True),
     looped(RARE, "dropout_in_the_loss", common="--dropout 0.3", notes="GAV301"),
     # A01, D01: the gradients differ, the running statistics drift, and no line of the loop is blamed
     looped(SCALE, "usual", "GAV101", "--batchnorm", mark="", notes="GAV402"),
