@@ -183,7 +183,7 @@ def weighed_run(full: Run, again: Run, record: Record) -> ControlRun:
     """Returns what the first differing update of a run with other weights leaves."""
     update = record.divergent
     assert update is not None
-    left = left_by(full, again, summed=update.decided is not Stage.USED, update=update.number)
+    left = left_by(full, again, summed=update.decided is Stage.SUMMED, update=update.number)
     return ControlRun("each loss multiplied by what it should count", left, left <= record.tolerance)
 
 
