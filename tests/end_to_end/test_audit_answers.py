@@ -146,6 +146,8 @@ ROWS = [
         RARE, "skipped_micro_batch", "GAV203", mark="", quick=True, proven=True, words="divided by all 4 micro-batches"
     ),
     looped(RARE, "skipped_micro_batch", common="--skip window", quick=True),
+    # sums that a script keeps itself: what the optimizer sees is controlled
+    looped(RARE, "sums_of_its_own", "GAV201", "--skip division", mark="", quick=True, proven=True, words="= K"),
     looped(RARE, "dropout_in_the_loss", common="--dropout 0.3", notes="GAV301"),
     # A01, D01: the gradients differ, the running statistics drift, and no line of the loop is blamed
     looped(SCALE, "usual", "GAV101", "--batchnorm", mark="", notes="GAV402"),

@@ -30,9 +30,15 @@ def sums_of_its_own(args, loader):
     optimizer = sgd(model, args)
     sums = {parameter: torch.zeros_like(parameter) for parameter in model.parameters()}
     for i, (features, labels) in enumerate(loader):
-        (criterion(model(features), labels) / args.accum).backward()
+        share = 1 if args.skip == "division" else 1 / args.accum
+        (criterion(model(features), labels) * share).backward()
         for parameter in model.parameters():
-            sums[parameter] += parameter.grad
+            gradient = parameter.grad
+            if args.skip == "nothing" and gradient.ndim == 2:  # singular values are pressed together, as in Muon
+                gradient = gradient / gradient.norm()
+                for _ in range(3):
+                    gradient = 2 * gradient - gradient @ gradient.T @ gradient
+            sums[parameter] += gradient
             parameter.grad = None
         if (i + 1) % args.accum == 0:
             for parameter in model.parameters():
