@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from gaverify.causes.bench import Bench
 from gaverify.causes.trace.operations import named_calls
 from gaverify.causes.trace.traces import located
+from gaverify.passes.calls import Call, listening
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.precision import moved
@@ -29,7 +31,7 @@ from gaverify.passes.walks import addends, unscaled
 from gaverify.records.experiment import ControlKind, ControlRun, Count, FunctionKey, TermKind
 from gaverify.records.facts import Facts
 from gaverify.thresholds import COMPUTED_FLOAT32, HELPS, SAME_NUMBER, SMALL_PART
-from gaverify.torch_internals import is_in_functorch_transform, without_torch_function
+from gaverify.torch_internals import is_in_functorch_transform, tree_leaves, without_torch_function
 
 _DIVISIONS = ("div", "div_", "true_divide", "divide")
 _PRODUCTS = ("mul", "mul_", "multiply")
@@ -191,15 +193,22 @@ def _undivided(
 
 
 def _heard(bench: Bench, k: int | None) -> _Listener:
-    listener = _Listener()
+    listener = _Listener(bench.task.problem.model)
     listener.hear(bench.forward(listener, k))
     return listener
 
 
 class _Listener(PassProbe):
-    """Notes what each call divides by, and which calls made the terms of the loss, with their values."""
+    """Notes what each call divides by, and which calls made the terms of the loss, with their values.
 
-    def __init__(self) -> None:
+    What scales the activations of a model that returns no loss is no count of a mean: samples interact there.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._modules = {module: path for path, module in model.named_modules()} if isinstance(model, nn.Module) else {}
+        self._running: Sequence[Call] = ()
+        self._of_activations: set[FunctionKey] = set()
+        self._returns_loss = False
         self.counts: dict[FunctionKey, tuple[float, bool]] = {}
         self.terms: dict[FunctionKey, float] = {}
         self._numbers: dict[Any, tuple[FunctionKey, torch.Tensor]] = {}
@@ -211,10 +220,20 @@ class _Listener(PassProbe):
             if key is not None:
                 self.terms[key] = float(value)
         self._numbers.clear()
+        if not self._returns_loss:
+            for key in self._of_activations:
+                self.counts.pop(key, None)
 
-    def around(self, k: int | None) -> AbstractContextManager[Any]:
+    @contextmanager
+    def around(self, k: int | None) -> Iterator[None]:
         """Sees the calls of one forward; what runs in a transform is another function's."""
-        return named_calls(self._called)
+        with listening(self._modules, ends=self._note_output) as self._running, named_calls(self._called):
+            yield
+
+    def _note_output(self, call: Call, output: Any) -> None:
+        if not call.parents and call.module in self._modules:
+            tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+            self._returns_loss |= any(tensor.numel() == 1 and tensor.requires_grad for tensor in tensors)
 
     def _called(self, key: FunctionKey, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
@@ -223,6 +242,8 @@ class _Listener(PassProbe):
                 count = _count(key[0], func, args, kwargs, result)
             if count is not None and abs(count) < math.inf:
                 self.counts[key] = count, result.requires_grad
+                if result.numel() > 1 and any(call.module in self._modules for call in self._running):
+                    self._of_activations.add(key)
             if result.numel() == 1 and result.grad_fn is not None:
                 self._numbers[result.grad_fn] = key, result.detach()
         return result

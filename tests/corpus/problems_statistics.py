@@ -189,6 +189,25 @@ def _class_wise(healthy: bool) -> Problem:
     return Problem(mlp(), loss, (torch.randn(16, 6), torch.randint(4, (16,))))
 
 
+class DropBlock(nn.Module):
+    """Drops whole positions, and rescales by the share that is kept: of the whole batch, or of each sample."""
+
+    def __init__(self, healthy: bool) -> None:
+        super().__init__()
+        self.healthy = healthy
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = (torch.rand_like(x[:, :1]) > 0.3).to(x)
+        if self.healthy:
+            return x * mask / mask.mean((1, 2, 3), keepdim=True)
+        return x * mask * (mask.numel() / mask.sum())  # planted drop-block
+
+
+def _dropped_blocks(healthy: bool) -> Problem:
+    body = nn.Sequential(nn.Conv2d(2, 8, 3, padding=1), DropBlock(healthy), nn.Tanh(), nn.Flatten(), nn.Linear(288, 3))
+    return Problem(body, nn.CrossEntropyLoss(), (torch.randn(16, 2, 6, 6), torch.randint(3, (16,))))
+
+
 def _clearing(how: str) -> Problem:
     torch.manual_seed(0)
     model = mlp()
@@ -211,6 +230,9 @@ FAULTS = (
     fault("zero-in-loss", lambda: _clearing("loss"), "GAV603", "no weights bring cleared gradients back"),
     fault("zero-in-hook", lambda: _clearing("hook"), "GAV603", "no weights bring cleared gradients back"),
     fault("class-wise", lambda: _class_wise(False), "GAV104", "the backward divides by the batch's counts"),
+    fault(
+        "drop-block", lambda: _dropped_blocks(False), "GAV102", "a divisor of activations, not of a mean", module="1"
+    ),
     fault("step-size", lambda: _adaptive(False), "GAV102", "the error is a norm over the batch"),
     fault("graph-norm", lambda: _graphs(False), "GAV102", "graphs reach across the micro-batches", module=""),
     fault("larger-deviation", lambda: _images(False), "GAV101", "a variance over the batch", module="1"),
@@ -222,6 +244,7 @@ TWINS = (
     quiet("partner-statistics", lambda: _partners(True), "each sample is its own partner"),
     quiet("zero-nowhere", lambda: _clearing(""), "gradients stay"),
     quiet("class-wise", lambda: _class_wise(True), "the backward divides by the number of samples"),
+    quiet("drop-block", lambda: _dropped_blocks(True), "each sample has a share of its own"),
     quiet("step-size", lambda: _adaptive(True), "the same steps for every batch"),
     quiet("graph-norm", lambda: _graphs(True), "each node has a mean of its own"),
     quiet("larger-deviation", lambda: _images(True), "each sample has a deviation of its own"),
