@@ -1,7 +1,7 @@
 """The names of torch that torch does not promise, each with what happens without it.
 
 No other module of gaverify uses a name of torch that begins with an underscore; a test searches for them. A newer torch
-that moves or drops one of them is met here. Seen in torch 2.4.1, 2.13.0 and 2.14.1 unless a line says otherwise.
+that moves or drops one of them is met here. Seen in torch 2.8.0, 2.13.0 and 2.14.1 unless a line says otherwise.
 """
 
 from __future__ import annotations
