@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import cache, partial
 from importlib.resources import files as resources
+from itertools import pairwise
 from string import Formatter
 from typing import Any
 
@@ -185,8 +186,8 @@ def exact(weights: Sequence[float], tolerance: float = FIT_EXACT) -> str:
     most = max(1, int(min(_DENOMINATOR, math.sqrt(COINCIDENCE / tolerance))))
     fractions = [str(Fraction(weight).limit_denominator(most)) for weight in weights]
     ways = [[f"{weight:.{digits}g}" for weight in weights] for digits in range(1, 18)]
-    # 1.3333 leaves 2.5e-5 of a gradient that 4/3 repairs: decimals that go on come after fractions, 1.125 does not go on
-    ending = [texts for texts, longer in zip(ways[3:6], ways[4:7], strict=True) if texts == longer]
+    # 1.3333 leaves 2.5e-5 of a gradient that 4/3 repairs: fractions come before decimals that go on, after 1.125
+    ending = [texts for texts, longer in pairwise(ways[3:7]) if texts == longer]
     for texts in (*ways[:3], *ending, fractions, *ways[3:]):
         pairs = zip(texts, weights, strict=True)
         if all(abs(float(Fraction(text)) - weight) <= tolerance * abs(weight) for text, weight in pairs):
