@@ -278,7 +278,9 @@ class _Search:
         """The first suspect whose control helps; else one that has a control, on probation; else an unproven one."""
         candidates: list[Tried] = []
         known = {entry.cause.suspect.culprit.place for entry in self._found}
-        for suspect in [s for s in suspects if s.culprit.place not in known][:_TRIED]:
+        new_suspects = [suspect for suspect in suspects if suspect.culprit.place not in known]
+        # an index of the batch's length differs in every right loss as well: what has a gradient is tried before it
+        for suspect in sorted(new_suspects, key=_may_be_index)[:_TRIED]:
             tried = self._try(bench, suspect)
             if tried is not None and tried.helps:
                 return tried
@@ -336,6 +338,12 @@ class _Search:
     def ends_openly(self) -> bool:
         """Whether the last cause has no probe of its own, so that it cannot be released."""
         return bool(self._found) and self._found[-1].neutral is None
+
+
+def _may_be_index(suspect: Suspect) -> bool:
+    """Returns whether a suspect is a value of the loss that has no gradient and reads no reduction over the batch."""
+    in_loss = suspect.kind == "rows" and not suspect.in_model and suspect.source is None
+    return in_loss and not suspect.differentiable
 
 
 def _normalises(bench: Bench, suspect: Suspect) -> bool:

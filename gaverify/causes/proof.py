@@ -136,7 +136,9 @@ def _controls(bench: Bench, suspect: Suspect, *, fit: bool = True) -> Iterator[_
 
     if suspect.statistics and path is not None:
         yield ControlKind.FROZEN, lambda: _frozen(bench, path, fit=fit)
-    if suspect.kind in ("matrix", "non-additive") or (suspect.kind != "random" and not suspect.in_model):
+    in_loss = suspect.kind in ("matrix", "non-additive") or (suspect.kind != "random" and not suspect.in_model)
+    # it opens every module that mixes samples: where the model does, it would prove the model and not the loss
+    if in_loss and not suspect.model_mixes:
         yield ControlKind.CACHED_GRADIENTS, lambda: (cached_gradients(bench, frozenset(suspect.calls)), None)
     if suspect.frame is not None:
         what, decisions = "the full batch's decisions taken by every micro-batch", DecisionsHeld(task, suspect.frame)

@@ -72,7 +72,8 @@ class Suspect:
     `exits` those whose samples differ next; `frame` is the line where the code decides, of a suspect of kind "control-
     flow"; `calls` are the module calls that a cached gradient opens; `outputs` the positions of those outputs of its
     module that differ (none: all of them do). `order` tells how the samples lie in a dimension with several rows of
-    each: 0 as its outer, 1 as its inner index; None: not known.
+    each: 0 as its outer, 1 as its inner index; None: not known. `model_mixes`: a module of the model returns rows that
+    depend on the batch, and does not compute them from this operation. `differentiable`: the result has a gradient.
     """
 
     kind: SuspectKind
@@ -90,6 +91,8 @@ class Suspect:
     calls: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
     order: int | None = None
+    model_mixes: bool = False
+    differentiable: bool = True
 
     @property
     def culprit(self) -> Operation:

@@ -206,6 +206,79 @@ def minibatch_deviation() -> Problem:
     return classified(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), Deviation(), nn.Linear(9, 4)), 6)
 
 
+class Softmax(nn.Module):
+    """Scales each feature by its share: among the samples of the batch (dim 0), or among the sample's features."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shares = x.softmax(self.dim)  # planted index-before-model
+        return x * shares
+
+
+def _classifier(middle: nn.Module) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), middle, nn.Linear(8, 4))
+    return model, (torch.randn(16, 6), torch.randint(4, (16,)))
+
+
+def _detected(dim: int) -> Problem:
+    """A detection loss: it builds index tensors of the batch's length before the model runs."""
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        images = torch.arange(len(batch[0])).repeat_interleave(2).float()
+        anchors = torch.arange(2 * len(batch[0])).float()
+        first, last = anchors[::2].clone(), anchors[1::2].clone()
+        kept = torch.stack([first, last], 1).flatten().long()
+        outputs = model(batch[0])[images.long()][kept]
+        return F.cross_entropy(outputs, batch[1].repeat_interleave(2))
+
+    model, batch = _classifier(Softmax(dim))
+    return Problem(model, loss, batch)
+
+
+def _weighted_by_position(middle: nn.Module) -> Problem:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        positions = torch.arange(len(batch[0])).float()
+        return (F.cross_entropy(model(batch[0]), batch[1], reduction="none") * positions).mean()
+
+    model, batch = _classifier(middle)
+    return Problem(model, loss, batch)
+
+
+def labels_before_pairs() -> Problem:
+    """Labels of the batch's length, made before the outputs are compared with each other."""
+
+    def loss(model: nn.ModuleDict, batch: Any) -> torch.Tensor:
+        labels = torch.arange(len(batch[0])).float()
+        image, text = _pairs(model, batch)
+        logits = image @ text.T / 0.2  # planted labels-before-pairs
+        return F.cross_entropy(logits, labels.long())
+
+    return Problem(_two_encoders(), loss, (torch.randn(16, 6), torch.randn(16, 7)))
+
+
+class LossOfEachPair(nn.Module):
+    """Compares pairs, and returns the loss of each beside their mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text = mlp(6, 8, 5), mlp(7, 8, 5)
+
+    def forward(self, images: torch.Tensor, texts: torch.Tensor) -> dict[str, torch.Tensor]:
+        image, text = F.normalize(self.image(images), dim=1), F.normalize(self.text(texts), dim=1)
+        losses = F.cross_entropy(image @ text.T / 0.2, torch.arange(len(image)), reduction="none")
+        return {"losses": losses, "loss": losses.mean()}
+
+
+def loss_of_each_pair() -> Problem:
+    torch.manual_seed(0)
+    batch = torch.randn(16, 6), torch.randn(16, 7)
+    return Problem(LossOfEachPair(), lambda model, b: model(*b)["loss"], batch)
+
+
 def image_batch_norm() -> Problem:
     model = nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 4)
@@ -381,6 +454,10 @@ FAULTS = (
     fault("A11", lambda: _policy(True), "GAV103", "mean and deviation are those of the micro-batch"),
     fault("A13", unfrozen_by_train, "GAV101", "`model.train()` reaches every child", module="1"),
     fault("minibatch-deviation", minibatch_deviation, "GAV102", "the deviation runs over the micro-batch", module="2"),
+    fault("index-before-model", lambda: _detected(0), "GAV102", "an index comes first and mixes nothing", module="1"),
+    fault("labels-before-pairs", labels_before_pairs, "GAV103", "the labels come first and compare nothing"),
+    fault("loss-of-each-pair", loss_of_each_pair, "GAV102", "the model returns losses that compare the samples"),
+    fault("position", lambda: _weighted_by_position(nn.Tanh()), "GAV103", "the loss weights samples by their position"),
     fault("expert-queue", queues, "GAV102", _QUEUE),
     fault("balance", lambda: _sentences("sorted", 0.1), "GAV103", _ONLY),
     fault("balance", lambda: _sentences("grouped", 0.1), "GAV103", _ONLY),
@@ -404,6 +481,7 @@ TWINS = (
     quiet("A09", lambda: _mixed(lambda x: torch.arange(len(x))), "each sample is its own partner"),
     quiet("A11", lambda: _policy(False), "the advantages come with the batch"),
     quiet("A13", frozen_after_every_train, "`train()` is overridden to keep the layer frozen"),
+    quiet("index-before-model", lambda: _detected(1), "an index of the batch's length takes each sample's own row"),
     quiet("queues", lambda: _queues(80, 0.0), "every token finds room, and dropout masks follow their tokens"),
     quiet("sorted-experts", lambda: _sentences("sorted", 0.0), "sorting by their expert changes their order alone"),
     quiet("grouped-experts", lambda: _sentences("grouped", 0.0), "a fused product by groups changes nothing"),
@@ -411,6 +489,12 @@ TWINS = (
 )
 
 COMBINED = (
+    fault(
+        "norm-and-position",
+        lambda: _weighted_by_position(nn.BatchNorm1d(8)),
+        "GAV101 GAV103",
+        "batch statistics, and weights by the position in the batch",
+    ),
     fault("queue-balance", lambda: _queues(15, 1e-3), "GAV102 GAV103", _QUEUE),
     fault(
         "capacity-and-balance",

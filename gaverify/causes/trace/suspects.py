@@ -101,7 +101,14 @@ class Reader:
         step, (difference, samples) = self._full.steps[index], self._m.rows[index] or (1.0, self._size)
         exits, calls, outputs = self._exits(index), self._opened(step), self._outputs(index)
         found = Suspect(kind, operation, None, difference, samples, in_model, False, _some(step))
-        return replace(found, exits=exits, calls=calls, outputs=outputs)
+        found = replace(found, exits=exits, calls=calls, outputs=outputs, differentiable=step.differentiable)
+        return replace(found, model_mixes=self._model_mixes_beside(index))
+
+    def _model_mixes_beside(self, index: int) -> bool:
+        """Whether a module of the model returns rows that depend on the batch, and not by way of this step."""
+        downstream = self._dependence.descendants(index)
+        outputs = {output for call in self._full.calls if call.path is not None for output in call.outputs}
+        return any(o is not None and o not in downstream and self._m.differs(o) for o in outputs)
 
     def _again(self, same: Sequence[int]) -> set[FunctionKey]:
         """The torch calls of the lines of one scope where differences begin, in the layers behind them as well."""
