@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from gaverify.causes import weights
+from gaverify.causes import state, weights
 from gaverify.causes.bench import Bench, released
 from gaverify.causes.neutral.holding import (
     ApplicationHeld,
@@ -29,7 +29,7 @@ from gaverify.causes.trace.backward_listening import GradientListener
 from gaverify.causes.trace.traces import Frame, located
 from gaverify.errors import GaverifyError
 from gaverify.passes.gradients import PassProbe
-from gaverify.records.experiment import ControlKind, ControlRun, Operation, WeightFit
+from gaverify.records.experiment import Cause, ControlKind, ControlRun, Operation, Suspect, WeightFit
 from gaverify.records.facts import BackwardPlace, Facts
 from gaverify.thresholds import SAME_IN_FLOAT32, SAME_NUMBER
 from gaverify.torch_internals import backward_hooks_of, gradient_hooks_of
@@ -53,16 +53,27 @@ def ask(bench: Bench, facts: Facts) -> Facts:
         return facts
     used = facts.weights.used
     shares = facts.forward.shares or used
-    trial = _Trial(bench.weighted(shares), facts)
+    # the forwards agreed from the same state; where that moves between micro-batches, it is another cause
+    neutral = state.probe_of(bench, facts)
+    there = bench if neutral is None else bench.without(neutral)
+    trial = _Trial(there.weighted(shares), facts)
     # hooks and constants come first, because their lines are known
     searches = (_parameter_hooks, _module_hooks, _tensor_hooks, _constants, _boundaries)
     places = (culprit for search in searches if (culprit := search(trial)) is not None)
     found = bench.attempt("backward", lambda: next(places, None))
     if found is None:
         return facts
+    is_proven = found.control is not None and found.control.rounding
+    if is_proven and neutral is not None and facts.state is not None:
+        facts = replace(facts, state=state.blamed_beside(bench, facts.state))
+    if facts.state is not None and facts.state.blamed and found.place is BackwardPlace.CONSTANT:
+        # a loss that state moves does not agree: what is cut out of the graph is a value of the forward as well
+        suspect = Suspect("non-additive", found.operation, None, facts.left, 0, in_model=False, statistics=False)
+        forward = replace(facts.forward, causes=(Cause(suspect, found.control),), agree=False)
+        return replace(facts, forward=forward, left=found.control.left if found.control else 0.0, cleared=True)
     parts = replace(facts.backward, place=found.place, culprit=found.operation, control=found.control)
     facts = replace(facts, backward=parts)
-    if found.control is None or not found.control.rounding:
+    if found.control is None or not is_proven:
         return facts
     fit, left = found.control.fit, found.control.left
     right = fit.weights if fit is not None and weights.means(bench, facts, fit) else shares

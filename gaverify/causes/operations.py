@@ -7,7 +7,6 @@ the others stay neutralised, which tells what difference it makes, and drops wha
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,7 +20,7 @@ from gaverify.causes.proof import Tried
 from gaverify.causes.trace.first_divergence import branch_taken, trace_divergences
 from gaverify.causes.trace.normalisation import normalises
 from gaverify.records.experiment import Cause, ControlKind, ControlRun, Operation, Suspect, WeightFit
-from gaverify.records.facts import Facts, Forward, State
+from gaverify.records.facts import Facts, Forward
 from gaverify.verdict.control import failure_sentence
 
 _ROUNDS = 5  # causes that are looked for one after the other
@@ -93,7 +92,7 @@ def _others_released(bench: Bench, facts: Facts, search: _Search) -> Facts:
     if held is not None and known is not None:
         alone = bench.attempt("state released", lambda: search.final(bench=bench))
         if alone is not None and alone.rounding:
-            facts = replace(facts, state=_beside(bench, known))
+            facts = replace(facts, state=state.blamed_beside(bench, known))
         if alone is not None and not alone.rounding:
             others, read = search.others_neutralised(bench), state.read_changes(known.changes)
             left, found = alone.left, None
@@ -106,16 +105,6 @@ def _others_released(bench: Bench, facts: Facts, search: _Search) -> Facts:
         made = alone.left if alone is not None and not alone.rounding else 0.0
         facts = replace(facts, draws=replace(facts.draws, alone=made))
     return facts
-
-
-def _beside(bench: Bench, known: State) -> State:
-    """Blames state that moves beside a control in which it cannot show: a loss computed once, held statistics of it."""
-    moved = bench.attempt("state beside", lambda: state.moved_beside(bench))
-    if moved is None or not bench.rounding < moved < math.inf:  # infinite: without gradients nothing is compared
-        return known
-    read = state.read_changes(known.changes)
-    named = tuple(change for change in read if change.place in ("parameter", "buffer")) or read
-    return replace(known, blamed=named, beside=moved)
 
 
 def _with_draws(search: _Search, there: Bench) -> ControlRun:

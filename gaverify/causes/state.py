@@ -212,6 +212,16 @@ def probe_of(bench: Bench, facts: Facts) -> PassProbe | None:
     return StateHeld(bench.task, [change.name for change in read_changes(facts.state.changes)])
 
 
+def blamed_beside(bench: Bench, known: State) -> State:
+    """Blames state that moves beside a control in which it cannot show: a loss computed once, held statistics of it."""
+    moved = bench.attempt("state beside", lambda: moved_beside(bench))
+    if moved is None or not bench.rounding < moved < math.inf:  # infinite: without gradients nothing is compared
+        return known
+    read = read_changes(known.changes)
+    named = tuple(change for change in read if change.place in ("parameter", "buffer")) or read
+    return replace(known, blamed=named, beside=moved)
+
+
 def moved_beside(bench: Bench) -> float:
     """How far restoring the state before each micro-batch moves the accumulated gradient, everything else as it is."""
     full = bench.full_batch()

@@ -145,6 +145,7 @@ def batch_dependent_backward(facts: Facts) -> Iterator[Finding]:
         rows=[row.name for row in rows],
         largest=facts.compared.largest,
         loss_gap=facts.forward.loss_gap,
+        restored=" from the same state" if facts.state is not None and facts.state.blamed else "",
         where=f"; gradients part in {_where(place, culprit)}" if culprit is not None else "",
         hooks=f"; hooks are registered on {hooked}" if hooked else "",
         remedy=words("GAV104")["remedies"][(place or BackwardPlace.MODULE).name],

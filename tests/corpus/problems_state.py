@@ -342,6 +342,41 @@ def weights_from_schedule() -> Problem:
     )
 
 
+def _estimated(moving: bool) -> Problem:
+    """Divides by an average that the first forward sets: each forward from the same state gives one, as all others do.
+
+    What moves is a variable of the enclosing function; else the divisor is a constant.
+    """
+    average = None
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        nonlocal average
+        x, y = batch
+        weights = model(x).exp().mean()
+        if moving:
+            average = weights.detach() if average is None else 0.9 * average + 0.1 * weights.detach()
+        return weights / (average if moving else 2.0) - model(y).mean()
+
+    torch.manual_seed(0)
+    return Problem(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)), loss, tuple(torch.randn(2, 16, 6)))
+
+
+def hooked_beside_state() -> Problem:
+    """A gradient hook that squares, beside a divisor that moves on: the forwards agree from the same state alone."""
+    divisor = 1.0
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        nonlocal divisor
+        value = model(x).square().mean() / divisor
+        divisor *= 1.5
+        return value
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    model[0].weight.register_hook(lambda gradient: gradient * gradient.norm())
+    return Problem(model, loss, torch.randn(16, 6))
+
+
 def noise_from_generator() -> Problem:
     """A generator that draws at random: every micro-batch is given the full batch's number."""
 
@@ -391,10 +426,12 @@ FAULTS = (
     fault("schedule-of-4", lambda: _scheduled(0.0, 0.1, 0.3, 0.2), "GAV403", "the same, with as many factors as K"),
     fault("generator", lambda: _scheduled_by_generator(0.0, 0.1), "GAV403", "the factor comes from a generator"),
     fault("hidden-schedule", hidden_schedule, "GAV403", "the iterator is out of reach: losses differ at a distance"),
+    fault("moving-estimate", lambda: _estimated(True), "GAV103 GAV403", "the first average of a batch is its own"),
     fault("weights-from-schedule", weights_from_schedule, "GAV403", "a schedule that weights fit every time"),
 )
 
 COMBINED = (
+    fault("hook-and-divisor", hooked_beside_state, "GAV104 GAV403", "a gradient is squared, and a divisor moves on"),
     fault(
         "samples-seen",
         lambda: classified(Slower(), 6),
@@ -434,6 +471,7 @@ TWINS = (
     quiet("hidden-state", lambda: _stateful(False), "every forward starts at zero"),
     quiet("spectral-norm", spectral_norm, "eval mode takes no step", mode="eval"),
     quiet("schedule-of-2", lambda: _scheduled(0.1), "an iterator that repeats one factor"),
+    quiet("moving-estimate", lambda: _estimated(False), "a constant divisor"),
     quiet("generator", noise_from_generator, "draws from a generator, replayed"),
     quiet("C02-language-model", tracked_language_model, "dropout on every token, replayed"),
 )
