@@ -140,7 +140,8 @@ def _compared(
         ignored_targets=any(count < total for event in backwards for count, total in event.values.get("targets", ())),
         learning_rates=_rates(accumulated),
         learning_rates_full=_rates(full),
-        weights_difference=_distance(full, accumulated, "weights"),
+        # A step that was given the full batch's gradient hides how far the weights would come apart.
+        weights_difference=math.nan if any(map(led, each)) else _distance(full, accumulated, "weights"),
         noise=rows.noise,
         drifted=_drifted(full, accumulated, unit),
         started_apart=apart,

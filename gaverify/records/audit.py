@@ -46,7 +46,8 @@ class UpdateComparison:
     """One optimizer update of both runs.
 
     `judged`: the runs had the same samples and, up to rounding, the same weights, so that a difference means something.
-    `weights_difference` is relative, over sampled elements; `drifted` names buffers that differ after the update.
+    `weights_difference` is relative, over sampled elements, and NaN where the step was given the full batch's gradient;
+    `drifted` names buffers that differ after the update.
     `noise` is how far the gradients of two equal runs are apart, relative; `started_apart` the same of the weights of
     both runs before the update. `unrepeatable` says how the full-batch run differed from its own repetition, where that
     was more than rounding. `parameters`, `outcome` and `fit` are those of the stage that `decided`; `unclear` says that

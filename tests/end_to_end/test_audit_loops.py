@@ -35,6 +35,15 @@ def test_gradients_that_a_script_transforms_per_micro_batch_are_not_called_lost(
     assert (result.code, result.faults) == (1, set()) and "GAV000" in str(result), str(result)
 
 
+def test_weights_are_not_compared_after_the_full_batchs_gradient() -> None:
+    """An update that is not judged was given that gradient as well: "weights differ by 0 %" would be no news."""
+    result = audit("loops_steps.py", common="--loop all_but_the_boundary")
+    updates = result.document["updates"]
+    assert updates and not any(update["judged"] for update in updates), str(result)
+    assert all(update["weights_difference"] is None for update in updates), str(result)
+    assert "weights differ" not in str(result)
+
+
 @slow
 def test_the_loop_that_steps_too_early_has_both_faults() -> None:
     """Row 4 of the reference systems."""

@@ -146,9 +146,7 @@ def _clip(clip: Clip) -> str:
 
 def _after(update: UpdateComparison) -> str:
     facts = []
-    # A step of the accumulated run that was given the full batch's gradient hides how far the weights would come apart.
-    led = any(stage.stage is Stage.CHANGE for stage in update.stages)
-    if math.isfinite(update.weights_difference) and not led:
+    if math.isfinite(update.weights_difference):
         facts.append(f"weights differ by {percent(update.weights_difference)}")
     rates, full = (
         ", ".join(f"{rate:.4g}" for rate in dict.fromkeys(side))
