@@ -104,8 +104,9 @@ def explains_skipped(loop: Record, update: UpdateComparison) -> bool:
     if window is None or update.fit is None or update.fit.residual > loop.tolerance:
         return False
     count = len(window.of("forward"))
-    # unequal counts alone would fit loops that divide by something else, too
-    return math.isclose(update.norm_ratio, window.backwards / count, rel_tol=loop.tolerance)
+    mended = math.isclose(update.norm_ratio, window.backwards / count, rel_tol=loop.tolerance)
+    counted_fewer = len(set(update.valid_targets)) > 1  # the others have unequal shares as well
+    return mended or counted_fewer
 
 
 def _without_backward(facts: Facts) -> Iterator[Finding]:
