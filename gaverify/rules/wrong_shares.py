@@ -104,9 +104,10 @@ def explains_skipped(loop: Record, update: UpdateComparison) -> bool:
     if window is None or update.fit is None or update.fit.residual > loop.tolerance:
         return False
     count = len(window.of("forward"))
-    mended = math.isclose(update.norm_ratio, window.backwards / count, rel_tol=loop.tolerance)
-    counted_fewer = len(set(update.valid_targets)) > 1  # the others have unequal shares as well
-    return mended or counted_fewer
+    if math.isclose(update.norm_ratio, window.backwards / count, rel_tol=loop.tolerance):
+        return True
+    # Weights of 1 / count become shares of targets, which add up to 1: the factors that repair them add up to count.
+    return update.fit.determined and math.isclose(sum(update.fit.multipliers), count, rel_tol=loop.tolerance)
 
 
 def _without_backward(facts: Facts) -> Iterator[Finding]:

@@ -145,6 +145,9 @@ ROWS = [
     looped(
         RARE, "skipped_micro_batch", "GAV203", mark="", quick=True, proven=True, words="divided by all 4 micro-batches"
     ),
+    looped(RARE, "skipped_micro_batch", "GAV203", "--skip unequal", mark="", quick=True, proven=True, words="by all 4"),
+    # those that have targets are counted right, and averaged equally
+    looped(RARE, "skipped_micro_batch", "GAV202", "--skip divided", mark="", quick=True),
     looped(RARE, "skipped_micro_batch", common="--skip window", quick=True),
     # sums that a script keeps itself: what the optimizer sees is controlled
     looped(RARE, "sums_of_its_own", "GAV201", "--skip division", mark="", quick=True, proven=True, words="= K"),

@@ -191,11 +191,15 @@ def skipped_micro_batch(args, loader):
     optimizer = sgd(model, args)
     labels = loader.dataset.tensors[1]
     labels[8:12] = labels[24:28] = labels[16:18] = -100
+    if args.skip in ("unequal", "divided"):
+        labels[:2] = -100
     for window in windows(loader, args.accum):
         valid = sum((labels >= 0).sum() for _, labels in window)
+        filled = sum(bool((labels >= 0).any()) for _, labels in window)
         for features, labels in window:
             loss = criterion(model(features), labels)
             share = (labels >= 0).sum() / valid if args.skip == "window" else 1 / args.accum
+            share = 1 / filled if args.skip == "divided" else share
             if torch.isfinite(loss):  # here: skipped_micro_batch
                 (loss * share).backward()
         optimizer.step()
