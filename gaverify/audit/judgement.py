@@ -292,7 +292,6 @@ def _forwards_lost(run: Run) -> dict[int, list[Event]]:
     return {
         loss.window: [by_number[n] for event in loss.backwards for n in event.values.get("forwards", ())]
         for loss in ledger_of(run.events).lost
-        if loss.by is not None
     }
 
 

@@ -142,6 +142,8 @@ ROWS = [
     # an update that both runs skip loses the same samples in both; one that the accumulated run alone skips does not
     *(looped(RARE, "skipped_update", common=f"--skip {why}", quick=True) for why in ("norm", "finite", "zeroed")),
     looped(RARE, "skipped_update", "GAV604", "--skip accumulated", quick=True, proven=True),
+    looped(RARE, "skipped_update", common="--skip kept --samples 32", quick=True),
+    looped(RARE, "skipped_update", "GAV604", "--skip kept_accumulated --samples 32", mark="", quick=True),
     looped(
         RARE, "skipped_micro_batch", "GAV203", mark="", quick=True, proven=True, words="divided by all 4 micro-batches"
     ),

@@ -216,12 +216,14 @@ def skipped_update(args, loader):
         (criterion(model(features), labels) / args.accum).backward()
         if (i + 1) % args.accum == 0:
             norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
-            if norm < 3 or (args.skip == "accumulated" and args.accum == 1):
+            if norm < 3 or (args.skip.endswith("accumulated") and args.accum == 1):
                 optimizer.step()
             elif args.skip == "zeroed":
                 for parameter in model.parameters():
                     parameter.grad.zero_()
                 optimizer.step()
+            elif args.skip.startswith("kept"):
+                continue  # the gradients stay: the script ends before anything clears them
             optimizer.zero_grad()  # here: skipped_update
 
 
