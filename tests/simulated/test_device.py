@@ -195,8 +195,10 @@ def test_the_unit_roundoff_follows(precision: str) -> None:
         torch.randn(16, 64, device="cpu"),
     )
     verdict = gaverify.verify(problem, device="cuda", exact=True)
-    assert (verdict.method, verdict.outcome) == ("noise-floor", Outcome.EQUIVALENT)
-    unit = U_TF32 if precision == "tf32" else U32
+    assert verdict.outcome is Outcome.EQUIVALENT  # without float64 `exact` decides as the default does
+    # where nothing differs, float32's own bound decides at once, and the rounding of TF32 is never asked for
+    by_floor = all(row.method == "noise-floor" for row in verdict.parameters)
+    unit = U_TF32 if precision == "tf32" and by_floor else U32
     for row in verdict.parameters:
         assert 16 * unit * row.reference_norm <= row.allowed < 0.1 * row.reference_norm
         assert precision == "tf32" or row.allowed < 16 * U_TF32 * row.reference_norm
