@@ -182,7 +182,7 @@ def test_files_are_audited_and_accept(tmp_path: Path, capsys: pytest.CaptureFixt
     report.parent.mkdir()
     assert main(["audit", str(tmp_path), "--output", str(report)]) == 2
     out, err = capsys.readouterr()
-    assert "$.scrip: unknown key" in err and "3 runs: " in out
+    assert "$.scrip: unknown key" in err and "3 runs in " in out
     assert {Path(e["source"]).name: e["message"][:7] for e in json.loads(report.read_text())["errors"]} == {
         "broken.toml": "$.scrip"
     }
