@@ -27,7 +27,7 @@ from gaverify.passes.calls import Call, listening
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.precision import moved
-from gaverify.passes.walks import addends, unscaled
+from gaverify.passes.walks import addends, read_by_parameters, unscaled
 from gaverify.records.experiment import ControlKind, ControlRun, Count, FunctionKey, TermKind
 from gaverify.records.facts import Facts
 from gaverify.thresholds import COMPUTED_FLOAT32, HELPS, SAME_NUMBER, SMALL_PART
@@ -201,13 +201,14 @@ def _heard(bench: Bench, k: int | None) -> _Listener:
 class _Listener(PassProbe):
     """Notes what each call divides by, and which calls made the terms of the loss, with their values.
 
-    What scales the activations of a model that returns no loss is no count of a mean: samples interact there.
+    What scales activations is no count of a mean: samples interact there. Activations are what a model returns, where
+    that is no loss, and what parameters are applied to.
     """
 
     def __init__(self, model: Any) -> None:
         self._modules = {module: path for path, module in model.named_modules()} if isinstance(model, nn.Module) else {}
         self._running: Sequence[Call] = ()
-        self._of_activations: set[FunctionKey] = set()
+        self._in_model: list[tuple[Any, FunctionKey]] = []
         self._returns_loss = False
         self.counts: dict[FunctionKey, tuple[float, bool]] = {}
         self.terms: dict[FunctionKey, float] = {}
@@ -220,9 +221,11 @@ class _Listener(PassProbe):
             if key is not None:
                 self.terms[key] = float(value)
         self._numbers.clear()
-        if not self._returns_loss:
-            for key in self._of_activations:
+        trained = read_by_parameters([loss.grad_fn]) if self._returns_loss and self._in_model else set()
+        for node, key in self._in_model:
+            if not self._returns_loss or node in trained:
                 self.counts.pop(key, None)
+        self._in_model.clear()
 
     @contextmanager
     def around(self, k: int | None) -> Iterator[None]:
@@ -243,7 +246,7 @@ class _Listener(PassProbe):
             if count is not None and abs(count) < math.inf:
                 self.counts[key] = count, result.requires_grad
                 if result.numel() > 1 and any(call.module in self._modules for call in self._running):
-                    self._of_activations.add(key)
+                    self._in_model.append((result.grad_fn, key))
             if result.numel() == 1 and result.grad_fn is not None:
                 self._numbers[result.grad_fn] = key, result.detach()
         return result
@@ -276,7 +279,8 @@ def _count(name: str, func: Callable[..., Any], args: Any, kwargs: Any, result: 
         return _number(args[1])
     if name in _PRODUCTS and len(args) > 1:
         numbers = [n for n in map(_number, args) if n]
-        return 1 / numbers[0] if len(numbers) == 1 else None
+        # by infinity: the share of a mask that keeps nothing, which no number of the window stands in for
+        return 1 / numbers[0] if len(numbers) == 1 and math.isfinite(numbers[0]) else None
     if kwargs.get("reduction") in ("mean", "batchmean") and result.dim() == 0 and result.requires_grad:
         mean = float(result)
         return float(func(*args, **{**kwargs, "reduction": "sum"})) / mean if mean else None

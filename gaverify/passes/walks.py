@@ -59,6 +59,44 @@ def addends(node: Any) -> list[Edge]:
     return found
 
 
+_VIEWS = (
+    "TBackward0",
+    "TransposeBackward0",
+    "PermuteBackward0",
+    "ViewBackward0",
+    "UnsafeViewBackward0",
+    "ReshapeAliasBackward0",
+    "ExpandBackward0",
+    "UnsqueezeBackward0",
+    "ToCopyBackward0",
+)
+
+
+def read_by_parameters(starts: Iterable[Any]) -> set[Any]:
+    """Returns every node whose result, or what was made of it, was combined with a parameter of several elements.
+
+    Args:
+        starts: The nodes of a loss.
+    """
+    read: list[Any] = []
+    for node in reached((start for start in starts if start is not None), _operands):
+        operands = _operands(node)
+        if len(operands) > 1 and any(map(_is_parameter, operands)):
+            read += operands
+    return set(reached(read, _operands))
+
+
+def _operands(node: Any) -> list[Any]:
+    return [operand for operand, _ in node.next_functions if operand is not None]
+
+
+def _is_parameter(node: Any) -> bool:
+    """Whether a node is a parameter, in another shape or precision maybe; a learned scale of a loss is a number."""
+    while node.name() in _VIEWS and _operands(node):
+        node = _operands(node)[0]
+    return hasattr(node, "variable") and node.variable.numel() > 1
+
+
 def _is_number(node: Any) -> bool:
     shapes = [tuple(each.shape) for each in getattr(node, "_input_metadata", ())]
     return len(shapes) == 1 and all(size == 1 for size in shapes[0])  # a loss of shape (1,) is one as well

@@ -435,7 +435,7 @@ COMBINED = (
     fault(
         "samples-seen",
         lambda: classified(Slower(), 6),
-        "GAV101 GAV401",
+        "GAV101 GAV102 GAV401",
         "what is counted of restored state is no count",
     ),
     fault("divisor-and-scale", moving_divisor, "GAV401 GAV201", "a sum is averaged, and its divisor moves on"),

@@ -118,6 +118,32 @@ def _adaptive(healthy: bool) -> Problem:
     return classified(Adaptive(healthy), 6)
 
 
+class TensorSteps(nn.Module):
+    """The same with steps that are tensors, moved by a mean over the batch or by one per sample."""
+
+    def __init__(self, healthy: bool) -> None:
+        super().__init__()
+        self.dims = (1,) if healthy else (0, 1)
+        self.field = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        step = torch.tensor(0.2, dtype=x.dtype)
+        for _ in range(4):
+            slope = self.field(x)
+            gain = step * (self.field(x + step * slope) - slope) / 2
+            error = (gain / (1e-3 + 1e-3 * x.abs())).pow(2).mean(self.dims, keepdim=True).sqrt()  # planted tensor-steps
+            x = x + step * slope + gain
+            step = (step * (0.9 / error.sqrt()).clamp(0.2, 5)).detach()
+        return x
+
+
+def _tensor_steps(healthy: bool) -> Problem:
+    """Far from the origin the solution hardly moves with the steps, as that of a solver should not."""
+    torch.manual_seed(0)
+    batch = 2 * torch.randn(16, 6), torch.randint(6, (16,))
+    return Problem(TensorSteps(healthy), lambda m, b: F.cross_entropy(m(b[0]), b[1]), batch)
+
+
 class GraphCentring(nn.Module):
     """Subtracts the mean of each graph's nodes, which are the samples: graph g holds samples g, g + 2, …"""
 
@@ -208,6 +234,51 @@ def _dropped_blocks(healthy: bool) -> Problem:
     return Problem(body, nn.CrossEntropyLoss(), (torch.randn(16, 2, 6, 6), torch.randint(3, (16,))))
 
 
+class OwnLoss(nn.Module):
+    """Returns its loss: after a DropBlock or a share of what is positive; or a mean over valid samples."""
+
+    def __init__(self, kept: nn.Module) -> None:
+        super().__init__()
+        self.body, self.kept, self.head = nn.Linear(6, 16), kept, nn.Linear(16, 4, bias=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        losses = F.cross_entropy(self.head(self.kept(self.body(x))), y.clamp(min=0), reduction="none") * (y >= 0)
+        return (losses / (y >= 0).sum()).sum()  # planted own-loss
+
+
+class PositiveShare(nn.Module):
+    """Keeps what is positive in the first column, none of it in some micro-batches."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = (x[:, :1] > 0).to(x)
+        return x * (mask.numel() / mask.sum())  # planted empty-share
+
+
+def _own_loss(kept: nn.Module, ignored: int = 0) -> Problem:
+    torch.manual_seed(0)
+    model, x, y = OwnLoss(kept), torch.randn(16, 6), torch.randint(4, (16,))
+    y[:ignored] = -1
+    if isinstance(kept, PositiveShare):  # not in the second micro-batch of two, which no seed changes
+        with torch.no_grad():
+            model.body.weight[0], model.body.bias[0] = 1.0, 0.0
+        x = x.abs() * torch.where(torch.arange(16) < 8, 1, -1)[:, None]
+    return Problem(model, lambda m, b: m(*b), (x, y))
+
+
+class Dropped(nn.Module):
+    """A DropBlock of rows of features."""
+
+    def __init__(self, healthy: bool) -> None:
+        super().__init__()
+        self.healthy = healthy
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = (torch.rand_like(x) > 0.3).to(x)
+        if self.healthy:
+            return x * mask / mask.mean(1, keepdim=True)
+        return x * mask * (mask.numel() / mask.sum())  # planted own-drop-block
+
+
 def _clearing(how: str) -> Problem:
     torch.manual_seed(0)
     model = mlp()
@@ -233,7 +304,13 @@ FAULTS = (
     fault(
         "drop-block", lambda: _dropped_blocks(False), "GAV102", "a divisor of activations, not of a mean", module="1"
     ),
+    fault("own-drop-block", lambda: _own_loss(Dropped(False)), "GAV102", "the model returns its loss", module="kept"),
+    fault(
+        "empty-share", lambda: _own_loss(PositiveShare()), "GAV102", "by infinity where nothing is kept", module="kept"
+    ),
+    fault("own-loss", lambda: _own_loss(nn.Tanh(), 3), "GAV202", "a mean of the loss within the model"),
     fault("step-size", lambda: _adaptive(False), "GAV102", "the error is a norm over the batch"),
+    fault("tensor-steps", lambda: _tensor_steps(False), "GAV102", "a solver hardly hears of its error norm"),
     fault("graph-norm", lambda: _graphs(False), "GAV102", "graphs reach across the micro-batches", module=""),
     fault("larger-deviation", lambda: _images(False), "GAV101", "a variance over the batch", module="1"),
 )
@@ -245,7 +322,10 @@ TWINS = (
     quiet("zero-nowhere", lambda: _clearing(""), "gradients stay"),
     quiet("class-wise", lambda: _class_wise(True), "the backward divides by the number of samples"),
     quiet("drop-block", lambda: _dropped_blocks(True), "each sample has a share of its own"),
+    quiet("own-drop-block", lambda: _own_loss(Dropped(True)), "each sample has a share of its own"),
+    quiet("own-loss", lambda: _own_loss(nn.Tanh()), "all samples are valid"),
     quiet("step-size", lambda: _adaptive(True), "the same steps for every batch"),
+    quiet("tensor-steps", lambda: _tensor_steps(True), "each sample has steps of its own"),
     quiet("graph-norm", lambda: _graphs(True), "each node has a mean of its own"),
     quiet("larger-deviation", lambda: _images(True), "each sample has a deviation of its own"),
 )

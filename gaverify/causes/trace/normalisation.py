@@ -61,7 +61,7 @@ def _undoes_scaling(bench: Bench, module: nn.Module, before: _Listener, function
     """Whether the outputs of a module stay when what is reduced over the batch becomes 2 · it + 1.
 
     So they do where a mean is subtracted and a deviation divided by, wherever that is written. An epsilon beside the
-    variance moves them a little.
+    variance moves them a little. What hardly hears of the reduction, as a solver of its error norm, undoes nothing.
 
     Args:
         bench: Where to run.
@@ -74,9 +74,19 @@ def _undoes_scaling(bench: Bench, module: nn.Module, before: _Listener, function
         bench.forward(listener)
     if not listener.scaled or not listener.outputs:
         return False
-    pairs = list(zip(before.outputs, listener.outputs, strict=False))
-    far = math.hypot(*(float(torch.linalg.vector_norm(a - b)) for a, b in pairs))
-    return far <= SMALL_PART * math.hypot(*(float(torch.linalg.vector_norm(a)) for a, _ in pairs))
+    of_results = _Listener(module, functions, of_results=True)
+    bench.forward(of_results)
+    apart = min(_size(before), _distance(before, of_results))
+    return _distance(before, listener) <= SMALL_PART * apart
+
+
+def _size(listener: _Listener) -> float:
+    return math.hypot(*(float(torch.linalg.vector_norm(output)) for output in listener.outputs))
+
+
+def _distance(a: _Listener, b: _Listener) -> float:
+    pairs = zip(a.outputs, b.outputs, strict=False)
+    return math.hypot(*(float(torch.linalg.vector_norm(x - y)) for x, y in pairs))
 
 
 def _first_tensor(inputs: Any) -> torch.Tensor | None:
@@ -84,10 +94,13 @@ def _first_tensor(inputs: Any) -> torch.Tensor | None:
 
 
 class _Listener(PassProbe):
-    """Looks at the input and outputs of one module, and scales in place what the first of some torch calls is given."""
+    """Looks at the input and outputs of one module, and scales in place what the first of some torch calls is given.
 
-    def __init__(self, module: nn.Module, functions: Collection[FunctionKey] = ()) -> None:
-        self._module, self._functions = module, functions
+    Or, where `of_results`, what that call returns.
+    """
+
+    def __init__(self, module: nn.Module, functions: Collection[FunctionKey] = (), *, of_results: bool = False) -> None:
+        self._module, self._functions, self._of_results = module, functions, of_results
         self.affine = False
         self.same_shape = False
         self.first: tuple[Any, ...] = ()
@@ -99,12 +112,16 @@ class _Listener(PassProbe):
         """Listens for the length of a forward."""
 
         def called(key: FunctionKey, func: Any, args: Any, kwargs: Any) -> Any:
-            first = args[0] if args else None
-            if key in self._functions and not self.scaled and isinstance(first, torch.Tensor):
+            scaled = args[0] if args else None
+            first = key in self._functions and not self.scaled and isinstance(scaled, torch.Tensor)
+            if first and self._of_results:
+                scaled = result = func(*args, **kwargs)
+            if first:
                 with without_torch_function(), torch.no_grad():
-                    first.data.mul_(2).add_(1)  # `detach` would note the write, and a hooked input forbids it
+                    for tensor in scaled if isinstance(scaled, tuple) else (scaled,):
+                        tensor.data.mul_(2).add_(1)  # `detach` would note the write, and a hooked input forbids it
                 self.scaled = True
-            return func(*args, **kwargs)
+            return result if first and self._of_results else func(*args, **kwargs)
 
         with listening({self._module: ""}, ends=self._hear, outside=""), named_calls(called):
             yield
