@@ -15,6 +15,7 @@ from gaverify.causes.investigation import Heard, investigate
 from gaverify.causes.shrinking import Shrunk
 from gaverify.collective.membership import membership
 from gaverify.errors import ProblemError
+from gaverify.loading.texts import guessed_parts
 from gaverify.passes.devices import resolve_device
 from gaverify.passes.problem import Loss, Problem, Split
 from gaverify.passes.task import Task
@@ -125,7 +126,9 @@ def verify_spec(spec: Spec, progress: Progress | None = None) -> Verdict:
     verdict = _on_ranks_or_alone(
         problem, settings_of(vars(spec)), spec.ranks, spec.engine, spec.timeout, None, spec, progress
     )
-    return replace(verdict, spec=spec.to_dict())
+    # after the run, as a module is found by its name only once it is imported
+    run = replace(verdict.run, guesses=guessed_parts(spec.model))
+    return replace(verdict, spec=spec.to_dict(), run=run)
 
 
 def _on_ranks_or_alone(

@@ -57,12 +57,14 @@ def scaffold(model: str | None, kind: str | None, spec: Path, factory: Path) -> 
         )
     if os.path.isfile(model) and not model.endswith((".py", ".toml", ".ipynb")):
         return _of_checkpoint(model, spec, factory)
+    if listed := _classes_to_name(model):
+        raise SpecError(listed, "model")
     from gaverify.loading.naming import Kind, check_name, kind_of
 
-    found = kind_of(model)
-    if found is Kind.BUILTIN:
+    meant = kind_of(model)
+    if meant is Kind.BUILTIN:
         return Scaffold(model)
-    if found is Kind.TRANSFORMERS:
+    if meant is Kind.TRANSFORMERS:
         return _of_folder(model, spec, factory)
     check_name(model)
     from gaverify.loading.inspecting import sketch
@@ -70,7 +72,7 @@ def scaffold(model: str | None, kind: str | None, spec: Path, factory: Path) -> 
     drawn = sketch(model)
     if drawn is None:
         return Scaffold(model)
-    chosen = kind or ("lightning" if drawn.steps else "module")
+    chosen = kind or ("lightning" if drawn.has_training_step else "module")
     if chosen.startswith("transformers"):
         raise SpecError(
             f"--kind {chosen}: `{model}` is a class; give `--model` the folder that `save_pretrained` wrote"
@@ -84,7 +86,12 @@ def template(name: str) -> str:
 
 
 def _filled(kind: str, spec: Path, factory: Path, gaps: dict[str, str], advice: str) -> Scaffold:
+    from gaverify.loading.texts import GUESS
+
+    notes = {part: f"  # {GUESS.format(part=f'the {part.lower()}')}" for part in ("LOSS", "INPUTS", "TARGETS")}
     defaults = {
+        **{f"{part}NOTE": note for part, note in notes.items()},
+        "BUILDNOTE": "",
         "SPEC": str(spec),
         "MODEL": template("parts/step" if kind == "lightning" else "parts/net").rstrip(),
         "BUILD": "Net()",
@@ -105,16 +112,27 @@ def _filled(kind: str, spec: Path, factory: Path, gaps: dict[str, str], advice: 
 
 
 def _gaps(model: str, drawn: Sketch, spec: Path) -> dict[str, str]:
+    from gaverify.loading.guessing import Guess
+    from gaverify.loading.texts import GUESS
+
     place, _, attribute = model.rpartition(":")
     names = [attribute.partition(".")[0], *drawn.names]
-    return {
+    guess = drawn.guess or Guess()
+    gaps = {
         "MODEL": f"from {_module(place, spec.parent)} import {', '.join(names)}",
         "BUILD": f"{attribute}({drawn.arguments})",
-        "INPUTS": drawn.inputs,
-        "STAR": "*" if drawn.several else "",
-        "LOSS": drawn.loss,
-        "TARGETS": drawn.targets,
+        "INPUTS": guess.inputs,
+        "STAR": "*" if guess.several else "",
+        "LOSS": guess.loss,
+        "TARGETS": guess.targets,
     }
+    if not drawn.arguments_are_said:
+        gaps["BUILDNOTE"] = f"  # {GUESS.format(part='the sizes of the model')}"
+    if guess.inputs_are_said:
+        gaps["INPUTSNOTE"] = f"  # as in {place}"
+    if guess.loss_is_own:
+        gaps["LOSSNOTE"] = ""
+    return gaps
 
 
 def _module(place: str, folder: Path) -> str:
@@ -133,16 +151,27 @@ def _advice(drawn: Sketch, kind: str) -> str:
         return f"fill in `{drawn.arguments}` and the batch"
     if kind == "checkpoint":
         return "write the checkpoint's path"
-    if drawn.guessed:
-        return f"`{drawn.arguments}` is a guess that runs, put your own in"
-    return "" if drawn.tried else "put a batch in that your model takes"
+    return "" if drawn.guess is not None else "put a batch in that your model takes"
+
+
+def _classes_to_name(model: str) -> str:
+    """The sentence for a file or a module without a class behind a colon; "" for every other name."""
+    from gaverify.loading.texts import module_classes, parsed
+
+    file = model if model.endswith(".py") else f"{model.replace('.', os.sep)}.py"
+    if ":" in model or "." not in model or not os.path.isfile(file):
+        return ""
+    classes = module_classes(parsed(Path(file)))
+    if not classes:
+        return ""
+    named = f"`{model}` has the class" + ("es" if len(classes) > 1 else "")
+    return f"{named} {', '.join(f'`{name}`' for name in classes)}; name one: `--model {model}:{classes[0]}`"
 
 
 def _of_checkpoint(path: str, spec: Path, factory: Path) -> Scaffold:
-    from gaverify.loading.inspecting import tensors_of
+    from gaverify.loading.checkpoints import tensors_of
 
-    lines = "\n".join(f"    {line}" for line in tensors_of(path))
-    tensors = f"It holds:\n{lines}" if lines else "Its class has to build the same parameters."
+    tensors = "It holds:\n" + "\n".join(f"    {line}" for line in tensors_of(path))
     relative = os.path.relpath(path)
     return _filled(
         "checkpoint",
@@ -186,6 +215,8 @@ def init(file: Path, model: str | None, kind: str | None, force: bool) -> int:
       gaverify init --model checkpoints/last.pt    # a checkpoint: what it holds, and how it is loaded
       gaverify init --kind dataloader              # a template with a stand-in, to put your own in
     """
+    if file.suffix == ".py":
+        raise SpecError(_python_for_spec(file))
     factory = file.with_name(f"{re.sub(r'[^0-9A-Za-z_]', '_', file.stem)}_model.py")
     with guests():
         made = scaffold(model, kind, file, factory)
@@ -201,8 +232,27 @@ def init(file: Path, model: str | None, kind: str | None, force: bool) -> int:
     for path, content in texts.items():
         _write(path, content, force)
         click.echo(f"Wrote {path}{f': {made.advice}' if path is factory and made.advice else ''}.")
+    _show_guesses(made.text)
     click.echo(f"Next: gaverify run {shlex.quote(str(file))}")
     return 0
+
+
+def _python_for_spec(file: Path) -> str:
+    """What to write where the model stands in the place of the spec, which `--force` would put over it."""
+    advice = _classes_to_name(str(file)) or f"name a class or factory of it: `gaverify init --model {file}:NAME`"
+    return f"FILE is the spec to write, a .toml file, and `{file}` is Python; {advice}"
+
+
+def _show_guesses(text: str) -> None:
+    """Prints what of a factory is a guess: whoever reads "equivalent" has to know of which loss."""
+    from gaverify.loading.texts import guesses_in
+
+    guesses = guesses_in(text)
+    if guesses:
+        click.echo("Guesses by init, each marked in the file; write your own in their place:")
+    for part, code in guesses:
+        value = re.sub(r"^(return |\w+ = )", "", code)
+        click.echo(f"  {part}: {value}")
 
 
 def _write(file: Path, text: str, force: bool) -> None:

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import ast
+import io
+import re
+import sys
+import tokenize
 from pathlib import Path
 
 from gaverify.errors import SpecError, nearest
 
+GUESS = "guess by init: {part}; write yours, then delete this comment"
+"""The comment at a line of a factory that `gaverify init` guessed; a report names the part as long as it is there."""
+_GUESS = re.compile(r"#\s*guess by init: ([^;]+)")
 _MAKERS = ("globals", "exec", "vars", "setattr")
 """Names whose use may define further names of a module while it runs."""
 
@@ -17,6 +24,48 @@ def parsed(file: Path) -> ast.Module:
         return ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError):
         return ast.Module([], [])
+
+
+def guesses_in(text: str) -> list[tuple[str, str]]:
+    """Returns each part of a factory that `gaverify init` guessed, with the code that the comment is about."""
+    guesses, lines = [], text.splitlines()
+    try:
+        tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
+    except (tokenize.TokenError, SyntaxError):  # importing it says why
+        return []
+    for token in tokens:
+        found = _GUESS.match(token.string) if token.type == tokenize.COMMENT else None
+        if found:
+            row, column = token.start
+            code = token.line[:column].strip() or lines[row].strip()  # alone in its line, it is about the next one
+            guesses.append((found[1].strip(), code))
+    return guesses
+
+
+def guessed_parts(model: str) -> tuple[str, ...]:
+    """Returns what `gaverify init` guessed in the file of a factory, `file.py:factory` or `package.module:factory`."""
+    place = model.rpartition(":")[0]
+    file = place if place.endswith(".py") else getattr(sys.modules.get(place), "__file__", None) or ""
+    if not file.endswith(".py"):
+        return ()
+    try:
+        with tokenize.open(file) as stream:  # in the encoding that its first lines name
+            text = stream.read()
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return ()
+    return tuple(dict.fromkeys(part for part, _ in guesses_in(text)))
+
+
+def module_classes(tree: ast.Module) -> list[str]:
+    """Returns the classes of a file that are modules of torch by what the text says; else all that have a base."""
+    bases = {
+        node.name: [ast.unparse(base) for base in node.bases] for node in tree.body if isinstance(node, ast.ClassDef)
+    }
+    modules: list[str] = []
+    for name, written in bases.items():  # a class stands behind those that it inherits from
+        if any(base in modules or base.startswith(("nn.", "torch.nn.")) or base.endswith("Module") for base in written):
+            modules.append(name)
+    return modules or [name for name, written in bases.items() if written]
 
 
 def first_function(file: str) -> str:

@@ -40,11 +40,12 @@ class RunInfo:
     """How the full batch was run."""
     reference_failed: tuple[Reference, ...] = ()
     """The ways that did not fit into memory before."""
-    """Whether the full batch's gradients were put on disk."""
     rounded: tuple[str, ...] = ()
     """Products whose float32 inputs were rounded before they were multiplied: "matmul tf32"."""
     part: tuple[int, ...] = ()
     """The two micro-batches of the part in which the cause was found, and where the method says so, which decided."""
+    guesses: tuple[str, ...] = ()
+    """What of the factory `gaverify init` guessed and nobody replaced: "the loss"."""
     python: str = field(default_factory=platform.python_version)
     platform: str = field(default_factory=platform.platform)
     started: str = field(default_factory=current_time)

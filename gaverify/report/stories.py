@@ -21,7 +21,7 @@ from gaverify.records.profile import LABELS, Profile, Row, Setting
 from gaverify.records.verdict import RunInfo, Verdict
 from gaverify.report.text.audit import audit_facts, audit_method
 from gaverify.report.text.profile import profile_facts, profile_sentence
-from gaverify.report.text.verdict import acceptance_sentences, acceptance_states, verdict_facts
+from gaverify.report.text.verdict import acceptance_sentences, acceptance_states, guess_sentences, verdict_facts
 from gaverify.report.text.wording import method, sentence, titled
 from gaverify.tracebacks import repository_of
 
@@ -138,8 +138,17 @@ def _verdict(verdict: Verdict) -> Story:
         heading=f"gaverify {verdict.run.gaverify}",
         made_by=_made_by(verdict.run),
         started=verdict.run.started,
-        **_settled(verdict),
+        **_settled(verdict) | _guessed(verdict),
     )
+
+
+def _guessed(verdict: Verdict) -> dict[str, Any]:
+    """What a verdict says of a factory that `gaverify init` wrote, before all that the user said of the outcome."""
+    states = ("guessed loss",) if "the loss" in verdict.run.guesses else ()
+    return {
+        "states": (*acceptance_states(verdict), *states),
+        "remarks": (*guess_sentences(verdict.run), *acceptance_sentences(verdict)),
+    }
 
 
 def _audit(report: AuditReport) -> Story:

@@ -81,6 +81,19 @@ def acceptance_sentences(answer: Verdict | AuditReport) -> list[str]:
     return [*sentences, *(f"not accepted: {sentence}" for sentence in acceptance.refused)]
 
 
+_SINGULAR = ("the config", "the loss", "the model")
+
+
+def guess_sentences(run: RunInfo) -> list[str]:
+    """Returns what of the factory is a guess, which the outcome then is about; nothing where all is the user's own."""
+    if not run.guesses:
+        return []
+    *most, last = run.guesses
+    named = f"{', '.join(most)} and {last}" if most else last
+    are = "is a guess" if last in _SINGULAR and not most else "are guesses"
+    return [f"{named} {are} by `init`; put your own into {run.model.rpartition(':')[0]}"]
+
+
 def outcome_lines(outcome: Outcome, sentences: Sequence[str], layout: Layout) -> list[Line]:
     """Returns the outcome in capitals with its sentences behind it, the first of them bold."""
     word = outcome.name

@@ -241,7 +241,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("model", "texts"),
     [
-        ("Language", ["import Language, Config", "(config=Config())", "return model(inputs, targets=targets)[1]"]),
+        ("Language", ["import Language, Config", "(config=Config())", "targets = torch.randint(65, (batch_size, 16))"]),
         ("Logits", ['["logits"].flatten(0, 1), targets.flatten()', "torch.randint(65, (batch_size, 16))"]),
         ("Towers", ["(users=16, n_items=16, biased=False, rate=0.1)", "model(*inputs)"]),
         ("Masked", ["torch.ones(batch_size, 16, dtype=torch.bool)", "torch.full((batch_size,), 16)"]),
@@ -256,12 +256,69 @@ def test_what_a_forward_takes_is_read(folder: Path, model: str, texts: list[str]
     assert main(["run", "new.toml"]) == 0
 
 
-def test_sizes_that_nothing_says_are_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+AUTOENCODER = """\
+from torch import nn
+
+
+class Coder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(12, 6), nn.Linear(3, 12)
+
+    def forward(self, x):
+        mean, spread = self.encoder(x).chunk(2, dim=1)
+        return self.decoder(mean + spread.exp()), mean, spread
+"""
+
+
+def test_a_reconstruction_is_no_score_of_classes(folder: Path) -> None:
+    (folder / "coder_to_init.py").write_text(AUTOENCODER)
+    assert main(["init", "--model", "coder_to_init.py:Coder"]) == 0
+    assert "F.mse_loss(model(inputs)[0], targets)" in (folder / "gaverify_model.py").read_text()
+
+
+@pytest.mark.parametrize(
+    ("model", "guesses"),
+    [
+        ("forwards_to_init.py:Towers", ["the loss", "the sizes of the model", "the inputs", "the targets"]),
+        ("forwards_to_init.py:Image", ["the loss", "the targets"]),
+        ("forwards_to_init.py:Language", ["the sizes of the model", "the inputs", "the targets"]),
+        ("nets_to_init.py:Step", ["the inputs", "the targets"]),
+        (None, ["the model", "the loss", "the inputs", "the targets"]),
+        ("mlp", []),
+    ],
+)
+def test_guesses_are_marked_until_they_are_replaced(
+    folder: Path, model: str | None, guesses: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / "forwards_to_init.py").write_text(FORWARDS)
-    assert main(["init", "--model", "forwards_to_init.py:Towers"]) == 0
-    assert "is a guess that runs, put your own in" in capsys.readouterr().out
-    assert main(["init", "--model", "forwards_to_init.py:Image", "--force"]) == 0
-    assert "guess" not in capsys.readouterr().out
+    assert main(["init", *(["--model", model] if model else ["--kind", "module"])]) == 0
+    assert re.findall(r"^  (the [a-z ]+): ", capsys.readouterr().out, re.MULTILINE) == guesses
+    file = folder / "gaverify_model.py"
+    written = file.read_text() if file.exists() else ""
+    assert re.findall(r"# guess by init: ([^;]+);", written) == guesses
+    if model == "nets_to_init.py:Step":  # Lightning is not installed here
+        return
+    main(["run", "gaverify.toml"])
+    head = " ".join(capsys.readouterr().out.split("\n\n")[0].split())
+    expected = " and ".join(filter(None, [", ".join(guesses[:-1]), *guesses[-1:]]))
+    assert (f"{expected} are guesses by `init`; put your own into gaverify_model.py" in head) is bool(guesses)
+    main(["run", "gaverify.toml", "-q"])
+    assert ("guessed loss" in capsys.readouterr().out) is ("the loss" in guesses)
+
+
+def test_a_replaced_guess_is_not_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "--model", "nets_to_init.py:Net"]) == 0
+    file = folder / "gaverify_model.py"
+    lines = [line if "the loss" in line else line.partition("  # guess")[0] for line in file.read_text().splitlines()]
+    file.write_text("\n".join(lines) + "\n")
+    capsys.readouterr()
+    assert main(["run", "gaverify.toml", "--format", "json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["verdicts"][0]["run"]["guesses"] == ["the loss"]
+    (folder / "saved.json").write_text(json.dumps(document))
+    assert main(["report", "saved.json"]) == 0
+    assert "the loss is a guess by `init`" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("kind", ["lightning", "transformers", "transformers-config"])
@@ -292,6 +349,35 @@ def test_a_checkpoint_is_described(folder: Path, capsys: pytest.CaptureFixture[s
     assert main(["run", "gaverify.toml"]) == 0  # the stand-in is this checkpoint's class
 
 
+class Noted:
+    pass
+
+
+def test_a_checkpoint_that_no_factory_can_load_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    net = net_of_the_template()
+    torch.save(net.state_dict(), folder / "whole.pt")
+    whole = (folder / "whole.pt").read_bytes()
+    (folder / "half.pt").write_bytes(whole[: len(whole) // 2])
+    (folder / "empty.ckpt").write_bytes(b"")
+    (folder / "text.pth").write_text("version https://git-lfs.github.com/spec/v1")
+    torch.jit.script(net).save(folder / "scripted.pt")
+    torch.save({"epoch": 3}, folder / "epoch.pt")
+    torch.save({"note": Noted(), "model": net.state_dict()}, folder / "noted.pt")
+    told = {
+        "half.pt": "is damaged, or no checkpoint",
+        "empty.ckpt": "is damaged, or no checkpoint",
+        "text.pth": "is damaged, or no checkpoint",
+        "scripted.pt": "is a TorchScript archive, a compiled program; give the model's class",
+        "epoch.pt": "holds no tensors",
+        "noted.pt": f"holds objects of `{__name__}.Noted`, which `torch.load` refuses by default",
+    }
+    for name, sentence in told.items():
+        assert main(["init", "--model", name]) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and f"`{name}` {sentence}" in said
+    assert not (folder / "gaverify.toml").exists()
+
+
 @pytest.mark.parametrize(
     ("model", "told"),
     [
@@ -309,6 +395,12 @@ def test_what_is_not_known_is_told(folder: Path, model: str, told: str, capsys: 
     [
         (["--model", "mlpp"], "did you mean `mlp`?"),
         (["--model", "nets_to_init.py:Nett"], "did you mean `Net`?"),
+        (
+            ["--model", "nets_to_init.py"],
+            "has the classes `Net`, `Image`, `Words`, `Step`, `Sized`, `Particular`",
+        ),
+        (["--model", "sub.nets_to_init"], "name one: `--model sub.nets_to_init:Net`"),
+        (["nets_to_init.py", "--force"], "is Python; `nets_to_init.py` has the classes"),
         (["--model", "nets_to_init.py:Settings"], "is a class, but not of torch.nn.Module"),
         (["--model", "nets_to_init.py:built"], "is a Net; name a class or a function that returns it"),
         (["--model", "nets_to_init.py:size"], "is an int; name a class or a function that returns it"),

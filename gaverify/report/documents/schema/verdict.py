@@ -108,8 +108,8 @@ class RanksItem(Shape):
 @derived(
     RunInfo,
     "model parameters trainable batch_size steps micro_batches weights weighting strategy device dtype autocast seed "
-    "mode loss_full loss_accumulated reference reference_failed rounded part environment",
-    older="rounded part",
+    "mode loss_full loss_accumulated reference reference_failed rounded part guesses environment",
+    older="rounded part guesses",
 )
 class Run(Shape):
     """What was run: enough to run it again."""
