@@ -1,46 +1,8 @@
-"""Amounts of memory, time and things, read from words and written as words."""
+"""Amounts of memory, time and things, written as words."""
 
 from __future__ import annotations
 
 import math
-import re
-
-_UNITS = {
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
-_AMOUNT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*")
-
-
-def parse_bytes(word: str) -> int:
-    """Returns the number of bytes that `24GB` (powers of 1000) or `24GiB` (powers of 1024) names.
-
-    Raises:
-        ValueError: The sentence says what to write instead.
-    """
-    match = _AMOUNT.fullmatch(word)
-    if match is None:
-        raise ValueError(f"must be an amount of memory with its unit, got `{word}`; write `24GB` or `24GiB`")
-    number, unit = match[1], match[2].lower()
-    if unit not in _UNITS:
-        lead = "has no unit" if not unit else f"has the unknown unit `{match[2]}`"
-        letter = unit[0].upper() if unit and unit[0] in "kmgt" else "G"
-        raise ValueError(f"{lead}, got `{word}`; write `{number}{_decimal(letter)}` or `{number}{letter.upper()}iB`")
-    amount = int(float(number) * _UNITS[unit])
-    if amount < 1:
-        raise ValueError(f"must be more than nothing, got `{word}`; write `24GB` or `24GiB`")
-    return amount
-
-
-def _decimal(letter: str) -> str:
-    return "kB" if letter == "K" else f"{letter}B"
 
 
 def bytes_text(amount: float) -> str:

@@ -97,8 +97,8 @@ def verify(
         diagnose: Look for the cause of a divergence.
         time_limit: Seconds after which the search for the cause stops; the verdict comes in any case.
         exact: Ask float64 for every parameter, also where the working precision could tell.
-        reference: How the full batch is run: "full"; "offload", its activations on the host; "recompute", activations
-            made again in the backward, block by block; "auto", the first of these that fits into memory.
+        reference: How the full batch is run: "full"; "offload", its activations on the host; "auto", the first of
+            these that fits into memory.
         name: How reports call the model.
         ranks: R, 2 or more: K micro-batches on each of R ranks, processes on this machine, against one full batch.
             Where there is an accelerator they are fresh ones, for which model, loss and batch are pickled.

@@ -13,7 +13,6 @@ from gaverify.audit.same_data import check_rows
 from gaverify.audit.stages import (
     Rows,
     Runs,
-    average_difference,
     clips_of,
     compare_changes,
     compare_gradients,
@@ -152,7 +151,7 @@ def _compared(
         stages=tuple(stages),
         clips=clips,
         clips_full=clips_full,
-        settings=(*settings_apart(full, each), *average_difference(whole, window)) if judged else (),
+        settings=settings_apart(full, each) if judged else (),
         missed=missed,
     )
 

@@ -21,7 +21,7 @@ from gaverify.audit.reading import Place, Run, Samples
 from gaverify.passes.sketches import SINGULAR_FLOAT32, fit_weights
 from gaverify.records.comparison import Method, Outcome, ParameterComparison, outcome_of, relative_total
 from gaverify.records.experiment import LossTerm, WeightFit
-from gaverify.records.stages import AVERAGE, Clip, SettingDifference, Stage, StageComparison
+from gaverify.records.stages import Clip, SettingDifference, Stage, StageComparison
 from gaverify.records.windows import Round, Window, common_rounds
 from gaverify.thresholds import (
     COMPUTED_FLOAT32,
@@ -287,20 +287,6 @@ def setting_differences(full: Samples, accumulated: Samples) -> tuple[SettingDif
         if mine is not None and theirs is not None and mine != theirs:
             found.append(SettingDifference(at, 0, "steps counted", mine, theirs))
     return tuple(found)
-
-
-def average_difference(full: Window | None, accumulated: Window | None) -> tuple[SettingDifference, ...]:
-    """Returns by how much the decays differ with which the averaged weights took in an update; empty where alike."""
-    averages = [window.of("average") for window in (full, accumulated) if window is not None]
-    if len(averages) < 2 or not averages[0] or len(averages[0]) != len(averages[1]):
-        return ()  # no average, or one for each micro-batch, which is a matter of its own
-    mine, theirs = (events[-1].values for events in averages)
-    if "decay" not in mine or "decay" not in theirs or accumulated is None:
-        return ()
-    if abs(mine["decay"] - theirs["decay"]) <= mine["slack"] + theirs["slack"]:
-        return ()
-    optimizer = next(iter(accumulated.optimizers), 0)
-    return (SettingDifference(optimizer, 0, AVERAGE, mine["decay"], theirs["decay"]),)
 
 
 def decided_by_weights(rows: Rows, fit: WeightFit | None, unit: float) -> Rows:

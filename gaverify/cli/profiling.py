@@ -53,8 +53,6 @@ def _print_schema(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
     multiple=True,
     help="What to measure; repeatable, or a list with commas.  [all three]",
 )
-@click.option("--memory", metavar="24GB", help="Predict the largest micro-batch that fits.  [a GPU's own]")
-@click.option("--wanted-batch", metavar="N", help="Predict the smallest K for N samples.  [the batch]")
 @click.option("--repeats", metavar="N", default="10", help="Updates whose time is taken, after warm-up.  [10]")
 @click.option("--optimizer", metavar=_OPTIMIZERS.metavar, help="Include its step in every update.  [no step]")
 @partial(spec_options, without=_OTHERWISE)
@@ -71,8 +69,6 @@ def profile(
     spec_file: Path | None,
     steps: str,
     strategies: tuple[str, ...],
-    memory: str | None,
-    wanted_batch: str | None,
     repeats: str,
     optimizer: str | None,
     form: str,
@@ -86,7 +82,7 @@ def profile(
 
     \b
       gaverify profile mnist-mlp --steps 1,2,4,8
-      gaverify profile --model path/to/file.py:factory --memory 24GB --device cuda
+      gaverify profile --model path/to/file.py:factory --device cuda
       gaverify profile --model mlp --output plot.svg
     """
     if spec_file is not None and not words["model"] and names_a_model(spec_file):
@@ -94,25 +90,14 @@ def profile(
     problems: list[str] = []
     ks = _numbers("--steps", steps, _STEPS, problems)
     count = _numbers("--repeats", repeats, "10", problems)
-    wanted = _numbers("--wanted-batch", wanted_batch, "256", problems) if wanted_batch is not None else ()
-    limit = _bytes(memory, problems)
     chosen = _strategies(strategies, problems)
     if optimizer is not None and not _OPTIMIZERS.fits(optimizer):
         problems.append(f"--optimizer: unknown optimizer `{optimizer}`; write `sgd`, `adam` or `adamw`")
-    for option, numbers in (("--repeats", count), ("--wanted-batch", wanted)):
-        if len(numbers) > 1:
-            problems.append(f"{option}: takes one number, got {len(numbers)}")
+    if len(count) > 1:
+        problems.append(f"--repeats: takes one number, got {len(count)}")
     problems += _output_problems(outputs)
     spec = _spec(spec_file, overrides_from(words), problems)
-    found = _measured(
-        spec,
-        chosen,
-        ks,
-        repeats=count[0],
-        optimizer=optimizer,
-        memory_limit=limit,
-        wanted_batch=wanted[0] if wanted else None,
-    )
+    found = _measured(spec, chosen, ks, repeats=count[0], optimizer=optimizer)
     found = replace(found, source=str(spec_file or ""))
     code = INTERRUPTED if found.interrupted else found.exit_code
     show([found], form, outputs, exit_code=code)
@@ -171,16 +156,6 @@ def _numbers(option: str, word: str, example: str, problems: list[str]) -> tuple
         problems.append(f"{option}: must be whole numbers of at least 1, got `{word}`; write `{option} {example}`")
         return ()
     return tuple(sorted({int(part) for part in parts}))
-
-
-def _bytes(word: str | None, problems: list[str]) -> int | None:
-    from gaverify.amounts import parse_bytes
-
-    try:
-        return None if word is None else parse_bytes(word)
-    except ValueError as error:
-        problems.append(f"--memory: {error}")
-        return None
 
 
 def _strategies(words: Sequence[str], problems: list[str]) -> tuple[Strategy, ...]:

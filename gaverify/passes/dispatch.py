@@ -17,7 +17,6 @@ from gaverify.passes.calls import OperationMode
 from gaverify.passes.isolation import ModelState, written_tensors
 from gaverify.passes.precision import Arithmetic, product_of
 from gaverify.passes.randomness import Dealer, Recomputing, Recorder
-from gaverify.passes.reference import Fitting
 from gaverify.passes.terms import SUMMING, TermSums
 from gaverify.torch_internals import is_in_backward, tree_map_only
 from gaverify.tracebacks import hands_over
@@ -77,7 +76,6 @@ class PassMode:
         random: Runs random operations (`Recorder` or `Dealer`).
         lift: Raise casts and mixed inputs to float64 (the control run).
         observe_terms: Measure Σ|terms| of the sums that the backward forms.
-        fitting: Told as `state` is, where parts of the forward are run again.
     """
 
     def __init__(
@@ -87,11 +85,9 @@ class PassMode:
         *,
         lift: bool = False,
         observe_terms: bool = False,
-        fitting: Fitting | None = None,
     ) -> None:
         self.observed = Observed()
         self._state, self._random, self._lift, self._observe_terms = state, random, lift, observe_terms
-        self._fitting = fitting
         self._likened: tuple[Any, Any] = (None, None)
         self._open = ExitStack()
 
@@ -117,7 +113,7 @@ class PassMode:
             return func(*args, **kwargs)
         if plan.writes:
             for tensor in written_tensors(func, args, kwargs):
-                self._before_write(tensor)
+                self._state.before_write(tensor)
         if plan.random:
             return self._random(func, args, kwargs, like if made is not None and args[0] is made else None)
         if plan.groups and args[0].dtype is torch.float64:
@@ -131,11 +127,6 @@ class PassMode:
         elif plan.sums and self._observe_terms and is_in_backward():
             self.observed.terms.note(func, args, result)
         return result
-
-    def _before_write(self, tensor: torch.Tensor) -> None:
-        self._state.before_write(tensor)
-        if self._fitting is not None:
-            self._fitting.before_write(tensor)
 
     def _count(self, args: Any, result: Any) -> None:
         """`total_weight` of a negative log-likelihood divides its mean: valid targets, or their class weights."""

@@ -93,23 +93,22 @@ def full_batch_gradients(
         except NoMemory as error:
             # a probe has seen a part of the pass already
             if probe is not None or not task.fitting.falls_through(task.device):
-                raise NoMemory(f"{error}{_ways_that_need_less(task)}") from error
+                raise NoMemory(f"{error}{_way_that_needs_less(task)}") from error
         gc.collect()  # here the exception is gone, and with it the frames that held what the pass had made
         task.progress(f"the full batch with {task.fitting.way}")
 
 
-def _ways_that_need_less(task: Task) -> str:
-    """Names the other ways to run the full batch."""
-    ways = (Reference.OFFLOAD, Reference.RECOMPUTE)
-    left = ways[ways.index(task.fitting.way) + 1 :] if task.fitting.way in ways else ways
-    return "; " + " or ".join(f"`--reference {way}`" for way in left) + " needs less" if left else ""
+def _way_that_needs_less(task: Task) -> str:
+    """Names offloading, where it is not what was tried and the device's memory is not the host's."""
+    tried = task.fitting.way is Reference.OFFLOAD
+    return "" if tried or task.device.type == "cpu" else "; `--reference offload` needs less"
 
 
 def _full_batch(
     task: Task, state: ModelState, record: DrawRecord | None, lift: bool, probe: PassProbe
 ) -> tuple[PassResult, DrawRecord]:
     random_draws = Recorder() if record is None else Dealer(record, 0, task.batch_size, task.batch_size)
-    mode = PassMode(state, random_draws, lift=lift, observe_terms=not lift, fitting=task.fitting)
+    mode = PassMode(state, random_draws, lift=lift, observe_terms=not lift)
     with one_pass(task, state):
         with told_as_users("the full batch", task):
             batch = fresh(task.problem.batch)

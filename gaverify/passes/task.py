@@ -21,7 +21,6 @@ from gaverify.passes.isolation import variables
 from gaverify.passes.problem import Problem
 from gaverify.passes.reference import Fitting
 from gaverify.passes.weighting import Weighing
-from gaverify.records.comparison import Reference
 from gaverify.tracebacks import hands_over, is_own_fault, user_frame
 
 
@@ -113,7 +112,7 @@ def told_as_users(where: str, task: Task) -> Iterator[None]:
             raise
         text = text_of(error)
         frame = user_frame(error)
-        hint = _not_again(task, text)
+        hint = ""
         if "more than 1 value per channel" in text:
             hint = "; a BatchNorm needs at least two samples per micro-batch: lower steps or raise the batch size"
         raise ProblemError(
@@ -121,13 +120,6 @@ def told_as_users(where: str, task: Task) -> Iterator[None]:
             + (f" ({frame})" if frame else "")
             + (hint or _left_behind(task, text) or _criterion(task.problem) or _other_reading(task))
         ) from error
-
-
-def _not_again(task: Task, text: str) -> str:
-    """A hint where torch refuses to run a block again: what it would start from is gone."""
-    if task.fitting.way is not Reference.RECOMPUTE or "inplace operation" not in text:
-        return ""
-    return "; a block that changes its input in place cannot be run again: try --reference offload"
 
 
 def _left_behind(task: Task, text: str) -> str:

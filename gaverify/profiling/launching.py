@@ -35,8 +35,6 @@ def profile_spec(
     *,
     repeats: int = 10,
     optimizer: str | None = None,
-    memory_limit: int | None = None,
-    wanted_batch: int | None = None,
     steps: Sequence[int] = (),
     progress: Progress = lambda *_: None,
 ) -> Profile:
@@ -47,9 +45,7 @@ def profile_spec(
         plans: The rows.
         repeats: Updates whose time is taken.
         optimizer: Include this optimizer's step in every update.
-        memory_limit: Bytes, for the prediction; None takes the memory of a GPU.
-        wanted_batch: Samples per update, for the prediction; None takes the batch of the problem.
-        steps: Every K that was asked for; None of them fitting is no reason not to predict.
+        steps: Every K that was asked for.
         progress: Called as `progress(description, done, total)`.
 
     Returns:
@@ -84,9 +80,7 @@ def profile_spec(
             raise
         interrupted = True
     rows += [Row(plan.strategy, plan.steps, "not-run") for plan in plans[len(rows) :]]
-    limit = memory_limit if memory_limit or setting is None else setting.device_memory
-    wanted = wanted_batch if wanted_batch or setting is None else setting.batch_size
-    return Profile(setting, tuple(rows), tuple(steps), limit, wanted, interrupted, spec.to_dict())
+    return Profile(setting, tuple(rows), tuple(steps), interrupted, spec.to_dict())
 
 
 def _reporter(progress: Progress, label: str, done: int, total: int) -> Callable[[str], None]:

@@ -128,7 +128,6 @@ def _about(work: Any, spec: Any, job: dict[str, Any]) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in unique),
         "trainable": sum(p.numel() for p in task.parameters.values()),
         "batch_size": task.batch_size,
-        "batch_bytes": _bytes_of(task.problem.batch),
         "device": str(task.device),
         "device_name": module.get_device_name(task.device) if module else platform.processor() or platform.machine(),
         "device_memory": module.get_device_properties(task.device).total_memory if module else None,
@@ -144,14 +143,6 @@ def _about(work: Any, spec: Any, job: dict[str, Any]) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
     }
-
-
-def _bytes_of(batch: Any) -> int:
-    """What the batch itself takes: every tensor and array in it once."""
-    from gaverify.passes.nesting import is_array, leaves
-
-    arrays = {id(leaf): leaf for _, leaf in leaves(batch) if is_array(leaf)}.values()
-    return sum(int(getattr(array, "nbytes", 0)) for array in arrays)
 
 
 def _described(error: BaseException) -> dict[str, str]:

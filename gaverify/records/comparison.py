@@ -168,12 +168,11 @@ def _relative(difference: float, scale: float) -> float:
 class Reference(str, Enum):
     """The ways to run the full batch's forward and backward; the values are what specs and JSON say.
 
-    `AUTO` is only ever asked for: it stands for the first of the others, in this order, that fits.
+    `AUTO` is only ever asked for: it stands for `FULL`, or for `OFFLOAD` where that does not fit.
     """
 
     FULL = "full"
     OFFLOAD = "offload"
-    RECOMPUTE = "recompute"
     AUTO = "auto"
 
     def __str__(self) -> str:

@@ -65,8 +65,7 @@ class Event:
     clip         `active`: whether it changed a gradient; `call`
     scheduler    `scheduler`, `lr`
     scaler       `call`: unscale_, step or update; `skipped`: a step that was left out because of infinities
-    average      the averaged copy of the weights moved; `decay`: the share of its old value that it kept, `slack`:
-                 how far that may be off by rounding
+    average      `AveragedModel.update_parameters` was called
     settings     numbers of `optimizers` were set by hand: a learning rate, a decay
     loaded       `path`: a file that `torch.load` read: a checkpoint, if the weights are other ones afterwards
     end          `reason`: an `Ending`

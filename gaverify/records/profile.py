@@ -1,4 +1,4 @@
-"""Frozen records of a profile, and the straight lines through its rows with what they predict. No tensors, no torch.
+"""Frozen records of a profile, and the straight lines through its rows. No tensors, no torch.
 
 Legend: B samples in the full batch, K micro-batches, n samples in the largest of them; a line a + b·n through the rows
 of accumulation. What autograd keeps grows with the samples that are in flight, so memory is a constant (weights,
@@ -7,11 +7,9 @@ gradients, workspace) plus a share per sample.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, Literal
 
 from gaverify.records.comparison import Outcome, together
@@ -41,7 +39,6 @@ class Setting:
     parameters: int
     trainable: int
     batch_size: int
-    batch_bytes: int
     device: str
     device_name: str
     device_memory: int | None
@@ -151,8 +148,6 @@ class Profile:
         setting: What was profiled; None when no process got as far as loading the model.
         rows: One per plan; those that Ctrl-C left out have the status "not-run".
         steps: Every K that was asked for.
-        memory_limit: `--memory` in bytes.
-        wanted_batch: The batch that the prediction is for.
         interrupted: Whether Ctrl-C ended it.
         spec: The spec, as plain values.
         source: The spec's file; "" where the command line said what to profile.
@@ -162,8 +157,6 @@ class Profile:
     setting: Setting | None
     rows: tuple[Row, ...]
     steps: tuple[int, ...] = ()
-    memory_limit: int | None = None
-    wanted_batch: int | None = None
     interrupted: bool = False
     spec: dict[str, Any] = field(default_factory=dict)
     source: str = ""
@@ -231,10 +224,6 @@ class Line:
     points: tuple[tuple[int, int], ...]
     resolution: int = 0
 
-    def at(self, samples: float) -> float:
-        """Returns the bytes for a micro-batch of `samples`."""
-        return self.intercept + self.slope * samples
-
     @property
     def relative_residual(self) -> float | None:
         """`residual` over the largest measured value."""
@@ -247,42 +236,6 @@ class Line:
         values = [value for _, value in self.points]
         spread = max(values) - min(values)
         return self.slope > 0 and spread > self.resolution and (self.residual or 0.0) <= USABLE * spread
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """The largest micro-batch that fits into `limit`, and the smallest K for the wanted batch.
-
-    Args:
-        basis: "peak" (the line through the measured peaks) or "activations" (where the peaks do not tell: the line
-            through the saved activations, on top of the largest rest that a row had beside its own).
-        line: The line.
-        rest: What stands beside the line, bytes; 0 for "peak".
-        limit: Bytes.
-        largest_micro_batch: n; 0 where not even one sample fits.
-        wanted_batch: Samples per update.
-        smallest_steps: K; None where nothing fits.
-        extrapolated: Whether n lies above everything that was measured.
-    """
-
-    basis: Literal["peak", "activations"]
-    line: Line
-    rest: float
-    limit: int
-    largest_micro_batch: int
-    wanted_batch: int
-    smallest_steps: int | None
-    extrapolated: bool
-
-
-class NoPrediction(Enum):
-    """Why nothing is predicted: what follows "no prediction" in a document, and "nothing" in a report."""
-
-    ONE_K = ": one K only, and a line needs two; for example `--steps 2,4,8`"
-    NO_ACCUMULATION = ": accumulation was not among the strategies"
-    ONE_SIZE = ": fewer than two sizes of micro-batch were measured"
-    NO_LIMIT = " without a limit: `--memory 24GB` asks for the largest micro-batch that fits"
-    NO_LINE = ": the memory of the rows does not follow a straight line in the size of the micro-batch"
 
 
 def fit(points: Sequence[tuple[int, int]], resolution: int = 0) -> Line | None:
@@ -323,50 +276,3 @@ def peak_line(rows: Sequence[Row]) -> Line | None:
     chosen = accumulated if len({row.micro_batch for row in accumulated}) > 1 else found
     resolution = max((_RESOLUTION[row.memory.kind] for row in chosen if row.memory), default=0)
     return fit([(row.micro_batch, row.memory.peak) for row in chosen if row.micro_batch and row.memory], resolution)
-
-
-def predict(profile: Profile) -> Prediction | NoPrediction:
-    """Returns what fits into the limit of memory, or why nothing is predicted."""
-    if len(set(profile.steps)) < 2:
-        return NoPrediction.ONE_K
-    if not any(row.strategy == "accumulate" for row in profile.rows):
-        return NoPrediction.NO_ACCUMULATION
-    activations, peak = activation_line(profile.rows), peak_line(profile.rows)
-    if activations is None and peak is None:
-        return NoPrediction.ONE_SIZE
-    limit, wanted = profile.memory_limit, profile.wanted_batch
-    if limit is None or wanted is None:
-        return NoPrediction.NO_LIMIT
-    if peak is not None and peak.usable:
-        return _solve("peak", peak, 0.0, limit, wanted, profile.setting)
-    if activations is None or not activations.usable:
-        return NoPrediction.NO_LINE
-    rest = [
-        row.memory.peak - row.activation_bytes
-        for row in _fitted_rows(profile.rows)
-        if row.memory is not None and row.activation_bytes is not None
-    ]
-    return _solve("activations", activations, float(max(rest, default=0)), limit, wanted, profile.setting)
-
-
-def _solve(
-    basis: Literal["peak", "activations"],
-    line: Line,
-    rest: float,
-    limit: int,
-    wanted_batch: int,
-    setting: Setting | None,
-) -> Prediction:
-    """The largest n with rest + a + b·n + c·max(n − B, 0) + residual ≤ limit.
-
-    The residual is kept free, it is what the line missed. B samples of c bytes lay in memory beside their micro-batches
-    in every row; a micro-batch of more samples comes with a larger batch.
-    """
-    room = limit - rest - line.intercept - (line.residual or 0.0)
-    largest = room / line.slope
-    if setting is not None and largest > setting.batch_size:
-        share = setting.batch_bytes / setting.batch_size
-        largest = (room + setting.batch_bytes) / (line.slope + share)
-    samples = max(0, math.floor(largest))
-    steps = -(-wanted_batch // samples) if samples else None
-    return Prediction(basis, line, rest, limit, samples, wanted_batch, steps, samples > max(n for n, _ in line.points))

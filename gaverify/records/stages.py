@@ -48,10 +48,6 @@ class Clip:
     limit: float = math.nan
 
 
-AVERAGE = "decay of the average"
-"""Stands among the settings for how much of its old value a moving average of the weights keeps."""
-
-
 @dataclass(frozen=True)
 class SettingDifference:
     """A number of an optimizer, in this rank, that differs between the runs when the same update is made."""

@@ -11,7 +11,7 @@ from gaverify.records.comparison import Outcome
 from gaverify.records.events import Event
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
-from gaverify.records.stages import AVERAGE, SettingDifference, Stage, StageComparison
+from gaverify.records.stages import SettingDifference, Stage, StageComparison
 from gaverify.rules.rule import judged, rule, rule_of_loops
 from gaverify.rules.wording import located, place, times, told, told_apart, weights_text
 from gaverify.thresholds import FIT_FLOAT32, SAME_IN_FLOAT32
@@ -218,7 +218,7 @@ def _made_otherwise(loop: Record, update: UpdateComparison, settings: list[Setti
     ]
     return told(
         f"GAV609.{_counted_by(loop, update, settings)}",
-        location=located(_writers(loop, update, settings)),
+        location=located(_writers(loop, update)),
         proven=True,
         what=what,
         shown="; ".join(shown),
@@ -245,11 +245,8 @@ def _beside(setting: SettingDifference) -> tuple[str, str, str]:
     return own, f" in rank {setting.rank}" if setting.rank else "", full
 
 
-def _writers(loop: Record, update: UpdateComparison, settings: list[SettingDifference]) -> list[Event]:
+def _writers(loop: Record, update: UpdateComparison) -> list[Event]:
     """The last events that set something before the update's step, latest first; then the step itself."""
-    window = loop.window_of(update.number)
-    if window is not None and settings and all(setting.name == AVERAGE for setting in settings):
-        return [*reversed(window.of("average")), *(event for each in loop.windows for event in each.of("average"))]
     seen = [event for window in loop.windows if window.number <= update.number for event in window.events]
     setters = [event for window in loop.windows for event in window.of("settings") if event.file is not None]
     return [*setters[:1], *(event for event in reversed(seen) if event.kind in ("scheduler", "step"))]

@@ -8,13 +8,11 @@ from typing import Any
 
 from gaverify.amounts import count_text
 from gaverify.records.audit import Record
-from gaverify.records.events import Event
 from gaverify.records.experiment import ControlKind
 from gaverify.records.facts import Facts, State, StateChange
 from gaverify.records.findings import Evidence, Finding, Location
 from gaverify.rules.controls import control, first_operation, left_by, proven, rest_of
 from gaverify.rules.rule import controlled, finding_of, measured, rule
-from gaverify.rules.scale import factor_in_loop, weights_of
 from gaverify.rules.wording import listed, located, quoted, tested, told
 from gaverify.thresholds import SAME_IN_FLOAT32
 
@@ -157,33 +155,17 @@ def _average(loop: Record) -> Iterator[Finding]:
     inside = loop.inside("average")
     if not inside:
         return
-    suspected = _blamed(loop, inside)
-    number = suspected or inside[0].update
+    number = inside[0].update
     window = loop.window_of(number)
     yield told(
         "GAV402.average",
-        severity="fault" if suspected else "note",
-        location=located([*inside, *(event for each in loop.windows for event in each.of("average"))]),
-        proven=not suspected,
+        severity="note",
+        location=located(inside),
+        proven=True,
         all=len(window.of("average")) if window is not None else len(inside),
         number=number,
         inside=len(inside),
-        by=f"; if the loss uses what the average gives, update {suspected} differs by that" if suspected else "",
     )
-
-
-def _blamed(loop: Record, inside: list[Event]) -> int | None:
-    """The first update that differs, if an average moved in its window and neither weights nor a factor explain it.
-
-    In the first window an average that begins as the weights stays what it is: its updates there change nothing, and
-    tell no decay.
-    """
-    update = loop.divergent
-    moved = [event for event in inside if update is not None and event.update == update.number]
-    if update is None or not moved or (update.number < 2 and not any("decay" in event.values for event in moved)):
-        return None
-    explained = loop.coupling or weights_of(loop) is not None or factor_in_loop(loop, update) is not None
-    return None if explained else update.number
 
 
 @rule("GAV301")

@@ -32,7 +32,7 @@ LOSS = text("the name of a loss in `torch.nn.functional`", "NAME")
 WEIGHTS = text("a model's name or folder", "NAME-OR-FOLDER")
 DTYPE = one_of("float32", "float64", "bfloat16", "float16")
 STRATEGY = one_of("accumulate", "summed-loss")
-REFERENCE = one_of("full", "offload", "recompute", "auto")
+REFERENCE = one_of("full", "offload", "auto")
 OUTCOME = one_of("equivalent", "divergent", "inconclusive")
 
 
@@ -110,7 +110,7 @@ class Spec:
     exact: bool = _set(FLAG, "Ask float64 for every parameter.  [off]", False, True)
     reference: str = _set(
         REFERENCE,
-        "Activations of the full batch: on the device, on the host, made again, or what fits.  [full]",
+        "Activations of the full batch: on the device, on the host, or what fits.  [full]",
         "full",
         "auto",
     )

@@ -66,7 +66,7 @@ RAGGED = {"full": "--micro 16", "accumulated": "--micro 6"}
 ANOTHER = {"full": "--batch-size 8 --accum 1 --generated 1", "accumulated": "--batch-size 2 --accum 4 --generated 8"}
 CLIPPING, DRAWING, UNUSUAL = "loops_clipping.py", "train_drawing.py", "loops_unusual.py"
 SCALE, STEPS, EXTRAS = "loops_scale.py", "loops_steps.py", "loops_extras.py"
-RARE, WORDS, COUPLED, AVERAGES = "loops_rare.py", "train_language_model.py", "loops_coupled.py", "loops_averages.py"
+RARE, WORDS, COUPLED = "loops_rare.py", "train_language_model.py", "loops_coupled.py"
 DRAWN = "diffusion mixed crops one_by_one ahead shuffled augmented stream sharded bucketed"
 TIMES_4 = "the gradient of update 1 is 4 times the full batch's = K"
 CACHED = "a two-pass cached gradient (`gaverify.remedies.CachedGradients`): tested"
@@ -129,6 +129,7 @@ ROWS = [
     looped(EXTRAS, "schedule_per_micro_batch", "GAV607", quick=True),  # row 9
     looped(EXTRAS, "clip_by_hand_per_micro_batch", "GAV606", "--clip 0.05"),
     looped(EXTRAS, "average_per_micro_batch", notes="GAV402"),  # L10: the gradients agree
+    looped(EXTRAS, "average_per_update", notes=""),
     # plain loops that are right: N07, N08, N09, N18, N19, N27, N26, and the twins of B04, row 9 and L08
     *(looped(SCALE, loop) for loop in ("gradients_divided", "losses_summed", "cleared_at_start")),
     *(looped(SCALE, loop) for loop in ("logged_loss_off", "constant_divisor", "cleared_by_hand")),
@@ -182,8 +183,6 @@ ROWS = [
     looped(UNUSUAL, "rates", "GAV609", "--counter micro_batches --what lr", quick=True),
     looped(UNUSUAL, "rates", "GAV609", "--counter micro_batches --what momentum"),
     looped(UNUSUAL, "rates"),
-    Row("loops_extras.py", "--loop average_decay_by_micro_batch", "GAV609", "average_decay_by_micro_batch"),
-    Row("loops_extras.py", "--loop average_decay_by_update"),
     # GAV202 where no loss of torch's counts the targets: 16, 12, 14 and 16 of 58 tokens
     looped(UNUSUAL, "tokens", "GAV202", words="what each micro-batch's loss is divided by"),
     looped(UNUSUAL, "tokens", common="--by window"),
@@ -256,13 +255,6 @@ ROWS = [
     looped(COUPLED, "chained", "GAV101", proven=True),
     looped(COUPLED, "routed", "GAV103", proven=True, words=CACHED),  # it hands the term out to nobody
     looped(COUPLED, "counted", "GAV103 GAV201", mark="routed", proven=True),
-    # L10 without a call of torch's: a copied model
-    Row(AVERAGES, "--average copied --when after", words="4 times in the window of update 2", notes="GAV402"),
-    Row(AVERAGES, "--average warmed --when after", "GAV609", notes="GAV402"),  # its decay counts micro-batches
-    # every way to write one, a snapshot, a frozen teacher and counters beside them, and a loss that uses the average
-    Row(AVERAGES, "--average together --when update --target", notes=""),
-    Row(AVERAGES, "--average copied --when before --target --resumed", "GAV402", words="update 1 differs by that"),
-    Row(AVERAGES, "--average copied --when update --target --resumed", notes=""),
     # what a hook adds is the next gradient less the last, which other weights of micro-batches seem to mend
     looped(UNUSUAL, "masters", common="--hook added"),
     looped(UNUSUAL, "masters", "GAV603", "--hook set", mark="set", words=ADDED, proven=True),

@@ -73,30 +73,15 @@ def average_per_micro_batch(args, model, optimizer, loader):
         average.update_parameters(model)  # here: average_per_micro_batch
 
 
-def decay_at(count):
-    return (1 + count) / (10 + count)
-
-
-def average_decay_by(args, model, optimizer, loader, per_update):
-    """An average that keeps more of its old value the longer training goes on."""
-    count = 0
-    average = AveragedModel(model, avg_fn=lambda old, new, _: old + (new - old) * (1 - decay_at(count)))
+def average_per_update(args, model, optimizer, loader):
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     for i, (features, labels) in enumerate(loader):
-        count = i // per_update
         loss = criterion(model(features), labels) / args.accum
         loss.backward()
         if (i + 1) % args.accum == 0:
             optimizer.step()
             optimizer.zero_grad()
-            average.update_parameters(model)  # here: average_decay_by_micro_batch
-
-
-def average_decay_by_micro_batch(args, model, optimizer, loader):
-    average_decay_by(args, model, optimizer, loader, 1)
-
-
-def average_decay_by_update(args, model, optimizer, loader):
-    average_decay_by(args, model, optimizer, loader, args.accum)
+            average.update_parameters(model)
 
 
 def scaler_per_micro_batch(args, model, optimizer, loader):

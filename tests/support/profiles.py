@@ -18,7 +18,6 @@ def setting(**changes: Any) -> Setting:
         parameters=567434,
         trainable=567434,
         batch_size=B,
-        batch_bytes=B * 100,
         device="cpu",
         device_name="x86_64",
         device_memory=None,
@@ -60,7 +59,7 @@ def profile(**changes: Any) -> Profile:
     """The full batch, and the two other strategies with K = 2, 4, 8."""
     summed, accumulated = ([row(strategy, k) for k in (2, 4, 8)] for strategy in STRATEGIES[1:])
     rows = (row("full-batch", 1), *summed, *accumulated)
-    sample = Profile(setting(), rows, (1, 2, 4, 8), 1_000_000_000, 1024, spec={"model": "mnist-mlp", "steps": 1})
+    sample = Profile(setting(), rows, (1, 2, 4, 8), spec={"model": "mnist-mlp", "steps": 1})
     return replace(sample, **changes)
 
 

@@ -10,7 +10,6 @@ size (Adam, a sign) shows nothing of it.
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,87 +19,8 @@ from torch import nn
 
 from gaverify.audit.recording.values import Sample, copied
 from gaverify.audit.recording.watching import Seen, Watch
-from gaverify.thresholds import FEW_UNITS, ONE_FACTOR
+from gaverify.thresholds import ONE_FACTOR
 from gaverify.tracebacks import LineHunt, Owner, Place
-
-
-@dataclass(eq=False)
-class Copy:
-    """A copy that the script has made of a model; `values` are its elements at the last look, shape (S,)."""
-
-    model: weakref.ref[nn.Module]
-    module: weakref.ref[nn.Module]
-    sample: Sample | None = None
-    values: torch.Tensor | None = None
-
-
-class Averages:
-    """Copies of the script's models (`copy.deepcopy`), which may be moved as averages of their weights.
-
-    Averages in loose tensors are not seen: to find these, all objects of the process would have to be searched.
-
-    Args:
-        watch: The optimizers.
-    """
-
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
-        self._copies: list[Copy] = []
-
-    def add(self, model: nn.Module, module: nn.Module) -> None:
-        """Notes a copy of a model."""
-        if all(copy.module() is not module for copy in self._copies):
-            self._copies.append(Copy(weakref.ref(model), weakref.ref(module)))
-
-    def look(self, announced: nn.Module | None = None) -> list[dict[str, Any]]:
-        """Returns the updates of averages since the last look, read as new = decay · old + (1 − decay) · weights.
-
-        Each is what its event holds: the optimizers, and the decay with how far rounding may have moved it, where the
-        decay can be told from rounding. `announced` is a copy that a call of torch's has updated.
-        """
-        if not self._copies:
-            return []
-        trained = {id(part): at for at in range(len(self._watch)) for part in self._watch.parameters(at)}
-        found, copies, self._copies = [], self._copies, []
-        for copy in copies:
-            model, module = copy.model(), copy.module()
-            if model is None or module is None or any(id(part) in trained for part in module.parameters()):
-                continue
-            self._copies.append(copy)
-            optimizers = {trained[id(part)] for part in model.parameters() if id(part) in trained}
-            told = _moved(copy, model, module, module is announced) if optimizers else None
-            if told is not None:
-                found.append({"optimizers": sorted(optimizers), **told})
-        return found
-
-
-def _moved(copy: Copy, model: nn.Module, module: nn.Module, announced: bool) -> dict[str, float] | None:
-    """The decay and its slack, where they are known, of an update that moved a copy; None where none of an average did.
-
-    Args:
-        copy: The copy.
-        model: What it was made of.
-        module: Itself.
-        announced: It was moved as an average.
-    """
-    own: list[torch.Tensor] = [*model.parameters()]
-    parameters = list(module.parameters())
-    if [part.shape for part in own] != [part.shape for part in parameters]:
-        return None
-    copy.sample = copy.sample or Sample(own)
-    old, weights, new = copy.values, copy.sample.weights(), copy.sample.read(parameters)
-    copy.values = new
-    if old is None or torch.equal(new, old):
-        return None
-    unit = max(torch.finfo(part.dtype).eps for part in parameters if part.is_floating_point())
-    allowed = FEW_UNITS * unit * float(torch.linalg.vector_norm(weights))
-    apart, before = old - weights, float(torch.linalg.vector_norm(old - weights))
-    if not before > allowed:  # any decay leaves it where it is
-        return {} if float(torch.linalg.vector_norm(new - weights)) <= allowed else None
-    decay, slack = float((new - weights) @ apart) / before**2, allowed / before
-    exact = float(torch.linalg.vector_norm(new - weights - decay * apart)) <= allowed
-    return {"decay": decay, "slack": slack} if announced or (exact and decay > slack) else None
-
 
 What = Literal["moved", "edited", "settings"]
 """What was done by hand: weights moved or gradients cleared, gradients or settings changed."""
@@ -113,11 +33,10 @@ class Changes:
         watch: The optimizers.
         event: Writes an event: kind, place, values.
         hunting: Look for the line in every window: no call tells when the weights move.
-        averages: The averages of the weights.
     """
 
-    def __init__(self, watch: Watch, event: Callable[..., Any], averages: Averages, hunting: bool = False) -> None:
-        self._watch, self._event, self._averages = watch, event, averages
+    def __init__(self, watch: Watch, event: Callable[..., Any], hunting: bool = False) -> None:
+        self._watch, self._event = watch, event
         self._hunt: LineHunt | None = None
         self._always = hunting
         self._hunting = set[What](["moved"] if hunting else [])
@@ -151,12 +70,6 @@ class Changes:
             factors = [_factor(self._watch.of(index).gradients, seen.changed[index]) for index in changed]
             self._event("edited", self._place_of("edited"), optimizers=changed, factors=factors)
             self._hunting.add("edited")
-
-    def note_averages(self, announced: nn.Module | None = None) -> None:
-        """Records updates of averages of the weights: one that a call has announced, or others without a line."""
-        moves = self._averages.look(announced)
-        for values in moves or [{}] * (announced is not None):
-            self._event("average", None if announced is not None else (None, None), **values)
 
     def note_settings(self) -> None:
         """Records that settings of optimizers were changed by hand; the line is known from the second time on."""

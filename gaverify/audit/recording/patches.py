@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import os
@@ -37,6 +36,10 @@ def install(recorder: Recorder) -> None:
     _optimizers(recorder)
     _forwards(recorder)
     _backwards(recorder)
+
+    def averaged(*_: Any, **__: Any) -> Any:
+        return nullcontext(lambda _: recorder.simple("average"))
+
     owner: Any
     for owner in (Optimizer, nn.Module):
         _surround(owner, "zero_grad", lambda *_, **__: recorder.zero_grad(), recorder, [False])
@@ -44,13 +47,8 @@ def install(recorder: Recorder) -> None:
     _schedulers(recorder)
     _scalers(recorder)
     _losses(recorder)
-    _surround(AveragedModel, "update_parameters", recorder.average, recorder, [False])
-    _surround(copy, "deepcopy", lambda x, *_, **__: _copying(recorder, x), recorder, [False])
+    _surround(AveragedModel, "update_parameters", averaged, recorder, [False])
     _loads(recorder)
-
-
-def _copying(recorder: Recorder, thing: Any) -> Any:
-    return nullcontext(functools.partial(recorder.copied, thing)) if isinstance(thing, nn.Module) else None
 
 
 def _replace(owner: Any, name: str, call: Callable[..., Any]) -> None:

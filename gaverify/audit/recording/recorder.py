@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
 
 from gaverify.audit.recording.changes import CERTAIN, ByHand, Waiting
 from gaverify.audit.recording.frameworks import find_framework
@@ -199,21 +198,6 @@ class Recorder(Steps):
             self._event("scaler", place, call=call, skipped=skipped)
             if skipped:
                 self.watch.forget(range(len(self.watch)))
-
-    @contextmanager
-    def average(self, averaged: AveragedModel, model: nn.Module) -> Iterator[None]:
-        """Surrounds an update of an averaged copy of a model."""
-        with self._work():
-            self._averages.add(model, averaged.module)
-            self._changes.note_averages()
-        yield
-        with self._work():
-            self._changes.note_averages(averaged.module)
-
-    def copied(self, model: nn.Module, copy: nn.Module) -> None:
-        """Notes that the script has copied a model."""
-        with self._work():
-            self._averages.add(model, copy)
 
     def simple(self, kind: Kind, **values: Any) -> None:
         """Notes a call that needs nothing measured."""

@@ -15,7 +15,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from gaverify.audit.job import Job
-from gaverify.audit.recording.changes import Averages, ByHand, Changes, Unannounced, Waiting
+from gaverify.audit.recording.changes import ByHand, Changes, Unannounced, Waiting
 from gaverify.audit.recording.control import Buffers, Control, Lead, Perturbation
 from gaverify.audit.recording.draws import draws_of
 from gaverify.audit.recording.graph import Reach, Weight, keep_lines
@@ -50,8 +50,7 @@ class Session:
         self._lock = threading.RLock()
         self._busy = False  # the recorder's own calls, and calls inside a recorded one, are not recorded
         self._searching: Any = None  # the optimizer whose step evaluates its closure again
-        self._averages = Averages(self.watch)
-        self._changes = Changes(self.watch, self._event, self._averages, hunting=job.by_hand)
+        self._changes = Changes(self.watch, self._event, hunting=job.by_hand)
         self._in_forward = self._in_backward = self._complete = False
         self._targets: list[tuple[torch.Tensor, int]] = []
         self._perturbation = Perturbation(job.unit, job.coins) if job.role == "perturbed" else None

@@ -92,7 +92,6 @@ class Steps(Session):
             self._settle_by_hand()
             self._closed = True
             self._changes.settle()
-            self._changes.note_averages()
             self._close_update()
             self._event("end", reason=reason.value)
             self.storage.finish({**self._meta(reason), "status": code})
@@ -135,7 +134,6 @@ class Steps(Session):
                 self._close_update()
             seen = self.watch.look()
             self._changes.note(seen, "backward" if self._in_backward else "between")
-            self._changes.note_averages()
             self.steps += 1
             entry = self.watch.of(index)
             entry.steps += 1
@@ -235,7 +233,6 @@ class Steps(Session):
     def _begin(self) -> None:
         """A new forward or backward: what was done after the last step is over."""
         self._changes.settle()
-        self._changes.note_averages()
         self._changes.note_settings()
         if self._complete:
             self._stop()

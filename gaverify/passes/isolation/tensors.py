@@ -21,14 +21,9 @@ _WAITS = 1 << 20
 
 
 class Tensors:
-    """The tensors that were found, with all that can change about them.
+    """The tensors that were found, with all that can change about them."""
 
-    Args:
-        waits: Elements from which on a tensor that may wait does; a million where nothing is said.
-    """
-
-    def __init__(self, waits: int | None = None) -> None:
-        self._waits = _WAITS if waits is None else waits
+    def __init__(self) -> None:
         self._restorers: list[Restore] = []
         self._waiting: dict[int, list[torch.Tensor]] = {}
         self._written: dict[int, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {}
@@ -56,7 +51,7 @@ class Tensors:
         if gradient and tensor.requires_grad and tensor.is_leaf:
             self._restorers.append(_gradient(tensor))
         pointer = storage(tensor)
-        if pointer and (isinstance(tensor, nn.Parameter) or (wait and tensor.numel() > self._waits)):
+        if pointer and (isinstance(tensor, nn.Parameter) or (wait and tensor.numel() > _WAITS)):
             self._waiting.setdefault(pointer, []).append(tensor)
         else:
             self._restorers.append(_value_of(tensor))

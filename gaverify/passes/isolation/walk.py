@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from enum import Enum
 from functools import partial
 from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
@@ -261,22 +261,17 @@ class ModelState:
     Args:
         modules: The model, and the loss where it is a module.
         others: What else the forward runs: the loss function.
-        part_of: The modules that `modules` are a part of, for the state of a part: its arguments are not copied before
-            something writes to them, and the gradients of all the parameters belong to the pass that is running.
 
     Raises:
         ProblemError: A lazy module has no parameters yet.
     """
 
-    def __init__(
-        self, modules: list[nn.Module], others: tuple[Any, ...] = (), *, part_of: Sequence[nn.Module] = ()
-    ) -> None:
+    def __init__(self, modules: list[nn.Module], others: tuple[Any, ...] = ()) -> None:
         registered = [tensor for root in modules for tensor in (*root.parameters(), *root.buffers())]
         check_initialised(registered)
         self._flags = flag_states(ARITHMETIC)  # not those of kernels, which a pass sets for itself
-        self._tensors = Tensors(0) if part_of else Tensors()
-        running = frozenset(map(id, registered)) | {id(p) for root in part_of for p in root.parameters()}
-        self._walk = Walk(self._tensors, running, packages_of(others))
+        self._tensors = Tensors()
+        self._walk = Walk(self._tensors, frozenset(map(id, registered)), packages_of(others))
         with torch.no_grad(), without_torch_function():
             self._walk.follow([*modules, *others])
 
@@ -295,7 +290,7 @@ class ModelState:
 
     def forget(self) -> None:
         """Lets go of every value: nothing is put back any more, and what the values are of can be freed."""
-        self._tensors = Tensors(0)
+        self._tensors = Tensors()
         self._walk = Walk(self._tensors, frozenset(), frozenset())
 
     def restore(self) -> None:

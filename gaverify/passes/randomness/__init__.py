@@ -19,7 +19,7 @@ pass's: an audit keeps their values and deals them out by their place in the loo
 
 from gaverify.passes.randomness.dealing import Dealer, Recomputing
 from gaverify.passes.randomness.draws import Draw, DrawRecord, Recorder
-from gaverify.passes.randomness.foreign import named_modules, unwatched
+from gaverify.passes.randomness.foreign import named_modules
 from gaverify.passes.randomness.operations import draw_mode
 
-__all__ = ["Dealer", "Draw", "DrawRecord", "Recomputing", "Recorder", "draw_mode", "named_modules", "unwatched"]
+__all__ = ["Dealer", "Draw", "DrawRecord", "Recomputing", "Recorder", "draw_mode", "named_modules"]

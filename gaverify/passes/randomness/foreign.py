@@ -138,19 +138,6 @@ class ForeignDraw:
     array: Any
 
 
-_unwatched: list[None] = []  # an entry for each `unwatched` that is open, on whichever thread a backward runs
-
-
-@contextmanager
-def unwatched() -> Iterator[None]:
-    """Hides draws from the pass that watches them: a part of the forward is run again, from the state that it had."""
-    _unwatched.append(None)
-    try:
-        yield
-    finally:
-        _unwatched.pop()
-
-
 @contextmanager
 def watched(handler: Handler) -> Iterator[None]:
     """Gives every draw from a global generator to `handler`, which runs it and returns its result."""
@@ -164,7 +151,7 @@ def watched(handler: Handler) -> Iterator[None]:
             nonlocal depth
             depth += 1
             try:
-                if depth > 1 or _unwatched:  # one function of `random` calls another
+                if depth > 1:  # one function of `random` calls another
                     return function(*args, **kwargs)
                 return handler(Call(module, name, args, kwargs), partial(function, *args, **kwargs))
             finally:

@@ -1,4 +1,4 @@
-"""A profile as lines of text for people: what was run, the table, bars, the prediction."""
+"""A profile as lines of text for people: what was run, the table, bars, lines through the rows."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ from gaverify.records.comparison import Outcome
 from gaverify.records.profile import Line as Fit
 from gaverify.records.profile import (
     Memory,
-    NoPrediction,
-    Prediction,
     Profile,
     Row,
     activation_line,
     peak_line,
-    predict,
 )
 from gaverify.report.text.layout import Layout, Line, cells, columns, pad
 from gaverify.report.text.table import STYLES
@@ -26,9 +23,9 @@ _LABEL = 13
 
 
 def profile_blocks(profile: Profile, layout: Layout) -> list[list[Line]]:
-    """Returns the table of the rows, their bars and what they predict."""
+    """Returns the table of the rows, their bars and the straight lines through them."""
     bars = (_bars(block, profile.rows, layout) for block in _BLOCKS)
-    return [_table(profile.rows, layout), *bars, _prediction(profile, layout)]
+    return [_table(profile.rows, layout), *bars, _fitted_lines(profile, layout)]
 
 
 def profile_facts(profile: Profile) -> list[tuple[str, str]]:
@@ -142,16 +139,11 @@ _BLOCKS = (
 )
 
 
-def _prediction(profile: Profile, layout: Layout) -> list[Line]:
+def _fitted_lines(profile: Profile, layout: Layout) -> list[Line]:
     lines: list[Line] = []
     for label, fit in (("activations", activation_line(profile.rows)), ("peak", peak_line(profile.rows))):
         if fit is not None and len(set(profile.steps)) > 1:
             lines += layout.wrap(line_text(fit), first=f"  {label}", indent=_LABEL + 2)
-    prediction = predict(profile)
-    if isinstance(prediction, NoPrediction):
-        return lines + layout.wrap(f"nothing{prediction.value}", first="  predicted", indent=_LABEL + 2)
-    for text in prediction_sentences(prediction):
-        lines += layout.wrap(text, first="  predicted", indent=_LABEL + 2, style="bold")
     return lines
 
 
@@ -165,31 +157,7 @@ def line_text(fit: Fit) -> str:
         # below half a byte it is the rounding of the fit itself
         share = percent(fit.relative_residual or 0.0 if fit.residual >= 0.5 else 0.0)
         text += f"; straight line through {len(fit.points)} rows, residual at most {bytes_text(fit.residual)} ({share})"
-    return text if fit.usable else f"{text}: not a line to predict by"
-
-
-def prediction_sentences(prediction: Prediction) -> tuple[str, ...]:
-    """Returns what the line predicts: the largest micro-batch, and the smallest K for the wanted batch."""
-    limit = bytes_text(prediction.limit)
-    if prediction.smallest_steps is None:
-        need = bytes_text(prediction.rest + prediction.line.at(1) + (prediction.line.residual or 0.0))
-        return (f"no micro-batch fits into {limit}: one sample would need {need}",)
-    measured = max(n for n, _ in prediction.line.points)
-    beyond = f"; beyond the measured {measured:,}" if prediction.extrapolated else ""
-    if prediction.basis == "peak":
-        most, least, basis = "", "", "by the line through the peaks"
-    else:  # the backward's own temporaries come on top
-        most, least = "at most ", "at least "
-        basis = (
-            f"by the line through the activations alone, on top of {bytes_text(prediction.rest)}: the peaks of "
-            "these sizes do not tell"
-        )
-    return (
-        f"largest micro-batch that fits into {limit}: {most}{prediction.largest_micro_batch:,} samples "
-        f"({basis}{beyond})",
-        f"smallest K for a batch of {prediction.wanted_batch:,}: "
-        f"{least if prediction.smallest_steps > 1 else ''}{prediction.smallest_steps:,}",
-    )
+    return text if fit.usable else f"{text}: memory does not grow along it"
 
 
 def profile_sentence(profile: Profile) -> str:

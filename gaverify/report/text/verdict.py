@@ -147,7 +147,6 @@ def _batch(run: RunInfo) -> str:
 _WAYS = {
     Reference.FULL: "full: activations on the device",
     Reference.OFFLOAD: "offload: activations on the host",
-    Reference.RECOMPUTE: "recompute: activations made again in the backward",
 }
 
 

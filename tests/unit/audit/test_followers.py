@@ -1,10 +1,7 @@
-"""What is seen of a run beside its calls: averages, buffers and their decay, the arithmetic that carries gradients."""
+"""What is seen of a run beside its calls: buffers, the arithmetic that carries gradients."""
 
 from __future__ import annotations
 
-import copy
-import gc
-import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,13 +13,11 @@ from torch import nn
 
 import gaverify
 from gaverify.audit.job import Job
-from gaverify.audit.recording.changes import Averages
 from gaverify.audit.recording.control import Buffers
 from gaverify.audit.recording.draws import draw_mode
 from gaverify.audit.recording.recorder import Recorder
 from gaverify.audit.recording.storage import Storage
 from gaverify.audit.recording.values import Roundoff
-from gaverify.audit.recording.watching import Watch
 from gaverify.collective.engines import joined
 from gaverify.collective.launching import run
 from gaverify.collective.traffic import TrafficMeter
@@ -32,159 +27,6 @@ from gaverify.passes.precision import coarsest_unit, unit_roundoff
 from gaverify.passes.randomness import Recorder as RecordedDraws
 from gaverify.preparation import task_of
 from gaverify.verdict.judging import working_unit
-
-DECAY = 0.9
-
-
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 2))
-
-
-class Training:
-    """A model that takes steps, and copies that are kept beside it."""
-
-    def __init__(self, copies: int = 1) -> None:
-        self.model = network()
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-2)
-        self.watch = Watch()
-        self.watch.add(self.optimizer)
-        self.averages = Averages(self.watch)
-        self.kept = [copy.deepcopy(self.model) for _ in range(copies)]
-        for kept in self.kept:
-            self.averages.add(self.model, kept)
-            self.averages.add(self.model, kept)  # as each of torch's calls does
-        assert self.look() == []
-
-    def step(self) -> None:
-        self.model(torch.randn(4, 6, device="cpu")).square().mean().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    @torch.no_grad()
-    def look(self, announced: nn.Module | None = None) -> list[dict[str, float]]:
-        return self.averages.look(announced)
-
-
-def in_place(kept: nn.Module, model: nn.Module, decay: float = DECAY) -> None:
-    for old, new in zip(kept.state_dict().values(), model.state_dict().values(), strict=True):
-        old.mul_(decay).add_(new, alpha=1 - decay)
-
-
-def through_data(kept: nn.Module, model: nn.Module, decay: float = DECAY) -> None:
-    for old, new in zip(kept.parameters(), model.parameters(), strict=True):
-        old.data = old.data * decay + new.data * (1 - decay)
-
-
-@pytest.mark.parametrize("update", [in_place, through_data])
-class TestAverages:
-    def test_each_update_is_seen_with_its_decay(self, update: Callable) -> None:
-        training = Training()
-        for _ in range(2):
-            training.step()
-            assert training.look() == []  # the weights moved, the average did not
-            for _ in range(3):
-                update(training.kept[0], training.model)
-                (move,) = training.look()
-                assert move["optimizers"] == [0] and abs(move["decay"] - DECAY) < move["slack"] + 1e-9 < 1e-2
-
-    def test_two_averages_are_two(self, update: Callable) -> None:
-        training = Training(2)
-        training.step()
-        update(training.kept[0], training.model)
-        update(training.kept[1], training.model, 0.5)
-        decays = [move["decay"] for move in training.look()]
-        assert decays == [pytest.approx(DECAY, abs=1e-3), pytest.approx(0.5, abs=1e-3)]
-
-
-def forget(kept: nn.Module, model: nn.Module) -> None:
-    """Does nothing: a frozen teacher."""
-
-
-def take(kept: nn.Module, model: nn.Module) -> None:
-    kept.load_state_dict(model.state_dict())
-
-
-def take_rounded(kept: nn.Module, model: nn.Module) -> None:
-    kept.load_state_dict({name: value * 3 / 3 for name, value in model.state_dict().items()})
-
-
-def shrink(kept: nn.Module, model: nn.Module) -> None:
-    for value in kept.state_dict().values():
-        value.mul_(DECAY)
-
-
-def wander(kept: nn.Module, model: nn.Module) -> None:
-    for value in kept.state_dict().values():
-        value.add_(torch.randn_like(value), alpha=1e-3)
-
-
-@pytest.mark.parametrize("update", [forget, take, take_rounded, shrink, wander])
-def test_other_copies_are_no_averages(update: Callable[[nn.Module, nn.Module], None]) -> None:
-    training = Training()
-    for _ in range(3):
-        training.step()
-        update(training.kept[0], training.model)
-        assert training.look() == []
-
-
-def test_an_average_that_is_still_the_weights_tells_no_decay() -> None:
-    training = Training()
-    in_place(training.kept[0], training.model)
-    assert training.look() == [{"optimizers": [0]}]
-
-
-def test_a_copy_that_is_trained_itself_is_no_average() -> None:
-    training = Training()
-    training.watch.add(torch.optim.SGD(training.kept[0].parameters()))
-    training.step()
-    in_place(training.kept[0], training.model)
-    assert training.look() == []
-
-
-def test_a_copy_is_not_kept_alive() -> None:
-    training = Training()
-    copied = weakref.ref(training.kept.pop())
-    gc.collect()
-    assert copied() is None and training.look() == []
-
-
-def test_a_copy_of_another_shape_is_no_average() -> None:
-    training = Training()
-    training.kept[0][4] = nn.Linear(8, 1)  # type: ignore[operator]
-    training.step()
-    in_place(training.kept[0][:4], training.model[:4])  # type: ignore[index]
-    assert training.look() == []
-
-
-def test_an_average_that_was_recorded_by_its_call_is_not_seen_again() -> None:
-    training = Training()
-    training.step()
-    in_place(training.kept[0], training.model)
-    assert [move["decay"] for move in training.look(training.kept[0])] == [pytest.approx(DECAY, abs=1e-3)]
-    assert training.look() == []
-
-
-def test_an_average_in_float32_of_weights_in_bfloat16() -> None:
-    training = Training()
-    training.model.bfloat16()
-    in_place(training.kept[0], training.model, 0.0)
-    training.look()
-    with torch.no_grad():
-        for parameter in training.model.parameters():
-            parameter.add_(torch.ones_like(parameter), alpha=0.05)
-    in_place(training.kept[0], training.model.float())
-    (move,) = training.look()
-    assert move["decay"] == pytest.approx(DECAY, abs=1e-4)
-
-
-@pytest.mark.parametrize("decay", [0.0, 0.5, 0.9, 0.999, 0.9999])
-def test_the_decay_of_an_announced_average_is_found(decay: float) -> None:
-    training = Training()
-    training.step()
-    in_place(training.kept[0], training.model, decay)
-    (move,) = training.look(training.kept[0])
-    assert abs(move["decay"] - decay) < move["slack"] < 1e-2
 
 
 class TestBuffers:

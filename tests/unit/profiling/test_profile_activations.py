@@ -91,12 +91,14 @@ def test_a_ragged_tail_counts_the_largest_micro_batch() -> None:
 
 
 @pytest.mark.parametrize("make", [classifier, transformer])
-def test_a_line_through_three_sizes_predicts_the_fourth(make: Callable[[int], Problem]) -> None:
+def test_a_fourth_size_lies_on_the_line_through_three(make: Callable[[int], Problem]) -> None:
     points = [(24 // steps, measured(make, "accumulate", steps, 24)) for steps in (1, 2, 6)]
     line = fit(points)
     assert line is not None and line.usable
     for steps in (3, 8, 12):
-        assert line.at(24 // steps) == pytest.approx(measured(make, "accumulate", steps, 24), rel=0.03)
+        assert line.intercept + line.slope * (24 // steps) == pytest.approx(
+            measured(make, "accumulate", steps, 24), rel=0.03
+        )
 
 
 def test_nothing_is_left_after_the_backward() -> None:

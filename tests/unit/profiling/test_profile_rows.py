@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from documents import only_answer
 import gaverify
 from gaverify.cli import main
 from gaverify.profiling.launching import profile_spec
-from gaverify.records.profile import Prediction, activation_line, peak_line, plans, predict
+from gaverify.records.profile import activation_line, peak_line, plans
 from gaverify.report.documents.schema import validate_document
 from gaverify.report.documents.schema.verdict import ProfileDocument
 from gaverify.spec import Spec
@@ -94,7 +93,7 @@ def test_a_built_in_in_every_format(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = ["--model", "mnist-mlp", "--steps", "1,4", "--memory", "1GB", "--output", "p.svg", "--output", "p.txt"]
+    words = ["--model", "mnist-mlp", "--steps", "1,4", "--output", "p.svg", "--output", "p.txt"]
     code, document = profiled(capsys, *words)
     assert (code, document.exit_code, document.outcome) == (0, 0, "equivalent")
     full, summed, accumulated = document.rows
@@ -109,7 +108,6 @@ def test_a_built_in_in_every_format(
     assert full.memory is not None and full.memory.peak > full.memory.baseline > 0
     assert all(row.seconds is not None and row.seconds.median > 0 for row in document.rows)
     assert all(row.relative_difference is not None and row.relative_difference < 1e-5 for row in (summed, accumulated))
-    assert document.prediction is not None and document.prediction.wanted_batch == 32
     assert "prefers-color-scheme" in Path("p.svg").read_text()
     assert "full batch   1 × 32       217 kB" in Path("p.txt").read_text()
 
@@ -152,7 +150,6 @@ def test_the_outcome_is_the_verdict_s_own(model: Path, capsys: pytest.CaptureFix
     (row,) = document.rows
     assert (code, row.outcome, verdict.outcome.value) == (1, "divergent", "divergent")
     assert row.relative_difference == pytest.approx(expected, rel=1e-6)
-    assert document.no_prediction is not None and "one K only" in document.no_prediction
 
 
 @pytest.mark.parametrize(
@@ -160,14 +157,13 @@ def test_the_outcome_is_the_verdict_s_own(model: Path, capsys: pytest.CaptureFix
     [
         (["--steps", "0,2"], "--steps: must be whole numbers of at least 1, got `0,2`; write `--steps 1,2,4,8`"),
         (["--steps", "2;4"], "--steps: must be whole numbers"),
-        (["--memory", "24"], "--memory: has no unit, got `24`; write `24GB` or `24GiB`"),
         (["--strategy", "both"], "--strategy: unknown strategy `both`; known are `full-batch`"),
         (["--optimizer", "lion"], "--optimizer: unknown optimizer `lion`; write `sgd`, `adam` or `adamw`"),
         (["--repeats", "2,3"], "--repeats: takes one number, got 2"),
         (["--weighting", "0.5,0.5"], "--weighting: numbers fit one K only"),
         (["--output", "plot.png"], "`plot.png` has no ending that says which report to write; known are .txt, .json"),
         (["--output", "nowhere/plot.svg"], "there is no folder"),
-        (["--memory", "24", "--dtype", "int3"], "--dtype"),  # together with the other problem
+        (["--repeats", "2,3", "--dtype", "int3"], "--dtype"),  # together with the other problem
     ],
 )
 def test_bad_words_get_a_sentence(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,30 +207,17 @@ def test_ctrl_c_keeps_the_rows_that_are_done(model: Path, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "batch_size"), [("mnist-mlp", 8192), ("causal-lm", 256)])
-def test_a_predicted_micro_batch_needs_the_memory_that_was_predicted(name: str, batch_size: int) -> None:
-    """K = 4, 8 and 16 predict; then K = 2, with micro-batches twice as large as any of them, is measured."""
+def test_memory_grows_in_a_straight_line(name: str, batch_size: int) -> None:
+    """K = 2, with micro-batches twice as large as those of K = 4, 8 and 16, lies on the line through these."""
     spec = Spec(model=name, batch_size=batch_size)
     small = profile_spec(spec, plans(["accumulate"], [4, 8, 16]), repeats=1, steps=(4, 8, 16))
     (large,) = profile_spec(spec, plans(["accumulate"], [2]), repeats=1).rows
     line, activations = peak_line(small.rows), activation_line(small.rows)
     assert line is not None and line.usable and activations is not None and large.memory is not None
     size = batch_size // 2
-    assert large.activation_bytes == pytest.approx(activations.at(size), rel=0.03)
-    above = large.memory.peak - line.intercept  # what grows: the share of libraries and weights is no prediction
+    assert large.activation_bytes == pytest.approx(activations.intercept + activations.slope * size, rel=0.03)
+    above = large.memory.peak - line.intercept  # what grows, without the share of libraries and weights
     assert above == pytest.approx(line.slope * size, rel=0.15)
-    # and the other way round: a limit of what was measured must give that micro-batch
-    prediction = predict(replace(small, memory_limit=large.memory.peak))
-    assert isinstance(prediction, Prediction) and prediction.basis == "peak" and prediction.extrapolated
-    assert prediction.largest_micro_batch == pytest.approx(size, rel=0.15)
-    assert prediction.smallest_steps == -(-batch_size // prediction.largest_micro_batch)
-    # beyond the batch of the rows: the micro-batch that is predicted for a limit is measured, and takes what it may
-    limit = round(line.intercept + 2.5 * line.slope * batch_size)
-    predicted = predict(replace(small, memory_limit=limit))
-    assert isinstance(predicted, Prediction) and predicted.largest_micro_batch > 1.5 * batch_size
-    wide = replace(spec, batch_size=predicted.largest_micro_batch)
-    (measured,) = profile_spec(wide, plans(["full-batch"], [1]), repeats=1).rows
-    assert measured.memory is not None
-    assert measured.memory.peak - line.intercept == pytest.approx(limit - line.intercept, rel=0.15)
 
 
 @pytest.mark.slow
@@ -259,5 +242,3 @@ def test_a_gpu_counts_itself(capsys: pytest.CaptureFixture[str]) -> None:
         assert row.memory is not None and row.memory.kind == "cuda-allocated" and row.activation_bytes
         assert row.memory.increment >= row.activation_bytes
         assert row.memory.reserved is not None and row.memory.reserved >= row.memory.peak
-    # without `--memory` the prediction is for the GPU's own
-    assert document.prediction is not None and document.prediction.limit == document.setting.device_memory

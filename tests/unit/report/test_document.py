@@ -204,10 +204,12 @@ def test_a_document_that_tells_whether_gradients_lay_on_disk_is_read_without_tha
     assert read_report(tmp_path / "older.json") == Report((answer_of(GOOD),))
 
 
-def test_a_profile_that_tells_of_its_ranks_is_read_without_them(tmp_path: Path) -> None:
+def test_an_older_profile_is_read_without_its_ranks_and_predictions(tmp_path: Path) -> None:
     today = json.loads(answer_text(profiles.profile()))
     rows = [row | {"moved": None} for row in today["rows"]]
-    older = today | {"setting": today["setting"] | {"ranks": 2, "engine": "ddp"}, "rows": rows}
+    setting = today["setting"] | {"ranks": 2, "engine": "ddp", "batch_bytes": 3200}
+    predictions = {"memory_limit": None, "wanted_batch": 32, "prediction": None, "no_prediction": "no limit"}
+    older = today | predictions | {"setting": setting, "rows": rows}
     (tmp_path / "older.json").write_text(json.dumps(older))
     assert read_report(tmp_path / "older.json").answers == (answer_of(today),)
 

@@ -12,15 +12,12 @@ from gaverify.records.findings import Evidence, Excerpt, Finding, Location
 from gaverify.records.profile import (
     Line,
     Memory,
-    NoPrediction,
-    Prediction,
     Profile,
     Row,
     Seconds,
     Setting,
     activation_line,
     peak_line,
-    predict,
 )
 from gaverify.records.ranks import RankFacts, Traffic
 from gaverify.records.verdict import RunInfo, Trace, TraceRow, TraceStep, Verdict
@@ -114,8 +111,8 @@ class RanksItem(Shape):
 class Run(Shape):
     """What was run: enough to run it again."""
 
-    reference: Literal["full", "offload", "recompute"] = "full"
-    reference_failed: list[Literal["full", "offload"]] = Field(default_factory=list)
+    reference: Literal["full", "offload"] = "full"
+    reference_failed: list[Literal["full"]] = Field(default_factory=list)
     environment: Annotated[Environment, Of("")]
 
 
@@ -198,31 +195,9 @@ class LinesItem(Shape):
 
 
 @derived(
-    Prediction,
-    "predicted basis rest limit largest_micro_batch wanted_batch smallest_steps extrapolated",
-    finite=True,
-)
-class PredictionItem(Shape):
-    """What the lines predict; nothing of it was measured."""
-
-    predicted: Literal[True]
-
-
-def _predicted(profile: Profile) -> Prediction | None:
-    found = predict(profile)
-    return found if isinstance(found, Prediction) else None
-
-
-def _not_predicted(profile: Profile) -> str | None:
-    found = predict(profile)
-    return f"no prediction{found.value}" if isinstance(found, NoPrediction) else None
-
-
-@derived(
     Profile,
-    "version kind source name outcome exit_code command memory_limit wanted_batch interrupted setting spec steps rows "
-    "lines prediction no_prediction",
-    older="source command memory_limit wanted_batch",
+    "version kind source name outcome exit_code command interrupted setting spec steps rows lines",
+    older="source command",
 )
 class ProfileDocument(Shape):
     """One profile."""
@@ -232,5 +207,3 @@ class ProfileDocument(Shape):
     name: str = ""
     exit_code: Literal[0, 1, 2, 3]
     lines: Annotated[LinesItem, Of("")]
-    prediction: Annotated[PredictionItem | None, Of(_predicted)]
-    no_prediction: Annotated[str | None, Of(_not_predicted)]

@@ -1,0 +1,63 @@
+"""The way that the full batch is run where the device's memory is short."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from gaverify.errors import NoMemory
+from gaverify.passes.gradients import full_batch_gradients
+from gaverify.passes.isolation import ModelState
+from gaverify.passes.problem import Problem
+from gaverify.passes.reference import Fitting
+from gaverify.passes.task import Task
+from gaverify.records.comparison import Reference
+
+
+def short_of_memory(way: Reference, device: str, failures: int) -> Task:
+    """A task whose first forwards run out of memory; its tensors stay on the CPU, whatever `device` says."""
+    model, batch = nn.Linear(8, 2), torch.randn(4, 8, device="cpu")
+    left = iter(range(failures))
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        if next(left, None) is not None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return model(batch).square().mean()
+
+    return Task(
+        problem=Problem(model, loss, batch),
+        parameters=dict(model.named_parameters()),
+        modules=[model],
+        batch_size=4,
+        sizes=(2, 2),
+        weighting="uniform",
+        device=torch.device(device),
+        fitting=Fitting(way),
+    )
+
+
+def run(task: Task) -> float:
+    return full_batch_gradients(task, ModelState(task.modules))[0].loss
+
+
+def test_auto_offloads_where_the_full_batch_does_not_fit() -> None:
+    task = short_of_memory(Reference.AUTO, "cuda:0", 1)
+    assert run(task) > 0
+    assert (task.fitting.way, task.fitting.failed) == (Reference.OFFLOAD, [Reference.FULL])
+
+
+@pytest.mark.parametrize(
+    ("way", "device", "advice"),
+    [
+        (Reference.FULL, "cuda:0", True),
+        (Reference.OFFLOAD, "cuda:0", False),
+        (Reference.AUTO, "cuda:0", False),  # both were tried
+        (Reference.FULL, "cpu", False),  # offloading would change nothing
+        (Reference.AUTO, "cpu", False),
+    ],
+)
+def test_advice_names_offloading_where_it_needs_less(way: Reference, device: str, advice: bool) -> None:
+    with pytest.raises(NoMemory, match=f"out of memory on {device}") as caught:
+        run(short_of_memory(way, device, 2))
+    assert ("`--reference offload` needs less" in str(caught.value)) is advice
