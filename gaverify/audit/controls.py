@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from gaverify.audit.backward_controls import batch_dependent_backward
 from gaverify.audit.coupling_controls import coupled
 from gaverify.audit.judgement import working_unit
 from gaverify.audit.outcome import is_explained
@@ -320,7 +321,7 @@ def controlled(trial: Trial, record: Record, *, ranked: bool) -> Record:
         record: What they show.
         ranked: The accumulated run trains in several processes.
     """
-    alone = () if ranked else (with_steps_undone, overwritten, weighed, by_terms)
+    alone = () if ranked else (with_steps_undone, overwritten, weighed, batch_dependent_backward, by_terms)
     together = floored, with_rank_facts, unclipped, by_change, on_its_own, controlled_ranks
     for control in (*together, *alone, coupled):
         with suppress(ProblemError):

@@ -28,6 +28,7 @@ from gaverify.audit.same_data import Matcher
 from gaverify.audit.stages import fit_of
 from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.experiment import Cause, ControlKind, ControlRun, Operation, Suspect, WeightFit, is_constant
+from gaverify.records.stages import Stage
 from gaverify.records.windows import rounds_of
 from gaverify.rules.wording import listed
 from gaverify.thresholds import COMPUTED_FLOAT32, MANY_UNITS, SMALL_PART, TINY
@@ -96,7 +97,7 @@ def first_module(pairs: Sequence[Pair | None], unit: float) -> Suspect | None:
     Calls are in the order in which they end, so that a module comes before the one around it. A call that agrees for
     the first micro-batch and only later parts depends on what was there before, and not on who sits beside a row.
     """
-    allowed = _allowed(unit)
+    allowed = difference_allowed(unit)
     parted: dict[Any, tuple[float, int, dict[str, Any], dict[str, Any]]] = {}
     agreed_first: set[Any] = set()
     parted_first: set[Any] = set()
@@ -105,7 +106,7 @@ def first_module(pairs: Sequence[Pair | None], unit: float) -> Suspect | None:
         model, rank = pair[1]["model"], pair[1].get("rank", 0)
         first = (rank, model) not in seen
         seen.add((rank, model))
-        for at, whole, part in _calls(pair):
+        for at, whole, part in calls_of_pair(pair):
             key = model, at
             inputs = _apart(pair, whole["inputs"], part["inputs"])
             outputs = _apart(pair, whole["outputs"], part["outputs"])
@@ -155,7 +156,7 @@ def agree(pairs: Sequence[Pair | None], unit: float, level: Collection[str] = (S
     for pair in filter(None, pairs):
         for whole, part in _under(pair, level):
             apart = _apart(pair, whole["outputs"], part["outputs"])
-            if apart is not None and float(apart.max()) > _allowed(unit):
+            if apart is not None and float(apart.max()) > difference_allowed(unit):
                 return False
             seen = seen or apart is not None
     return seen
@@ -167,7 +168,7 @@ def loss_apart(pairs: Sequence[Pair | None], unit: float, level: Collection[str]
     Relative to the norm of the latter, for the micro-batch where that is largest; 0 where it is rounding for the first.
     """
     found = [_left(pair, level) for pair in filter(None, pairs)]
-    if not found or not found[0] > _allowed(unit):
+    if not found or not found[0] > difference_allowed(unit):
         return 0.0
     return max(found)
 
@@ -178,7 +179,7 @@ def feels_the_rest(
     """Whether what the loss gives back for the first half of the rows changes with the values of the other half."""
     for whole, other in zip(full, moved, strict=False):
         half = range(whole["rows"] // 2)
-        if len(half) and _left((whole, other, half), level) > _allowed(unit):
+        if len(half) and _left((whole, other, half), level) > difference_allowed(unit):
             return True
     return False
 
@@ -189,7 +190,8 @@ def writers_of(pairs: Sequence[Pair | None]) -> dict[str, list[str]]:
     return {call["path"]: call["changed"] for call in calls}
 
 
-def _allowed(unit: float) -> float:
+def difference_allowed(unit: float) -> float:
+    """Returns up to which relative difference the same rows of two runs are the same."""
     return max(COMPUTED_FLOAT32, MANY_UNITS * unit)
 
 
@@ -220,7 +222,7 @@ def _places(whole: Forward, part: Forward) -> tuple[int, ...]:
     return ()
 
 
-def _calls(pair: Pair) -> Iterator[tuple[tuple[str, int], dict[str, Any], dict[str, Any]]]:
+def calls_of_pair(pair: Pair) -> Iterator[tuple[tuple[str, int], dict[str, Any], dict[str, Any]]]:
     """The calls of both forwards that belong together: the how-manieth of a module in each."""
     known = {(call["path"], call["number"]): call for call in pair[0]["calls"]}
     for call in pair[1]["calls"]:
@@ -231,7 +233,7 @@ def _calls(pair: Pair) -> Iterator[tuple[tuple[str, int], dict[str, Any], dict[s
 
 def _under(pair: Pair, level: Collection[str]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """The calls of both forwards that code of a level makes."""
-    for _, whole, part in _calls(pair):
+    for _, whole, part in calls_of_pair(pair):
         if whole["under"] in level:
             yield whole, part
 
@@ -240,7 +242,7 @@ def _apart(pair: Pair, whole: dict[str, Any], part: dict[str, Any]) -> torch.Ten
     """How far the rows of some tensors are apart, relative to the largest row, shape (n,); None where nothing tells."""
     worst: torch.Tensor | None = None
     for path in whole.keys() & part.keys():
-        both = _rows(pair, whole[path], part[path])
+        both = rows_of_pair(pair, whole[path], part[path])
         if both is None:
             continue
         a, b = both
@@ -255,7 +257,7 @@ def _left(pair: Pair, level: Collection[str]) -> float:
     pieces = []
     for call, other in _under(pair, level):
         whole, part = call["gradients"], other["gradients"]
-        found = [_rows(pair, whole[path], part[path]) for path in sorted(whole.keys() & part.keys())]
+        found = [rows_of_pair(pair, whole[path], part[path]) for path in sorted(whole.keys() & part.keys())]
         pieces += [(a[..., :2].flatten(), b[..., :2].flatten()) for a, b in filter(None, found)]
     if not pieces:
         return 0.0
@@ -265,7 +267,7 @@ def _left(pair: Pair, level: Collection[str]) -> float:
     return float((a - factor * b).norm()) / size if size else 0.0
 
 
-def _rows(pair: Pair, whole: dict[str, Any], part: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
+def rows_of_pair(pair: Pair, whole: dict[str, Any], part: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
     """What was kept of the same rows in both forwards, shape (n, entries, 3); None where no dimension holds rows."""
     full, micro, places = pair
     layout = layout_of_rows(whole["shape"], part["shape"], full["rows"], micro["rows"])
@@ -291,22 +293,22 @@ def coupled(trial: Trial, record: Record) -> Record:
     ranked = record.ranks > 1
     if update is None or record.unaligned or is_explained(record) or (ranked and record.together is None):
         return record
-    bench = _Bench(trial, record, update)
+    bench = CouplingBench(trial, record, update)
     return replace(record, coupling=tuple(_causes(bench)), weighed=bench.weighed)
 
 
-_Pairs = Sequence[Sequence[Pair | None]]
+PairsOfRanks = Sequence[Sequence[Pair | None]]
 """The pairs of each rank."""
 
-_Held = Mapping[str, tuple[str, ...]]
+HeldFields = Mapping[str, tuple[str, ...]]
 """Fields of `Job`: buffers whose modules run in evaluation mode, and code that is held."""
 
 
 @dataclass(frozen=True)
-class _Tried:
+class HeldRuns:
     """Both runs with something held, and their forwards that hold the same rows."""
 
-    held: _Held
+    held: HeldFields
     full: Run
     accumulated: Run
     each: list[list[Pair | None]]  # by rank
@@ -317,20 +319,27 @@ class _Tried:
         return [pair for pairs in self.each for pair in pairs]
 
 
-class _Bench:
-    """Runs the script again up to the update that differs, with what the search asks for."""
+class CouplingBench:
+    """Runs the script again up to the update that differs, with what the search asks for.
 
-    def __init__(self, trial: Trial, record: Record, update: UpdateComparison) -> None:
-        self._trial, self.record, self.update = trial, record, update
+    Args:
+        trial: The runs that were compared.
+        record: What they show.
+        update: The first that differs.
+        given_back: What gradients are multiplied by that held code gives back in one process.
+    """
+
+    def __init__(self, trial: Trial, record: Record, update: UpdateComparison, given_back: float = 1.0) -> None:
+        self._trial, self.record, self.update, self._times = trial, record, update, given_back
         self.weighed: ControlRun | None = None
 
-    def tried(self, held: _Held, first: _Pairs = ()) -> _Tried:
+    def tried(self, held: HeldFields, first: PairsOfRanks = ()) -> HeldRuns:
         """Makes both runs; the pairs of those in which nothing is held tell whose rows are given to which forward."""
         full = self._again("full", **held)
         accumulated = self._accumulated(full, held, first)
-        return _Tried(held, full, accumulated, pairs_of_ranks(full, accumulated, self.update.number))
+        return HeldRuns(held, full, accumulated, pairs_of_ranks(full, accumulated, self.update.number))
 
-    def weigh(self, tried: _Tried, fit: WeightFit, first: _Pairs) -> None:
+    def weigh(self, tried: HeldRuns, fit: WeightFit, first: PairsOfRanks) -> None:
         """Runs the losses times the weights that fit what is left, with the same things held."""
         # The weights of several ranks' passes stand side by side, and no run multiplies by those of each rank.
         shares = self._trial.shares(self.record, fit.multipliers) if self.record.ranks == 1 else ()
@@ -338,7 +347,7 @@ class _Bench:
             again = self._accumulated(tried.full, tried.held, first, shares=shares)
             self.weighed = weighed_run(tried.full, again, self.record)
 
-    def _accumulated(self, full: Run, held: _Held, first: _Pairs, **changed: Any) -> Run:
+    def _accumulated(self, full: Run, held: HeldFields, first: PairsOfRanks, **changed: Any) -> Run:
         spots = tuple(
             tuple(None if pair is None else (pair[0]["number"], tuple(pair[2])) for pair in pairs) for pairs in first
         )
@@ -353,18 +362,18 @@ class _Bench:
         """
         ranks = self.record.together
         if ranks is None:
-            return 1.0
+            return self._times
         fit = ranks.weights
         if fit is None or fit.used_residual > ranks.rounding or not is_constant(fit.used, ranks.rounding):
             return float(ranks.ranks)
         return 1 / fit.used[0]
 
-    def feels(self, tried: _Tried, level: tuple[str, ...]) -> bool:
+    def feels(self, tried: HeldRuns, level: tuple[str, ...]) -> bool:
         """Whether a loss gives other gradients to half of the rows where the other half has other values."""
         moved = self._again("full", frozen=tried.held["frozen"], moved=level)
         return feels_the_rest(outputs_of(tried.full), outputs_of(moved), self.record.unit, level)
 
-    def control(self, tried: _Tried, what: str, kind: ControlKind) -> ControlRun:
+    def control(self, tried: HeldRuns, what: str, kind: ControlKind) -> ControlRun:
         """Returns what a control leaves, apart from parameters that the held code reads without a call of a module.
 
         It leaves rounding where it is no more than two runs of equal gradients are apart; else weights may explain it.
@@ -375,11 +384,12 @@ class _Bench:
         if left_out:
             names = labels(tried.full, tried.accumulated)
             what += f" (but for its own {listed([f'`{names[place]}`' for place in sorted(left_out)], 1)})"
-        left = left_by(tried.full, tried.accumulated, left_out, update=number)
+        summed = self.update.decided is Stage.SUMMED
+        left = left_by(tried.full, tried.accumulated, left_out, summed=summed, update=number)
         if left <= max(MANY_UNITS * unit, floors_allowed(unit) * self.update.noise):
             return ControlRun(what, left, True, kind=kind)
         round_ = rounds_of(tried.accumulated.events)[number - 1]
-        fit = fit_of(tried.full.samples(round_), tried.accumulated.samples(round_))
+        fit = fit_of(tried.full.samples(round_), tried.accumulated.samples(round_), summed=summed)
         explains = fit is not None and not fit.vacuous and fit.residual <= self.record.tolerance
         return ControlRun(what, left, False, fit if explains else None, kind)
 
@@ -389,7 +399,7 @@ class _Bench:
         return self._trial.again(role, **changed)
 
 
-def _causes(bench: _Bench) -> Iterator[Cause]:
+def _causes(bench: CouplingBench) -> Iterator[Cause]:
     """Yields what parts first, then with that held what parts next, until nothing but rounding is left."""
     tried, unit, whole = bench.tried({"frozen": (), "held": ()}), bench.record.unit, bench.update.relative_difference
     first = tried.each
@@ -423,7 +433,7 @@ def _explained(control: ControlRun, whole: float) -> float:
     return 1 - control.fit.residual / whole if control.fit is not None and share <= SMALL_PART else share
 
 
-def _loss_causes(bench: _Bench, tried: _Tried, first: _Pairs) -> Iterator[Cause]:
+def _loss_causes(bench: CouplingBench, tried: HeldRuns, first: PairsOfRanks) -> Iterator[Cause]:
     """Yields the loss, where it gives back to samples what depends on the others, or on what the loop computes of them.
 
     The second is only known by the control, and where no scale of a term can be behind it.
@@ -438,7 +448,7 @@ def _loss_causes(bench: _Bench, tried: _Tried, first: _Pairs) -> Iterator[Cause]
         feels = apart > 0 and bench.feels(tried, level)
         if not feels and not (apart and weights_excluded):
             continue
-        more: _Held = {**held, "held": tuple(dict.fromkeys((*held["held"], *level)))}
+        more: HeldFields = {**held, "held": tuple(dict.fromkeys((*held["held"], *level)))}
         what, kind = "the loss computed once over all outputs", ControlKind.CACHED_GRADIENTS
         control = bench.control(bench.tried(more, first), what, kind)
         if feels or control.rounding:
@@ -448,7 +458,7 @@ def _loss_causes(bench: _Bench, tried: _Tried, first: _Pairs) -> Iterator[Cause]
             return
 
 
-def _holding(suspect: Suspect, tried: _Tried, writers: dict[str, list[str]]) -> tuple[_Held, str, ControlKind]:
+def _holding(suspect: Suspect, tried: HeldRuns, writers: dict[str, list[str]]) -> tuple[HeldFields, str, ControlKind]:
     """What holds a module as well: evaluation mode where it keeps statistics, else what it does for the full batch."""
     path, held = suspect.operation.module or "", tried.held
     if path in writers:  # in their forwards modules write the buffers with these names
@@ -472,7 +482,7 @@ def _named(frozen: tuple[str, ...]) -> str:
     return ", ".join(f"`{owner or '(root)'}`" for owner in owners) + " in evaluation mode"
 
 
-def _loss(update: int, tried: _Tried, level: tuple[str, ...]) -> Operation:
+def _loss(update: int, tried: HeldRuns, level: tuple[str, ...]) -> Operation:
     """The loss, at the line in which rows first meet; else where it is made, or differentiated."""
     lines: list[list[Any]] = []
     for run in (tried.full, tried.accumulated):

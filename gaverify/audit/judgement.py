@@ -36,7 +36,7 @@ from gaverify.records.stages import (
 )
 from gaverify.records.windows import Round, Window, common_rounds, keys_of, numbered, rounds_of, windows_of
 from gaverify.rules.wording import phrase
-from gaverify.thresholds import FIT_FLOAT32, LOST_SHARE, MANY_UNITS, VISIBLE
+from gaverify.thresholds import COMPUTED_FLOAT32, FIT_FLOAT32, LOST_SHARE, MANY_UNITS, VISIBLE
 from gaverify.verdict.criteria import floors_allowed
 
 
@@ -123,6 +123,7 @@ def _compared(
     if change is not None and judged:
         stages.append(change)
     backwards = window.of("backward") if window is not None else ()
+    of_sum = decided is Stage.SUMMED or summed is used
     counted = tuple(event.values.get("counted", math.nan) for event in backwards)
     valid = tuple(max((count for count, _ in event.values.get("targets", ())), default=-1) for event in backwards)
     return UpdateComparison(
@@ -147,13 +148,31 @@ def _compared(
         unrepeatable=unrepeatable,
         unclear=unclear,
         decided=decided,
-        fit=_without_passes_of_others(runs, window, fit if decided is Stage.SUMMED or summed is used else fit_used),
+        fit=_without_passes_of_others(runs, window, fit if of_sum else fit_used),
         stages=tuple(stages),
         clips=clips,
         clips_full=clips_full,
         settings=settings_apart(full, each) if judged else (),
         missed=missed,
+        losses=_losses(window),
+        full_loss=_full_loss(full, whole, summed=of_sum),
     )
+
+
+def _losses(window: Window | None) -> tuple[float, ...]:
+    """The value of each number that a window's backward passes differentiated; NaN where it is not known."""
+    return tuple(event.values.get("loss", math.nan) for event in (window.of("backward") if window is not None else ()))
+
+
+def _full_loss(full: Samples, window: Window | None, *, summed: bool) -> float:
+    """The value whose gradient the full batch's is; NaN where the script makes more of its passes than a weighted sum.
+
+    A `GradScaler` differentiates the loss times its scale, and takes it out of the gradient later.
+    """
+    fit, losses = fit_of(full, full, summed=summed), _losses(window)
+    if fit is None or fit.residual > COMPUTED_FLOAT32 or len(fit.weights) != len(losses):
+        return math.nan
+    return sum(weight * loss for weight, loss in zip(fit.weights, losses, strict=True))
 
 
 def farthest_change(full: Samples, each: Sequence[Samples], unit: float) -> StageComparison | None:

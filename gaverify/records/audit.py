@@ -55,6 +55,8 @@ class UpdateComparison:
     `step_takes_factor`: a control showed that the step takes out the factor of the gradient, so that the weights agree.
     `counted`: what each micro-batch's loss was divided by, up to one factor, where no targets were seen.
     `scales`: for each micro-batch, what each number was multiplied by that its loss was made from, outermost first.
+    `losses`: the value of each number that a backward pass differentiated, as the script had scaled it; NaN if unknown.
+    `full_loss`: the value whose gradient the full batch's is, with what its script did to the gradient after the pass.
     `missed`: the samples of networks that take turns, where other networks were fed all of them in both runs and the
     ones of this update only a part.
     """
@@ -86,6 +88,8 @@ class UpdateComparison:
     settings: tuple[SettingDifference, ...] = ()
     step_takes_factor: bool = False
     missed: RowCheck | None = None
+    losses: tuple[float, ...] = ()
+    full_loss: float = math.nan
 
     @property
     def differs(self) -> bool:
@@ -165,6 +169,7 @@ class Record:
         unclipped: The updates in a control whose losses are too small to be clipped, where clipping was inside windows.
         terms: Of the loss of the first update that differs, where nothing else explained it and they add up to it.
         coupling: Where samples act on each other, in modules or in the loss, with what the control runs showed.
+        backward: The code whose backward depends on the batch, where the losses add up and the gradients do not.
         weighed: The accumulated run with the losses of the first update that differs times what they should count.
         made: The line that made that loss, where a framework's loop called it and differentiates it.
         float32: The script trains below float32, and what is compared are runs in float32.
@@ -191,6 +196,7 @@ class Record:
     unclipped: tuple[UpdateComparison, ...] = ()
     terms: tuple[LossTerm, ...] = ()
     coupling: tuple[Cause, ...] = ()
+    backward: Cause | None = None
     weighed: ControlRun | None = None
     made: tuple[str, int] | None = None
     float32: bool = False

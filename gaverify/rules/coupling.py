@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from gaverify.records.audit import Record
+from gaverify.records.comparison import Outcome
 from gaverify.records.experiment import Cause, ControlKind, Operation
 from gaverify.records.facts import BackwardPlace, Facts
 from gaverify.records.findings import Evidence, Finding, Location
@@ -18,7 +20,8 @@ from gaverify.rules.controls import (
     paired_remedy,
     proven,
 )
-from gaverify.rules.rule import controlled, finding_of, rule
+from gaverify.rules.rule import controlled, finding_of, judged, rule
+from gaverify.rules.scale import contradict_losses
 from gaverify.rules.wording import module_name, said, tested, told, words
 from gaverify.thresholds import FIT_FLOAT64, SAME_IN_FLOAT32
 
@@ -129,6 +132,9 @@ def _remedy(facts: Facts, cause: Cause) -> str:
 @rule("GAV104")
 def batch_dependent_backward(facts: Facts) -> Iterator[Finding]:
     """Yields a finding where all forwards and the losses agree, and gradients do not."""
+    if facts.loop is not None:
+        yield from _in_loop(facts.loop)
+        return
     repeats = facts.repeatability is None or facts.repeatability.backward <= SAME_IN_FLOAT32
     if facts.forward.causes or not facts.forward.agree or not facts.forward.loss_gap <= SAME_IN_FLOAT32 or not repeats:
         return
@@ -149,6 +155,33 @@ def batch_dependent_backward(facts: Facts) -> Iterator[Finding]:
         where=f"; gradients part in {_where(place, culprit)}" if culprit is not None else "",
         hooks=f"; hooks are registered on {hooked}" if hooked else "",
         remedy=words("GAV104")["remedies"][(place or BackwardPlace.MODULE).name],
+    )
+
+
+def _in_loop(loop: Record) -> Iterator[Finding]:
+    """The same for a training loop, whose losses add up as they are: other weights explain its gradients alone."""
+    update, cause = loop.divergent, loop.backward
+    if update is None or update.fit is None or not contradict_losses(loop, update):
+        return
+    run, fit = cause.control if cause is not None else None, update.fit
+    proven = run is not None and run.rounding
+    text = f"with {run.what} the difference" if run is not None else ""
+    sums = [
+        sum(weight * loss for weight, loss in zip(weights, update.losses, strict=True))
+        for weights in (fit.used, fit.weights)
+    ]
+    in_model = cause is not None and cause.suspect.in_model
+    yield told(
+        "GAV104.loop",
+        *([] if run is None else [judged("control", text, run.left, proven)]),
+        location=cause.suspect.operation.location if cause is not None and proven else None,
+        proven=proven,
+        rows=[row.name for row in update.parameters if row.outcome is Outcome.DIVERGENT],
+        update=update,
+        losses=sums[0],
+        full_loss=update.full_loss,
+        losses_fitted=sums[1],
+        remedy=words("GAV104")["remedies"][(BackwardPlace.MODULE if in_model else BackwardPlace.LOSS).name],
     )
 
 

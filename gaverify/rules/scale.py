@@ -18,7 +18,7 @@ def factor_in_loop(loop: Record, update: UpdateComparison) -> float | None:
     """Returns c where the accumulated gradient of an update is c ≠ 1 times the full batch's, to rounding."""
     if not update.judged or not _differs(update) or update.fit is None or _of_one_rank(loop, update.fit):
         return None
-    return constant_factor(update.fit, loop.tolerance)
+    return None if contradict_losses(loop, update) else constant_factor(update.fit, loop.tolerance)
 
 
 def counted_at(weights: Weights) -> str:
@@ -73,7 +73,29 @@ def weights_of(loop: Record) -> tuple[UpdateComparison, WeightFit] | None:
     fit = update.fit if update is not None else None
     if update is None or fit is None or fit.residual > loop.tolerance or not fit.weights or not _differs(update):
         return None
-    return (update, fit) if _unequal(fit, loop.tolerance) and not _of_one_rank(loop, fit) else None
+    unequal = _unequal(fit, loop.tolerance) and not _of_one_rank(loop, fit)
+    return (update, fit) if unequal and not contradict_losses(loop, update) else None
+
+
+def contradict_losses(loop: Record, update: UpdateComparison) -> bool:
+    """Whether weights explain an update's gradients, and its losses add up to the full batch's without them.
+
+    A micro-batch that weighs wrongly does so in its loss and in its gradient. Where the losses are right, the backward
+    depends on the batch.
+    """
+    fit, losses, full = update.fit, update.losses, update.full_loss
+    if fit is None or loop.ranks > 1 or not fit.determined or fit.residual > loop.tolerance:
+        return False
+    if len(losses) != len(fit.weights) or not all(map(math.isfinite, (full, *losses))):
+        return False
+    parts = [weight * loss for weights in (fit.used, fit.weights) for weight, loss in zip(weights, losses, strict=True)]
+    scale = max(map(abs, (full, *parts)))
+    misses, misses_fitted = (
+        abs(sum(weight * loss for weight, loss in zip(weights, losses, strict=True)) - full)
+        for weights in (fit.used, fit.weights)
+    )
+    # Constants and terms without a gradient make both sums wrong: such losses say nothing about the fitted weights.
+    return misses <= loop.tolerance * scale and misses_fitted > weight_tolerance(loop.tolerance) * scale
 
 
 def multipliers_of(loop: Record) -> tuple[float, ...]:

@@ -67,6 +67,7 @@ ANOTHER = {"full": "--batch-size 8 --accum 1 --generated 1", "accumulated": "--b
 CLIPPING, DRAWING, UNUSUAL = "loops_clipping.py", "train_drawing.py", "loops_unusual.py"
 SCALE, STEPS, EXTRAS = "loops_scale.py", "loops_steps.py", "loops_extras.py"
 RARE, WORDS, COUPLED = "loops_rare.py", "train_language_model.py", "loops_coupled.py"
+BACKWARD = "loops_backward.py"
 DRAWN = "diffusion mixed crops one_by_one ahead shuffled augmented stream sharded bucketed"
 TIMES_4 = "the gradient of update 1 is 4 times the full batch's = K"
 CACHED = "a two-pass cached gradient (`gaverify.remedies.CachedGradients`): tested"
@@ -222,6 +223,13 @@ ROWS = [
     # a cached gradient is right where samples act on each other
     Row("loops_coupled.py", "--loop cached"),
     Row("loops_coupled.py", "--loop penalised"),
+    # a backward that depends on the batch, where the losses add up; the twins treat rows alike, or weigh wrongly
+    looped(BACKWARD, "importance", "GAV104", proven=True, quick=True, options=ONE, words="what the loss gives back"),
+    looped(BACKWARD, "importance", common="--backward rows", quick=True, options=ONE),
+    looped(BACKWARD, "importance", "GAV104", "--late --scaler", proven=True, options=ONE),
+    looped(BACKWARD, "by_rows", "GAV104", mark="", proven=True, options=ONE, words="with what `3` gives back"),
+    looped(BACKWARD, "by_rows", common="--backward rows", options=ONE),
+    looped(BACKWARD, "importance_of_rows", "GAV202", mark="", proven=True, options=ONE),
     # single parameters: a factor of one alone (S06), terms that cancel (S13), float32 master copies
     looped(UNUSUAL, "two_towers", "GAV201", mark="cached", words="`logit_scale`"),
     looped(UNUSUAL, "two_towers", common="--scale once"),

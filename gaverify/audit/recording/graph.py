@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from gaverify.audit.recording.values import tensors_in
+from gaverify.audit.recording.values import plain, tensors_in
 from gaverify.passes.walks import addends, reached, unscaled
 from gaverify.thresholds import COMPUTED_FLOAT32
 from gaverify.tracebacks import Owner, Place, owner_of
@@ -188,6 +188,14 @@ class Weight:
     def scales(self) -> list[float]:
         """The gradient of each number on the way to the innermost one: what the script multiplied it by until there."""
         return [self._seen[depth] for depth in sorted(self._seen)]
+
+    def value_of(self, root: Any) -> float:
+        """Returns the number that was differentiated, times what `backward` was given and hooks made of that.
+
+        NaN where several numbers were, or nothing of it can be read.
+        """
+        values = plain(root) if 0 in self._seen else None
+        return math.nan if values is None else float(values) * self._seen[0]
 
     @property
     def counted(self) -> float | None:

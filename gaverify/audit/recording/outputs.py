@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from gaverify.audit.job import SCRIPT
-from gaverify.audit.recording.graph import behind, meetings
+from gaverify.audit.recording.graph import behind, line_of, meetings
 from gaverify.audit.recording.rows import input_shapes
 from gaverify.audit.recording.values import paths_in, place_in_group, plain, same, tensors_in
 from gaverify.passes.calls import Call, listening, per_channel_affine
@@ -71,6 +71,13 @@ class Outputs:
             return meetings(
                 [tensor.grad_fn for tensor in tensors_in(roots)], self._handed_out, counts, may_meet=self._small
             )
+
+    def custom_functions(self, roots: Any) -> list[Place]:
+        """Returns the lines between the models and the loss that call a function with a backward of its own."""
+        with self._work():
+            nodes = behind((tensor.grad_fn for tensor in tensors_in(roots)), self._handed_out)
+            custom = [node for node in nodes if isinstance(node, torch.autograd.function.BackwardCFunction)]
+            return [place for node in custom if (place := line_of(node)) is not None]
 
     def inside(self, roots: Any) -> list[str]:
         """Returns the modules from whose own code something flows into a loss that they hand out to nobody."""

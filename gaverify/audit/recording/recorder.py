@@ -96,7 +96,7 @@ class Recorder(Steps):
                 self.watch.let_go()
                 if self.job.cleared:
                     self.watch.clear()
-                if self.job.role in ("events", "accumulated"):
+                if self.job.role in ("events", "accumulated", "full"):
                     self._weight.begin(tensors)
                 if self._own is not None:
                     for entry in self.watch:
@@ -106,6 +106,7 @@ class Recorder(Steps):
                 if self._outputs is not None:
                     lines = [*self._outputs.meetings(tensors), *filter(None, [terms.made])]
                     met = {"met": lines, "inside": self._outputs.inside(tensors)}
+                    met["custom"] = self._outputs.custom_functions(tensors)
                 elif self.job.shares:
                     met = {"made": terms.made_within(place)}
                 if self._holding is not None:
@@ -323,6 +324,7 @@ class Recorder(Steps):
         if self._weight.counted is not None and (self._weight.of_a_sum or not targets):
             told["counted"] = self._weight.counted
         told["scales"] = self._weight.scales
+        told["loss"] = self._weight.value_of(roots)
         if framework := find_framework():
             told["framework"] = astuple(framework)
         if len(terms):

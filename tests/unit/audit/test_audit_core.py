@@ -339,6 +339,28 @@ class TestWeights:
         assert weights.values["weights"] == pytest.approx([0.1, 0.2, 0.3, 0.4])
         assert said in weights.statement
 
+    @pytest.mark.parametrize(
+        ("right", "used", "losses", "full", "code"),
+        [
+            ((0.4, 0.8, 1.2, 1.6), (1.0,) * 4, (0.5, 1.0, 1.5, 2.0), 5.0, "GAV104"),
+            ((0.25,) * 4, (1.0,) * 4, (0.5, 1.0, 1.5, 2.0), 5.0, "GAV104"),
+            # a scaler's 1024 is taken out before the step
+            ((0.4, 0.8, 1.2, 1.6), (2**-10,) * 4, (512.0, 1024.0, 1536.0, 2048.0), 5.0, "GAV104"),
+            # losses that weigh wrongly as well, and losses that say nothing: all are alike, one is not known
+            ((0.4, 0.8, 1.2, 1.6), (1.0,) * 4, (0.5, 1.0, 1.5, 2.0), 6.0, "GAV202"),
+            ((0.4, 0.8, 1.2, 1.6), (1.0,) * 4, (1.0,) * 4, 4.0, "GAV202"),
+            ((0.4, 0.8, 1.2, 1.6), (1.0,) * 4, (0.5, 1.0, math.nan, 2.0), 5.0, "GAV202"),
+            ((0.25,) * 4, (1.0,) * 4, (0.5, 1.0, 1.5, 2.0), 1.25, "GAV201"),
+        ],
+    )
+    def test_weights_are_blamed_unless_the_losses_add_up_without_them(
+        self, right: tuple[float, ...], used: tuple[float, ...], losses: tuple[float, ...], full: float, code: str
+    ) -> None:
+        is_one_factor = len(set(right)) == 1
+        explained = fit(1 / right[0] if is_one_factor else 0.97, 1e-7 if is_one_factor else 0.3, right, used=used)
+        differs = update(ratio=1.2, fit=explained, losses=losses, full_loss=full)
+        assert faults(findings_for(record(RIGHT, "BSZ BSZ", updates=(differs,)))) == [code]
+
     def test_weights_of_the_script_itself_are_not_called_averages(self) -> None:
         """`loss / (i % K + 1)`: equal micro-batches that the script counts unequally."""
         right = fit(1.5, 0.4, right=(0.25, 0.5, 0.75, 1.0))

@@ -70,6 +70,7 @@ VERIFIED = [rule.code for rule in rules.RULES if rule.code not in AUDITED]
 BOTH = [
     "GAV000",
     "GAV101",
+    "GAV104",
     "GAV201",
     "GAV202",
     "GAV203",

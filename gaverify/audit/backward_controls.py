@@ -1,0 +1,110 @@
+"""The control for losses that add up where gradients do not: whose backward depends on the batch?
+
+Both runs are made again, with the gradients that flow into what every module gives. They agree, up to the weights of
+the micro-batches, behind the code at fault, and differ before it. That code then gives back what it gave back for the
+full batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from gaverify.audit.coupling_controls import (
+    CouplingBench,
+    HeldRuns,
+    Pair,
+    agree,
+    calls_of_pair,
+    difference_allowed,
+    rows_of_pair,
+)
+from gaverify.audit.job import SCRIPT
+from gaverify.audit.running import Trial
+from gaverify.records.audit import Record, UpdateComparison
+from gaverify.records.experiment import Cause, ControlKind, Operation, Suspect
+from gaverify.rules.scale import contradict_losses
+from gaverify.thresholds import TINY
+from gaverify.tracebacks import shown
+
+
+def batch_dependent_backward(trial: Trial, record: Record) -> Record:
+    """Returns the record with the code whose backward depends on the batch, where losses contradict fitted weights."""
+    update = record.divergent
+    if update is None or not contradict_losses(record, update):
+        return record
+    # The script may divide its losses, or the gradients after its backward passes, in each run as it likes.
+    times = full_batch_weight(record, update) / update.fit.used[0] if update.fit is not None else 1.0
+    bench = CouplingBench(trial, record, update, times)
+    runs = bench.tried({"frozen": (), "held": ()})
+    if not runs.each or not agree(runs.pairs, record.unit):
+        return record
+    cause: Cause | None = None
+    for operation in _candidates(runs, times, record.unit, update.number):
+        path = SCRIPT if operation.module is None else operation.module
+        name = "the loss" if operation.module is None else f"`{path or '(root)'}`"
+        held = bench.tried({"frozen": (), "held": (path,)}, runs.each)
+        control = bench.control(held, f"what {name} gives back taken from the full batch", ControlKind.FULL_BATCH)
+        suspect = Suspect("rows", operation, None, update.relative_difference, 0, operation.module is not None, False)
+        cause = Cause(suspect, control) if cause is None or control.rounding else cause
+        if control.rounding:
+            break
+    return replace(record, backward=cause)
+
+
+def full_batch_weight(record: Record, update: UpdateComparison) -> float:
+    """Returns what the gradient of the full batch's backward passes is multiplied by until it decides."""
+    windows = [window for window in record.full_windows if window.number == update.number]
+    losses = sum(event.values.get("loss", math.nan) for window in windows for event in window.of("backward"))
+    return update.full_loss / losses if losses else math.nan
+
+
+def _candidates(runs: HeldRuns, times: float, unit: float, update: int) -> Iterator[Operation]:
+    """Yields the code whose backward may be at fault: a module behind the last gradient that differs, or around it."""
+    pairs = [pair for pair in runs.pairs if pair is not None]
+    differing = {key for pair in pairs for key in _differing_calls(pair, times, unit)}
+    calls = [(key, whole) for key, whole, _ in calls_of_pair(pairs[0])] if pairs else []
+    # calls are in the order in which they end: the backward reaches the last of them first
+    for at, (key, call) in reversed([*enumerate(calls)]):
+        around = call["under"]
+        agrees_around = around == SCRIPT or not any(path == around for path, _ in differing)
+        if key not in differing or not agrees_around:
+            continue
+        behind = [other for name, other in calls[at + 1 :] if other["under"] == around and name not in differing]
+        yield from (_operation_of(other) for other in behind[:1])
+        if around == SCRIPT:
+            yield _operation_of_loss(runs, update)
+        else:
+            yield from (_operation_of(other) for _, other in calls if other["path"] == around)
+        return
+
+
+def _differing_calls(pair: Pair, times: float, unit: float) -> Iterator[tuple[str, int]]:
+    """Yields the calls that are given back other gradients for a micro-batch's rows than `times` the full batch's."""
+    for key, whole, part in calls_of_pair(pair):
+        gradients = whole["gradients"], part["gradients"]
+        for path in gradients[0].keys() & gradients[1].keys():
+            both = rows_of_pair(pair, gradients[0][path], gradients[1][path])
+            if both is not None and _relative_difference(times * both[0], both[1]) > difference_allowed(unit):
+                yield key
+
+
+def _relative_difference(full: torch.Tensor, part: torch.Tensor) -> float:
+    return float((full - part)[..., :2].abs().max() / full[..., :2].abs().max().clamp_min(TINY))
+
+
+def _operation_of(call: dict[str, Any]) -> Operation:
+    file, line = call["place"] or (None, None)
+    return Operation("backward", call["path"], call["kind"], file=file and shown(file), line=line)
+
+
+def _operation_of_loss(runs: HeldRuns, update: int) -> Operation:
+    """The loss, at the line of the function with a backward of its own where it has one; else where it is made."""
+    event = next(event for event in runs.full.events if event.kind == "backward" and event.update == update)
+    lines = [*event.values.get("custom", ()), *event.values.get("met", ())[-1:], event.place]
+    file, line = next((place for place in lines if place is not None), (None, None))
+    return Operation("backward", file=file and shown(file), line=line)
