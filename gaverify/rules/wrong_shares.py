@@ -337,7 +337,7 @@ def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
     if shares is None or (shares.term is None and explains_skipped(loop, shares.update)):
         return
     update, fit, script, weights, table = shares.update, shares.fit, shares.script, shares.weights, words("GAV202")
-    kind = shares.shares_of or _kind(update, weights, script, loop.tolerance)
+    kind = shares.shares_of or _kind(shares, loop.tolerance)
     adds_up = script is not None or kind == "running-sum"
     usual = ", ".join(f"{min(weights) / weight:.3g}" for weight in weights[:12]) if all(weights) else ""
     control: tuple[Evidence, ...] = ()
@@ -404,12 +404,16 @@ def _instead_of(script: ScriptWeights) -> str:
     return "" if _is_equal(script) else f", in place of {_script_factor(script)}"
 
 
-def _kind(update: UpdateComparison, weights: tuple[float, ...], script: ScriptWeights | None, tolerance: float) -> str:
+def _kind(shares: WrongShares, tolerance: float) -> str:
     """What is wrong with weights that are no shares of anything seen."""
+    update, weights, script = shares.update, shares.weights, shares.script
     if all(abs(weight) < tolerance for weight in weights[:-1]):
         return "running-sum"
     if len(set(update.sizes)) == 1 and len(set(update.valid_targets)) == 1 and all(weights) and _is_equal(script):
-        return "equal-sizes"
+        used = shares.fit.used
+        # as the script counts them equally, it is the loss that divides by an amount of each micro-batch
+        counted_equally = bool(used) and all(abs(each - used[0]) < tolerance * abs(used[0]) for each in used)
+        return "weighted-means" if counted_equally and script is not None else "equal-sizes"
     if script is None:
         return "moving"
     return "uncounted" if update.valid_targets else "unseen"

@@ -111,6 +111,7 @@ ROWS = [
     looped(SCALE, "marked_means", "GAV202", "--by average", words="count otherwise than in the full batch", **RAGGED),
     looped(SCALE, "marked_means", common="--by marked", **RAGGED),
     looped(SCALE, "matched_targets", "GAV202"),  # B11
+    looped(SCALE, "class_weights", "GAV202", quick=True, proven=True, words=f"{COUNTED}: here, multiply"),
     looped(SCALE, "empty_micro_batch", "GAV203"),
     # the valid tokens of two sentences each, times K: 14, 12, 12 and 15 of 53
     looped(WORDS, "mean_of_means", "GAV202", "--dropout 0.1", words="by 56/53, 48/53, 48/53, 60/53", **LESS),  # B01
@@ -155,6 +156,7 @@ ROWS = [
     looped(RARE, "skipped_micro_batch", common="--skip window", quick=True),
     # sums that a script keeps itself: what the optimizer sees is controlled
     looped(RARE, "sums_of_its_own", "GAV201", "--skip division", mark="", quick=True, proven=True, words="= K"),
+    looped(RARE, "functional", quick=True),
     looped(RARE, "dropout_in_the_loss", common="--dropout 0.3", notes="GAV301"),
     # A01, D01: the gradients differ, the running statistics drift, and no line of the loop is blamed
     looped(SCALE, "usual", "GAV101", "--batchnorm", mark="", notes="GAV402"),

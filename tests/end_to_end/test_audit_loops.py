@@ -35,6 +35,12 @@ def test_gradients_that_a_script_transforms_per_micro_batch_are_not_called_lost(
     assert (result.code, result.faults) == (1, set()) and "GAV000" in str(result), str(result)
 
 
+def test_directions_of_each_micro_batch_are_no_cut_off_window() -> None:
+    """The weights are put back to rounding before the step, and the sums hold every second pass."""
+    result = audit("loops_rare.py", common="--loop sharpness_per_micro_batch")
+    assert (result.code, result.faults) == (1, set()) and "GAV000" in str(result), str(result)
+
+
 def test_weights_are_not_compared_after_the_full_batchs_gradient() -> None:
     """An update that is not judged was given that gradient as well: "weights differ by 0 %" would be no news."""
     result = audit("loops_steps.py", common="--loop all_but_the_boundary")

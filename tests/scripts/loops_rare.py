@@ -66,6 +66,46 @@ def sharpness_aware(args, loader):
         optimizer.step()
 
 
+def sharpness_per_micro_batch(args, loader):
+    """The direction is that of each micro-batch; what the second passes give is added up outside `.grad`."""
+    model = network(args.dropout)
+    optimizer = sgd(model, args)
+    for window in windows(loader, args.accum):
+        sums = [torch.zeros_like(parameter) for parameter in model.parameters()]
+        for features, labels in window:
+            moves = {}
+            for _ in range(2):
+                optimizer.zero_grad()
+                (criterion(model(features), labels) / args.accum).backward()
+                if not moves:
+                    norm = torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).norm()
+                    moves = {parameter: 0.5 * parameter.grad / norm for parameter in model.parameters()}
+                    move(moves, 1)
+            move(moves, -1)
+            sums = [total + parameter.grad for total, parameter in zip(sums, model.parameters(), strict=True)]
+        for total, parameter in zip(sums, model.parameters(), strict=True):
+            parameter.grad = total
+        optimizer.step()
+
+
+def functional(args, loader):
+    """`torch.func.grad`: no backward pass is seen, and the script puts the gradients in place."""
+    model = network(args.dropout)
+    optimizer = sgd(model, args)
+
+    def loss(parameters, features, labels):
+        return criterion(torch.func.functional_call(model, parameters, (features,)), labels) / args.accum
+
+    for window in windows(loader, args.accum):
+        optimizer.zero_grad()
+        for features, labels in window:
+            parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+            gradients = torch.func.grad(loss)(parameters, features, labels)
+            for name, parameter in model.named_parameters():
+                parameter.grad = gradients[name] if parameter.grad is None else parameter.grad + gradients[name]
+        optimizer.step()
+
+
 @torch.no_grad()
 def move(moves, sign):
     for parameter, amount in moves.items():

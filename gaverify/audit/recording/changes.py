@@ -19,7 +19,8 @@ from torch import nn
 
 from gaverify.audit.recording.values import Sample, copied
 from gaverify.audit.recording.watching import Seen, Watch
-from gaverify.thresholds import ONE_FACTOR
+from gaverify.passes.precision import unit_roundoff
+from gaverify.thresholds import FEW_UNITS, ONE_FACTOR
 from gaverify.tracebacks import LineHunt, Owner, Place
 
 What = Literal["moved", "edited", "settings"]
@@ -179,6 +180,13 @@ class Waiting:
     changes: dict[int, torch.Tensor]
 
 
+def _is_put_back(before: torch.Tensor, after: torch.Tensor, sample: Sample) -> bool:
+    """Whether weights are where they were: adding a direction and taking it off again leaves roundings behind."""
+    roundoff = max((unit_roundoff(each.dtype) for each in sample.parameters if each.is_floating_point()), default=0.0)
+    allowed = FEW_UNITS * roundoff * torch.maximum(before.abs(), after.abs()).max()
+    return bool(((after - before).abs() <= allowed).all())
+
+
 class Unannounced:
     """Counts how often weights moved after a differentiation without a step: by no optimizer of torch's.
 
@@ -206,7 +214,7 @@ class Unannounced:
         if seen and torch.equal(now, seen[-1]):
             return
         if seen and self._differentiated:
-            back = torch.equal(now, seen[0])
+            back = _is_put_back(seen[0], now, sample)
             self.moves += 1
             self._differentiated = False
             self._moved += [sample] * (held and not back)
