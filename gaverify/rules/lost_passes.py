@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from gaverify.records.audit import Record, UpdateComparison
+from gaverify.records.audit import Record
 from gaverify.records.comparison import Outcome
 from gaverify.records.events import LostPasses
 from gaverify.records.facts import Facts
@@ -70,11 +70,7 @@ def cut_off(loop: Record) -> list[LostPasses]:
         and _is_tail(loop, loss)
         and (loss.window, len(loss.backwards)) not in whole
     ]
-    return [
-        loss
-        for loss in tails
-        if not (_is_transformed(loop, loss) if loss.survivors > 0 else _summed_elsewhere(loop, loss))
-    ]
+    return [loss for loss in tails if loss.survivors > 0 or not _summed_elsewhere(loop, loss)]
 
 
 def _is_tail(loop: Record, loss: LostPasses) -> bool:
@@ -109,27 +105,13 @@ def _summed_elsewhere(loop: Record, loss: LostPasses) -> bool:
     unseen = update.decided is Stage.CHANGE and update.outcome is Outcome.INCONCLUSIVE
     if update.judged and (update.outcome is Outcome.EQUIVALENT or unseen):
         return True  # equal, or the weights alone were seen, which change alike or show nothing of the gradient's size
-    used = _used_weights(loop, window, update)
-    if used is None:
-        return _is_transformed(loop, loss)
-    largest = max(map(abs, used))
-    lost = [weight for weight, event in zip(used, window.of("backward"), strict=True) if event in loss.backwards]
+    backwards, fit = window.of("backward"), update.fit
+    if fit is None or fit.used_residual > loop.tolerance or len(fit.used) != len(backwards):
+        # a script that puts gradients in place may have transformed what each pass gave: nothing shows which are lost
+        return any(step.values.get("by_hand") for step in window.steps)
+    largest = max(map(abs, fit.used))
+    lost = [weight for weight, event in zip(fit.used, backwards, strict=True) if event in loss.backwards]
     return all(abs(weight) > LOST_SHARE * largest for weight in lost)
-
-
-def _used_weights(loop: Record, window: Window, update: UpdateComparison) -> tuple[float, ...] | None:
-    """The weights with which each backward pass reached the step; None where no weights explain the gradient."""
-    fit = update.fit
-    explained = fit is not None and fit.used_residual <= loop.tolerance and len(fit.used) == window.backwards
-    return fit.used if fit is not None and explained else None
-
-
-def _is_transformed(loop: Record, loss: LostPasses) -> bool:
-    """Whether a script puts gradients in place that no weights of the passes explain: nothing shows which are lost."""
-    window, update = loop.window_of(loss.window), loop.update_of(loss.window)
-    if window is None or update is None or _used_weights(loop, window, update) is not None:
-        return False
-    return any(step.values.get("by_hand") for step in window.steps)
 
 
 @rule("GAV603")
