@@ -27,7 +27,7 @@ from gaverify.passes.calls import Call, listening
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.precision import moved
-from gaverify.passes.walks import addends, read_by_parameters, unscaled
+from gaverify.passes.walks import addends, is_made_of_parameter, read_by_parameters, unscaled
 from gaverify.records.experiment import ControlKind, ControlRun, Count, FunctionKey, TermKind
 from gaverify.records.facts import Facts
 from gaverify.thresholds import COMPUTED_FLOAT32, HELPS, SAME_NUMBER, SMALL_PART
@@ -209,6 +209,9 @@ class _Listener(PassProbe):
         self._modules = {module: path for path, module in model.named_modules()} if isinstance(model, nn.Module) else {}
         self._running: Sequence[Call] = ()
         self._in_model: list[tuple[Any, FunctionKey]] = []
+        # by identity, which no other tensor takes as long as this one is kept
+        self._inputs: dict[int, tuple[torch.Tensor, set[FunctionKey]]] = {}
+        self._applied: set[FunctionKey] = set()
         self._returns_loss = False
         self.counts: dict[FunctionKey, tuple[float, bool]] = {}
         self.terms: dict[FunctionKey, float] = {}
@@ -223,9 +226,10 @@ class _Listener(PassProbe):
         self._numbers.clear()
         trained = read_by_parameters([loss.grad_fn]) if self._returns_loss and self._in_model else set()
         for node, key in self._in_model:
-            if not self._returns_loss or node in trained:
+            if not self._returns_loss or node in trained or key in self._applied:
                 self.counts.pop(key, None)
         self._in_model.clear()
+        self._inputs.clear()
 
     @contextmanager
     def around(self, k: int | None) -> Iterator[None]:
@@ -240,16 +244,36 @@ class _Listener(PassProbe):
 
     def _called(self, key: FunctionKey, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
+        self._follow_inputs((args, kwargs), result)
         if isinstance(result, torch.Tensor) and result.is_floating_point() and not is_in_functorch_transform():
             with without_torch_function(), torch.no_grad():
                 count = _count(key[0], func, args, kwargs, result)
             if count is not None and abs(count) < math.inf:
                 self.counts[key] = count, result.requires_grad
                 if result.numel() > 1 and any(call.module in self._modules for call in self._running):
-                    self._in_model.append((result.grad_fn, key))
+                    self._note_in_model(result, {key})
             if result.numel() == 1 and result.grad_fn is not None:
                 self._numbers[result.grad_fn] = key, result.detach()
         return result
+
+    def _follow_inputs(self, arguments: Sequence[Any], result: Any) -> None:
+        """Follows scaled inputs, which have no graph, to where a parameter is applied to them."""
+        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+        keys = {key for tensor in tensors if id(tensor) in self._inputs for key in self._inputs[id(tensor)][1]}
+        if not keys:
+            return
+        with without_torch_function():
+            if any(map(is_made_of_parameter, tensors)):
+                self._applied |= keys
+                return
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, torch.Tensor):
+                    self._note_in_model(leaf, keys)
+
+    def _note_in_model(self, tensor: torch.Tensor, keys: set[FunctionKey]) -> None:
+        self._in_model += [(tensor.grad_fn, key) for key in keys]
+        if tensor.grad_fn is None:
+            self._inputs[id(tensor)] = tensor, keys
 
 
 class _Rescaled(PassProbe):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, TypeVar
 
+import torch
+
 T = TypeVar("T", bound=Hashable)
 
 
@@ -84,6 +86,13 @@ def read_by_parameters(starts: Iterable[Any]) -> set[Any]:
         if len(operands) > 1 and any(map(_is_parameter, operands)):
             read += operands
     return set(reached(read, _operands))
+
+
+def is_made_of_parameter(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a parameter of several elements, in another shape or precision maybe."""
+    if tensor.grad_fn is None:
+        return tensor.requires_grad and tensor.numel() > 1
+    return _is_parameter(tensor.grad_fn)
 
 
 def _operands(node: Any) -> list[Any]:

@@ -279,6 +279,26 @@ class Dropped(nn.Module):
         return x * mask * (mask.numel() / mask.sum())  # planted own-drop-block
 
 
+class ScaledInputs(nn.Module):
+    """Scales its inputs by the share that a mask keeps, of the batch or of each sample, and returns its loss."""
+
+    def __init__(self, dims: tuple[int, ...], in_all: bool) -> None:
+        super().__init__()
+        self.inner, self.dims, self.in_all = nn.Linear(6, 6), dims, in_all
+
+    def forward(self, x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        scaled = x * kept / kept.mean(self.dims, keepdim=True)  # planted scaled-inputs
+        errors = (self.inner(scaled) - x).square()
+        return (errors * (1 - kept)).sum() / (1 - kept).sum() if self.in_all else errors.mean()
+
+
+def _scaled_inputs(*dims: int, in_all: bool = False) -> Problem:
+    torch.manual_seed(0)
+    kept = (torch.rand(16, 6) < torch.linspace(0.3, 0.9, 16)[:, None]).float()
+    kept[:, 0] = 1
+    return Problem(ScaledInputs(dims, in_all), lambda m, b: m(*b), (torch.randn(16, 6), kept))
+
+
 def _clearing(how: str) -> Problem:
     torch.manual_seed(0)
     model = mlp()
@@ -309,6 +329,7 @@ FAULTS = (
         "empty-share", lambda: _own_loss(PositiveShare()), "GAV102", "by infinity where nothing is kept", module="kept"
     ),
     fault("own-loss", lambda: _own_loss(nn.Tanh(), 3), "GAV202", "a mean of the loss within the model"),
+    fault("scaled-inputs", lambda: _scaled_inputs(0, 1), "GAV102", "inputs have no graph that shows it", module=""),
     fault("step-size", lambda: _adaptive(False), "GAV102", "the error is a norm over the batch"),
     fault("tensor-steps", lambda: _tensor_steps(False), "GAV102", "a solver hardly hears of its error norm"),
     fault("graph-norm", lambda: _graphs(False), "GAV102", "graphs reach across the micro-batches", module=""),
@@ -324,8 +345,18 @@ TWINS = (
     quiet("drop-block", lambda: _dropped_blocks(True), "each sample has a share of its own"),
     quiet("own-drop-block", lambda: _own_loss(Dropped(True)), "each sample has a share of its own"),
     quiet("own-loss", lambda: _own_loss(nn.Tanh()), "all samples are valid"),
+    quiet("scaled-inputs", lambda: _scaled_inputs(1), "each sample has a share of its own"),
     quiet("step-size", lambda: _adaptive(True), "the same steps for every batch"),
     quiet("tensor-steps", lambda: _tensor_steps(True), "each sample has steps of its own"),
     quiet("graph-norm", lambda: _graphs(True), "each node has a mean of its own"),
     quiet("larger-deviation", lambda: _images(True), "each sample has a deviation of its own"),
+)
+
+COMBINED = (
+    fault(
+        "masked-and-scaled",
+        lambda: _scaled_inputs(0, 1, in_all=True),
+        "GAV102 GAV202",
+        "a share of the inputs, and a mean over the rest",
+    ),
 )

@@ -188,7 +188,8 @@ class OperationTracer(PassProbe):
     def _enter(self, call: Call, *_: Any) -> None:
         kind, parents = type(call.module), tuple(parent.position for parent in call.parents)
         library = kind.__module__.split(".")[0] == "torch"
-        self.trace.calls.append(ModuleCall(self._names.get(call.module), kind.__name__, library, parents))
+        has_weights = any(weight.numel() > 1 for weight in call.module.parameters(recurse=False))
+        self.trace.calls.append(ModuleCall(self._names.get(call.module), kind.__name__, library, parents, has_weights))
 
     def _leave(self, call: Call, output: Any) -> None:
         outputs = tuple(self._writers.get(_address(tensor)) for tensor in _tensors(output))

@@ -5,7 +5,7 @@ Shapes: B samples, K micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -187,19 +187,26 @@ class Reader:
         )
 
     def _in_model(self, index: int) -> bool:
-        """Whether a module around the step hands out samples that come from it, even where they agree by value."""
-        outputs = {
-            output
-            for call in self._full.around(self._full.steps[index].call)
-            for output in call.outputs
-            if call.path is not None and output is not None and self._m.rows[output] is not None
-        }
+        """Whether a module around the step returns samples that come from it, even where they agree by value.
+
+        Where that module returns its loss, whether layers inside it are applied to what comes from the step.
+        """
+        around = [call for call in self._full.around(self._full.steps[index].call) if call.path is not None]
+        outputs = {o for call in around for o in call.outputs if o is not None and self._m.rows[o] is not None}
         downstream = self._dependence.descendants(index)
         if bool(outputs) and not outputs.isdisjoint(downstream):
+            return True
+        if not outputs and any(self._is_layer_behind(call, around, downstream) for call in self._full.calls):
             return True
         # a number that Python code reads decides what the module computes from then on: a step size, a branch
         read = [step for step in downstream if self._full.steps[step].name in DECISIONS]
         return bool(read) and any(output > min(read) and self._m.differs(output) for output in outputs)
+
+    def _is_layer_behind(self, call: ModuleCall, around: Sequence[ModuleCall], downstream: Container[int]) -> bool:
+        """Whether a call within some others is that of a layer with weights whose rows come from a step."""
+        within = call.has_weights and any(self._full.calls[parent] in around for parent in call.parents)
+        rows = [output for output in call.outputs if output is not None and self._m.rows[output] is not None]
+        return within and any(output in downstream for output in rows)
 
     def _in_model_of(self, trace: Trace, position: int) -> bool:
         """Whether a module around a stray hands out what not all traces computed."""

@@ -181,13 +181,15 @@ class TracedOperation:
 class ModuleCall:
     """One call of a module: the calls around it, innermost last, and the steps that wrote its tensor outputs.
 
-    None stands for an output that no operation wrote: a parameter.
+    None stands for an output that no operation wrote: a parameter. `has_weights`: it has parameters of several
+    elements itself, not in its children alone.
     """
 
     path: str | None
     kind: str
     library: bool
     parents: tuple[int, ...]
+    has_weights: bool = False
     outputs: tuple[int | None, ...] = ()
 
 
