@@ -66,6 +66,7 @@ def test_the_pages_that_it_links_are_there_and_current() -> None:
     for path in re.findall(r"\]\(([^)#:]+)\)", TEXT):
         assert (readme.ROOT / path).exists(), path
     assert readme.TEMPLATES.read_text(encoding="utf-8") == readme.templates()
+    assert readme.AUDIT.read_text(encoding="utf-8") == readme.audit_options()
 
 
 def test_the_picture_is_the_report_of_now() -> None:

@@ -1,15 +1,20 @@
-"""Values that a run is given in place of those written in the source: a constant, a default, an entry of a dictionary.
+"""Values that a run is given in place of its own: a constant, a default, an entry of a dictionary, a parser's default.
 
 A name is read from the outside in: `BATCH_SIZE` of the script, `Config.batch_size` of a class, `main.batch_size` of a
 function (a variable or a parameter's default), `config.batch_size` of a dictionary or of the keywords of a call that is
 assigned to `config`, `DataLoader.batch_size` of a keyword wherever `DataLoader` is called; with a module's name in
 front, of a module that the script imports. The source is changed as it is compiled, so that every line keeps its number
-and no file is written. A name of the script's that nothing takes is told before anything starts. No torch.
+and no file is written. A name without a dot that the script's source does not assign may be an option of an `argparse`
+parser, wherever that is built: its default is set when the arguments are parsed. A name of the script's that nothing
+takes is told before anything starts, as far as the script's text tells. No torch.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
+import shlex
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
@@ -41,6 +46,7 @@ class Edits:
     def __init__(self, values: Values, main: str = "", noted: Path | None = None) -> None:
         self._values, self._main, self._noted = tuple(values), main, noted
         self.placed: set[str] = set()
+        self._parsed: set[str] = set()  # of these, options of parsers: several parsers may have one
 
     @property
     def wanted(self) -> tuple[str, ...]:
@@ -48,7 +54,8 @@ class Edits:
         return tuple(name for name, _ in self._values if name not in self.placed)
 
     def install(self) -> None:
-        """Compiles modules with their values from now on; modules without any are left to Python."""
+        """Compiles modules with their values, and parses arguments with their defaults, from now on."""
+        self._install_defaults()
         original = SourceFileLoader.get_code
         edits = self
 
@@ -60,6 +67,21 @@ class Edits:
             return edits.compiled(self.get_data(path), path, wanted)
 
         SourceFileLoader.get_code = get_code  # type: ignore[method-assign,assignment]
+
+    def _install_defaults(self) -> None:
+        original: Any = argparse.ArgumentParser.parse_known_args
+        edits = self
+
+        def parse_known_args(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
+            given = list(sys.argv[1:] if args is None else args)
+            for name, word in edits._values:
+                in_source = name in edits.placed and name not in edits._parsed
+                if not in_source and set_default(self, name, word, given):
+                    edits._parsed.add(name)
+                    edits._note(name)
+            return original(self, given, namespace)
+
+        argparse.ArgumentParser.parse_known_args = parse_known_args  # type: ignore[method-assign]
 
     def script(self, source: bytes, path: str) -> CodeType:
         """Returns the code of the script with its values."""
@@ -114,6 +136,75 @@ def placed(tree: ast.Module, name: str, word: str, what: str = "") -> int:
     return len(places)
 
 
+def set_default(parser: argparse.ArgumentParser, name: str, word: str, given: Sequence[str]) -> bool:
+    """Makes a word the default of a parser's option, and returns whether the parser has an option of that name.
+
+    Args:
+        parser: Its options that are required are not any more, once they have a default.
+        name: What the option is called in the parsed arguments, or on the command line without its dashes.
+        word: As it would stand on the command line; for options without a value `True` or `False`.
+        given: The arguments that will be parsed.
+
+    Raises:
+        ProblemError: The option does not take the word, or the arguments give it another one.
+    """
+    wanted = name.replace("-", "_")
+    for action in parser._actions:
+        names = {action.dest, *(option.lstrip("-").replace("-", "_") for option in action.option_strings)}
+        if wanted not in names or not action.option_strings:
+            continue
+        if any(argument.partition("=")[0] in action.option_strings for argument in given):
+            option = max(action.option_strings, key=len)
+            raise ProblemError(f"`{name}={word}`: the arguments of this run give `{option}` as well; leave one out")
+        parser.set_defaults(**{action.dest: _read_default(parser, action, word, f"`{name}={word}`")})
+        action.required = False
+        return True
+    return False
+
+
+def _read_default(parser: argparse.ArgumentParser, action: argparse.Action, word: str, what: str) -> Any:
+    """What the option would make of the word on a command line."""
+    if action.nargs == 0:
+        if word.lower() not in ("true", "false"):
+            raise ProblemError(f"{what}: the option takes no value; write `True` or `False`")
+        return word.lower() == "true"
+    words = [word] if action.nargs in (None, argparse.OPTIONAL) else shlex.split(word)
+    try:
+        values = [parser._get_value(action, each) for each in words]
+        for value in values:
+            parser._check_value(action, value)
+    except argparse.ArgumentError as error:
+        raise ProblemError(f"{what}: {error.message}") from None
+    return values[0] if action.nargs in (None, argparse.OPTIONAL) else values
+
+
+_PARSING = ("parse_args", "parse_known_args", "parse_args_into_dataclasses")
+"""Methods of parsers: a script that calls one may take its options from a module that it imports."""
+
+
+def _options(tree: ast.Module) -> dict[str, int]:
+    """The options that a module's own calls of `add_argument` name, with their lines."""
+    found: dict[str, int] = {}
+    for call in ast.walk(tree):
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument":
+            words = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg == "dest")]
+            for word in words:
+                if isinstance(word, ast.Constant):
+                    found.setdefault(str(word.value).lstrip("-").replace("-", "_"), call.lineno)
+    return found
+
+
+def _may_parse_elsewhere(tree: ast.Module, folder: Path) -> bool:
+    """Whether options may be added outside of the text: it parses without adding any, or imports a module beside it."""
+    nodes = list(ast.walk(tree))
+    if not _options(tree) and any(isinstance(node, ast.Attribute) and node.attr in _PARSING for node in nodes):
+        return True
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    tops = {name.partition(".")[0] for name in names}
+    return any((folder / top).is_dir() or (folder / f"{top}.py").is_file() for top in tops if top)
+
+
 def check_values(script: str, module: bool, values: Values) -> None:
     """Raises for values that nothing in a script's text can take.
 
@@ -126,6 +217,8 @@ def check_values(script: str, module: bool, values: Values) -> None:
     known = {place.name.partition(".")[0] for place in _places(tree)}
     counts = {name: placed(tree, name, word, f"`{name}={word}`") for name, word in values}
     own = [name for name, count in counts.items() if not count and ("." not in name or name.partition(".")[0] in known)]
+    options, elsewhere = _options(tree), _may_parse_elsewhere(tree, Path(script).parent)
+    own = [name for name in own if "." in name or not (elsewhere or name.replace("-", "_") in options)]
     if own and tree.body:
         raise ProblemError("\n".join(not_placed(name, script) for name in own))
 
@@ -138,13 +231,15 @@ def not_placed(name: str, script: str) -> str:
     names: dict[str, list[str]] = {}
     for place in shortest.values():
         names.setdefault(place.name, []).append(str(place.line))
+    for option, line in _options(parsed(Path(script))).items():
+        names.setdefault(option, []).append(str(line))
     last = name.rpartition(".")[2]
     lasts = {taker.rpartition(".")[2] for taker in names}
     word = last if last in lasts else ("" if nearest(name, names) else nearest(last, lasts))
     near = [taker for taker in names if taker.rpartition(".")[2] == word] or [nearest(name, names)]
     shown = " or ".join(f"`{taker}` (line {' and '.join(names[taker])})" for taker in near[:_SHOWN] if taker)
     advice = f"did you mean {shown}?" if shown else "write the name as `function.name` where it stands in a function"
-    return f"`{script}` assigns no `{name}`, nor does a module of that name that it imports; {advice}"
+    return f"`{script}` assigns no `{name}`, parses no such option and imports no module of that name; {advice}"
 
 
 def _places(scope: _Scope, prefix: str = "") -> Iterator[_Place]:

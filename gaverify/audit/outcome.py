@@ -148,6 +148,7 @@ def report_of(
         trainable=sum(math.prod(shape) for members in meta["parameters"] for _, shape in members),
         method=Method.EVENTS if request.events_only else _method(record),
         events_only=request.events_only,
+        calls_in_order=outcome is Outcome.INCONCLUSIVE and _calls_are_in_order(request, record),
         timings=dict(timings),
         left_out=dict(meta.get("left_out", {})),
         ranks=record.together,
@@ -184,7 +185,7 @@ def same_arguments(request: Request) -> AuditReport:
 def _decided(request: Request, record: Record, findings: tuple[Finding, ...]) -> tuple[Outcome, str]:
     faults = [finding for finding in findings if finding.severity == "fault"]
     differing = record.divergent
-    if record.ranks > 1 and record.together is None:
+    if _is_one_of_several(record):
         return Outcome.INCONCLUSIVE, phrase("outcome.one-of-several", record=record)
     open_ = _open(record, differing, faults)
     if open_:
@@ -213,6 +214,16 @@ def _decided(request: Request, record: Record, findings: tuple[Finding, ...]) ->
     fewer = phrase("outcome.fewer", made=made, wanted=wanted) if made < wanted else ""
     told = fewer + _hidden(record) + _in_both_runs(record) + record.epochs + _launched_alone(request, record)
     return Outcome.EQUIVALENT, _compared(record).rstrip("; ") + told
+
+
+def _is_one_of_several(record: Record) -> bool:
+    """Whether the script trains in several processes of which one was seen."""
+    return record.ranks > 1 and record.together is None
+
+
+def _calls_are_in_order(request: Request, record: Record) -> bool:
+    """Whether calls alone were checked and enough of them were seen; asked where no rule finds a fault in them."""
+    return request.events_only and bool(record.complete) and not _is_one_of_several(record)
 
 
 def _named(findings: Sequence[Finding]) -> str:

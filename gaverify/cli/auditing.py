@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from gaverify.records.audit_report import AuditReport
 
 
-_NOT_KEYS = frozenset({"kept", "show_all", "strict", "form", "outputs", "debug", "help"})
+_NOT_KEYS = frozenset({"kept", "quiet", "show_all", "strict", "form", "outputs", "color", "debug", "help"})
 """Options that say how to report: they belong to the call, not to one of its audits."""
 _EXAMPLE = 'script = "train.py"'
 
@@ -157,6 +157,12 @@ _NUMBERS = {"updates": (int, 2), "steps": (int, 1), "timeout": (float, 600), "se
 """Options that are numbers, and what a message offers in place of a word that is none."""
 
 
+_EVENTS = (
+    "One run, the order of its calls alone: exit code 0 where no fault is found in it, 1 where one is, 3 where no "
+    "update was seen. With --updates 0 to the script's end."
+)
+
+
 def _repeated(option: str, name: str, metavar: str, text: str) -> Callable[[_Command], _Command]:
     return click.option(option, name, metavar=metavar, multiple=True, help=text)
 
@@ -170,13 +176,13 @@ def _repeated(option: str, name: str, metavar: str, text: str) -> Callable[[_Com
 @click.option("--full-script", metavar="FILE", help="Another script for the full-batch run.")
 @_repeated("--full-env", "full_env", "K=V", "A variable of the full-batch run's environment; repeatable.")
 @_repeated("--accumulated-env", "accumulated_env", "K=V", "The same for the accumulated run.")
-@_repeated("--full-set", "full_set", "NAME=VALUE", "A constant or default in the source of the full-batch run.")
+@_repeated("--full-set", "full_set", "NAME=VALUE", "A constant or default (argparse's, too) of the full-batch run.")
 @_repeated("--accumulated-set", "accumulated_set", "NAME=VALUE", "The same for the accumulated run.")
 @_repeated("--set", "both_set", "NAME=VALUE", "The same for every run.")
 @click.option("--seed", metavar="N", help="Seed Python, NumPy and torch before the script starts.")
 @click.option("--updates", metavar="M", help=f"Optimizer updates to record.  [{_UPDATES}]")
 @click.option("--steps", metavar="K", help="Backward passes that each update should have.  [found out]")
-@click.option("--events-only", is_flag=True, help="One run, the order of its calls alone; with --updates 0 to its end.")
+@click.option("--events-only", is_flag=True, help=_EVENTS)
 @click.option("--tail", is_flag=True, help="Also audit epochs that end with a short window.")
 @click.option("--timeout", metavar="S", help=f"Seconds until a run is ended.  [{_TIMEOUT:g}]")
 @click.option("--ranks", metavar="R", help="Run the accumulated run in R processes, as torchrun would.")
@@ -185,10 +191,21 @@ def _repeated(option: str, name: str, metavar: str, text: str) -> Callable[[_Com
 @click.option("--in-place", is_flag=True, help="Let the runs change files, as the script does on its own.")
 @click.option("--keep", metavar="DIR", help="Keep the runs' records in a new folder.")
 @click.option("--from", "kept", metavar="DIR", help="Report again from kept records; runs nothing.")
-@click.option("--all", "show_all", is_flag=True, help="Show every parameter, not only the worst.")
+@click.option("--name", metavar="TEXT", help="How reports call it.")
+@click.option("-q", "--quiet", is_flag=True, help="A line for each audit.")
+@click.option("-v", "--verbose", "--all", "show_all", is_flag=True, help="Show every parameter, not only the worst.")
 @strict_option
 @output_options
-def audit(kept: str | None, show_all: bool, strict: bool, form: str, outputs: tuple[Path, ...], **given: Any) -> int:
+def audit(
+    kept: str | None,
+    name: str | None,
+    quiet: bool,
+    show_all: bool,
+    strict: bool,
+    form: str,
+    outputs: tuple[Path, ...],
+    **given: Any,
+) -> int:
     """Runs SCRIPT with a large batch and with accumulation, and compares what reaches the optimizer.
 
     ARGS behind `--` go to every run. The script is stopped after M updates.
@@ -207,18 +224,19 @@ def audit(kept: str | None, show_all: bool, strict: bool, form: str, outputs: tu
     if kept is None and given["module"] is None:
         files = options_files(filter(None, (given["script"], *given["arguments"])))
         if files:
-            _refuse({**given, "script": None, "arguments": ()}, "the options of these audits stand in their files")
+            options = {**given, "name": name, "script": None, "arguments": ()}
+            _refuse(options, "the options of these audits stand in their files")
             check_outputs(outputs)
-            return _audit_files(files, project, form, outputs, show_all=show_all, strict=strict)
+            return _audit_files(files, project, form, outputs, quiet=quiet, show_all=show_all, strict=strict)
     request = None if kept is not None else _request(given)
     if kept is not None:
         _refuse(given, "--from reports again what was run before")
     check_outputs(outputs)
     from gaverify.audit.flow import audit_again
 
-    report = _audited(request) if request is not None else audit_again(kept or "")
-    report = settled(report, (), project, strict=strict)
-    show([report], form, outputs, show_all=show_all)
+    report = _audited(request, quiet=quiet) if request is not None else audit_again(kept or "")
+    report = settled(replace(report, name=name or ""), (), project, strict=strict)
+    show([report], form, outputs, show_all=show_all, quiet=quiet)
     return report.exit_code
 
 
@@ -236,31 +254,46 @@ def _audit_files(
     form: str,
     outputs: Sequence[Path],
     *,
+    quiet: bool,
     show_all: bool,
     strict: bool,
 ) -> int:
     """Audits one file after the other; one that cannot be audited is an error of the report and stops no other."""
     from gaverify.acceptance import settled
+    from gaverify.report import print_line
 
     invocation = click.get_current_context().find_object(Invocation) or Invocation()
     reports: list[AuditReport] = []
     failures: list[Failure] = []
-    for file, missing in files:
+    as_rows = quiet and form == "text"
+    for number, (file, missing) in enumerate(files):
         try:
             if missing:
                 raise SpecError(missing)
             options = read_options(file, audit.params)
-            report = _audited(_request(options.given))
+            report = _audited(_request(options.given), number, len(files), quiet=quiet)
         except SpecError as error:  # of options that stand in the file, wherever they were checked
-            failures += failures_of(SpecError(error.problems, str(file)), str(file), invocation)
+            named = SpecError(error.problems, str(file))
+            failures += failures_of(named, str(file), invocation, as_rows=as_rows)
             continue
         except (Exception, SystemExit) as error:  # Ctrl-C ends them all
-            failures += failures_of(error, str(file), invocation)
+            failures += failures_of(error, str(file), invocation, as_rows=as_rows)
             continue
         made = settled(report, options.accept, project, expect=options.expect, strict=strict)
-        reports.append(replace(made, source=str(file)))
+        reports.append(replace(made, source=str(file), name=options.given["name"] or ""))
+        if as_rows:
+            print_line(reports[-1])
     code = exit_code_of(reports, project, failures, strict=strict)
-    show(reports, form, outputs, show_all=show_all, failures=failures, exit_code=code)
+    show(
+        reports,
+        form,
+        outputs,
+        show_all=show_all,
+        failures=failures,
+        exit_code=code,
+        printed=as_rows,
+        quiet=quiet,
+    )
     return code
 
 
@@ -349,8 +382,8 @@ def _pairs(option: str, words: Sequence[str], problems: list[str]) -> tuple[tupl
     return tuple(pairs.items())
 
 
-def _audited(request: Request) -> AuditReport:
+def _audited(request: Request, number: int = 0, count: int = 1, *, quiet: bool) -> AuditReport:
     from gaverify.audit.flow import audit as run
 
-    with DelayedProgress(request.script) as progress:
+    with DelayedProgress(request.script, number, count, quiet=quiet, noun="audit") as progress:
         return run(request, progress.report)

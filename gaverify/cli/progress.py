@@ -37,11 +37,21 @@ class DelayedProgress:
         count: How many there are.
         quiet: Say nothing where there is no terminal.
         unit: What the steps are called.
+        noun: What each of several is called.
     """
 
-    def __init__(self, title: str, number: int = 0, count: int = 1, *, quiet: bool = False, unit: str = "step") -> None:
+    def __init__(
+        self,
+        title: str,
+        number: int = 0,
+        count: int = 1,
+        *,
+        quiet: bool = False,
+        unit: str = "step",
+        noun: str = "spec",
+    ) -> None:
         self._title, self._unit = title, unit
-        self._which = f"spec {number + 1} of {count}, " if count > 1 else ""
+        self._which = f"{noun} {number + 1} of {count}, " if count > 1 else ""
         self._began = time.monotonic()
         self._says_start = not quiet and (count > 1 or os.environ.get("CI", "") not in ("", "false", "0"))
         self._state: tuple[str, int, int] = ("preparing", 0, 0)

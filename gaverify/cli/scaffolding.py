@@ -1,4 +1,4 @@
-"""`gaverify init`: a commented spec, and a factory for a model, written from templates."""
+"""`gaverify init`: a commented spec, a factory for a model, or an audit's options, written from templates."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from gaverify.loading.inspecting import Sketch
 
 KINDS = ("module", "dict", "dataloader", "lightning", "checkpoint", "transformers", "transformers-config")
+
+
+AUDIT = "audit"
+"""The kind whose file holds the options of `gaverify audit`, not a spec."""
 
 
 @dataclass(frozen=True)
@@ -198,23 +203,27 @@ def _of_folder(name: str, spec: Path, factory: Path) -> Scaffold:
 
 
 @click.command(short_help="Write a spec, and a factory for your model.")
-@click.argument("file", type=click.Path(path_type=Path, dir_okay=False), default=Path("gaverify.toml"))
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False), required=False)
 @click.option(
     "--model",
     metavar="NAME",
     shell_complete=complete_models,
     help="Yours: file.py:Class, package.module:Class, a factory, a folder for transformers, a checkpoint.",
 )
-@click.option("--kind", type=click.Choice(KINDS), help="Which template.  [found out from --model]")
+@click.option("--kind", type=click.Choice([*KINDS, AUDIT]), help="Which template.  [found out from --model]")
 @click.option("--force", is_flag=True, help="Overwrite the files.")
-def init(file: Path, model: str | None, kind: str | None, force: bool) -> int:
+def init(file: Path | None, model: str | None, kind: str | None, force: bool) -> int:
     """Writes a commented spec with every key to FILE (gaverify.toml), and a factory beside it where one is needed.
 
     \b
       gaverify init --model net.py:Net             # a class: its batch is found out where that is possible
       gaverify init --model checkpoints/last.pt    # a checkpoint: what it holds, and how it is loaded
       gaverify init --kind dataloader              # a template with a stand-in, to put your own in
+      gaverify init --kind audit                   # audit.toml: the options of an audit of a training script
     """
+    if kind == AUDIT:
+        return _write_audit(file or Path("audit.toml"), model, force)
+    file = file or Path("gaverify.toml")
     if file.suffix == ".py":
         raise SpecError(_python_for_spec(file))
     factory = file.with_name(f"{re.sub(r'[^0-9A-Za-z_]', '_', file.stem)}_model.py")
@@ -226,15 +235,32 @@ def init(file: Path, model: str | None, kind: str | None, force: bool) -> int:
         .replace('model = "mlp"', f"model = {json.dumps(made.model)}")
     )
     texts = {file: text} | ({factory: made.text} if made.text else {})
-    for path in texts:
-        if path.exists() and not force:
-            raise GaverifyError(f"`{path}` exists already; `--force` overwrites it")
+    _check_absent(texts, force)
     for path, content in texts.items():
         _write(path, content, force)
         click.echo(f"Wrote {path}{f': {made.advice}' if path is factory and made.advice else ''}.")
     _show_guesses(made.text)
     click.echo(f"Next: gaverify run {shlex.quote(str(file))}")
     return 0
+
+
+def _write_audit(file: Path, model: str | None, force: bool) -> int:
+    """Writes the options of an audit."""
+    if model is not None:
+        raise SpecError("--kind audit: leave out `--model`, and name the training script in FILE")
+    if file.suffix != ".toml":
+        raise SpecError(f'FILE is the .toml file to write, not `{file}`; name the script in it: `script = "{file}"`')
+    _check_absent([file], force)
+    _write(file, template("parts/audit").replace("{name}", str(file)), force)
+    click.echo(f"Wrote {file}: name your script in it, and what makes its batch large.")
+    click.echo(f"Next: gaverify audit {shlex.quote(str(file))}")
+    return 0
+
+
+def _check_absent(paths: Iterable[Path], force: bool) -> None:
+    for path in paths:
+        if path.exists() and not force:
+            raise GaverifyError(f"`{path}` exists already; `--force` overwrites it")
 
 
 def _python_for_spec(file: Path) -> str:

@@ -91,6 +91,8 @@ class AuditReport(Settled):
     command: str = ""  # the words that make it again
     timeline: tuple[Moment, ...] = ()
     left_out: Mapping[str, int] = field(default_factory=dict)  # calls that could not be recorded, by what hid them
+    calls_in_order: bool = False  # calls alone were checked, those of one update at least, and no rule finds a fault
+    name: str = ""  # how reports call it; "" for the script's own
     ranks: RankFacts | None = None  # of an accumulated run in several processes that were all seen
     acceptance: Acceptance = field(default_factory=Acceptance)
     python: str = field(default_factory=platform.python_version)
@@ -99,6 +101,13 @@ class AuditReport(Settled):
     """When the answer was made: UTC, to the second; "" in documents that older versions wrote."""
     commit: str = field(default_factory=git_commit)
     """The commit of git that was checked out in the working folder; "" outside a repository."""
+
+    @property
+    def exit_code(self) -> int:
+        """As of a verdict; of calls that were checked alone and are in order 0, although no gradient was compared."""
+        if not self.calls_in_order or self.acceptance.expected is not None:
+            return super().exit_code
+        return 1 if self.acceptance.strict and self.acceptance.stale else 0
 
     @property
     def decisive(self) -> UpdateComparison | None:

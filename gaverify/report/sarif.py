@@ -60,7 +60,7 @@ def _stand_ins(story: Story) -> Iterator[Finding]:
     """A finding for an answer that has none and is not equivalent."""
     if story.outcome is Outcome.DIVERGENT:
         yield Finding(_UNEXPLAINED, "unexplained", "fault", story.sentence)
-    elif story.outcome is Outcome.INCONCLUSIVE:
+    elif story.outcome is Outcome.INCONCLUSIVE and not story.passed:
         yield Finding(_UNDECIDED, _UNDECIDED, "fault", story.sentence)
 
 

@@ -154,7 +154,7 @@ def _guessed(verdict: Verdict) -> dict[str, Any]:
 def _audit(report: AuditReport) -> Story:
     return Story(
         kind="audit",
-        title=f"{report.source} ({report.script})" if report.source else report.script,
+        title=titled(report.source, report.name or report.script),
         source=report.source or report.script,
         sentence=report.reason,
         method=audit_method(report),
@@ -163,7 +163,7 @@ def _audit(report: AuditReport) -> Story:
         heading=f"gaverify {report.gaverify} audit",
         made_by=_made_by(report),
         started=report.started,
-        **_settled(report),
+        **_settled(report) | {"states": (*acceptance_states(report), *["calls in order"] * report.calls_in_order)},
     )
 
 

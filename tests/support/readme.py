@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent.parent
 README = ROOT / "README.md"
 FAULTS = ROOT / "tests/corpus/FAULTS.md"
 TEMPLATES = ROOT / "configs/README.md"
+AUDIT = ROOT / "configs/audit/audit.toml"
 PICTURE = ROOT / "configs/mlp-batchnorm.svg"
 _OUTPUT = re.compile(r"<!-- output: (?P<command>[^\n]+?) -->\n(?P<body>.*?)<!-- /output -->", re.DOTALL)
 _FAULTS = re.compile(r"(?<=<!-- faults -->\n).*?(?=<!-- /faults -->)", re.DOTALL)
@@ -94,7 +95,7 @@ def templates() -> str:
         f"## {kind}\n\n```python\n{scaffold(None, kind, Path('gaverify.toml'), Path('gaverify_model.py')).text}```\n"
         for kind in KINDS
     ]
-    return _TEMPLATES_HEAD + "\n".join(blocks)
+    return _TEMPLATES_HEAD + "\n".join(blocks) + _TEMPLATES_END.format(audit=AUDIT.read_text(encoding="utf-8"))
 
 
 _TEMPLATES_HEAD = """\
@@ -105,6 +106,24 @@ one of the factories below, `gaverify init --model YOURS` finds out the kind and
 those of Lightning and transformers where these are installed, and a test runs it.
 
 """
+
+
+_TEMPLATES_END = """
+## audit
+
+`gaverify init --kind audit` writes this file, the options of `gaverify audit`. It stands beside a small training script
+in [audit/](audit), which `gaverify run configs/` passes over; `gaverify audit configs/audit` runs it.
+
+```toml
+{audit}```
+"""
+
+
+def audit_options() -> str:
+    """Returns the file of options that `gaverify init --kind audit` writes."""
+    from gaverify.cli.scaffolding import template
+
+    return template("parts/audit").replace("{name}", str(AUDIT.relative_to(ROOT)))
 
 
 def picture() -> str:
@@ -131,5 +150,6 @@ if __name__ == "__main__":
     sys.path[:0] = [str(ROOT), str(ROOT / "tests/corpus"), str(ROOT / "tests/support")]
     README.write_text(refreshed(README.read_text(encoding="utf-8")), encoding="utf-8")
     FAULTS.write_text(_FAULTS.sub(lambda _: fault_table(), FAULTS.read_text(encoding="utf-8")), encoding="utf-8")
+    AUDIT.write_text(audit_options(), encoding="utf-8")
     TEMPLATES.write_text(templates(), encoding="utf-8")
     PICTURE.write_text(picture(), encoding="utf-8")

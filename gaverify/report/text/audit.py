@@ -36,6 +36,7 @@ def audit_facts(report: AuditReport) -> list[tuple[str, str]]:
     """Returns what was run, as (label, text)."""
     rows = [("options", report.source)] if report.source else []
     rows.append(("script", report.script))
+    rows += [("name", report.name)] if report.name else []
     last = {run.role: run for run in report.runs}  # a run that is made again to show its draws replaces the first
     for role, run in last.items():
         if role in _ROLES:

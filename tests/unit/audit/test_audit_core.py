@@ -866,6 +866,22 @@ class TestOutcome:
         outcome, reason = self.outcome(record(RIGHT), events_only=True)
         assert outcome is Outcome.INCONCLUSIVE and "not compared" in reason
 
+    @pytest.mark.parametrize(
+        ("text", "fields", "code"),
+        [
+            ("BBBBSZ BBBBSZ", {}, 0),
+            ("BABBBSZ", {}, 0),  # a note
+            ("BZBZBZBSZ", {}, 1),
+            ("BBB", {}, 3),  # no update
+            ("BBBBSZ", {"ranks": 2}, 3),  # one of two processes was seen
+        ],
+    )
+    def test_a_gate_can_use_the_exit_code_of_events(self, text: str, fields: dict[str, int], code: int) -> None:
+        found = replace(record(text, ""), full_windows=(), **fields)
+        report = report_of(Request("train.py", events_only=True), found, findings_for(found), (), META, {})
+        assert report.exit_code == code
+        assert report.outcome is (Outcome.DIVERGENT if code == 1 else Outcome.INCONCLUSIVE)
+
     def test_the_same_arguments_compare_nothing(self) -> None:
         report = same_arguments(Request("train.py", ("--a",), ("--a",)))
         assert report.outcome is Outcome.INCONCLUSIVE and "same arguments" in report.reason

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -135,6 +137,76 @@ class TestBeforeAnythingStarts:
     def test_a_script_that_cannot_be_read_is_left_to_its_run(self) -> None:
         Path("train.py").write_text("def", encoding="utf-8")
         check_values("train.py", False, [("zzz", "1")])
+
+
+class TestOptions:
+    """Defaults of `argparse` parsers, wherever they are built."""
+
+    @pytest.fixture(autouse=True)
+    def _patched(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.chdir(tmp_path)
+        for owner, name in ((argparse.ArgumentParser, "parse_known_args"), (SourceFileLoader, "get_code")):
+            monkeypatch.setattr(owner, name, getattr(owner, name))
+
+    def parse(self, *values: tuple[str, str], given: tuple[str, ...] = ()) -> argparse.Namespace:
+        edits = Edits(values)
+        edits.install()
+        parser = argparse.ArgumentParser()
+        parser.add_argument("-b", "--batch-size", type=int, required=True)
+        parser.add_argument("--kind", dest="how", choices=["mean", "sum"], default="mean")
+        parser.add_argument("--rates", type=float, nargs="+", default=[0.1])
+        parser.add_argument("--fast", action="store_true")
+        args = parser.parse_args(list(given))
+        assert edits.placed == {name for name, _ in values}
+        return args
+
+    def test_a_default_is_what_the_word_would_be_on_the_command_line(self) -> None:
+        args = self.parse(("batch_size", "8"), ("how", "sum"), ("rates", "1 2"), ("fast", "True"))
+        assert vars(args) == {"batch_size": 8, "how": "sum", "rates": [1.0, 2.0], "fast": True}
+        assert self.parse(("batch-size", "8")).batch_size == 8
+
+    def test_every_parser_with_the_option_also_that_of_a_subcommand(self) -> None:
+        Edits([("batch_size", "8")]).install()
+        first, parser = argparse.ArgumentParser(), argparse.ArgumentParser()
+        first.add_argument("--batch-size", type=int, default=4)
+        assert first.parse_known_args(["train"])[0].batch_size == 8
+        parser.add_subparsers(dest="command").add_parser("train").add_argument("--batch-size", type=int, default=4)
+        assert parser.parse_args(["train"]).batch_size == 8
+
+    @pytest.mark.parametrize(
+        ("name", "word", "given", "sentence"),
+        [
+            ("batch_size", "8x", (), "`batch_size=8x`: invalid int value: '8x'"),
+            ("how", "max", ("-b", "8"), "`how=max`: invalid choice: 'max'"),
+            ("fast", "2", ("-b", "8"), "the option takes no value; write `True` or `False`"),
+            ("batch_size", "8", ("--batch-size=4",), "the arguments of this run give `--batch-size` as well"),
+        ],
+    )
+    def test_what_an_option_does_not_take(self, name: str, word: str, given: tuple[str, ...], sentence: str) -> None:
+        with pytest.raises(ProblemError) as caught:
+            self.parse((name, word), given=given)
+        assert sentence in str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("script", "name", "known"),
+        [
+            ("parser.add_argument('-b', '--batch-size', default=4)", "batch_size", True),
+            ("parser.add_argument('--bs', dest='batch_size')", "batch_size", True),
+            ("parser.add_argument('--batch-size', default=4)", "batch_siz", False),
+            ("from library import options\nargs = options().parse_args()", "batch_size", True),
+            ("from beside import args", "batch_size", True),  # a module whose text nobody reads before the run
+            ("import torch", "batch_size", False),
+        ],
+    )
+    def test_what_the_text_tells_before_anything_starts(self, script: str, name: str, known: bool) -> None:
+        Path("beside.py").touch()
+        Path("train.py").write_text(script, encoding="utf-8")
+        if known:
+            check_values("train.py", False, [(name, "8")])
+            return
+        with pytest.raises(ProblemError, match=f"assigns no `{name}`, parses no such option") as caught:
+            check_values("train.py", False, [(name, "8")])
+        assert ("did you mean `batch_size` (line 1)?" in str(caught.value)) is ("batch" in script)
 
 
 def test_the_closing_record_appears_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,11 @@ import pytest
 import torch
 from torch import nn
 
+import gaverify
 from gaverify.cli import main
+from gaverify.cli.auditing import audit, read_options
 from gaverify.cli.scaffolding import KINDS, template
-from gaverify.spec import OPTIONS, Spec, load_specs
+from gaverify.spec import OPTIONS, Spec, load_specs, read_specs
 from gaverify.zoo import Builtin
 
 # --- `gaverify init`, `models` and `schema` --------------------------------------------------------------------------
@@ -46,6 +48,50 @@ def test_the_starter_holds_every_key_and_its_comments_are_right(tmp_path: Path) 
     file.write_text(re.sub(r"^# (?=[a-z-]+ = |\[)", "", template("parts/spec"), flags=re.MULTILINE))
     ((_, spec),) = load_specs([file], {})
     assert spec.model_args == {"width": 32} and spec.rtol == 1e-5
+
+
+def test_the_options_of_an_audit_hold_every_key_and_their_comments_are_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "--kind", "audit"]) == 0
+    assert "Next: gaverify audit audit.toml" in capsys.readouterr().out
+    text = Path("audit.toml").read_text(encoding="utf-8")
+    written = read_options(Path("audit.toml"), audit.params).given
+    assert (written["script"], written["full"]) == ("train.py", "--batch-size 16 --accum 1")
+    Path("all.toml").write_text(re.sub(r"^# (?=[a-zA-Z_-]+ = |\[)", "", text, flags=re.MULTILINE))
+    options = read_options(Path("all.toml"), audit.params)
+    assert [name for name, value in options.given.items() if not value] == ["module"]
+    assert options.accept and options.expect == "divergent"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["train.py"], '`script = "train.py"`'),
+        (["--model", "net.py:Net"], "leave out `--model`"),
+        ([], "`audit.toml` exists already"),
+    ],
+)
+def test_what_cannot_be_an_audits_options(
+    words: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("audit.toml").touch()
+    assert main(["init", "--kind", "audit", *words]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_the_example_of_an_audit_is_no_spec() -> None:
+    configs = Path(gaverify.__file__).parent.parent / "configs"
+    files = {file for file, _ in read_specs([configs])}
+    assert configs / "mlp.toml" in files and configs / "audit" / "audit.toml" not in files
+
+
+@pytest.mark.slow
+def test_the_example_of_an_audit_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", str(Path(gaverify.__file__).parent.parent / "configs" / "audit")]) == 0
+    assert "EQUIVALENT" in capsys.readouterr().out
 
 
 def test_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:

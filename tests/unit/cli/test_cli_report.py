@@ -145,6 +145,29 @@ def test_wrong_files_get_a_sentence(tmp_path: Path, text: str, words: str) -> No
     assert words in str(caught.value)
 
 
+@pytest.fixture
+def without_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Audits answer at once."""
+    monkeypatch.setattr("gaverify.audit.flow.audit", lambda request, progress: samples.audited())
+
+
+@pytest.mark.usefixtures("without_runs")
+def test_an_audit_in_a_line_and_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pair = ["--full", "--b 8", "--accumulated", "--b 2"]
+    assert main(["audit", "train.py", *pair, "-q", "--name", "small"]) == 1
+    assert capsys.readouterr().out.startswith("DIVERGENT small GAV") and capsys.readouterr().out.count("\n") <= 1
+    assert main(["audit", "train.py", *pair, "-v", "--name", "small"]) == 1
+    out = capsys.readouterr().out
+    assert "audit: small" in out and "train.py" in out
+    for name in "ab":
+        (tmp_path / f"{name}.toml").write_text(f'script = "train.py"\nname = "{name}"\n{PAIR}')
+    (tmp_path / "c.toml").write_text('script = "train.py"\ncolor = "never"')
+    assert main(["audit", str(tmp_path), "-q"]) == 2
+    rows = capsys.readouterr().out.splitlines()
+    assert [row.split()[0] for row in rows] == ["DIVERGENT", "DIVERGENT", "ERROR"]
+    assert [f"{name}.toml ({name})" in row for name, row in zip("ab", rows, strict=False)] == [True, True]
+
+
 def test_a_script_is_no_options_file(tmp_path: Path) -> None:
     assert options_files(["train.py", "a.toml"]) == [] and options_files([]) == []
     for name in "ba":

@@ -58,6 +58,8 @@ def test_auto_offloads_where_the_full_batch_does_not_fit() -> None:
     ],
 )
 def test_advice_names_offloading_where_it_needs_less(way: Reference, device: str, advice: bool) -> None:
+    task = short_of_memory(way, device, 2)
     with pytest.raises(NoMemory, match=f"out of memory on {device}") as caught:
-        run(short_of_memory(way, device, 2))
+        run(task)
     assert ("`--reference offload` needs less" in str(caught.value)) is advice
+    assert bool(task.fitting.failed) is (way is Reference.AUTO and device != "cpu")

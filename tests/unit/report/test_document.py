@@ -214,6 +214,21 @@ def test_an_older_profile_is_read_without_its_ranks_and_predictions(tmp_path: Pa
     assert read_report(tmp_path / "older.json").answers == (answer_of(today),)
 
 
+def test_calls_in_order_are_a_success_that_is_not_called_equivalent() -> None:
+    checked = samples.audited(Outcome.INCONCLUSIVE)
+    checked = replace(checked, findings=(), events_only=True, calls_in_order=True, name="calls")
+    document = json.loads(answer_text(checked))
+    assert (document["outcome"], document["exit_code"], document["name"]) == ("inconclusive", 0, "calls")
+    assert answer_of(document).exit_code == 0
+    assert render([checked], "text").splitlines()[0].endswith("audit: calls")
+    assert json.loads(render([checked], "sarif"))["runs"][0]["results"] == []
+    assert "<error" not in render([checked], "junit")
+    assert "INCONCLUSIVE, calls in order calls" in repr(checked)
+    for expected, stale, code in ((Outcome.DIVERGENT, (), 3), (None, ("stale",), 1)):
+        acceptance = replace(checked.acceptance, expected=expected, stale=stale, strict=True)
+        assert replace(checked, acceptance=acceptance).exit_code == code
+
+
 GOOD = json.loads(answer_text(samples.divergent()))
 ROW = GOOD["parameters"][0]
 

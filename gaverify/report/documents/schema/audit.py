@@ -95,15 +95,16 @@ class UpdateItem(Shape):
 
 @derived(
     AuditReport,
-    "version kind source outcome exit_code command acceptance reason method script events_only model where environment "
-    "runs timeline counts updates findings left_out ranks timings",
-    older="source command timeline left_out ranks",
+    "version kind source name outcome exit_code command acceptance reason method script events_only calls_in_order "
+    "model where environment runs timeline counts updates findings left_out ranks timings",
+    older="source command calls_in_order timeline left_out ranks",
 )
 class AuditDocument(Shape):
     """One audit."""
 
     version: Literal[1]
     kind: Literal["audit"]
+    name: str = ""
     exit_code: Literal[0, 1, 3]
     acceptance: Annotated[AcceptanceItem | None, Of("")] = None
     method: Literal["noise-floor", "events", "not-compared"]
