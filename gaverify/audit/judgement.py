@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from gaverify.audit.ranks import RankedRun
 from gaverify.audit.reading import Run, Samples, labels
 from gaverify.audit.same_data import check_rows
 from gaverify.audit.stages import (
@@ -112,7 +113,10 @@ def _compared(
     rows = summed if decided is Stage.SUMMED else used
     unrepeatable = _unrepeatable(runs, round_, number, unit, rows.noise)
     apart = _distance(full, accumulated, "before")
-    judged = data.same and not unrepeatable and not apart > _start_allowed(runs, round_, number, unit)
+    fed, never_fed = (None, 0) if data.same else _unlike_samples(runs, full, accumulated)
+    if fed is not None and fed.is_part and _explains_all(fit):
+        data = replace(fed, adds_nothing=True)
+    judged = data.is_comparable and not unrepeatable and not apart > _start_allowed(runs, round_, number, unit)
     open_ = unclear and used.outcome is Outcome.EQUIVALENT  # what differs at both stages differs however it is read
     outcome = Outcome.INCONCLUSIVE if unrepeatable or open_ else rows.outcome
     if by_change:
@@ -156,6 +160,8 @@ def _compared(
         missed=missed,
         losses=_losses(window),
         full_loss=_full_loss(full, whole, summed=of_sum),
+        fed=fed,
+        never_fed=never_fed,
     )
 
 
@@ -289,6 +295,22 @@ def _data(whole: Run, full: Samples, part: Run, accumulated: Samples) -> RowChec
     return next(
         (check for check in checks if check.checked and check.same), checks[0] if checks[0].checked else checks[1]
     )
+
+
+def _unlike_samples(runs: Runs, full: Samples, accumulated: Samples) -> tuple[RowCheck | None, int]:
+    """The samples of all forwards of an update, and how many of the full batch's the next one is not fed, either."""
+    if isinstance(runs.accumulated, RankedRun):
+        return None, 0
+    whole, part = runs.full.rows_of(full, reached=False), runs.accumulated.rows_of(accumulated, reached=False)
+    following = runs.accumulated.rows(max(accumulated.updates) + 1)
+    # a step that comes too early leaves its samples to the next update; behind the last one nothing was recorded
+    never_fed = check_rows(whole, [*part, *following]).missing if following else 0
+    return check_rows(whole, part), never_fed
+
+
+def _explains_all(fit: WeightFit | None) -> bool:
+    """Whether the micro-batches that were fed make up the full batch's gradient with some weights."""
+    return fit is not None and not fit.vacuous and fit.residual < COMPUTED_FLOAT32
 
 
 def windows_skipped_alike(full: Run, accumulated: Run) -> frozenset[int]:

@@ -17,6 +17,7 @@ from gaverify.records.findings import Finding
 from gaverify.records.stages import Stage
 from gaverify.rules import findings_for
 from gaverify.rules.scale import unexplained_term
+from gaverify.rules.skipping import is_skipping
 from gaverify.rules.wording import phrase
 
 
@@ -33,7 +34,7 @@ def undecided(record: Record, update: UpdateComparison) -> str:
 def _why(record: Record, update: UpdateComparison) -> str:
     if update.unrepeatable:
         return phrase("outcome.unrepeatable", update=update, advice=_start_advice(record))
-    if not update.data.same:
+    if not update.data.is_comparable:
         return _other_data(record, update)
     if not update.judged:
         return phrase("outcome.started-apart", update=update, advice=_advice(record, update))
@@ -90,6 +91,8 @@ def _other_data(record: Record, update: UpdateComparison) -> str:
         rows, advice = f"{data.full} rows in both", phrase("outcome.drawn", drawn=drawn)
     else:
         rows, advice = f"{data.full} rows in both", phrase("outcome.shuffled", fed=_fed_at(record, update))
+    if is_skipping(record, update):
+        advice = phrase("outcome.skipping")
     ranks = record.together
     if ranks is not None and 0 < data.accumulated - data.full < record.ranks:
         advice = phrase("outcome.repeated")

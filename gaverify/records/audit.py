@@ -21,6 +21,7 @@ class RowCheck:
     """What the forwards of a window were fed in both runs.
 
     `differing` rows have no counterpart in the other run, in the input tensor `path` where that is worst.
+    `adds_nothing`: those that the accumulated run was not fed are no part of the full batch's gradient.
     """
 
     full: int
@@ -29,11 +30,22 @@ class RowCheck:
     path: str = ""
     padded: bool = False
     checked: bool = True
+    adds_nothing: bool = False
 
     @property
     def same(self) -> bool:
         """Whether the samples are the same, as far as could be checked."""
         return self.differing == 0
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether both gradients are of the same samples: of rows without targets there is none."""
+        return self.same or self.adds_nothing
+
+    @property
+    def missing(self) -> int:
+        """The rows of the full batch that the accumulated run was not fed."""
+        return self.differing - max(self.accumulated - self.full, 0)
 
     @property
     def is_part(self) -> bool:
@@ -59,6 +71,8 @@ class UpdateComparison:
     `full_loss`: the value whose gradient the full batch's is, with what its script did to the gradient after the pass.
     `missed`: the samples of networks that take turns, where other networks were fed all of them in both runs and the
     ones of this update only a part.
+    `fed`: the samples of all forwards, also of those without a backward pass, where the samples are not the same.
+    `never_fed`: how many samples of the full batch the accumulated run was fed neither in this update nor in the next.
     """
 
     number: int
@@ -90,6 +104,8 @@ class UpdateComparison:
     missed: RowCheck | None = None
     losses: tuple[float, ...] = ()
     full_loss: float = math.nan
+    fed: RowCheck | None = None
+    never_fed: int = 0
 
     @property
     def differs(self) -> bool:
@@ -211,7 +227,8 @@ class Record:
     def agrees(self) -> bool:
         """Whether every compared update saw the same samples and has the full batch's gradient."""
         return bool(self.updates) and all(
-            update.judged and update.data.same and update.outcome is Outcome.EQUIVALENT for update in self.updates
+            update.judged and update.data.is_comparable and update.outcome is Outcome.EQUIVALENT
+            for update in self.updates
         )
 
     @property

@@ -13,6 +13,7 @@ from gaverify.records.findings import Evidence, Finding
 from gaverify.records.windows import Window
 from gaverify.rules.lost_passes import clearing_groups
 from gaverify.rules.rule import controlled, rule_of_loops
+from gaverify.rules.skipping import MissedBoundary, find_skipped, missed_boundaries
 from gaverify.rules.wording import counted, located, passes, place, told, updates
 
 _RAMP = 3  # sizes of windows that make a ramp; two are a first window that is too short
@@ -61,9 +62,11 @@ def early_windows(loop: Record) -> list[tuple[Window, int]]:
         return shared
     # networks that take turns may be given too few micro-batches: their step is not early (GAV203)
     turns = {update.number for update in loop.updates if update.missed is not None}
-    known = [(window, loop.expected(window)) for window in loop.complete if window.number not in turns]
+    # nor is one early that is not fed a micro-batch because the loop skips it
+    skipping = {update.number for update in loop.updates if update.never_fed or update.data.adds_nothing}
+    known = [(window, loop.expected(window)) for window in loop.complete if window.number not in turns | skipping]
     early = [(window, wanted) for window, wanted in known if wanted is not None and window.backwards < wanted]
-    if early and _is_meant(loop, early):
+    if early and is_meant(loop, early):
         return _without_tails(loop, early)
     first, usual = loop.first, loop.usual(loop.first)
     if first is not None and loop.expected(first) is None and first.backwards == 1 < usual:
@@ -89,7 +92,7 @@ def steps_before_clearing(loop: Record) -> list[tuple[Window, int]]:
     return found
 
 
-def _is_meant(loop: Record, early: list[tuple[Window, int]]) -> bool:
+def is_meant(loop: Record, early: list[tuple[Window, int]]) -> bool:
     """Whether K is what the script was to do: said so, shown by the other windows, or by the losses' own division.
 
     Else the arguments may ask for another batch size, and nothing is wrong with the loop.
@@ -171,6 +174,10 @@ def _movement(loop: Record, moved: list[tuple[Window, Event]]) -> Finding:
 @rule_of_loops("GAV602")
 def gradients_not_cleared(facts: Facts, loop: Record) -> Iterator[Finding]:
     """Yields a finding where a step uses old gradients."""
+    joined = missed_boundaries(loop)
+    if joined:
+        yield _joined(loop, joined)
+        return
     inside = {number for window, _ in steps_before_clearing(loop) for number in (window.number, window.number + 1)}
     stale = [entry for entry in loop.ledger.stale if entry.step.update not in inside]
     if stale:
@@ -190,10 +197,27 @@ def gradients_not_cleared(facts: Facts, loop: Record) -> Iterator[Finding]:
         return
 
 
+def _joined(loop: Record, joined: list[MissedBoundary]) -> Finding:
+    first, later = joined[0], [each.window.number for each in joined[1:]]
+    return told(
+        "GAV602.joined" if first.last is not None else "GAV602.joined-unfed",
+        location=place(first.last or first.window.steps[0]),
+        proven=True,
+        window=first.window,
+        steps=first.steps,
+        all=len(first.window.of("forward")),
+        others=f" (and {updates(later)})" if later else "",
+        **counted(loop.complete),
+    )
+
+
 def _overfull(loop: Record) -> list[tuple[Window, int]]:
     """Windows with more backward passes than K after a whole first one."""
     first = loop.first
     if first is None or first.backwards == 0 or first.dropped:  # a pass that the first window left out is no K
+        return []
+    update = loop.update_of(first.number)
+    if update is not None and find_skipped(loop, update) is not None:  # nor is one that is not fed a micro-batch
         return []
     if any(window is first for window, _ in early_windows(loop)):  # GAV601 says that it is short: no K
         return []

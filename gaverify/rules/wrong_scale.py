@@ -25,6 +25,7 @@ from gaverify.rules.scale import (
     weighed_in_loop,
     weights_of,
 )
+from gaverify.rules.skipping import explains_skipped, find_skipped
 from gaverify.rules.steps import early_windows
 from gaverify.rules.wording import (
     NOT_ENOUGH,
@@ -41,7 +42,6 @@ from gaverify.rules.wording import (
 )
 from gaverify.rules.wrong_shares import (
     counts_remedy,
-    explains_skipped,
     explains_weights,
     find_wrong_shares,
     places,
@@ -165,6 +165,7 @@ def _of_all_together(facts: Facts, loop: Record) -> Iterator[Finding]:
     if proven:
         remedy = f"multiply the weight of each micro-batch by {exact([1 / total], loop.tolerance)}"
         remedy += "; the factors of GAV202 hold this one" if all(shares.weights) else ""
+        remedy = _repair_beside_skipped(loop, update) or remedy
     yield told(
         "GAV201.together",
         *control,
@@ -173,7 +174,8 @@ def _of_all_together(facts: Facts, loop: Record) -> Iterator[Finding]:
         update=update,
         total=total,
         where="" if term is None else f" in term {term.number} of {term.count} of the loss",
-        meaning=meaning_in_loop(total, len(shares.weights), 1, loop.tolerance, "the loss" if term is None else "it"),
+        meaning=_meaning_beside_skipped(loop, update, total, "the loss" if term is None else "it")
+        or meaning_in_loop(total, len(shares.weights), 1, loop.tolerance, "the loss" if term is None else "it"),
         remedy=remedy,
     )
 
@@ -233,6 +235,10 @@ def _of_update(
         remedy += ": tested, equivalent)" if control else ")"
     elif control:
         remedy = f"{remedy}: tested, equivalent"
+    meaning = ""
+    if update is not None:
+        remedy = _repair_beside_skipped(loop, update) or remedy
+        meaning = _meaning_beside_skipped(loop, update, factor, "the loss")
     if control and not proven:
         remedy = NOT_ENOUGH
     return told(
@@ -242,12 +248,26 @@ def _of_update(
         proven=proven,
         what=f"the gradient of update {number}" if update is not None else "the sum over the window's micro-batches",
         factor=factor,
-        meaning=meaning_in_loop(factor, count, facts.ranks.ranks if facts.ranks is not None else 1, loop.tolerance),
+        meaning=meaning
+        or meaning_in_loop(factor, count, facts.ranks.ranks if facts.ranks is not None else 1, loop.tolerance),
         before=f"{difference(update)}; " if update is not None else "with every step undone, ",
         residual=fit.factor_residual if fit.factor_residual < loop.tolerance else fit.residual,
         update=number,
         remedy=remedy,
     )
+
+
+def _meaning_beside_skipped(loop: Record, update: UpdateComparison, factor: float, what: str) -> str:
+    """Says that a factor is the number of micro-batches that are not skipped, which is not K; empty where it is not."""
+    skipped = find_skipped(loop, update)
+    if skipped is None or not math.isclose(factor, skipped.window.backwards, rel_tol=loop.tolerance):
+        return ""
+    return said(words("GAV201")["skipped"]["meaning"], what=what, skipped=skipped)
+
+
+def _repair_beside_skipped(loop: Record, update: UpdateComparison) -> str:
+    """The repair of a factor where micro-batches are skipped; empty where none is."""
+    return str(words("GAV201")["skipped"]["remedy"]) if find_skipped(loop, update) is not None else ""
 
 
 @rule_of_loops("GAV605")
@@ -258,7 +278,7 @@ def trailing_window_misscaled(facts: Facts, loop: Record) -> Iterator[Finding]:
         return
     for update in loop.updates:
         found = short_by(loop, update)
-        if found is None:
+        if found is None or explains_skipped(loop, update):  # GAV203 tells why it is short
             continue
         (short, whole), (control, proven) = found, weighed_in_loop(loop, update.number)
         yield told(

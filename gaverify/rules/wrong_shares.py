@@ -10,7 +10,6 @@ from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.experiment import ControlRun, Count, LossTerm, TermKind, WeightFit, are_shares, is_constant
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
-from gaverify.records.windows import Window
 from gaverify.rules.controls import beside, in_order, weighed, weights_proven
 from gaverify.rules.frameworks import repair_shares
 from gaverify.rules.rule import controlled, judged, rule
@@ -25,12 +24,13 @@ from gaverify.rules.scale import (
     weights_of,
 )
 from gaverify.rules.script_weights import ScriptShares, ScriptWeights, identify_script_weights
+from gaverify.rules.skipping import explains_skipped, find_skipped, missed_boundaries
+from gaverify.rules.steps import is_meant
 from gaverify.rules.wording import (
     NOT_ENOUGH,
     backward_place,
     exact,
     largest,
-    listed,
     located,
     not_run,
     said,
@@ -47,6 +47,8 @@ from gaverify.thresholds import COMPUTED_FLOAT32, FIT_EXACT, FIT_MAGNIFIES
 def empty_micro_batch(facts: Facts) -> Iterator[Finding]:
     """Yields a finding where a micro-batch without valid targets gives NaN or drops out of the mean."""
     empty = empty_micro_batches(facts)
+    if facts.loop is not None and (facts.loop.divergent is None or facts.loop.divergent.number > 1):
+        yield from _of_other_samples(facts.loop)
     if not facts.compared.divergent:
         return
     if not empty:
@@ -86,54 +88,45 @@ def _weighed(facts: Facts) -> Iterator[Evidence]:
         yield judged("micro-batch-weights", what, left, True, weights=list(fit.weights))
 
 
-def skipping_window(loop: Record, update: UpdateComparison) -> Window | None:
-    """Returns the window of an update that leaves out a backward pass, if the full batch's leaves out none."""
-    windows = (loop.full_windows, loop.windows)
-    whole, window = (next((w for w in each if w.number == update.number), None) for each in windows)
-    if whole is None or window is None or whole.dropped or not 0 < len(window.dropped) < len(update.sizes):
-        return None
-    return window
-
-
-def explains_skipped(loop: Record, update: UpdateComparison) -> bool:
-    """Whether the micro-batches that an update leaves out are all that is wrong with its weights.
-
-    Those that are left out have nothing to give, and the others are divided by the number of all.
-    """
-    window = skipping_window(loop, update)
-    if window is None or update.fit is None or update.fit.residual > loop.tolerance:
-        return False
-    count = len(window.of("forward"))
-    if math.isclose(update.norm_ratio, window.backwards / count, rel_tol=loop.tolerance):
-        return True
-    # Weights of 1 / count become shares of targets, which add up to 1: the factors that repair them add up to count.
-    return update.fit.determined and math.isclose(sum(update.fit.multipliers), count, rel_tol=loop.tolerance)
-
-
 def _without_backward(facts: Facts) -> Iterator[Finding]:
     """The same where a training loop leaves out the backward pass of a micro-batch, and the full batch's does not."""
     loop, number = facts.loop, facts.compared.update
     update = loop.update_of(number) if loop is not None and number is not None else None
     if loop is None or update is None or update.fit is None:
         return
-    window = skipping_window(loop, update)
-    explained = window is not None and explains_skipped(loop, update)
-    if window is None or (update.fit.residual <= loop.tolerance and not explained):
+    skipped, explained = find_skipped(loop, update), explains_skipped(loop, update)
+    if skipped is None or (update.fit.residual <= loop.tolerance and not explained):
         return
-    forwards = window.of("forward")
     control, proven = weighed_in_loop(loop, update.number) if explained else ((), False)
-    which = f"{listed([str(at + 1) for at in window.dropped], 6)} of update {number}"
     yield told(
         "GAV203.dropped-empty" if explained else "GAV203.dropped",
         *control,
-        location=located(forwards[at] for at in window.dropped),
+        location=skipped.location,
         proven=proven,
-        which=f"micro-batches {which} have" if len(window.dropped) > 1 else f"micro-batch {which} has",
-        number=len(window.dropped),
-        all=len(forwards),
+        skipped=skipped,
         update=update,
-        dropped=list(window.dropped),
+        dropped=list(skipped.positions),
     )
+
+
+def _of_other_samples(loop: Record) -> Iterator[Finding]:
+    """The same of the first update whose samples are others than the full batch's because of that: it is not judged."""
+    joined = {each.window.number for each in missed_boundaries(loop)}
+    for update in loop.updates:
+        skipped = find_skipped(loop, update)
+        if update.data.is_comparable or skipped is None or update.number in joined:
+            continue
+        window, steps = skipped.window, loop.expected(skipped.window)
+        if skipped.positions or (steps is not None and is_meant(loop, [(window, steps)])):
+            yield told(
+                "GAV203.dropped-beside" if skipped.positions else "GAV203.unfed",
+                location=skipped.location,
+                proven=False,
+                skipped=skipped,
+                update=update,
+                dropped=list(skipped.positions),
+            )
+            return
 
 
 def _by_turns(facts: Facts) -> Iterator[Finding]:

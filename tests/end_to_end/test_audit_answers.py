@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 from audits import SCRIPTS, audit, events_of, folder, marked
 
-UPDATES_4, ONE, TAIL = ("--updates", "4"), ("--updates", "1"), ("--tail",)
+UPDATES_3, UPDATES_4, ONE, TAIL = ("--updates", "3"), ("--updates", "4"), ("--updates", "1"), ("--tail",)
 
 
 class Row(NamedTuple):
@@ -48,6 +48,11 @@ def styled(style: str, faults: str = "", mark: str = "", words: str = "", **chan
     return Row("loops_unannounced.py", f"--style {style}", faults, mark, words, **LESS, **changes)
 
 
+def skipping(common: str, faults: str = "", mark: str = "", words: str = "", **changes: Any) -> Row:
+    """A run of `loops_skipping.py`."""
+    return Row("loops_skipping.py", common, faults, mark, words, **changes)
+
+
 def tabled(rows: list[Row]) -> pytest.MarkDecorator:
     """A test per row, slow but for the quick ones."""
 
@@ -69,6 +74,7 @@ SCALE, STEPS, EXTRAS = "loops_scale.py", "loops_steps.py", "loops_extras.py"
 RARE, WORDS, COUPLED = "loops_rare.py", "train_language_model.py", "loops_coupled.py"
 BACKWARD = "loops_backward.py"
 DRAWN = "diffusion mixed crops one_by_one ahead shuffled augmented stream sharded bucketed"
+JOINED = "which is skipped and the step with it"
 TIMES_4 = "the gradient of update 1 is 4 times the full batch's = K"
 CACHED = "a two-pass cached gradient (`gaverify.remedies.CachedGradients`): tested"
 SMALL = "with losses too small to be clipped"
@@ -154,6 +160,16 @@ ROWS = [
     # those that have targets are counted right, and averaged equally
     looped(RARE, "skipped_micro_batch", "GAV202", "--skip divided", mark="", quick=True),
     looped(RARE, "skipped_micro_batch", common="--skip window", quick=True),
+    # a `continue` that skips the step as well joins two windows; a micro-batch may be skipped before its forward
+    skipping("--bad 3 --end skipped", "GAV602", "forward", JOINED, quick=True, proven=True),
+    skipping("--bad 3 --divide window", quick=True),
+    skipping("--bad 2 --why empty", "GAV203", "forward", "4 samples of update 1 have no", quick=True, proven=True),
+    skipping("--bad 2 --why empty --divide window", quick=True),
+    skipping("--bad 2,7 --end skipped --why empty", "GAV602 GAV203", "step", JOINED, options=UPDATES_3, proven=True),
+    skipping("--bad 7 --equal --end skipped", "GAV602", "forward", JOINED, proven=True),
+    # what divides by nothing counts as often as there are micro-batches left, which is not K
+    skipping("--bad 2 --equal --divide nothing", "GAV201", "backward", "by the 3 micro-batches", quick=True),
+    skipping("--bad 2 --divide nothing", "GAV201 GAV202", "backward", "by the 3 micro-batches that are not"),
     # sums that a script keeps itself: what the optimizer sees is controlled
     looped(RARE, "sums_of_its_own", "GAV201", "--skip division", mark="", quick=True, proven=True, words="= K"),
     looped(RARE, "functional", quick=True),
@@ -330,7 +346,23 @@ def test_a_script_gets_its_answer(row: Row) -> None:
         assert tuple(side[0]["active"] for side in (update["clips_full"], update["clips"]) if side) == row.clips
 
 
+@pytest.mark.parametrize(
+    ("common", "words"),
+    [
+        ("--bad 2 --end moved", "micro-batch 3 of update 1 has no backward pass, and samples of the next"),
+        ("--bad 2 --why unfed --equal", "update 1 leaves out 4 of the full batch's 16 samples"),
+    ],
+)
+def test_micro_batches_that_are_skipped_leave_the_question_open(common: str, words: str) -> None:
+    """The runs were fed other samples: that the loop skips some is the reason, and no step is called early."""
+    result = audit("loops_skipping.py", common=common)
+    assert (result.code, result.faults) == (3, {"GAV203"}), str(result)
+    assert words in result.text("GAV203") and not result.finding("GAV203")["proven"]
+    assert "the loop skips a micro-batch" in result.document["reason"]
+
+
 EVENTS = [
+    skipping("--bad 3 --end skipped --samples 96", "GAV602", "forward", JOINED, options=UPDATES_3, quick=True),
     looped(STEPS, "cleared_at_epoch", "GAV604", "--samples 24", quick=True),  # L02
     looped(STEPS, "too_early", "GAV601", "--samples 36", quick=True),
     looped(STEPS, "never_cleared", "GAV602"),  # L03

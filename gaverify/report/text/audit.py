@@ -110,6 +110,8 @@ def _described(update: UpdateComparison) -> Iterable[str]:
         yield f"{update.missed.accumulated} of {update.missed.full} samples"
     elif data.same:
         yield "same samples" + (", padded differently" if data.padded else "")
+    elif data.adds_nothing:
+        yield f"{data.accumulated} of {data.full} samples, the others have no gradient"
     else:
         yield f"{data.differing} rows of `{data.path}` differ"
     if not update.judged:
