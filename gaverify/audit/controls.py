@@ -24,6 +24,7 @@ from gaverify.audit.ranks import RankedRun
 from gaverify.audit.reading import Run
 from gaverify.audit.running import Trial
 from gaverify.audit.stages import compare_changes, fit_gradients, fitted_terms
+from gaverify.audit.state_controls import restored
 from gaverify.collective.facts import with_shares
 from gaverify.errors import ProblemError
 from gaverify.records.audit import Overwritten, Record, UpdateComparison
@@ -323,7 +324,7 @@ def controlled(trial: Trial, record: Record, *, ranked: bool) -> Record:
     """
     alone = () if ranked else (with_steps_undone, overwritten, weighed, batch_dependent_backward, by_terms)
     together = floored, with_rank_facts, unclipped, by_change, on_its_own, controlled_ranks
-    for control in (*together, *alone, coupled):
+    for control in (*together, *alone, coupled, restored):
         with suppress(ProblemError):
             record = control(trial, record)
     return record

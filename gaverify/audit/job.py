@@ -46,6 +46,9 @@ RECORDER_FAILED = 98
 SCRIPT_FAILED = 96
 """Exit status of a child whose script raised."""
 
+EVERYTHING = "*"
+"""Stands for all values of modules that a run puts back."""
+
 SCRIPT = "(script)"
 """Stands for the script's own code among the paths of modules."""
 
@@ -67,6 +70,7 @@ class Job:
         synchronise: Let every backward pass reduce over the ranks, whatever the script asks for.
         gathers: Let gathers of trained tensors hand the gradient back.
         frozen: Buffers, `model:name`, whose modules run in evaluation mode, with the statistics that they hold.
+        restored: Values of modules that are put back before each micro-batch, or `EVERYTHING`; empty leaves them alone.
         outputs: Keep what every module of the last update's forwards gives for each row, and what comes back for it.
         moved: Paths of modules, or `SCRIPT`: what the calls that they make give them has other values in the second
             half of each forward's rows.
@@ -134,6 +138,7 @@ class Job:
     synchronise: bool = False
     gathers: bool = False
     frozen: tuple[str, ...] = ()
+    restored: tuple[str, ...] = ()
     outputs: bool = False
     moved: tuple[str, ...] = ()
     held: tuple[str, ...] = ()

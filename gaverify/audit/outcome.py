@@ -165,6 +165,11 @@ def is_explained(record: Record) -> bool:
     return any(finding.severity == "fault" for finding in findings_for(facts_of_loop(record)))
 
 
+def is_proven(record: Record) -> bool:
+    """Whether a rule proves a fault in what is known so far."""
+    return any(finding.severity == "fault" and finding.proven for finding in findings_for(facts_of_loop(record)))
+
+
 def _method(record: Record) -> Method:
     """What decided the updates: runs in float32, or the weights that fit where they decided every parameter of all."""
     methods = {row.method for update in record.updates for row in update.parameters}

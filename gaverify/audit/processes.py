@@ -139,7 +139,7 @@ def check(child: Child, beside: Sequence[Child] = ()) -> None:
     if fault or status == RECORDER_FAILED:
         raise InternalError(f"the recorder failed in the {child.title}: {fault or 'no traceback'}")
     if status == IMPOSSIBLE:
-        raise NoView((child.folder / "no-view.txt").read_text(encoding="utf-8"))
+        raise NoView(told("no-view.txt"))  # empty where the view that failed hides the file
     if refused:
         name, place = json.loads(refused)
         where = f" ({place[0]}:{place[1]})" if place else ""

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from gaverify.records.comparison import Outcome, ParameterComparison, relative_total, resolution_of
 from gaverify.records.events import Event, Ledger
@@ -14,6 +15,9 @@ from gaverify.records.ranks import RankFacts
 from gaverify.records.stages import Clip, SettingDifference, Stage, StageComparison
 from gaverify.records.windows import Window
 from gaverify.thresholds import COMPUTED_FLOAT32, FEW_UNITS, U32
+
+if TYPE_CHECKING:
+    from gaverify.records.facts import State
 
 
 @dataclass(frozen=True)
@@ -186,6 +190,7 @@ class Record:
         terms: Of the loss of the first update that differs, where nothing else explained it and they add up to it.
         coupling: Where samples act on each other, in modules or in the loss, with what the control runs showed.
         backward: The code whose backward depends on the batch, where the losses add up and the gradients do not.
+        state: What forwards move and read again, where a run with it put back before each micro-batch agreed.
         weighed: The accumulated run with the losses of the first update that differs times what they should count.
         made: The line that made that loss, where a framework's loop called it and differentiates it.
         float32: The script trains below float32, and what is compared are runs in float32.
@@ -213,6 +218,7 @@ class Record:
     terms: tuple[LossTerm, ...] = ()
     coupling: tuple[Cause, ...] = ()
     backward: Cause | None = None
+    state: State | None = None
     weighed: ControlRun | None = None
     made: tuple[str, int] | None = None
     float32: bool = False

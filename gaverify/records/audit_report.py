@@ -25,6 +25,7 @@ TITLES = {
     "ranks": "controls of the ranks",
     "float32": "the same runs in float32",
     "coupling": "both runs with what every module gives for each row",
+    "state": "accumulated run with what forwards move put back before each micro-batch",
     "events": "run",
 }
 """How sentences call the runs of an audit."""

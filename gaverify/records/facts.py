@@ -265,6 +265,7 @@ def facts_of_loop(loop: Record) -> Facts:
     drifted = next((other for other in loop.updates if other.judged and other.drifted), None)
     buffers = Buffers(dict.fromkeys(drifted.drifted, math.nan), drifted.number) if drifted is not None else Buffers()
     controls = [cause.control for cause in loop.coupling if cause.control is not None]
+    controls += [loop.state.control] if loop.state is not None and loop.state.control is not None else []
     return Facts(
         steps=update.backwards if update is not None else 0,
         batch_size=update.data.full if update is not None else 0,
@@ -273,6 +274,7 @@ def facts_of_loop(loop: Record) -> Facts:
         draws=Draws(loop.dealt, loop.dealt, loop.unaligned),
         buffers=buffers,
         forward=Forward(loop.coupling),
+        state=loop.state,
         cleared=bool(controls) and (controls[-1].rounding or controls[-1].fit is not None),
         ranks=loop.together,
         loop=loop,

@@ -106,7 +106,10 @@ def findings_for(facts: Facts) -> tuple[Finding, ...]:
     """Returns the findings of all rules, faults first."""
     found: list[Finding] = []
     for rule in _rules_in_order(facts):
-        if rule not in WEIGHTS or not (changed := _gradients_changed(facts, found)):
+        if rule in WEIGHTS and facts.loop is not None and facts.loop.state is not None:
+            # weights make up for state that moves as well: what counts is the fit with the state put back
+            found += _beside_coupling(rule, facts)
+        elif rule not in WEIGHTS or not (changed := _gradients_changed(facts, found)):
             found += rule.judge(facts)
             found += _beside_coupling(rule, facts) if rule in WEIGHTS and facts.loop is not None else ()
         elif facts.loop is not None and facts.loop.unclipped and changed == {clip_per_micro_batch.code}:
@@ -130,10 +133,12 @@ def _beside_coupling(rule: Rule[[Facts]], facts: Facts) -> Iterator[Finding]:
     """Yields what the rule finds in the weights that are left once what couples samples is held in a training loop."""
     loop = facts.loop
     run = loop.coupling[-1].control if loop is not None and loop.coupling else None
+    if loop is not None and loop.state is not None:
+        run = loop.state.control
     update = loop.divergent if loop is not None else None
     if loop is None or run is None or run.fit is None or update is None:
         return
-    held = replace(loop, updates=(replace(update, fit=run.fit),), coupling=())
+    held = replace(loop, updates=(replace(update, fit=run.fit),), coupling=(), state=None)
     for finding in rule.judge(facts_of_loop(held)):
         yield replace(finding, summary=f"with {run.what}, {finding.summary}")
 

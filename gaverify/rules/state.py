@@ -136,12 +136,15 @@ def buffer_drift(facts: Facts) -> Iterator[Finding]:
         differs = f"`{worst}` differs by {drift[worst]:.1e}"
         if math.isnan(drift[worst]):
             differs = f"{count_text(len(drift), 'buffer')} differ{'' if len(drift) > 1 else 's'} by more than rounding"
+        blamed = [change.name for change in facts.state.blamed] if facts.state is not None else []
+        is_read = any(change.name in drift for change in facts.state.changes) if facts.state is not None else False
         yield told(
-            "GAV402.buffers",
+            "GAV402.read" if blamed and is_read else "GAV402.buffers",
             measured("state", differs, **dict(drift)),
             severity="note",
             proven=True,
             drift=drift,
+            read=quoted(blamed),
             are=are,
             often=facts.steps,
             end=end,

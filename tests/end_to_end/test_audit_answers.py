@@ -70,6 +70,7 @@ HALF = {"full": "--batch-size 16 --accum 1", "accumulated": "--batch-size 8 --ac
 RAGGED = {"full": "--micro 16", "accumulated": "--micro 6"}
 ANOTHER = {"full": "--batch-size 8 --accum 1 --generated 1", "accumulated": "--batch-size 2 --accum 4 --generated 8"}
 CLIPPING, DRAWING, UNUSUAL = "loops_clipping.py", "train_drawing.py", "loops_unusual.py"
+STATE = "loops_state.py"
 SCALE, STEPS, EXTRAS = "loops_scale.py", "loops_steps.py", "loops_extras.py"
 RARE, WORDS, COUPLED = "loops_rare.py", "train_language_model.py", "loops_coupled.py"
 BACKWARD = "loops_backward.py"
@@ -281,6 +282,13 @@ ROWS = [
     looped(COUPLED, "chained", "GAV101", proven=True),
     looped(COUPLED, "routed", "GAV103", proven=True, words=CACHED),  # it hands the term out to nobody
     looped(COUPLED, "counted", "GAV103 GAV201", mark="routed", proven=True),
+    # state that a forward moves and the next one reads; beside it values that nothing reads, and updates of its own
+    Row(STATE, "--kind centre", "GAV401", "centre", "buffer `Centred.centre`,", quick=True, proven=True, notes=""),
+    Row(STATE, "--kind once", quick=True),
+    Row(STATE, "--kind unread", quick=True, notes=""),
+    Row(STATE, "--kind rounds", "GAV403", "rounds", "changes `Centred.rounds`, outside", proven=True),
+    Row(STATE, "--kind codebook", "GAV401", "codebook", "buffer `1.codes`, which", proven=True, notes="GAV402"),
+    Row(STATE, "--kind centre --undivided", "GAV401 GAV201", "centre"),
     # what a hook adds is the next gradient less the last, which other weights of micro-batches seem to mend
     looped(UNUSUAL, "masters", common="--hook added"),
     looped(UNUSUAL, "masters", "GAV603", "--hook set", mark="set", words=ADDED, proven=True),

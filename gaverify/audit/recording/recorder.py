@@ -59,6 +59,7 @@ class Recorder(Steps):
             self._in_forward = True
             try:
                 with (
+                    self._state.around(module, self.names.prefix(module)) if graded and self._state else nullcontext(),
                     self._draws.in_forward(module) if trains else nullcontext(),
                     self._control.forward(module),
                     self._holding.listening(module, args, kwargs) if trains and self._holding else nullcontext(),
@@ -237,6 +238,8 @@ class Recorder(Steps):
     def _passed(self) -> None:
         """A backward pass is over, whatever it was for."""
         self._loop.backwards += 1
+        if self._state is not None:
+            self._state.end_micro_batch()
         if self._inputs is not None:
             self._inputs.after_backward()
 
@@ -277,7 +280,7 @@ class Recorder(Steps):
             self._perturbation.move([*module.parameters(), *self.watch.all_parameters()])
             self.watch.look()
         if self.job.role == "full":
-            self._buffers.know(self.names.buffers())
+            self._buffers.know(self.names.buffers(of_losses=True))
         shapes = input_shapes(args, kwargs)
         rows = next((shape[0] for shape in shapes), None)
         model = self.names.index(module)

@@ -22,6 +22,7 @@ from gaverify.audit.recording.graph import Reach, Weight, keep_lines
 from gaverify.audit.recording.loop import DealtLoopDraws, KeptLoopDraws, Loop
 from gaverify.audit.recording.outputs import Holding, Outputs
 from gaverify.audit.recording.samples import GivenSamples, Inputs, KeptSamples, Loaders
+from gaverify.audit.recording.state import MovingState
 from gaverify.audit.recording.storage import Storage, Update
 from gaverify.audit.recording.values import Names, Roundoff, out_of_sight, undisturbed
 from gaverify.audit.recording.watching import OwnGradients, Watch
@@ -70,6 +71,7 @@ class Session:
         self._setter: Place | None = None  # the user's line that writes gradients in a backward pass
         self._closed = False
         self._buffers = Buffers(self._source)
+        self._state = MovingState(job.restored, self._work) if job.restored else None
         self._meter = TrafficMeter()
         self._own = OwnGradients() if job.ranked else None
         self._addends: dict[int, dict[int, int]] = {}  # of each optimizer, as at its last step
@@ -183,6 +185,7 @@ class Session:
             "tensor_parallel": tensor_parallel(models, self.watch.all_parameters()),
             "updates": self._update.number - 1,
             "setter": self._setter,
+            "moving": self._state.describe() if self._state is not None else [],
             "unit": self.roundoff.unit,
             "working": self.roundoff.describe(),
             "modules": [type(model).__name__ for model in models],

@@ -116,8 +116,11 @@ class Steps(Session):
             self._changes.know_settings()
             self.watch.look()
             entry = self.watch.of(self.watch.add(optimizer))
-            buffers, step = self.names.buffers(), f"{entry.index}-{entry.steps}"
-            self._update.stepped(entry, buffers, led)
+            step = f"{entry.index}-{entry.steps}"
+            self._update.stepped(entry, self.names.buffers(), led)
+            if self._state is not None:
+                self._state.end_window()
+            buffers = self.names.buffers(of_losses=True)
             if self.job.role == "full":
                 self._buffers.keep(self.storage, step, buffers)
             elif led:

@@ -23,7 +23,7 @@ _STAGES = {
     Stage.UNCLIPPED: "with losses too small to be clipped",
     Stage.CHANGE: "what the optimizer makes of the same gradient",
 }
-_CONTROLS = ("perturbed", "frozen", "unclipped", "terms", "weights", "ranks", "float32", "coupling")
+_CONTROLS = ("perturbed", "frozen", "unclipped", "terms", "weights", "ranks", "float32", "coupling", "state")
 _ROLES = {"full": "full batch", "accumulated": "accumulated", "events": "run"}
 
 

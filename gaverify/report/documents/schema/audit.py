@@ -43,6 +43,7 @@ class RunItem(Shape):
         "ranks",
         "float32",
         "coupling",
+        "state",
         "events",
     ]
 

@@ -1,0 +1,161 @@
+"""State that forwards move: buffers, frozen parameters and attributes, put back before each micro-batch of a window."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from gaverify.audit.job import EVERYTHING
+from gaverify.audit.recording.values import plain, plain_name
+from gaverify.passes.isolation import OWN_ATTRIBUTES
+from gaverify.torch_internals import buffers_of
+from gaverify.tracebacks import LineHunt, Owner, Place
+
+_NORMS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+
+
+@dataclass(frozen=True)
+class Value:
+    """One value of a module: a tensor, a number, or a list of numbers."""
+
+    module: nn.Module
+    name: str
+    place: str
+
+    def get(self) -> Any:
+        """Returns what the module holds now; None where it holds neither."""
+        value = getattr(self.module, self.name, None)
+        return plain(value) if isinstance(value, torch.Tensor) else value
+
+    def copy(self) -> Any:
+        """Returns a copy that no forward moves."""
+        value = self.get()
+        return value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
+
+    def differs(self, kept: Any) -> bool:
+        """Whether the module holds another value than it did."""
+        value = self.get()
+        if isinstance(value, torch.Tensor) and isinstance(kept, torch.Tensor):
+            return value.shape != kept.shape or not torch.equal(value, kept)
+        return type(value) is not type(kept) or bool(value != kept)
+
+    def put(self, kept: Any) -> None:
+        """Puts a value back, in place where that can be."""
+        value = self.get()
+        if isinstance(value, torch.Tensor) and isinstance(kept, torch.Tensor) and value.shape == kept.shape:
+            with torch.no_grad():
+                value.copy_(kept)
+        else:
+            setattr(self.module, self.name, kept.clone() if isinstance(kept, torch.Tensor) else copy.copy(kept))
+
+
+def values_of(root: nn.Module, prefix: str) -> dict[str, Value]:
+    """Returns what the forwards of a module may move and read again, by its name."""
+    found: dict[str, Value] = {}
+    for path, module in root.named_modules():
+        names = {name: "parameter" for name, p in module.named_parameters(recurse=False) if not p.requires_grad}
+        if not _has_unread_statistics(module):
+            names |= {name: "buffer" for name, buffer in buffers_of(module).items() if buffer is not None}
+        names |= {name: "attribute" for name, value in vars(module).items() if _is_state(name, value)}
+        start = prefix + (f"{plain_name(path)}." if path else "")
+        found |= {start + name: Value(module, name, place) for name, place in names.items()}
+    return found
+
+
+def _has_unread_statistics(module: nn.Module) -> bool:
+    """Whether its forward is torch's own, which moves running statistics in training and does not read them."""
+    return isinstance(module, _NORMS) and module.training and type(module).forward.__module__.startswith("torch.")
+
+
+def _is_state(name: str, value: Any) -> bool:
+    """Whether an attribute is one of the user's that may count or average; an output that it keeps has a gradient."""
+    if name in OWN_ATTRIBUTES:
+        return False
+    if isinstance(value, torch.Tensor):
+        return not isinstance(value, nn.Parameter) and not value.requires_grad and plain(value) is not None
+    entries = value if isinstance(value, list | deque) else [value]
+    return all(isinstance(entry, int | float) for entry in entries) and not isinstance(value, bool)
+
+
+class MovingState:
+    """Puts values back before each micro-batch, and notes which of them forwards change.
+
+    A micro-batch begins with the first forward behind a backward pass, a window with the first one behind a step.
+
+    Args:
+        names: What is put back; `EVERYTHING` puts back all.
+        work: Surrounds the recorder's own code.
+    """
+
+    def __init__(self, names: tuple[str, ...], work: Callable[[], AbstractContextManager[None]]) -> None:
+        self._names, self._work = names, work
+        self._roots: dict[int, tuple[nn.Module, str]] = {}
+        self._kept: dict[str, tuple[Value, Any]] = {}
+        self._looked_at: set[int] = set()  # roots whose values of this window's beginning are kept
+        self._is_behind_backward = False
+        self._places: dict[str, Place] = {}
+        self._changed: dict[str, str] = {}
+
+    def end_window(self) -> None:
+        """A step is over: the next forward begins a window."""
+        self._kept.clear()
+        self._looked_at.clear()
+
+    def end_micro_batch(self) -> None:
+        """A backward pass is over: the next forward begins a micro-batch."""
+        self._is_behind_backward = True
+
+    def describe(self) -> list[tuple[str, str, Place | None]]:
+        """Returns name, kind and line of everything that a forward changed."""
+        return [(name, place, self._places.get(name)) for name, place in self._changed.items()]
+
+    @contextmanager
+    def around(self, root: nn.Module, prefix: str) -> Iterator[None]:
+        """Surrounds the forward of an outermost module."""
+        with self._work():
+            self._begin(root, prefix)
+            values = values_of(root, prefix)
+            before = {name: value.copy() for name, value in values.items()}
+        hunt = LineHunt(lambda place: self._look(place, values, before), Owner.LIBRARY)
+        # reading every value behind every line takes long: only those that are asked for by name
+        unplaced = [name for name in self._names if name in values and name not in self._places]
+        if unplaced and sys.gettrace() is None:
+            hunt.start()
+        try:
+            yield
+        finally:
+            hunt.stop()
+            with self._work():
+                for name, value in values.items():
+                    if value.differs(before[name]):
+                        self._changed.setdefault(name, value.place)
+
+    def _begin(self, root: nn.Module, prefix: str) -> None:
+        if self._kept and self._is_behind_backward:
+            for value, kept in self._kept.values():
+                value.put(kept)
+        self._is_behind_backward = False
+        self._roots[id(root)] = root, prefix
+        for key, (module, start) in self._roots.items():
+            if key not in self._looked_at:
+                self._looked_at.add(key)
+                for name, value in values_of(module, start).items():
+                    if EVERYTHING in self._names or name in self._names:
+                        self._kept[name] = value, value.copy()
+
+    def _look(self, place: Place, values: dict[str, Value], before: dict[str, Any]) -> bool:
+        with self._work():
+            unplaced = [name for name in self._names if name in values and name not in self._places]
+            self._places |= {name: place for name in unplaced if values[name].differs(before[name])}
+            return all(name in self._places for name in unplaced)
