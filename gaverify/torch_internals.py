@@ -55,6 +55,11 @@ def without_subclass_function() -> AbstractContextManager[Any]:
     return torch._C.DisableTorchFunctionSubclass()
 
 
+def has_post_accumulate_hooks(tensor: torch.Tensor) -> bool:
+    """Whether hooks run once a gradient is in `.grad`; without the name, they are seen by what they do at once."""
+    return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
 def has_dispatch_modes() -> bool:
     """Whether a dispatch mode is active, which is cheaper to ask than to disable them."""
     return bool(torch._C._len_torch_dispatch_stack())

@@ -33,7 +33,7 @@ from gaverify.records.facts import facts_of_loop
 from gaverify.records.stages import Stage, StageComparison
 from gaverify.records.windows import common_rounds, rounds_of, windows_of
 from gaverify.rules.calls import clipped_inside
-from gaverify.rules.scale import multipliers_of, weights_of
+from gaverify.rules.scale import fitted_weights_of, multipliers_of
 from gaverify.thresholds import FIT_FLOAT32, MANY_UNITS, SMALLEST_FAULT, TENTH, TOO_SMALL_TO_CLIP
 from gaverify.verdict.criteria import floors_allowed
 
@@ -129,14 +129,14 @@ def overwritten(trial: Trial, record: Record) -> Record:
     Where the same gradient reaches the step, those before the last pass never did. What such passes add is that of the
     next one less their own, so that weights which fall from pass to pass give the full batch's gradient.
     """
-    found = weights_of(record)
+    found = fitted_weights_of(record)
     if found is None or len(found[1].multipliers) < 2 or any(a <= b for a, b in pairwise((*found[1].multipliers, 0.0))):
         return record
     number = found[0].number
     cleared = trial.again("accumulated", cleared=True, updates=number)
     left = left_by(trial.accumulated, cleared, update=number)
-    if not left <= record.tolerance:
-        return record
+    if not left <= record.tolerance or not cleared.meta["cleared_gradients"]:
+        return record  # a script that moves its gradients away after each pass leaves nothing to clear
     return replace(record, overwritten=Overwritten(left, *(cleared.meta["setter"] or (None, None))))
 
 

@@ -68,13 +68,18 @@ def constant_factor(fit: WeightFit, tolerance: float) -> float | None:
 
 
 def weights_of(loop: Record) -> tuple[UpdateComparison, WeightFit] | None:
+    """Returns the first differing update whose micro-batches should have other weights."""
+    found = fitted_weights_of(loop)
+    return None if found is None or contradict_losses(loop, found[0]) else found
+
+
+def fitted_weights_of(loop: Record) -> tuple[UpdateComparison, WeightFit] | None:
     """Returns the first differing update whose micro-batches give the full-batch gradient with other weights."""
     update = loop.divergent
     fit = update.fit if update is not None else None
     if update is None or fit is None or fit.residual > loop.tolerance or not fit.weights or not _differs(update):
         return None
-    unequal = _unequal(fit, loop.tolerance) and not _of_one_rank(loop, fit)
-    return (update, fit) if unequal and not contradict_losses(loop, update) else None
+    return (update, fit) if _unequal(fit, loop.tolerance) and not _of_one_rank(loop, fit) else None
 
 
 def contradict_losses(loop: Record, update: UpdateComparison) -> bool:
@@ -85,6 +90,8 @@ def contradict_losses(loop: Record, update: UpdateComparison) -> bool:
     """
     fit, losses, full = update.fit, update.losses, update.full_loss
     if fit is None or loop.ranks > 1 or not fit.determined or fit.residual > loop.tolerance:
+        return False
+    if loop.overwritten is not None:  # weights fit to passes that set the gradients, whatever their losses are
         return False
     if len(losses) != len(fit.weights) or not all(map(math.isfinite, (full, *losses))):
         return False

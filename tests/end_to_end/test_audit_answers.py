@@ -73,7 +73,7 @@ CLIPPING, DRAWING, UNUSUAL = "loops_clipping.py", "train_drawing.py", "loops_unu
 STATE = "loops_state.py"
 SCALE, STEPS, EXTRAS = "loops_scale.py", "loops_steps.py", "loops_extras.py"
 RARE, WORDS, COUPLED = "loops_rare.py", "train_language_model.py", "loops_coupled.py"
-BACKWARD = "loops_backward.py"
+BACKWARD, MAIN = "loops_backward.py", "loops_main_gradients.py"
 DRAWN = "diffusion mixed crops one_by_one ahead shuffled augmented stream sharded bucketed"
 JOINED = "which is skipped and the step with it"
 TIMES_4 = "the gradient of update 1 is 4 times the full batch's = K"
@@ -249,6 +249,13 @@ ROWS = [
     looped(BACKWARD, "by_rows", "GAV104", mark="", proven=True, options=ONE, words="with what `3` gives back"),
     looped(BACKWARD, "by_rows", common="--backward rows", options=ONE),
     looped(BACKWARD, "importance_of_rows", "GAV202", mark="", proven=True, options=ONE),
+    # gradients that are moved out of `.grad` inside the backward pass, or after it, and put back before the step
+    looped(MAIN, "hooked", quick=True, options=ONE),
+    looped(MAIN, "hooked", "GAV202", "--rising", mark="", quick=True, proven=True, words="1/K", options=ONE),
+    looped(MAIN, "hooked", common="--through node --clip 0.01", options=ONE),
+    looped(MAIN, "hooked", "GAV201", "--through node --undivided", mark="", proven=True, words="= K", options=ONE),
+    looped(MAIN, "taken", common="--clip 0.01", options=ONE),
+    looped(MAIN, "taken", "GAV201", "--undivided --clip 0.01", mark="", proven=True, words="= K", options=ONE),
     # single parameters: a factor of one alone (S06), terms that cancel (S13), float32 master copies
     looped(UNUSUAL, "two_towers", "GAV201", mark="cached", words="`logit_scale`"),
     looped(UNUSUAL, "two_towers", common="--scale once"),

@@ -96,12 +96,11 @@ class Recorder(Steps):
                 self._draws.enter_backward()
                 self.watch.let_go()
                 if self.job.cleared:
-                    self.watch.clear()
+                    self._cleared_gradients += self.watch.clear()
                 if self.job.role in ("events", "accumulated", "full"):
                     self._weight.begin(tensors)
-                if self._own is not None:
-                    for entry in self.watch:
-                        self._own.listen(entry.index, entry.sample)
+                for entry in self.watch:
+                    self._incoming.listen(entry)
                 terms, self._meter = Terms(tensors), TrafficMeter()
                 met: dict[str, Any] = {}
                 if self._outputs is not None:
@@ -303,7 +302,8 @@ class Recorder(Steps):
 
     def _after_backward(self, place: Place | None, roots: Any, terms: Terms, met: dict[str, Any]) -> None:
         seen, reached, weight = self.watch.look(), self._reach.end(), self._weight.end()
-        touched = self._touched_optimizers(seen)
+        incoming = self._incoming_gradients(seen)
+        touched = sorted({*self._touched_optimizers(seen), *(() if self.job.ranked else incoming)})
         if not touched and not ends_in_parameters(roots):
             self.elsewhere += 1
             return
@@ -311,15 +311,14 @@ class Recorder(Steps):
         number = self._numbers["backward"]
         # A pass that adds nothing, of a micro-batch without targets, may be any optimizer's.
         for entry in [self.watch.of(index) for index in touched] or [*self.watch]:
-            change = seen.changed.get(entry.index)
-            if self._own is not None and (own := self._own.take(entry.index)) is not None:
-                change = own
+            change = incoming.get(entry.index, seen.changed.get(entry.index))
             entry.pending += change is not None and entry.index in touched
             entry.receive(number, change, reached)
         for entry in self.watch:
             if entry.pending:
-                entry.keep()
                 entry.clipped = False
+                if self.job.ranked or entry.index not in incoming:  # else the sum lies elsewhere
+                    entry.keep()
         targets = [(int(valid), total) for valid, total in self._targets]
         self._targets.clear()
         told: dict[str, Any] = {"weight": weight} if weight is not None and self.job.role == "events" else {}
@@ -338,6 +337,14 @@ class Recorder(Steps):
         self._event("backward", place, touched=touched, targets=targets, forwards=reached, **told, **self._sent())
         self._changes.note(Seen(moved=seen.moved), "backward")
         self._changes.hunt(self._quiet_difference)
+
+    def _incoming_gradients(self, seen: Seen) -> dict[int, torch.Tensor]:
+        """What a backward pass gave each optimizer, where `.grad` does not tell: reduced over ranks, or moved away."""
+        given = {
+            entry.index: self._incoming.take(entry.index) if self.job.ranked else self._incoming.take_moved(entry, seen)
+            for entry in self.watch
+        }
+        return {index: gradients for index, gradients in given.items() if gradients is not None}
 
     def _touched_optimizers(self, seen: Seen) -> list[int]:
         """The optimizers whose gradients a backward pass changed."""

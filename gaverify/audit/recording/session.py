@@ -25,7 +25,7 @@ from gaverify.audit.recording.samples import GivenSamples, Inputs, KeptSamples, 
 from gaverify.audit.recording.state import MovingState
 from gaverify.audit.recording.storage import Storage, Update
 from gaverify.audit.recording.values import Names, Roundoff, out_of_sight, undisturbed
-from gaverify.audit.recording.watching import OwnGradients, Watch
+from gaverify.audit.recording.watching import IncomingGradients, Watch
 from gaverify.collective.traffic import TrafficMeter
 from gaverify.passes.wrappers import engine_of, flattened, is_sharded, offset_of_shard, tensor_parallel
 from gaverify.records.events import Ending, Event, Kind
@@ -68,12 +68,13 @@ class Session:
         self.left_out: dict[str, int] = {}
         self.elsewhere = 0  # backward passes that reached no parameter
         self.rank, self.ranks = 0, 1
+        self._cleared_gradients = 0  # backward passes before which a control has cleared some
         self._setter: Place | None = None  # the user's line that writes gradients in a backward pass
         self._closed = False
         self._buffers = Buffers(self._source)
         self._state = MovingState(job.restored, self._work) if job.restored else None
         self._meter = TrafficMeter()
-        self._own = OwnGradients() if job.ranked else None
+        self._incoming = IncomingGradients(always=job.ranked)
         self._addends: dict[int, dict[int, int]] = {}  # of each optimizer, as at its last step
         self._gathers: list[Place | None] = []  # where trained tensors were gathered since the last backward pass
         self._undone: ByHand | None = None  # the step that is undone when it is over
@@ -186,6 +187,7 @@ class Session:
             "updates": self._update.number - 1,
             "setter": self._setter,
             "moving": self._state.describe() if self._state is not None else [],
+            "cleared_gradients": self._cleared_gradients,
             "unit": self.roundoff.unit,
             "working": self.roundoff.describe(),
             "modules": [type(model).__name__ for model in models],

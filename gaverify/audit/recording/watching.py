@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from gaverify.audit.recording.values import Kept, Sample, plain, same
+from gaverify.torch_internals import has_post_accumulate_hooks
 
 
 @dataclass
@@ -138,12 +139,14 @@ class Watch:
         for entry in self._watched.values():
             entry.summed = entry.used = None
 
-    def clear(self) -> None:
-        """Makes all gradients zero."""
+    def clear(self) -> bool:
+        """Makes all gradients zero; returns whether any was not."""
+        had_gradients = any(not entry.cleared for entry in self)
         for parameter in self.all_parameters():
             if parameter.grad is not None:
                 parameter.grad.zero_()
         self.look()
+        return had_gradients
 
     def settings(self) -> dict[int, list[dict[str, float]]]:
         """Returns the settings of all optimizers."""
@@ -237,29 +240,40 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None
 
 
-class OwnGradients:
-    """Sums what each backward pass of this process alone gives, at the sampled elements of every optimizer.
+class IncomingGradients:
+    """Sums what each backward pass of this process gives, at the sampled elements of every optimizer.
 
-    A leaf's hook sees the gradient before DDP reduces it. FSDP2's sharded parameters have no such moment: nothing is
-    known of them here.
+    A leaf's hook sees the gradient before DDP reduces it, and before another hook moves it out of `.grad` (into main
+    gradients in float32). FSDP2's sharded parameters have no such moment: nothing is known of them here.
+
+    Args:
+        always: Listen to every pass. Else to the first one of each optimizer, and to those behind it where a hook may
+            move gradients away: reading them costs time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, always: bool) -> None:
+        self._always = always
         self._parts: dict[int, list[torch.Tensor]] = {}
         self._sharded: set[int] = set()
-        self._hooked: set[tuple[int, int]] = set()  # a parameter may be several optimizers'
+        self._hooks: dict[tuple[int, int], Any] = {}  # a parameter may be several optimizers'
+        self._complete: set[int] = set()  # optimizers whose `.grad` shows all that the first pass gave
+        self._steps: dict[int, int] = {}  # those that each optimizer had made when the pass began
 
-    def listen(self, index: int, sample: Sample) -> None:
-        """Listens to the parameters of an optimizer that are not listened to yet."""
+    def listen(self, entry: Watched) -> None:
+        """Listens to the parameters of an optimizer that are not listened to yet, where that is needed."""
+        index, sample = entry.index, entry.sample
+        self._steps[index] = entry.steps
+        if index in self._complete and not any(map(has_post_accumulate_hooks, sample.parameters)):
+            return
         if index in self._parts and len(self._parts[index]) == len(sample.parameters):
             return
         self._parts[index] = [torch.zeros(size, dtype=torch.float64, device="cpu") for size in sample.sizes]
         for at, parameter in enumerate(sample.parameters):
             if type(parameter.data) is not torch.Tensor:
                 self._sharded.add(index)
-            elif parameter.requires_grad and (index, id(parameter)) not in self._hooked:
-                self._hooked.add((index, id(parameter)))
-                parameter.register_hook(partial(self._add, index, at, sample))
+            elif parameter.requires_grad and (index, id(parameter)) not in self._hooks:
+                hook = parameter.register_hook(partial(self._add, index, at, sample))
+                self._hooks[index, id(parameter)] = hook
 
     def _add(self, index: int, at: int, sample: Sample, gradient: torch.Tensor) -> None:
         values = plain(gradient)
@@ -274,3 +288,30 @@ class OwnGradients:
         total = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64, device="cpu")
         self._parts[index] = [torch.zeros_like(part) for part in parts]
         return total
+
+    def take_moved(self, entry: Watched, seen: Seen) -> torch.Tensor | None:
+        """Returns what a pass gave an optimizer some of whose gradients were moved out of `.grad` inside it.
+
+        None where `.grad` shows all of it, or where a step inside the pass has used it. Shape (S,).
+        """
+        incoming = self.take(entry.index)
+        if incoming is None or entry.steps != self._steps.get(entry.index) or entry.index in seen.moved:
+            return None
+        change = seen.changed.get(entry.index, torch.zeros_like(incoming))
+        pieces = [part.split(entry.sample.sizes) for part in (entry.gradients, change, incoming)]
+        moved = [not bool(now.any()) and bool(given.any()) for now, _, given in zip(*pieces, strict=True)]
+        if not any(moved):
+            if bool(incoming.any()):
+                self._stop(entry)
+            return None
+        rows = zip(moved, *pieces[1:], strict=True)
+        return torch.cat([given if is_moved else added for is_moved, added, given in rows])
+
+    def _stop(self, entry: Watched) -> None:
+        """Ends listening to an optimizer whose `.grad` shows all that a pass gives, unless hooks may move it later."""
+        if self._always or any(map(has_post_accumulate_hooks, entry.sample.parameters)):
+            return
+        self._complete.add(entry.index)
+        del self._parts[entry.index]
+        for key in [key for key in self._hooks if key[0] == entry.index]:
+            self._hooks.pop(key).remove()

@@ -22,8 +22,7 @@ from gaverify.audit.ranks import RankedRun
 from gaverify.audit.reading import Run
 from gaverify.audit.recording.rows import input_rows
 from gaverify.audit.recording.storage import shards_alone
-from gaverify.audit.recording.values import Sample
-from gaverify.audit.recording.watching import OwnGradients
+from gaverify.audit.recording.watching import IncomingGradients, Watch
 from gaverify.audit.same_data import check_rows
 from gaverify.errors import ProblemError
 from gaverify.records.audit import RowCheck, UpdateComparison
@@ -254,13 +253,40 @@ def test_what_no_backward_pass_computed_alters_nothing(tmp_path: Path) -> None:
 def test_a_parameter_of_two_optimizers_is_listened_to_for_both() -> None:
     """`ZeroRedundancyOptimizer` holds all parameters, and the one inside it this rank's."""
     weight = torch.nn.Parameter(torch.ones(3, device="cpu"))
-    own, samples = OwnGradients(), (Sample([weight]), Sample([weight]))
-    for index, sample in enumerate(samples):
-        own.listen(index, sample)
+    incoming, watch = IncomingGradients(always=True), Watch()
+    for _ in range(2):
+        watch.add(torch.optim.SGD([weight], lr=0.1))
+    for entry in watch:
+        incoming.listen(entry)
     (weight * numbers(1.0, 2.0, 3.0)).sum().backward()
     for index in range(2):
-        taken = own.take(index)
+        taken = incoming.take(index)
         assert taken is not None and taken.tolist() == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("moved", ["always", "later", "never"])
+def test_what_a_hook_moves_out_of_a_gradient_is_known_all_the_same(moved: str) -> None:
+    """Where `.grad` shows what a pass gave, nothing more is read; a hook that may move it later is listened to."""
+    weight, watch, kept = torch.nn.Parameter(torch.ones(3, device="cpu")), Watch(), []
+    watch.add(torch.optim.SGD([weight], lr=0.1))
+
+    def move(parameter: torch.Tensor) -> None:
+        if moved == "always" or (moved == "later" and kept):
+            parameter.grad = None
+        kept.append(parameter)
+
+    if moved != "never":
+        weight.register_post_accumulate_grad_hook(move)
+    incoming, taken = IncomingGradients(always=False), []
+    for _ in range(2):
+        (entry,) = watch
+        incoming.listen(entry)
+        (weight * numbers(1.0, 2.0, 3.0)).sum().backward()
+        found = incoming.take_moved(entry, watch.look())
+        taken.append(None if found is None else found.tolist())
+    given = [1.0, 2.0, 3.0]
+    assert taken == {"always": [given, given], "later": [None, given], "never": [None, None]}[moved]
+    assert incoming.take(0) is None if moved == "never" else incoming.take(0) is not None
 
 
 @pytest.mark.parametrize(("updates", "told"), [(1, True), (0, False)])
