@@ -251,7 +251,7 @@ ROWS = [
     looped(BACKWARD, "importance_of_rows", "GAV202", mark="", proven=True, options=ONE),
     # gradients that are moved out of `.grad` inside the backward pass, or after it, and put back before the step
     looped(MAIN, "hooked", quick=True, options=ONE),
-    looped(MAIN, "hooked", "GAV202", "--rising", mark="", quick=True, proven=True, words="1.6, 1.2, 0.8, 0.4: tested", options=ONE),
+    looped(MAIN, "hooked", "GAV202", "--rising", mark="", quick=True, proven=True, words="by 1.6, 1.2", options=ONE),
     looped(MAIN, "hooked", common="--through node --clip 0.01", options=ONE),
     looped(MAIN, "hooked", "GAV201", "--through node --undivided", mark="", proven=True, words="= K", options=ONE),
     looped(MAIN, "taken", common="--clip 0.01", options=ONE),
