@@ -23,6 +23,9 @@ SPECS = {
 }
 
 
+CATEGORIES = ("gaverify", "gaverify-audit")
+
+
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     (tmp_path / "configs").mkdir()
@@ -34,6 +37,8 @@ def project(tmp_path: Path) -> Path:
 class Runner:
     """A composite action's steps, each a script file in `bash --noprofile --norc -eo pipefail`, as GitHub runs them."""
 
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+
     def __init__(self, project: Path, **inputs: str) -> None:
         self.project = project
         self.action = yaml.safe_load((ROOT / "action.yml").read_text())
@@ -41,12 +46,19 @@ class Runner:
         assert inputs.keys() <= defaults.keys()
         self.values = {f"inputs.{name}": value for name, value in (defaults | inputs).items()}
         self.values["github.action_path"] = str(ROOT)
+        self.used: dict[str, dict[str, str]] = {}  # actions that the steps use, with what each is given
 
     def run(self) -> tuple[int, str]:
-        """The exit code of the first step that fails, and what all printed."""
+        """The exit code of the first step that fails, and what all printed; the actions of others only noted."""
         told = ""
         for step in self.action["runs"]["steps"]:
             if "if" in step and not self._holds(step["if"]):
+                continue
+            if "uses" in step:
+                name = step["uses"].partition("@")[0]
+                self.used[f"{name} {step['with'].get('category', '')}".strip()] = {
+                    key: self._filled(value).strip() for key, value in step["with"].items()
+                }
                 continue
             assert step["shell"] == "bash"  # a composite step without it is refused
             script = self.project / "step.sh"
@@ -62,6 +74,7 @@ class Runner:
                 env={**os.environ, **self.github, **env},
             )
             told += done.stdout + done.stderr
+            self._note_outputs(step.get("id", ""))
             if done.returncode:
                 return done.returncode, told
         return 0, told
@@ -70,25 +83,45 @@ class Runner:
     def github(self) -> dict[str, str]:
         names = {"GITHUB_OUTPUT": "output.txt", "GITHUB_STEP_SUMMARY": "summary.md"}
         paths = {key: str(self.project / name) for key, name in names.items()}
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        return {"GITHUB_ACTIONS": "true", "PATH": path, **paths}
+        return {"GITHUB_ACTIONS": "true", "PATH": self.path, **paths}
+
+    def _note_outputs(self, step: str) -> None:
+        """Takes `name=value` and `name<<END`, lines, `END` from the file that the step has written."""
+        file = self.project / "output.txt"
+        text = file.read_text() if file.exists() else ""
+        several = r"^([\w-]+)<<(\S+)\n(.*?)^\2$"
+        found = [
+            (name, value.removesuffix("\n")) for name, _, value in re.findall(several, text, re.MULTILINE | re.DOTALL)
+        ]
+        found += re.findall(r"^([\w-]+)=(.*)$", re.sub(several, "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+        self.values |= {f"steps.{step}.outputs.{name}": value for name, value in found}
 
     def _filled(self, text: str) -> str:
-        return re.sub(r"\$\{\{\s*([\w.-]+)\s*\}\}", lambda found: self.values[found[1]], text)
+        return re.sub(r"\$\{\{\s*([\w.-]+)\s*\}\}", lambda found: self._value(found[1]), text)
+
+    def _value(self, name: str) -> str:
+        """What an expression names; an output that no step has set is empty."""
+        return self.values.get(name, "") if name.startswith("steps.") else self.values[name]
 
     def _holds(self, condition: str) -> bool:
-        found = re.fullmatch(r"\$\{\{ ([\w.-]+) != '' \}\}", condition)
-        assert found, condition
-        return self.values[found[1]] != ""
+        found = re.fullmatch(r"\$\{\{ (.*) \}\}", condition)
+        parts = [re.fullmatch(r"([\w.-]+) != ''", part) for part in found[1].split(" && ")] if found else []
+        assert parts and all(parts), condition
+        return all(self._value(part[1]) != "" for part in parts if part)
 
 
 def test_the_action_annotates_summarises_and_writes(project: Path) -> None:
-    code, told = Runner(project, install="").run()
+    runner = Runner(project, install="")
+    code, told = runner.run()
     assert code == 1
     assert "::error file=" in told and "GAV101" in told
-    assert (project / "output.txt").read_text() == "exit-code=1\n"
+    assert runner.values["steps.verify.outputs.exit-code"] == "1"
     assert "divergent" in (project / "summary.md").read_text(encoding="utf-8")
     assert (project / "gaverify.sarif").exists() and (project / "gaverify.html").exists()
+    assert runner.used == {
+        "github/codeql-action/upload-sarif gaverify": {"sarif_file": "gaverify.sarif", "category": "gaverify"},
+        "actions/upload-artifact": {"name": "gaverify", "path": "gaverify.sarif\ngaverify.html"},
+    }
 
 
 def test_the_action_splits_lines_expands_globs_and_is_not_in_the_way_of_modules(project: Path) -> None:
@@ -98,9 +131,11 @@ def test_the_action_splits_lines_expands_globs_and_is_not_in_the_way_of_modules(
         "output": "a.json\n\tb.md c.md",
         "arguments": "--strict\n",
     }
-    code, told = Runner(project, install="", **inputs).run()
+    runner = Runner(project, install="", artifact="", **inputs)
+    code, told = runner.run()
     assert code == 0, told
-    assert "::error" not in told and (project / "output.txt").read_text() == "exit-code=0\n"
+    assert "::error" not in told and runner.values["steps.verify.outputs.exit-code"] == "0"
+    assert runner.used == {}
     assert len(json.loads((project / "a.json").read_text())["verdicts"]) == 2
     assert (project / "b.md").exists() and (project / "c.md").exists()
 
@@ -120,8 +155,84 @@ def test_the_action_is_whole() -> None:
     action = yaml.safe_load((ROOT / "action.yml").read_text())
     assert action["runs"]["using"] == "composite"
     assert all(entry["description"] for entry in action["inputs"].values())
-    install = action["runs"]["steps"][0]
-    assert "pip install" in install["run"] and install["env"]["ACTION"] == "${{ github.action_path }}"
+    for step in action["runs"]["steps"]:  # an expression that names nothing is empty, and nobody says so
+        for name in re.findall(r"inputs\.([\w-]+)", str(step)):
+            assert name in action["inputs"], name
+
+
+PIP = """#!/bin/sh
+case "$*" in
+*"pip show"*) exit $HAS_NO_TORCH ;;
+*"pip install"*) echo "$@" >> pip.txt ;;
+*) exec "$REAL_PYTHON" "$@" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("has_torch", "inputs", "calls"),
+    [
+        (
+            False,
+            {},
+            [
+                "-c {root}/constraints.txt --index-url https://download.pytorch.org/whl/cpu torch",
+                "-c {root}/constraints.txt {root}",
+            ],
+        ),
+        (True, {"install": "this -r requirements.txt"}, ["{root} -r requirements.txt"]),
+        (
+            False,
+            {"constraints": "mine.txt", "torch-index": "", "install": "gaverify"},
+            ["-c mine.txt torch", "-c mine.txt gaverify"],
+        ),
+    ],
+)
+def test_the_action_installs_a_torch_without_cuda_where_there_is_none(
+    has_torch: bool, inputs: dict[str, str], calls: list[str], project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = project / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(PIP)
+    python.chmod(0o755)
+    monkeypatch.setattr(Runner, "path", f"{python.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("HAS_NO_TORCH", str(int(not has_torch)))
+    monkeypatch.setenv("REAL_PYTHON", sys.executable)
+    runner = Runner(project, specs="", **{"python-version": "3.12", **inputs})
+    code, told = runner.run()
+    assert code == 2 and "name `specs` or `audits`" in told
+    made = [f"-P -m pip install --quiet {call.format(root=ROOT)}" for call in calls]
+    assert (project / "pip.txt").read_text().splitlines() == made
+    assert runner.used == {"actions/setup-python": {"python-version": "3.12"}}
+
+
+def test_the_action_audits_and_fails_with_the_worst_exit_code(project: Path) -> None:
+    (project / "audits").mkdir()
+    (project / "audits" / "a.toml").write_text('script = "gone.py"\nfull = "--b 8"\naccumulated = "--b 2"\n')
+    audits = {"audits": "audits/*.toml", "audit-arguments": "-q", "audit-output": "audit.sarif"}
+    runner = Runner(project, install="", specs="configs/right.toml", output="a.sarif", **audits)
+    code, told = runner.run()
+    assert code == 2 and "`gone.py` is not there" in told and "EQUIVALENT" in told
+    assert [runner.used[f"github/codeql-action/upload-sarif {name}"]["sarif_file"] for name in CATEGORIES] == [
+        "a.sarif",
+        "audit.sarif",
+    ]
+    assert runner.used["actions/upload-artifact"]["path"] == "a.sarif\naudit.sarif"
+
+
+def test_the_readme_shows_the_action_and_the_hooks_that_exist() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    job, configuration = yaml.safe_load_all(block)
+    (call,) = (step for step in job["steps"] if step["uses"].startswith("gaverify/gaverify@"))
+    inputs = yaml.safe_load((ROOT / "action.yml").read_text())["inputs"]
+    assert {"python-version", "specs", "audits"} <= call["with"].keys() <= inputs.keys()
+    hooks = {hook["id"] for hook in yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())}
+    (repository,) = configuration["repos"]
+    assert {hook["id"] for hook in repository["hooks"]} <= hooks
+
+
+STAGE = {"gaverify-audit": ("--hook-stage", "pre-push")}
 
 
 @pytest.mark.slow
@@ -133,10 +244,13 @@ def test_the_action_is_whole() -> None:
         ("gaverify", ["configs/wrong.toml"], 1),
         ("gaverify", ["a.py"], 0),
         ("gaverify-all", ["a.py"], 1),
+        ("gaverify-audit", ["a.py"], 2),
     ],
 )
 def test_pre_commit_runs_the_hooks(project: Path, hook: str, files: list[str], code: int) -> None:
     (project / "a.py").write_text("")
+    (project / "audits").mkdir()
+    (project / "audits" / "a.toml").write_text('script = "gone.py"\nfull = "--b 8"\naccumulated = "--b 2"\n')
     env = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -154,8 +268,10 @@ def test_pre_commit_runs_the_hooks(project: Path, hook: str, files: list[str], c
         call("git", "init", "-q", str(folder))
         call("git", "-C", str(folder), "add", ".")
         call("git", "-C", str(folder), "commit", "-q", "-m", "all")
-    done = call(sys.executable, "-m", "pre_commit", "try-repo", str(hooks), hook, "--files", *files)
-    assert done.returncode == code, done.stdout + done.stderr
+    words = [hook, *STAGE.get(hook, ()), "--files", *files]
+    done = call(sys.executable, "-m", "pre_commit", "try-repo", str(hooks), *words)
+    assert done.returncode == min(code, 1), done.stdout + done.stderr  # pre-commit's own: a hook failed
+    assert code < 2 or "`gone.py` is not there" in done.stdout
     skipped = hook == "gaverify" and files == ["a.py"]
     assert ("Skipped" in done.stdout) is skipped
     assert ("DIVERGENT" in done.stdout) is (code == 1)
