@@ -1,16 +1,45 @@
 """What the command `gaverify`, and `python -m gaverify`, run."""
 
+import os
+import signal
 import sys
+import threading
+
+from gaverify.parent import fork_under_watch
+
+_leave = os._exit  # before the user's code may put its own in the place
 
 
 def start() -> int:
     """Runs the command line; Ctrl-C is answered while it is still being imported, too."""
     try:
+        fork_under_watch(sys.argv[1:])
         from gaverify.cli import main
     except KeyboardInterrupt:
         print("gaverify: interrupted; nothing was decided", file=sys.stderr)
         return 130
-    return main()
+    code = main()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the answer is there: Ctrl-C while Python ends needs no traceback
+    if _has_waiting_threads():
+        _leave_now(code)
+    return code
+
+
+def _has_waiting_threads() -> bool:
+    """Whether the user's code has left threads for which Python would wait, perhaps for ever."""
+    return any(thread is not threading.main_thread() and not thread.daemon for thread in threading.enumerate())
+
+
+def _leave_now(code: int) -> None:
+    import atexit
+    from contextlib import suppress
+
+    with suppress(Exception):
+        atexit._run_exitfuncs()  # what libraries want done in the end, temporary files for one
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    _leave(code)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,9 @@ _NO_SUCH_SIZE = (
 """What torch says of a shape whose number of bytes does not even fit an integer."""
 
 
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_SPACE_OF_TORCH = ("iostream error", "file write failed")
+
 USAGE = 2
 INTERNAL = 70
 INTERRUPTED = 130
@@ -84,6 +87,17 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
+def is_out_of_space(error: BaseException | None) -> bool:
+    """Whether a full disk, a quota or a limit of file sizes is behind an error; torch's writer has no errno."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _NO_SPACE:
+            return True
+        if isinstance(error, RuntimeError) and any(words in text_of(error) for words in _NO_SPACE_OF_TORCH):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 class GaverifyError(Exception):
     """Any condition that gaverify foresees. `exit_code` is what the command line leaves with."""
 
@@ -140,11 +154,25 @@ def as_foreseen(error: BaseException) -> GaverifyError | None:
     if isinstance(error, SystemExit):
         # user code that exits with 0 would otherwise read as "equivalent"
         return GaverifyError(f"the model's code left Python with {exit_call(error)}; nothing was compared")
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return GaverifyError(f"cannot write: {error.strerror}")
+    if is_out_of_space(error):
+        return GaverifyError(_cannot_write(error))
+    if isinstance(error, FileNotFoundError) and "No usable temporary directory" in text_of(error):
+        return GaverifyError(
+            "no folder for temporary files can be written (no space left?); set TMPDIR to one on a larger disk"
+        )
     if isinstance(error, FileNotFoundError) and current_folder() is None:
         return GaverifyError("the folder that this was started in has been removed; change to another one")
     return None
+
+
+def _cannot_write(error: BaseException) -> str:
+    """The sentence for a disk that is full, with the file where Python knows it."""
+    if not isinstance(error, OSError):
+        return "no space left to write temporary files; free some, or set TMPDIR to a larger disk"
+    if error.filename is None:
+        return f"cannot write: {error.strerror}"
+    why = "no space left" if error.errno == errno.ENOSPC else str(error.strerror).lower()
+    return f"{why} to write `{error.filename}`; free some, or set TMPDIR to a larger disk"
 
 
 def current_folder() -> str | None:

@@ -27,7 +27,7 @@ from gaverify.passes.isolation import (
 from gaverify.passes.precision import DTYPES, converted
 from gaverify.passes.problem import Loss, Problem, Split
 from gaverify.passes.reference import Fitting
-from gaverify.passes.task import Task, TimeLimit
+from gaverify.passes.task import Task, TimeLimit, named_parameters
 from gaverify.passes.weighting import check_weighting
 from gaverify.records.comparison import Reference
 from gaverify.spec import OPTIONS, Spec
@@ -185,11 +185,8 @@ def _devices(modules: list[nn.Module]) -> tuple[torch.device, ...]:
 
 
 def _parameters(problem: Problem) -> dict[str, nn.Parameter]:
-    """The trainable parameters by name; those of a loss that is a module itself are prefixed `loss.`."""
-    named = dict(problem.model.named_parameters())
-    if isinstance(problem.loss, nn.Module):
-        known = {id(parameter) for parameter in named.values()}
-        named |= {f"loss.{name}": p for name, p in problem.loss.named_parameters() if id(p) not in known}
+    """The trainable parameters by name."""
+    named = named_parameters(problem)
     trainable = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     if not trainable:
         state = "it has no parameters" if not named else f"all {len(named)} parameters are frozen (requires_grad=False)"

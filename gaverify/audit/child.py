@@ -21,14 +21,13 @@ from typing import TYPE_CHECKING, NoReturn
 from gaverify.audit.editing import PLACED, Edits
 from gaverify.audit.job import (
     ERROR,
-    INTERNAL,
     RANK,
-    RECORDER_FAILED,
     SCRIPT_FAILED,
     Job,
     entering,
     folder_for,
     launched,
+    note_fault,
     program,
 )
 from gaverify.children.launching import cause_of
@@ -45,7 +44,10 @@ def main(path: str) -> NoReturn:
     folder = Path(job.folder)
     if job.world is not None:
         os.environ |= launched(*job.world)
-    _keep_from_others(job, folder)
+    try:
+        _keep_from_others(job, folder)
+    except BaseException as error:
+        _give_up(error, folder)
     if job.launcher:
         _launch(job, Path(path))
     try:
@@ -60,13 +62,13 @@ def main(path: str) -> NoReturn:
         _seed(job)
         _run(job, edits)
     except ProblemError as error:
-        (folder / ERROR).write_text(f"{error}\n", encoding="utf-8")
+        _write_error(folder, f"{error}\n")
         os._exit(SCRIPT_FAILED)
     except SystemExit as error:
         reason, code = Ending.EXIT, repr(error.code)
         if error.code not in (None, 0):
             status = SCRIPT_FAILED
-            (folder / ERROR).write_text(f"it left Python with sys.exit({error.code!r})", encoding="utf-8")
+            _write_error(folder, f"it left Python with sys.exit({error.code!r})")
     except BaseException as error:
         _note(error, folder)
         reason, status = Ending.ERROR, SCRIPT_FAILED
@@ -116,9 +118,16 @@ def _launch(job: Job, path: Path) -> NoReturn:
 
 
 def _give_up(error: BaseException, folder: Path) -> NoReturn:
-    """Ends this process for a fault of ours."""
-    (folder / INTERNAL).write_text("".join(traceback.format_exception(error)), encoding="utf-8")
-    os._exit(RECORDER_FAILED)
+    """Ends this process for a fault of ours, or for a full disk."""
+    os._exit(note_fault(error, folder))
+
+
+def _write_error(folder: Path, text: str) -> None:
+    """Notes how the script failed; ends this process where the disk has no room for that."""
+    try:
+        (folder / ERROR).write_text(text, encoding="utf-8", errors="replace")
+    except OSError as error:
+        _give_up(error, folder)
 
 
 def _note(error: BaseException, folder: Path) -> None:
@@ -132,7 +141,7 @@ def _note(error: BaseException, folder: Path) -> None:
     last = frames[-1].filename if frames and not isinstance(error, SyntaxError) else ""
     if last.startswith(package) and last != __file__:
         _give_up(error, folder)
-    (folder / ERROR).write_text(f"{cause_of(error)}\n{_trimmed(error)}", encoding="utf-8", errors="replace")
+    _write_error(folder, f"{cause_of(error)}\n{_trimmed(error)}")
 
 
 def installed(job: Job, folder: Path) -> Recorder:
@@ -214,7 +223,10 @@ def _trimmed(error: BaseException) -> str:
 def enter(path: str) -> None:
     """Records this process, which a launcher started, from here on; given the file of its run's job."""
     whole = Job.read(Path(path))
-    folder = folder_for(Path(whole.folder), os.getpid())
+    try:
+        folder = folder_for(Path(whole.folder), os.getpid())
+    except OSError as error:
+        _give_up(error, Path(whole.folder))
     job = replace(whole, folder=str(folder))
     try:
         if job.files == "guard":
@@ -248,5 +260,5 @@ def _closed(recorder: Recorder, process: int) -> None:
     if os.getpid() == process and recorder.steps and not (Path(recorder.job.folder) / ERROR).exists():
         try:
             recorder.close(Ending.SCRIPT)
-        except Exception:
-            os._exit(RECORDER_FAILED)
+        except Exception as error:
+            _give_up(error, Path(recorder.job.folder))

@@ -20,7 +20,7 @@ from gaverify.audit.job import Order, Replay
 from gaverify.audit.outcome import is_explained, report_of, same_arguments
 from gaverify.audit.request import RECORDED, Request, kept, written
 from gaverify.audit.running import Progress, Runner, Trial
-from gaverify.children.launching import ended_as_interrupted, remove, working_folder
+from gaverify.children.launching import ended_as_interrupted, remove, told_where_full, working_folder
 from gaverify.errors import ProblemError
 from gaverify.records.audit import Record
 from gaverify.records.audit_report import AuditReport
@@ -169,9 +169,10 @@ def _folder(request: Request) -> Iterator[Path]:
     folder = Path(request.keep).resolve()
     there = folder.is_dir()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        yield folder
-        (folder / RECORDED).write_text(written(request), encoding="utf-8")
+        with told_where_full(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            yield folder
+            (folder / RECORDED).write_text(written(request), encoding="utf-8")
         for changes in folder.glob("*/written"):
             remove(changes)
     except BaseException:

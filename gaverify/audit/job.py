@@ -14,12 +14,13 @@ import shutil
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from gaverify.errors import ProblemError, SpecError
+from gaverify.errors import ProblemError, SpecError, is_out_of_space
 from gaverify.records.ranks import Shares
 
 Files = Literal["view", "guard", "in-place"]
@@ -267,7 +268,38 @@ ERROR, INTERNAL, RANK, META = "error.txt", "internal.txt", "rank.txt", "meta.jso
 ROOM = "room.json"
 """Holds the bytes that a run would store, and those that are free, where these are fewer."""
 
+_LOW = 1 << 20  # less room than this: a failed write was a full disk
+
 _PROCESSES = "processes"
+
+
+def note_fault(error: BaseException, folder: Path) -> int:
+    """Notes in a process's folder why its recorder failed; returns the exit status that says so.
+
+    A full disk is no fault of gaverify's. Where it has no room for a text it may have some for an empty file, by which
+    the parent knows of a process that a launcher started.
+    """
+    full = is_out_of_space(error) or is_full(folder)
+    if not full:
+        try:
+            (folder / INTERNAL).write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+        except OSError as broken:
+            full = is_out_of_space(broken)
+    if not full:
+        return RECORDER_FAILED
+    with contextlib.suppress(OSError):
+        (folder / INTERNAL).unlink(missing_ok=True)
+        (folder / ROOM).touch()
+    return DISK_FULL
+
+
+def is_full(folder: Path) -> bool:
+    """Whether a folder's disk has no room for another file."""
+    try:
+        room = os.statvfs(folder)
+    except (OSError, AttributeError):  # Windows has no such call
+        return False
+    return room.f_bavail * room.f_frsize < _LOW or (room.f_files > 0 and room.f_favail == 0)
 
 
 def folder_for(run: Path, process: int) -> Path:

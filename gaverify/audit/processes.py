@@ -131,7 +131,7 @@ def check(child: Child, beside: Sequence[Child] = ()) -> None:
         return left[0].read_text(encoding="utf-8") if left else ""
 
     room, fault, refused = told(ROOM), told(INTERNAL), told("refused.json")
-    if room or status == DISK_FULL:
+    if status == DISK_FULL or any((folder / ROOM).exists() for folder in folders_of(child.folder)):
         wanted, free = (bytes_text(count) for count in json.loads(room or "[0, 0]"))
         values = {"title": child.title, "folder": child.folder.parent, "wanted": wanted, "free": free}
         # the recorder knew before it began, or else the disk filled up

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from gaverify.errors import GaverifyError, is_out_of_space
+
 try:
     import fcntl
 except ImportError:  # Windows: the folders of killed runs stay
@@ -158,10 +160,25 @@ def working_folder(prefix: str) -> Iterator[Path]:
     remove_abandoned(prefix)
     folder = Path(tempfile.mkdtemp(prefix=prefix))
     try:
-        with _owned(folder):
+        with _owned(folder), told_where_full(folder):
             yield folder
     finally:
         remove(folder)
+
+
+@contextmanager
+def told_where_full(folder: Path) -> Iterator[None]:
+    """Names the folder where a disk fills up: what fails to write knows of no file.
+
+    Raises:
+        GaverifyError: There was no space left.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        if not is_out_of_space(error):
+            raise
+        raise GaverifyError(f"no space left in `{folder}`; free some, or set TMPDIR to a larger disk") from error
 
 
 def remove_abandoned(prefix: str) -> None:

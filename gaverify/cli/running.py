@@ -23,6 +23,7 @@ from gaverify.cli.streams import (
     Invocation,
     failures_of,
     guests,
+    note_answers,
     paused,
     report_failure,
     say,
@@ -235,6 +236,7 @@ def _verify_all(
                 failed += 1
             else:
                 verdicts.append(verdict)
+                note_answers(len(verdicts))
                 failed += verdict.exit_code != 0
                 if print_each is not None:
                     print_each(verdict)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from gaverify.cli.streams import Failure, Invocation, say, tell
+from gaverify.cli.streams import Failure, Invocation, note_answers, say, tell
 from gaverify.errors import worst_exit_code
 
 if TYPE_CHECKING:
@@ -139,6 +139,7 @@ def show(
     """
     from gaverify import report
 
+    note_answers(len(answers))
     context = click.get_current_context(silent=True)
     invocation = context.find_object(Invocation) if context is not None else None
     # the words of the call stand in reports, so that a reader can run it again

@@ -24,6 +24,7 @@ from typing import NamedTuple, TextIO
 
 import click
 
+from gaverify.amounts import count_text
 from gaverify.errors import INTERNAL, INTERRUPTED, USAGE, Agreed, InternalError, SpecError, as_foreseen, text_of
 from gaverify.guarding import guarded
 from gaverify.launched import is_first
@@ -141,6 +142,13 @@ def say(message: str, label: str = "error") -> None:
 
 _received: list[int] = []
 """The SIGINTs of this call of `main`."""
+_answers: list[int] = []
+"""How many answers this call of `main` has; each number as it grew."""
+
+
+def note_answers(count: int) -> None:
+    """Notes that so many answers are there, which Ctrl-C does not take away."""
+    _answers.append(count)
 
 
 @contextmanager
@@ -150,6 +158,7 @@ def interrupts_noted() -> Iterator[None]:
     A library may turn that exception into one of its own: pydantic does while it builds a class, and imports do.
     """
     _received.clear()
+    _answers.clear()
     if threading.current_thread() is not threading.main_thread() or (
         signal.getsignal(signal.SIGINT) is not signal.default_int_handler
     ):
@@ -216,7 +225,9 @@ def report_failure(error: BaseException, invocation: Invocation, source: str = "
         source: The spec, where there are several.
     """
     if _received or isinstance(error, KeyboardInterrupt | click.Abort):
-        tell("gaverify: interrupted; nothing was decided")
+        count = max(_answers, default=0)
+        when = f" after {count_text(count, 'verdict')}" if count else "; nothing was decided"
+        tell(f"gaverify: interrupted{when}")
         return INTERRUPTED
     if isinstance(error, click.ClickException):
         return _report_usage(error)

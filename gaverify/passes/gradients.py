@@ -25,7 +25,7 @@ from gaverify.passes.dispatch import Observed, PassMode
 from gaverify.passes.isolation import ModelState, foreign_generator_states, generator_states, seed_torch
 from gaverify.passes.randomness import Dealer, DrawRecord, Recomputing, Recorder, named_modules
 from gaverify.passes.reference import fitted
-from gaverify.passes.task import Task, loss_of, micro_batch_of, told_as_users
+from gaverify.passes.task import Task, loss_of, micro_batch_of, named_parameters, told_as_users
 from gaverify.passes.terms import Terms
 from gaverify.passes.weighting import micro_batch_weight
 from gaverify.passes.wrappers import keep_reducers, local, over_ranks, settle
@@ -110,18 +110,32 @@ def _full_batch(
     random_draws = Recorder() if record is None else Dealer(record, 0, task.batch_size, task.batch_size)
     mode = PassMode(state, random_draws, lift=lift, observe_terms=not lift)
     with one_pass(task, state):
+        known = set(named_parameters(task.problem))
         with told_as_users("the full batch", task):
             batch = fresh(task.problem.batch)
         fit = fitted(task.fitting, task.modules, task.device)
         with mode, told_as_users("the full batch", task), probe.around(None), fit:
             loss = loss_of(task, batch, "the full batch")
             probe.backward(None, loss, 1.0)
+        _check_none_added(task, known)
         gradients = collected(task)
         terms = _terms(mode.observed, gradients)
         buffers = _buffers(task)
         value, foreign = float(loss.detach()), foreign_generator_states()
     result = PassResult(gradients, value, observed=(mode.observed,), terms=terms, foreign=foreign, buffers=buffers)
     return result, random_draws.record
+
+
+def _check_none_added(task: Task, known: Collection[str]) -> None:
+    """Raises `ProblemError` where a forward has made parameters that get a gradient: nothing would compare them."""
+    named = named_parameters(task.problem)
+    added = [f"`{name}`" for name, tensor in named.items() if name not in known and tensor.grad is not None]
+    if added:
+        what, them = ("parameters", "them") if len(added) > 1 else ("the parameter", "it")
+        raise ProblemError(
+            f"the forward adds {what} {', '.join(added)}, which no optimizer made before it trains; "
+            f"make {them} in `__init__`, or run one forward first: `loss(model, batch)`"
+        )
 
 
 @hands_over  # calls `backward` on the summed loss

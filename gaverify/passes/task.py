@@ -55,6 +55,15 @@ _OUTPUTS = ("input", "output", "out", "pred", "prediction", "logit", "y_pred", "
 """How criteria name the model's output, their first parameter, but for a plural's s."""
 
 
+def named_parameters(problem: Problem) -> dict[str, nn.Parameter]:
+    """Returns the parameters of the model and, with `loss.` in front, those of a loss that is a module itself."""
+    named = dict(problem.model.named_parameters())
+    if isinstance(problem.loss, nn.Module):
+        known = {id(parameter) for parameter in named.values()}
+        named |= {f"loss.{name}": p for name, p in problem.loss.named_parameters() if id(p) not in known}
+    return named
+
+
 @dataclass(kw_only=True)
 class Task(Weighing):
     """A problem made ready: parameters by name, sizes, and the settings that both strategies share."""

@@ -78,6 +78,17 @@ def test_events_of_a_script_that_fails_after_some_updates(script: Path) -> None:
     assert result.code in (0, 3), str(result)
 
 
+def test_a_disk_that_is_full_when_a_script_fails(script: Path) -> None:
+    body = "import errno, os, pathlib\ndef refuse(*_, **__): raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))\n"
+    body += "pathlib.Path.write_text = refuse\nraise ValueError('of the script')\n"
+    refused(audited(script, body), "no space left in", "the full-batch run", "TMPDIR")
+
+
+def test_threads_that_a_script_leaves_are_not_waited_for(script: Path) -> None:
+    body = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()\n"
+    assert audited(script, body + TRAIN).code == 0
+
+
 @slow
 @pytest.mark.skipif(not hasattr(signal, "SIGXFSZ"), reason="no limit of file sizes")
 def test_a_full_disk(script: Path) -> None:

@@ -5,14 +5,12 @@ Of a sharded parameter that is this rank's shard. A rank ends when all others ar
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
 import shutil
 import sys
 import time
-import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,14 +18,13 @@ from typing import Any, NoReturn
 
 import torch
 
-from gaverify.audit.job import DISK_FULL, RECORDER_FAILED, ROOM
+from gaverify.audit.job import DISK_FULL, ROOM, note_fault
 from gaverify.audit.recording.values import plain
 from gaverify.audit.recording.watching import Watched, counted_steps, settings_of
 from gaverify.records.events import Event
 
 _PATIENCE = 20.0  # seconds that a rank waits for the others before it ends; one of them may have failed
 _LEFT = "left-{}"
-_LOW = 1 << 20  # less room than this: a failed write was a full disk
 
 
 class Storage:
@@ -75,26 +72,7 @@ class Storage:
 
     def give_up(self, error: BaseException) -> NoReturn:
         """Ends the process because the recorder failed: a full disk, or a fault in gaverify."""
-        full = _could_not_write(error)
-        if not full:
-            try:
-                full = shutil.disk_usage(self.folder).free < _LOW
-            except OSError:
-                full = True
-        if not full:
-            (self.folder / "internal.txt").write_text("".join(traceback.format_exception(error)), encoding="utf-8")
-        leave(DISK_FULL if full else RECORDER_FAILED)
-
-
-def _could_not_write(error: BaseException | None) -> bool:
-    """Whether a full disk, a quota or a limit of file sizes is behind an error; torch's writer has no errno."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            return True
-        if isinstance(error, RuntimeError) and "iostream error" in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+        leave(note_fault(error, self.folder))
 
 
 def leave(status: int) -> NoReturn:

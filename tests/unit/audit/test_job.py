@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -12,15 +13,22 @@ from pathlib import Path
 import pytest
 
 from gaverify.audit.job import (
+    DISK_FULL,
+    INTERNAL,
+    RECORDER_FAILED,
+    ROOM,
+    Job,
     ended_early,
     entering,
     failed_first,
     folder_for,
     free_port,
     is_whole,
+    note_fault,
     program,
     ranks_of,
 )
+from gaverify.audit.processes import Child, check
 from gaverify.audit.request import Request, Setting
 from gaverify.cli import main
 from gaverify.errors import ProblemError, SpecError
@@ -180,3 +188,35 @@ def test_no_free_port_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("gaverify.audit.job.secrets.randbelow", lambda _: port - 10_000)
         with pytest.raises(ProblemError, match="none of 64 ports"):
             free_port()
+
+
+NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("error", "writes", "status"),
+    [
+        (KeyError("ours"), True, RECORDER_FAILED),
+        (KeyError("ours"), False, DISK_FULL),  # a text of it has no room
+        (NO_SPACE, True, DISK_FULL),
+        (RuntimeError("basic_ios::clear: iostream error"), True, DISK_FULL),
+    ],
+)
+def test_a_full_disk_is_no_fault_of_the_recorder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, writes: bool, status: int
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise NO_SPACE
+
+    if not writes:
+        monkeypatch.setattr(Path, "write_text", refuse)
+    assert note_fault(error, tmp_path) == status
+    full = status == DISK_FULL
+    assert ((tmp_path / INTERNAL).exists(), (tmp_path / ROOM).exists()) == (not full, full)
+
+
+def test_a_full_disk_of_one_rank_is_told_although_its_launcher_says_nothing(tmp_path: Path) -> None:
+    job = Job("accumulated", "train.py", False, (), str(tmp_path), 2, launcher=("torchrun",))
+    note_fault(NO_SPACE, folder_for(tmp_path, 7))
+    with pytest.raises(ProblemError, match=r"no space left in .* while the accumulated run stored its gradients"):
+        check(Child(job, "torchrun train.py"))

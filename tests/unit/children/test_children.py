@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from gaverify.children.launching import (
     started,
     working_folder,
 )
+from gaverify.errors import GaverifyError, as_foreseen
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals and process groups are POSIX's")
 
@@ -217,3 +219,28 @@ class TestTheCause:
         assert last_lines(log) == ["begun", "  with data"]
         log.write_text(f"{warning}Traceback (most recent call last):\n  File x\n")
         assert last_lines(log) == ["Traceback (most recent call last):", "  File x"]
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("basic_ios::clear: iostream error")]
+)
+def test_a_disk_that_fills_up_is_named(error: Exception) -> None:
+    told = r"no space left in `.*gaverify-full-.*set TMPDIR to a larger disk"
+    with pytest.raises(GaverifyError, match=told), working_folder("gaverify-full-"):
+        raise error
+    with pytest.raises(RuntimeError, match="ours"), working_folder("gaverify-full-"):
+        raise RuntimeError("ours")
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "/tmp/x"), "no space left to write `/tmp/x`"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded", "/tmp/x"), "disk quota exceeded to write `/tmp/x`"),
+        (RuntimeError("basic_ios::clear: iostream error"), "no space left to write temporary files"),
+        (FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"), "(no space left?)"),
+    ],
+)
+def test_a_full_disk_is_foreseen(error: Exception, told: str) -> None:
+    foreseen = as_foreseen(error)
+    assert foreseen is not None and told in str(foreseen) and foreseen.exit_code == 2

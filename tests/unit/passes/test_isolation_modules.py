@@ -332,6 +332,43 @@ def test_lazy_modules_must_have_seen_an_input(options: dict[str, Any]) -> None:
     assert gaverify.verify(model, cross_entropy, batch, steps=4, **options).outcome is Outcome.EQUIVALENT
 
 
+class Growing(nn.Module):
+    """Makes a part of itself when it first sees an input, without a lazy module."""
+
+    def __init__(self, part: str, *, trained: bool = True) -> None:
+        super().__init__()
+        self.inner, self.part, self.trained = nn.Linear(6, 4), part, trained
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        if self.part == "scale":
+            if not hasattr(self, "scale"):
+                self.scale = nn.Parameter(torch.ones(4))
+            return x * (self.scale if self.trained else self.scale.detach())
+        if not hasattr(self, "head"):
+            self.head = nn.Linear(4, 4)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("part", "told"), [("scale", "the parameter `scale`"), ("head", "parameters `head.weight`, `head.bias`")]
+)
+def test_parameters_that_the_forward_adds_are_named(part: str, told: str) -> None:
+    model, batch = Growing(part), (torch.randn(8, 6), torch.randint(4, (8,)))
+    with pytest.raises(ProblemError, match=f"the forward adds {told}.*run one forward first"):
+        gaverify.verify(model, cross_entropy, batch, steps=4)
+    assert not hasattr(model, part), "nothing of the model is changed"
+    model(batch[0])
+    verdict = gaverify.verify(model, cross_entropy, batch, steps=4)
+    assert verdict.outcome is Outcome.EQUIVALENT and any(part in row.name for row in verdict.parameters)
+
+
+def test_a_parameter_that_nothing_trains_may_be_added() -> None:
+    batch = (torch.randn(8, 6), torch.randint(4, (8,)))
+    verdict = gaverify.verify(Growing("scale", trained=False), cross_entropy, batch, steps=4)
+    assert verdict.outcome is Outcome.EQUIVALENT
+
+
 class Scripted(nn.Module):
     """Keeps state of every kind that TorchScript knows."""
 
