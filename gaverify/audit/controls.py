@@ -25,6 +25,7 @@ from gaverify.audit.reading import Run
 from gaverify.audit.running import Trial
 from gaverify.audit.stages import compare_changes, fit_gradients, fitted_terms
 from gaverify.audit.state_controls import restored
+from gaverify.audit.transform_controls import find_transformed_gradients
 from gaverify.collective.facts import with_shares
 from gaverify.errors import ProblemError
 from gaverify.records.audit import Overwritten, Record, UpdateComparison
@@ -322,7 +323,8 @@ def controlled(trial: Trial, record: Record, *, ranked: bool) -> Record:
         record: What they show.
         ranked: The accumulated run trains in several processes.
     """
-    alone = () if ranked else (with_steps_undone, overwritten, weighed, batch_dependent_backward, by_terms)
+    of_weights = with_steps_undone, overwritten, weighed, find_transformed_gradients, batch_dependent_backward
+    alone = () if ranked else (*of_weights, by_terms)
     together = floored, with_rank_facts, unclipped, by_change, on_its_own, controlled_ranks
     for control in (*together, *alone, coupled, restored):
         with suppress(ProblemError):

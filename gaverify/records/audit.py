@@ -164,6 +164,23 @@ class Overwritten:
 
 
 @dataclass(frozen=True)
+class TransformedGradients:
+    """A control in which losses counted `times` as much: whose gradients each micro-batch transforms on its own.
+
+    `parameters` are their names, `responses` how much larger the optimizer saw each of them then. `sums_apart` is how
+    far the backward passes' sum is from the full batch's, `halves_apart` how far two halves of the window are from
+    adding up, both relative. `all_of_it`: no other parameter differs.
+    """
+
+    parameters: tuple[str, ...]
+    times: float
+    responses: tuple[float, ...]
+    sums_apart: float
+    halves_apart: float
+    all_of_it: bool
+
+
+@dataclass(frozen=True)
 class Record:
     """Everything that the rules read, from the accumulated run and its comparison.
 
@@ -191,6 +208,7 @@ class Record:
         coupling: Where samples act on each other, in modules or in the loss, with what the control runs showed.
         backward: The code whose backward depends on the batch, where the losses add up and the gradients do not.
         state: What forwards move and read again, where a run with it put back before each micro-batch agreed.
+        transformed: The gradients that each micro-batch transforms before they are added up.
         weighed: The accumulated run with the losses of the first update that differs times what they should count.
         made: The line that made that loss, where a framework's loop called it and differentiates it.
         float32: The script trains below float32, and what is compared are runs in float32.
@@ -218,6 +236,7 @@ class Record:
     terms: tuple[LossTerm, ...] = ()
     coupling: tuple[Cause, ...] = ()
     backward: Cause | None = None
+    transformed: TransformedGradients | None = None
     state: State | None = None
     weighed: ControlRun | None = None
     made: tuple[str, int] | None = None

@@ -25,6 +25,7 @@ TITLES = {
     "ranks": "controls of the ranks",
     "float32": "the same runs in float32",
     "coupling": "both runs with what every module gives for each row",
+    "transformed": "accumulated runs some of whose losses count -0.5 times",
     "state": "accumulated run with what forwards move put back before each micro-batch",
     "events": "run",
 }

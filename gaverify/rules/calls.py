@@ -6,13 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from gaverify.records.audit import Record, UpdateComparison
+from gaverify.records.audit import Record, TransformedGradients, UpdateComparison
 from gaverify.records.comparison import Outcome
 from gaverify.records.events import Event
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
 from gaverify.records.stages import SettingDifference, Stage, StageComparison
-from gaverify.rules.rule import judged, rule, rule_of_loops
+from gaverify.rules.rule import controlled, judged, rule, rule_of_loops
 from gaverify.rules.wording import located, place, times, told, told_apart, weights_text
 from gaverify.thresholds import FIT_FLOAT32, SAME_IN_FLOAT32
 
@@ -34,7 +34,9 @@ def clip_per_micro_batch(facts: Facts) -> Iterator[Finding]:
 
 def _clips_of_script(loop: Record) -> Iterator[Finding]:
     update, inside = loop.divergent, loop.inside("clip")
-    if any(event.values.get("active") for event in inside):
+    if update is not None and loop.transformed is not None:
+        yield _transformed(loop, update, loop.transformed)
+    elif any(event.values.get("active") for event in inside):
         yield _clipped(loop, inside)
     elif update is not None and (edits := _edits(loop, update)):
         yield _clipped_by_hand(loop, update, edits)
@@ -72,6 +74,28 @@ def _clipped(loop: Record, inside: Sequence[Event]) -> Finding:
         did=f"{len(active)} of {len(inside)} in all windows changed it" if active else "none of them was active",
         inside=len(inside),
         active=len(active),
+    )
+
+
+def _transformed(loop: Record, update: UpdateComparison, control: TransformedGradients) -> Finding:
+    """Gradients of which a script makes something else in each micro-batch: no weights stand for that."""
+    window = loop.window_of(update.number)
+    events = [] if window is None else [*window.of("cleared"), *reversed(window.of("backward"))]
+    responses = sorted({f"{response:.2g}" for response in control.responses}, key=float)
+    between = responses[0] if len(responses) == 1 else f"{responses[0]} to {responses[-1]}"
+    text = f"with every loss times -{control.times:g} the optimizer sees {between} times as much, not {control.times:g}"
+    alone = f"with those of half a window alone the changes add up to {control.halves_apart:.0e}: "
+    meaning = "each micro-batch is transformed on its own" + (": proven" if control.all_of_it else "")
+    return told(
+        "GAV606.transformed",
+        controlled("control", text, times=control.times, responses=list(control.responses)),
+        controlled("control", alone + meaning, left=control.halves_apart),
+        location=located(events),
+        proven=control.all_of_it,
+        rows=list(control.parameters),
+        update=update,
+        apart=control.sums_apart,
+        parameters=list(control.parameters),
     )
 
 

@@ -84,7 +84,9 @@ def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
     ):
         return
     ruled_out = ["no call stands in the wrong place"]
-    if update.fit is not None:
+    if update.fit is not None and update.fit.used_residual > loop.tolerance:
+        ruled_out.insert(0, "what the optimizer sees is no weighted sum of what the backward passes give")
+    elif update.fit is not None:
         ruled_out.insert(0, f"the best weights of the micro-batches leave {update.fit.residual:.1e} over")
     terms = max((event.values.get("terms", 0) for window in loop.windows for event in window.of("backward")), default=0)
     if loop.ranks > 1 and terms > 1:

@@ -255,6 +255,11 @@ ROWS = [
     looped(MAIN, "hooked", common="--through node --clip 0.01", options=ONE),
     looped(MAIN, "hooked", "GAV201", "--through node --undivided", mark="", proven=True, words="= K", options=ONE),
     looped(MAIN, "taken", common="--clip 0.01", options=ONE),
+    # what a script makes of each micro-batch's gradient is not linear, or is, or is made of their sum
+    looped(MAIN, "taken", "GAV606", "--when pass --transform clip", mark="", proven=True, options=ONE),
+    looped(MAIN, "hooked", "GAV606", "--when pass", mark="", proven=True, words="0.weight", options=ONE),
+    looped(MAIN, "taken", common="--when pass --transform centralise", options=ONE),
+    looped(MAIN, "taken", common="--when window", quick=True, options=ONE),
     looped(MAIN, "taken", "GAV201", "--undivided --clip 0.01", mark="", proven=True, words="= K", options=ONE),
     # single parameters: a factor of one alone (S06), terms that cancel (S13), float32 master copies
     looped(UNUSUAL, "two_towers", "GAV201", mark="cached", words="`logit_scale`"),

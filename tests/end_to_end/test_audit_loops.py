@@ -29,10 +29,12 @@ def test_a_loss_that_compares_the_samples_of_each_rank_is_named() -> None:
     assert result.finding("GAV103")["proven"] and "outputs of all ranks" in result.text("GAV103"), str(result)
 
 
-def test_gradients_that_a_script_transforms_per_micro_batch_are_not_called_lost() -> None:
-    """All four passes reach the step; no call shows which are in it, so that no pass may be called lost."""
-    result = audit("loops_rare.py", common="--loop sums_of_its_own --skip nothing")
-    assert (result.code, result.faults) == (1, set()) and "GAV000" in str(result), str(result)
+def test_gradients_that_a_script_transforms_per_micro_batch_are_named_and_not_called_lost() -> None:
+    """All four passes reach the step; losses that count otherwise show what became of them."""
+    result = audit("loops_rare.py", common="--loop sums_of_its_own --skip nothing", options=("--updates", "1"))
+    assert (result.code, result.faults) == (1, {"GAV606"}), str(result)
+    text = result.text("GAV606")
+    assert result.finding("GAV606")["proven"] and "`0.weight`, `4.weight`" in text and "bias" not in text, str(result)
 
 
 def test_directions_of_each_micro_batch_are_no_cut_off_window() -> None:
