@@ -280,6 +280,7 @@ def rows_of_pair(pair: Pair, whole: dict[str, Any], part: dict[str, Any]) -> tup
     return there[list(places)], here[: len(places)]
 
 
+_WITH_STATISTICS = frozenset({"BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm"})  # names of classes
 _MOST = 3  # causes that are looked for behind one another
 
 
@@ -462,6 +463,9 @@ def _holding(suspect: Suspect, tried: HeldRuns, writers: dict[str, list[str]]) -
     """What holds a module as well: evaluation mode where it keeps statistics, else what it does for the full batch."""
     path, held = suspect.operation.module or "", tried.held
     if path in writers:  # in their forwards modules write the buffers with these names
+        # a codebook that moves is state, and no statistics of the batch: what is named is held, and nothing else
+        kinds = {call["path"]: call["kind"] for pair in tried.pairs if pair is not None for call in pair[0]["calls"]}
+        writers = {at: names for at, names in writers.items() if kinds[at] in {kinds[path], *_WITH_STATISTICS}}
         names = {f"{path}.{name}" if path else name for path, members in writers.items() for name in members}
         steps = tried.full.samples(rounds_of(tried.full.events)[0]).steps.values()
         frozen = tuple(key for step in steps for key in step.get("buffers", {}) if key.partition(":")[2] in names)

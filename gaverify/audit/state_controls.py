@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
-from gaverify.audit.job import EVERYTHING
+from gaverify.audit.job import EVERYTHING, Role
 from gaverify.audit.outcome import is_proven
-from gaverify.audit.rank_facts import left_by
+from gaverify.audit.rank_facts import left_by, weighed_run
 from gaverify.audit.reading import Run
 from gaverify.audit.running import Trial
 from gaverify.audit.stages import fit_of
@@ -24,43 +25,88 @@ _MOST_ALONE = 6  # values that are put back one by one, each in a run of its own
 def restored(trial: Trial, record: Record) -> Record:
     """Returns the record with the values that are read after they were moved, where these make the difference.
 
-    Asked for where no other fault is proven. What samples seemed to do to each other is then no cause.
+    Asked for where no other fault is proven. What samples seemed to do to each other is then no cause, unless it is a
+    layer whose evaluation mode removes a part of the difference: that part is its own.
     """
     update = record.divergent
     if update is None or update.backwards < 2 or record.ranks > 1 or trial.options.get("by_hand") or is_proven(record):
         return record
-    run = _run(trial, update, (EVERYTHING,))
-    changes = tuple(StateChange(name, place) for name, place, _ in run.meta["moving"])
-    control = _control(trial.full, run, record, update)
+    bench = _Bench(trial, record, update)
+    moving, control = bench.put_back((EVERYTHING,))
+    changes = tuple(StateChange(name, place) for name, place, _ in moving)
     if not changes or not (control.rounding or control.fit is not None):
         return record
     # attributes last: most that change hold what the last forward gave
     one_by_one = sorted(changes, key=lambda change: change.place == "attribute")[:_MOST_ALONE]
     for suspects in [*([change] for change in one_by_one), list(changes)]:
-        run = _run(trial, update, tuple(change.name for change in suspects))
-        found = _control(trial.full, run, record, update)
+        moving, found = bench.put_back(tuple(change.name for change in suspects))
         if found.rounding or (found.fit is not None and not control.rounding):
-            places: dict[str, Any] = {name: place for name, _, place in run.meta["moving"]}
+            places = {name: place for name, _, place in moving}
             blamed = tuple(replace(each, writer=_writer(each.name, places.get(each.name))) for each in suspects)
-            remedies = (found,) if found.rounding else ()
-            return replace(record, state=State(changes, found, blamed, remedies), coupling=())
+            is_repair = found.rounding and not bench.frozen
+            state = State(changes, found, blamed, (found,) if is_repair else (), math.nan if is_repair else bench.alone)
+            weighed = record.weighed if found.fit is None else bench.weigh(state, found.fit)
+            return replace(record, state=state, coupling=record.coupling if bench.frozen else (), weighed=weighed)
     return record
 
 
-def _run(trial: Trial, update: UpdateComparison, names: tuple[str, ...]) -> Run:
-    return trial.again("accumulated", restored=names, updates=update.number, eager=True, shown_as="state")
+class _Bench:
+    """Runs the script up to the update that differs, with values put back and layers in evaluation mode."""
 
+    def __init__(self, trial: Trial, record: Record, update: UpdateComparison) -> None:
+        self._trial, self._record, self._update = trial, record, update
+        self.frozen = self._frozen_layers()
+        self._full = self._again("full") if self.frozen else trial.full
 
-def _control(full: Run, run: Run, record: Record, update: UpdateComparison) -> ControlRun:
-    """What is left, or the weights that explain it where they explained nothing before."""
-    left = left_by(full, run, update=update.number)
-    is_rounding = left <= max(MANY_UNITS * record.unit, floors_allowed(record.unit) * update.noise)
-    fit = None
-    if not is_rounding:
-        round_ = rounds_of(run.events)[update.number - 1]
-        fit = fit_of(full.samples(round_), run.samples(round_))
-        fit = fit if fit is not None and _explains_more(fit, update.fit, record.tolerance) else None
-    return ControlRun("state restored before each micro-batch", left, is_rounding, fit, ControlKind.STATE_RESTORED)
+    def _frozen_layers(self) -> tuple[str, ...]:
+        """The buffers of layers whose evaluation mode removes a part of the difference and not all of it."""
+        control = self._record.coupling[-1].control if self._record.coupling else None
+        if control is None or control.kind is not ControlKind.FROZEN:
+            return ()
+        names = [
+            name
+            for step in self._trial.full.samples(rounds_of(self._trial.full.events)[0]).steps.values()
+            for name in step.get("buffers", {})
+        ]
+        return tuple(name for name in names if name.partition(":")[2].rpartition(".")[0] in control.modules)
+
+    def _again(self, role: Role, **changed: Any) -> Run:
+        changed |= {"frozen": self.frozen, "updates": self._update.number, "eager": True, "shown_as": "state"}
+        return self._trial.again(role, **changed)
+
+    def weigh(self, state: State, fit: WeightFit) -> ControlRun | None:
+        """Returns what is left with the blamed values put back and the losses times the weights that fit then."""
+        shares = self._trial.shares(self._record, fit.multipliers)
+        names = tuple(change.name for change in state.blamed)
+        if not shares:
+            return None
+        return weighed_run(self._full, self._again("accumulated", restored=names, shares=shares), self._record)
+
+    @property
+    def alone(self) -> float:
+        """What the state makes with the other causes neutralised: layers in evaluation mode, or the best weights."""
+        control = self._record.coupling[-1].control if self.frozen else None
+        if control is not None:
+            return control.left
+        fit = self._update.fit
+        return max(fit.residual, fit.factor_residual) if fit is not None else math.nan
+
+    def put_back(self, names: tuple[str, ...]) -> tuple[list[Any], ControlRun]:
+        """Returns what forwards were seen to move, and what is left, or the weights that explain it."""
+        run = self._again("accumulated", source=self._full, restored=names)
+        unit, number, tolerance = self._record.unit, self._update.number, self._record.tolerance
+        left = left_by(self._full, run, update=number)
+        is_rounding = left <= max(MANY_UNITS * unit, floors_allowed(unit) * self._update.noise)
+        fit = None
+        if not is_rounding and not self.frozen:
+            round_ = rounds_of(run.events)[number - 1]
+            fit = fit_of(self._full.samples(round_), run.samples(round_))
+            fit = fit if fit is not None and _explains_more(fit, self._update.fit, tolerance) else None
+        what = "state restored before each micro-batch"
+        beside = self._record.coupling[-1].control if self.frozen else None
+        if beside is not None:
+            what += f", and with {beside.what}"
+        return run.meta["moving"], ControlRun(what, left, is_rounding, fit, ControlKind.STATE_RESTORED)
 
 
 def _explains_more(fit: WeightFit, before: WeightFit | None, tolerance: float) -> bool:

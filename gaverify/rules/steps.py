@@ -64,6 +64,8 @@ def early_windows(loop: Record) -> list[tuple[Window, int]]:
     turns = {update.number for update in loop.updates if update.missed is not None}
     # nor is one early that is not fed a micro-batch because the loop skips it
     skipping = {update.number for update in loop.updates if update.never_fed or update.data.adds_nothing}
+    if skipping:  # behind the last update nothing was recorded, so that nothing shows why it lacks samples
+        skipping |= {update.number for update in loop.updates[-1:] if update.data.is_part}
     known = [(window, loop.expected(window)) for window in loop.complete if window.number not in turns | skipping]
     early = [(window, wanted) for window, wanted in known if wanted is not None and window.backwards < wanted]
     if early and is_meant(loop, early):

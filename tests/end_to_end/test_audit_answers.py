@@ -299,8 +299,9 @@ ROWS = [
     Row(STATE, "--kind once", quick=True),
     Row(STATE, "--kind unread", quick=True, notes=""),
     Row(STATE, "--kind rounds", "GAV403", "rounds", "changes `Centred.rounds`, outside", proven=True),
-    Row(STATE, "--kind codebook", "GAV401", "codebook", "buffer `1.codes`, which", proven=True, notes="GAV402"),
-    Row(STATE, "--kind centre --undivided", "GAV401 GAV201", "centre"),
+    Row(STATE, "--kind codebook", "GAV401", "codebook", "buffer `2.codes`, which", proven=True, notes="GAV402"),
+    Row(STATE, "--kind centre --undivided", "GAV401 GAV201", "centre", proven=True),
+    Row(STATE, "--kind codebook --batchnorm", "GAV401 GAV101", "codebook", proven=True),
     # what a hook adds is the next gradient less the last, which other weights of micro-batches seem to mend
     looped(UNUSUAL, "masters", common="--hook added"),
     looped(UNUSUAL, "masters", "GAV603", "--hook set", mark="set", words=ADDED, proven=True),

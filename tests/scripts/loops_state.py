@@ -53,11 +53,13 @@ def main():
     parser = options(__doc__)
     parser.add_argument("--kind", choices=("centre", "once", "unread", "rounds", "codebook"), required=True)
     parser.add_argument("--undivided", action="store_true")
+    parser.add_argument("--batchnorm", action="store_true")
     args = parser.parse_args()
     torch.manual_seed(args.seed)
-    model = network()
+    model = network(batchnorm=args.batchnorm)
     if args.kind == "codebook":
-        model = nn.Sequential(nn.Linear(16, 6), Codebook(6), nn.Linear(6, 4))
+        middle = nn.BatchNorm1d(6) if args.batchnorm else nn.Identity()
+        model = nn.Sequential(nn.Linear(16, 6), middle, Codebook(6), nn.Linear(6, 4))
     criterion = Centred(args.kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
     fed = []
