@@ -303,9 +303,10 @@ def _unlike_samples(runs: Runs, full: Samples, accumulated: Samples) -> tuple[Ro
         return None, 0
     whole, part = runs.full.rows_of(full, reached=False), runs.accumulated.rows_of(accumulated, reached=False)
     following = runs.accumulated.rows(max(accumulated.updates) + 1)
-    # a step that comes too early leaves its samples to the next update; behind the last one nothing was recorded
-    never_fed = check_rows(whole, [*part, *following]).missing if following else 0
-    return check_rows(whole, part), never_fed
+    # A step that comes too early leaves its samples to the next updates; behind the last one nothing was recorded.
+    next_fed = check_rows(whole, following)
+    has_passed_on = next_fed.accumulated > next_fed.full - next_fed.missing  # to samples of the next full batch
+    return check_rows(whole, part), check_rows(whole, [*part, *following]).missing if has_passed_on else 0
 
 
 def _explains_all(fit: WeightFit | None) -> bool:

@@ -132,7 +132,7 @@ ROWS = [
     looped(RARE, "cleared_in_a_closure", "GAV603"),
     looped(STEPS, "cleared_at_epoch", "GAV604", "--samples 24"),  # L02
     looped(STEPS, "leaks_into_next_epoch", "GAV602", "--samples 24"),  # L03
-    looped(STEPS, "step_outside_the_if", "GAV601"),  # L06
+    looped(STEPS, "step_outside_the_if", "GAV601", quick=True),  # L06
     looped(STEPS, "backward_at_the_boundary", "GAV203", mark="", words="3 of 4 do not reach"),
     looped(STEPS, "skipping", "GAV203", "--skipped 1"),
     looped(EXTRAS, "schedule_per_micro_batch", "GAV607", quick=True),  # row 9
