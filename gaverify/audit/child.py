@@ -7,6 +7,7 @@ parent of ranks, a worker of a data loader: all are recorded alike, and only tho
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import runpy
@@ -85,7 +86,8 @@ def _keep_from_others(job: Job, folder: Path) -> None:
         together = [] if job.launcher else _meeting(job)  # the processes of a launcher share this view
         reason = enter(folder, [*shared_folders(), *together], needed)
         if reason:
-            (folder / "no-view.txt").write_text(reason, encoding="utf-8")
+            with contextlib.suppress(OSError):  # a view that failed halfway may hide the folder
+                (folder / "no-view.txt").write_text(reason, encoding="utf-8")
             os._exit(IMPOSSIBLE)
     elif job.files == "guard" and not job.launcher:
         _keep_under_guard(job, folder)
