@@ -22,7 +22,7 @@ from gaverify.passes.gradients import PassProbe, full_batch_gradients
 from gaverify.passes.isolation import ModelState, generator_states, seed_torch
 from gaverify.passes.precision import moved
 from gaverify.passes.task import micro_batch_of
-from gaverify.records.experiment import Cause, ControlRun, are_shares
+from gaverify.records.experiment import Cause, ControlRun, are_ones, are_shares
 from gaverify.records.facts import Facts, Weights
 from gaverify.thresholds import MOVED_SHARES
 from gaverify.tracebacks import hands_over
@@ -174,6 +174,8 @@ def _weighed(second: Bench, known: Weights) -> ControlRun | None:
     assert known.fit is not None
     words = {"samples": tuple(map(float, known.sizes)), "tokens": known.valid_targets}
     weighting = next((word for word, shares in words.items() if are_shares(known.fit.weights, shares)), None)
+    if weighting is None and are_ones(known.fit.weights, known.fit.residual):
+        weighting = "none"
     if weighting is not None:
         there, probe = replace(second, task=replace(second.task, weighting=weighting)), None
     else:

@@ -27,7 +27,14 @@ from gaverify.passes.calls import Call, listening
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.precision import moved
-from gaverify.passes.walks import addends, is_made_of_parameter, read_by_parameters, unscaled
+from gaverify.passes.walks import (
+    addends,
+    has_constant_addend,
+    is_made_of_parameter,
+    read_by_parameters,
+    unscaled,
+    viewed,
+)
 from gaverify.records.experiment import ControlKind, ControlRun, Count, FunctionKey, TermKind
 from gaverify.records.facts import Facts
 from gaverify.thresholds import COMPUTED_FLOAT32, HELPS, SAME_NUMBER, SMALL_PART
@@ -176,6 +183,19 @@ def _listened(bench: Bench, used: Sequence[float]) -> dict[FunctionKey, _Seen]:
     return terms | kept
 
 
+def terms_beside_constants(bench: Bench) -> list[tuple[float, Sequence[float]]]:
+    """Returns the terms of a loss that adds a constant of the batch, in the full batch and in each micro-batch.
+
+    A constant has no gradient: how it depends on the batch makes no difference. Empty without one, or where the
+    micro-batches have other terms.
+    """
+    bench.record.rewind()
+    whole, *parts = (_heard(bench, k) for k in (None, *range(bench.task.steps)))
+    if any(part.beside_constants.keys() != whole.beside_constants.keys() for part in parts):
+        return []
+    return [(value, [part.beside_constants[key] for part in parts]) for key, value in whole.beside_constants.items()]
+
+
 def _undivided(
     whole: Mapping[FunctionKey, float], parts: Sequence[Mapping[FunctionKey, float]]
 ) -> dict[FunctionKey, _Seen]:
@@ -214,11 +234,17 @@ class _Listener(PassProbe):
         self._applied: set[FunctionKey] = set()
         self._returns_loss = False
         self.counts: dict[FunctionKey, tuple[float, bool]] = {}
+        self.beside_constants: dict[FunctionKey, float] = {}
         self.terms: dict[FunctionKey, float] = {}
         self._numbers: dict[Any, tuple[FunctionKey, torch.Tensor]] = {}
 
     def hear(self, loss: torch.Tensor) -> None:
         """Takes the terms of the loss that came out of the forward."""
+        total = viewed(loss.grad_fn)
+        if has_constant_addend(total):
+            nodes = [node.next_functions[slot][0] for node, slot in addends(total)]
+            known = [self._numbers[node] for node in nodes if node in self._numbers]
+            self.beside_constants = {key: float(value) for key, value in known} if len(known) == len(nodes) else {}
         for node, slot in addends(unscaled(loss.grad_fn)):
             key, value = self._numbers.get(node.next_functions[slot][0], (None, loss))
             if key is not None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from gaverify.causes import counts, proof, state, weights
+from gaverify.causes import backward, counts, proof, state, weights
 from gaverify.causes.bench import FORESEEN, Bench, released
 from gaverify.causes.neutral.cached import cached_gradients
 from gaverify.causes.neutral.holding import Evaluated, ResultsHeld
@@ -38,6 +38,9 @@ def ask(bench: Bench, facts: Facts) -> Facts:
     left = facts.left if weighed is None or not facts.compared.comparable else facts.compared.total
     search = _Search(there, facts, left if control is None else control.left, residual)
     bench.attempt("first diverging operation", lambda: search.run(control.fit if control is not None else None))
+    in_backward = _in_backward(bench, facts, search) if held is None and weighed is None else None
+    if in_backward is not None:
+        return in_backward
     facts = _held_instead(bench, facts, search)
     forward = replace(search.first or facts.forward, coupling=facts.forward.coupling)
     ruled_out = tuple(search.ruled_out.values())
@@ -54,6 +57,23 @@ def ask(bench: Bench, facts: Facts) -> Facts:
     if search.cleared or search.causes:
         facts = replace(facts, left=search.left, cleared=search.cleared)
     return _others_released(bench, facts, search) if search.cleared else facts
+
+
+def _in_backward(bench: Bench, facts: Facts, search: _Search) -> Facts | None:
+    """Looks in the backward where cached gradients alone prove a cause, and the loss differs by a constant only.
+
+    Cached gradients compute the loss and its backward once: they repair a backward that depends on the batch as well.
+    """
+    (control,) = [cause.control for cause in search.causes] if len(search.causes) == 1 else [None]
+    if control is None or control.kind is not ControlKind.CACHED_GRADIENTS or not control.rounding:
+        return None
+    used = facts.weights.used
+    terms = bench.possible(lambda: counts.terms_beside_constants(bench))
+    if not terms or not weights.add_up(terms, used):
+        return None
+    forward = replace(facts.forward, agree=True, loss_gap=0.0, shares=used, adds_constant=True)
+    found = backward.ask(bench, replace(facts, forward=forward))
+    return found if found.cleared else None
 
 
 def ask_branch(bench: Bench, facts: Facts) -> Facts:

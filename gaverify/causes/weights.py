@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from gaverify.causes.bench import Bench
+from gaverify.causes.counts import terms_beside_constants
 from gaverify.causes.neutral.state import GradientsKept
 from gaverify.causes.trace.first_divergence import branches_part, reweighted_operation
 from gaverify.causes.trace.state import StateWatch
@@ -17,7 +18,7 @@ from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.precision import moved
 from gaverify.passes.sketches import sketch
-from gaverify.records.experiment import ControlKind, ControlRun, WeightFit, are_shares, is_constant
+from gaverify.records.experiment import ControlKind, ControlRun, WeightFit, are_ones, are_shares, is_constant
 from gaverify.records.facts import Facts, Repeatability, State, Weights
 from gaverify.thresholds import FIT_FLOAT32, FIT_FLOAT64, MOVED_SHARES, NO_WEIGHT, SAME_IN_FLOAT32, SMALL_PART, TINY
 from gaverify.verdict.sketches import Earlier, fitted, kept
@@ -100,11 +101,11 @@ def means(bench: Bench, facts: Facts, fit: WeightFit | None) -> bool:
 
 
 def have_meaning(weights: Weights, fit: WeightFit) -> bool:
-    """Whether fitted weights are shares of the samples or the valid targets, or one factor of those that are used."""
+    """Whether fitted weights are shares of samples or valid targets, all 1, or one factor of those that are used."""
     factor = [c / w for c, w in zip(fit.weights, weights.used, strict=True) if w]
     shares = [weights.valid_targets, tuple(map(float, weights.sizes))]
     known = any(are_shares(fit.weights, share) for share in shares if share)
-    return known or is_constant(factor, fit.residual)
+    return known or are_ones(fit.weights, fit.residual) or is_constant(factor, fit.residual)
 
 
 def explains(bench: Bench, facts: Facts, fit: WeightFit) -> bool:
@@ -135,17 +136,23 @@ def contradict_losses(bench: Bench, used: Sequence[float], fit: WeightFit) -> bo
     A micro-batch that weighs wrongly does so in its loss and in its gradient. Where the loss is right, the backward
     depends on the batch.
     """
-    sums = bench.possible(lambda: _losses(bench)) if fit.determined else None
-    if sums is None:
+    losses = bench.possible(lambda: _losses(bench)) if fit.determined else None
+    if losses is None:
         return False
-    full, losses = sums
-    scale = max(abs(full), *map(abs, losses))
+    parts = [losses]
+    if not add_up(parts, used):  # a constant of the batch in the loss makes both sums wrong
+        parts = bench.possible(lambda: terms_beside_constants(bench)) or []
+    return bool(parts) and add_up(parts, used) and not add_up(parts, fit.weights)
 
-    def misses(weights: Sequence[float]) -> bool:
-        return abs(sum(w * loss for w, loss in zip(weights, losses, strict=True)) - full) > SAME_IN_FLOAT32 * scale
 
-    # Constants and terms without a gradient make both sums wrong: such losses say nothing about the fitted weights.
-    return not misses(used) and misses(fit.weights)
+def add_up(parts: Sequence[tuple[float, Sequence[float]]], weights: Sequence[float]) -> bool:
+    """Whether weighted values of the micro-batches add up to the full batch's: losses, or each of their terms."""
+
+    def misses(full: float, values: Sequence[float]) -> bool:
+        scale = max(abs(full), *map(abs, values))
+        return abs(sum(w * value for w, value in zip(weights, values, strict=True)) - full) > SAME_IN_FLOAT32 * scale
+
+    return not any(misses(full, values) for full, values in parts)
 
 
 def _losses(bench: Bench) -> tuple[float, Sequence[float]]:

@@ -61,6 +61,15 @@ def addends(node: Any) -> list[Edge]:
     return found
 
 
+def has_constant_addend(node: Any) -> bool:
+    """Whether an operation is a sum with an operand that has no gradient, or holds such a sum among its operands."""
+
+    def operands(each: Any) -> list[Any]:
+        return [child for child, _ in each.next_functions] if each is not None and each.name() in _SUMS else []
+
+    return None in reached([node], operands)
+
+
 _VIEWS = (
     "TBackward0",
     "TransposeBackward0",
@@ -72,6 +81,13 @@ _VIEWS = (
     "UnsqueezeBackward0",
     "ToCopyBackward0",
 )
+
+
+def viewed(node: Any) -> Any:
+    """Returns the operation whose result has only been given another shape, order or precision since."""
+    while node.name() in _VIEWS and _operands(node):
+        node = _operands(node)[0]
+    return node
 
 
 def read_by_parameters(starts: Iterable[Any]) -> set[Any]:
@@ -101,8 +117,7 @@ def _operands(node: Any) -> list[Any]:
 
 def _is_parameter(node: Any) -> bool:
     """Whether a node is a parameter, in another shape or precision maybe; a learned scale of a loss is a number."""
-    while node.name() in _VIEWS and _operands(node):
-        node = _operands(node)[0]
+    node = viewed(node)
     return hasattr(node, "variable") and node.variable.numel() > 1
 
 

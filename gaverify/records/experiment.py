@@ -199,6 +199,11 @@ def is_constant(values: Sequence[float], residual: float = 0.0) -> bool:
     return alike(values, max(SAME_NUMBER, FIT_MAGNIFIES * residual))
 
 
+def are_ones(weights: Sequence[float], residual: float) -> bool:
+    """Whether weights leave every loss as it is, as far as a fit with this residual can tell: the losses are sums."""
+    return is_constant((1.0, *weights), residual)
+
+
 def alike(values: Sequence[float], rel_tol: float) -> bool:
     """Whether all values are the same number, up to a relative tolerance."""
     return bool(values) and all(math.isclose(value, values[0], rel_tol=rel_tol) for value in values)

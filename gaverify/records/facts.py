@@ -148,12 +148,14 @@ class Forward:
 
     `agree`: no operation of the forward differs; `loss_gap`: how far the weighted losses are apart, relative, with
     the weights that come nearest: `shares`. `modules` are those whose outputs could be compared sample by sample.
+    `adds_constant`: the loss adds a constant of the batch, which has no gradient and by which it differs.
     `branch` is the first operation that one side alone computes its loss with, where a gradient is missing.
     """
 
     causes: tuple[Cause, ...] = ()
     agree: bool = False
     loss_gap: float = math.nan
+    adds_constant: bool = False
     shares: tuple[float, ...] = ()
     coupling: SampleCoupling | None = None
     ruled_out: tuple[Operation, ...] = ()

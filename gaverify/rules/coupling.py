@@ -150,6 +150,9 @@ def batch_dependent_backward(facts: Facts) -> Iterator[Finding]:
         proven=run is not None and run.rounding,
         rows=[row.name for row in rows],
         largest=facts.compared.largest,
+        losses=", the losses but for a constant"
+        if facts.forward.adds_constant
+        else (f", the losses to {facts.forward.loss_gap:.0e}"),
         loss_gap=facts.forward.loss_gap,
         restored=" from the same state" if facts.state is not None and facts.state.blamed else "",
         where=f"; gradients part in {_where(place, culprit)}" if culprit is not None else "",

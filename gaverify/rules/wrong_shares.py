@@ -7,7 +7,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from gaverify.records.audit import Record, UpdateComparison
-from gaverify.records.experiment import ControlRun, Count, LossTerm, TermKind, WeightFit, are_shares, is_constant
+from gaverify.records.experiment import (
+    ControlRun,
+    Count,
+    LossTerm,
+    TermKind,
+    WeightFit,
+    are_ones,
+    are_shares,
+    is_constant,
+)
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
 from gaverify.rules.controls import beside, in_order, weighed, weights_proven
@@ -183,7 +192,7 @@ def mean_of_means(facts: Facts) -> Iterator[Finding]:
         return
     if fit is None or not facts.weights.blamed or facts.weights.lost or factor_of(facts)[0] is not None:
         return
-    meaning, remedy = _meaning(facts, fit.weights)
+    meaning, remedy = _meaning(facts, fit)
     if run is not None and run.rounding and meaning:
         remedy = f"{remedy}: {tested(run, beside(facts))}"
     elif run is not None and not (run.rounding or facts.cleared or facts.weights_first):
@@ -267,12 +276,14 @@ def _unsure(fit: WeightFit) -> str:
     return "" if fit.determined else " (other weights fit as well: these micro-batches cannot tell them apart)"
 
 
-def _meaning(facts: Facts, fitted: tuple[float, ...]) -> tuple[str, str]:
+def _meaning(facts: Facts, fit: WeightFit) -> tuple[str, str]:
     """What the fitted weights are, and how to ask for them; numbers that stand for nothing known are no repair."""
     table = words("GAV202")
     for of, amounts in (("samples", facts.weights.sizes), ("targets", facts.weights.valid_targets)):
-        if are_shares(fitted, amounts):
+        if are_shares(fit.weights, amounts):
             return f"{table['meanings'][of]}: {share_texts(amounts)}", table["remedies"][of]
+    if are_ones(fit.weights, fit.residual):
+        return table["meanings"]["sums"], table["remedies"]["sums"]
     return "", table["remedies"]["share"]
 
 

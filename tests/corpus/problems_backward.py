@@ -88,6 +88,32 @@ def weighted_slopes(first: bool) -> Problem:
     return replace(problem, loss=loss, batch=(*problem.batch, importance))
 
 
+class ByFactor(torch.autograd.Function):
+    """Identity whose backward multiplies by a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient * ctx.factor, None
+
+
+def beside_constant(*, of_batch: bool, detached: bool) -> Problem:
+    """A constant of the batch is added: the losses do not add up, and yet the backward alone is to blame."""
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        inputs, classes = batch
+        factor = inputs.abs().mean() if of_batch else inputs.new_tensor(0.8)
+        outputs = model(inputs)
+        scaled = ByFactor.apply(outputs, factor)  # planted constant-beside-backward
+        return F.cross_entropy(scaled, classes) + (outputs.std().detach() if detached else inputs.std())
+
+    return replace(_classifier(nn.Tanh()), loss=loss)
+
+
 class Applied(nn.Module):
     def __init__(self, function: type) -> None:
         super().__init__()
@@ -409,6 +435,18 @@ def _pairs_of_a_graph(nodes: torch.Tensor, counts: list[int]) -> torch.Tensor:
 
 FAULTS = (
     fault(
+        "constant-beside-backward",
+        lambda: beside_constant(of_batch=True, detached=False),
+        "GAV104",
+        "a constant of the batch makes all sums of losses wrong",
+    ),
+    fault(
+        "detached-beside-backward",
+        lambda: beside_constant(of_batch=True, detached=True),
+        "GAV104",
+        "the same with one that moves with the parameters",
+    ),
+    fault(
         "averages",
         lambda: replace(_classifier(nn.Tanh()), loss=MovingWeights(True)),
         "GAV403",
@@ -457,6 +495,11 @@ FAULTS = (
 )
 
 TWINS = (
+    quiet(
+        "constant-beside-backward",
+        lambda: beside_constant(of_batch=False, detached=False),
+        "the backward multiplies by the same number for every batch",
+    ),
     quiet("averages", lambda: replace(_classifier(nn.Tanh()), loss=MovingWeights(False)), "constant weights"),
     quiet("key-list", empty_key_list, "a list that stays empty"),
     quiet("target-network", resting_target, "a target that rests"),

@@ -35,6 +35,16 @@ def mean_loss() -> Problem:
     return classified(mlp(), 6)
 
 
+def sum_by_samples() -> Problem:
+    """A sum divided by a fixed number adds up by itself, where 11 samples make micro-batches of 3, 3, 3 and 2."""
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum") / 11  # planted sum-by-samples
+
+    torch.manual_seed(0)
+    return Problem(mlp(), loss, (torch.randn(11, 6), torch.randint(4, (11,))))
+
+
 def two_micro_batches() -> Problem:
     return classified(mlp(), 6, size=8)
 
@@ -332,6 +342,7 @@ FAULTS = (
     fault("normalised-sum", lambda: _elements(normalised_sum), "GAV202", "divided by its own weights"),
     fault("normalised-mean", lambda: _elements(normalised_mean), "GAV202", "the same by their mean"),
     fault("hard-examples", lambda: _elements(hard_examples), "GAV202", "a count that outputs decide"),
+    fault("sum-by-samples", sum_by_samples, "GAV202", "a sum needs no shares", weighting="samples"),
     fault("summed-term", lambda: _elements(summed_beside_mean), "GAV201", "one term is a sum"),
     fault("penalty", penalised, "GAV201", "counts K times", weighting="none"),
     fault("positives", lambda: _elements(positives_and_elements), "GAV202", "a count per term"),
@@ -358,6 +369,7 @@ TWINS = (
     quiet("B11", lambda: _matched(divided=True), "one constant divisor", weighting="none"),
     quiet("B13", mean_loss, "weighted n_k/N", steps=3, weighting="samples"),
     quiet("normalised-sum", lambda: _elements(constant_weights), "weights of the samples, not normalised"),
+    quiet("sum-by-samples", sum_by_samples, "losses that add up are added up", weighting="none"),
     quiet("summed-term", lambda: _elements(averaged_beside_mean), "both terms are means"),
     quiet("penalty", lambda: penalised(mean=True), "each micro-batch adds its share"),
     quiet("B14", sum_over_one_length, "not divided once more", weighting="none"),

@@ -101,6 +101,13 @@ def test_mean_of_means_names_the_right_weights(id: str, weights: list[float]) ->
     assert fitted == pytest.approx(weights, rel=1e-6)
 
 
+def test_sums_in_micro_batches_of_unequal_size_are_added_up() -> None:
+    verdict = next(case for case in FAULTS if case.id == "sum-by-samples").verify()
+    (finding,) = [finding for finding in verdict.findings if finding.code == "GAV202"]
+    assert finding.proven
+    assert "--weighting none): tested, equivalent" in (finding.remedy or "")
+
+
 def test_scale_alone_would_miss_ragged_tokens() -> None:
     """The reason why B01 needs weights: accumulated ≈ 1.0 × full, and yet far from equal."""
     verdict = next(case for case in FAULTS if case.id == "B01").verify()
