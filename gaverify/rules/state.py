@@ -100,7 +100,10 @@ def _remedy(state: State) -> str:
     if primed(state):
         return f"{first}: tested, equivalent"
     if state.alone > 0 or state.beside > 0:
-        return "update the state once per window, after the optimizer step: tested together with the other repairs"
+        return (
+            "update the state once per window, after the optimizer step: tested with the state kept from moving, "
+            "together with the other repairs"
+        )
     if state.remedies:
         return f"restore the state before each micro-batch: {tested(state.remedies[0])}"
     held = "update the state once per window, after the optimizer step: tested with the state held, equivalent"

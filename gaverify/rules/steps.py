@@ -67,7 +67,9 @@ def early_windows(loop: Record) -> list[tuple[Window, int]]:
     if skipping:  # behind the last update nothing was recorded, so that nothing shows why it lacks samples
         skipping |= {update.number for update in loop.updates[-1:] if update.data.is_part}
     known = [(window, loop.expected(window)) for window in loop.complete if window.number not in turns | skipping]
-    early = [(window, wanted) for window, wanted in known if wanted is not None and window.backwards < wanted]
+    # a forward without a backward pass is a micro-batch that was skipped: the step waited for it
+    fed = {window.number: window.backwards + len(window.dropped) for window in loop.complete}
+    early = [(window, wanted) for window, wanted in known if wanted is not None and fed[window.number] < wanted]
     if early and is_meant(loop, early):
         return _without_tails(loop, early)
     first, usual = loop.first, loop.usual(loop.first)

@@ -166,6 +166,9 @@ ROWS = [
     skipping("--bad 3 --divide window", quick=True),
     skipping("--bad 2 --why empty", "GAV203", "forward", "4 samples of update 1 have no", quick=True, proven=True),
     skipping("--bad 2 --why empty --divide window", quick=True),
+    skipping(
+        "--bad 2 --why infinite", "GAV502", options=STEPS_4, quick=True
+    ),  # the step waits for all four micro-batches
     skipping("--bad 2,7 --end skipped --why empty", "GAV602 GAV203", "step", JOINED, options=UPDATES_3, proven=True),
     skipping("--bad 7 --equal --end skipped", "GAV602", "forward", JOINED, proven=True),
     # what divides by nothing counts as often as there are micro-batches left, which is not K

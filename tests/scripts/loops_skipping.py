@@ -10,7 +10,7 @@ criterion = nn.CrossEntropyLoss()
 def parsed():
     parser = options(__doc__)
     parser.add_argument("--bad", default="2", help="quarters of a batch, as a list, that are skipped")
-    parser.add_argument("--why", choices=("nan", "empty", "chosen", "unfed"), default="nan")
+    parser.add_argument("--why", choices=("nan", "empty", "chosen", "unfed", "infinite"), default="nan")
     parser.add_argument("--end", choices=("kept", "skipped", "moved"), default="kept", help="the end of the window")
     parser.add_argument("--divide", choices=("accum", "window", "nothing"), default="accum")
     parser.add_argument("--equal", action="store_true", help="as many targets in every micro-batch")
@@ -35,6 +35,8 @@ def main():
     for quarter in range(len(labels) // 4):
         if quarter in bad and args.why in ("nan", "empty"):
             labels[4 * quarter : 4 * quarter + 4] = -100
+        elif quarter in bad and args.why == "infinite":  # the full batch's loss is no number either
+            loader.dataset.tensors[0][4 * quarter] = torch.inf
         elif quarter % 3 == 0 and not args.equal:
             labels[4 * quarter] = -100
     batches = list(loader)
