@@ -17,14 +17,14 @@ from gaverify.tracebacks import portable
 Answer = TypeVar("Answer", Verdict, AuditReport)
 
 
-def settled(
+def mark_accepted(
     answer: Answer, entries: Sequence[Accept], project: Project, *, expect: str | None = None, strict: bool = False
 ) -> Answer:
     """Returns the answer with its accepted findings marked.
 
     A fault is accepted by an entry of its code whose pattern fits its place, if a control run proved it or the entry
     says `suspected`. Entries of the answer's own spec that fit no finding are stale; those of the project may fit
-    another spec, so that `unused` judges them over all answers.
+    another spec, so that `describe_unused_entries` judges them over all answers.
 
     Args:
         answer: A verdict or an audit.
@@ -34,8 +34,10 @@ def settled(
         strict: Stale entries make the exit code 1.
     """
     everywhere = (*entries, *project.accept)
-    shown = [finding for finding in answer.findings if finding.severity == "fault" or project.shows(finding.code)]
-    findings = tuple(_marked(finding, everywhere) for finding in shown)
+    findings_shown = [
+        finding for finding in answer.findings if finding.severity == "fault" or project.shows(finding.code)
+    ]
+    findings = tuple(_mark_finding(finding, everywhere) for finding in findings_shown)
     stale = [entry for entry in entries if not any(_fits(entry, finding) for finding in answer.findings)]
     refused = [
         _refusal(entry, finding, everywhere)
@@ -52,7 +54,7 @@ def settled(
     return replace(answer, findings=findings, acceptance=acceptance)
 
 
-def unused(answers: Iterable[Verdict | AuditReport], project: Project) -> tuple[str, ...]:
+def describe_unused_entries(answers: Iterable[Verdict | AuditReport], project: Project) -> tuple[str, ...]:
     """Returns a sentence for each of the project's entries that fits no finding of any answer."""
     findings = [finding for answer in answers for finding in answer.findings]
     stale = [entry for entry in project.accept if not any(_fits(entry, finding) for finding in findings)]
@@ -67,8 +69,8 @@ def entries_for(findings: Iterable[Finding], reason: str) -> tuple[list[Accept],
         if finding.severity != "fault" or finding.accepted:
             continue
         if finding.code == "GAV000":
-            told = "no cause was found, and what nothing explains cannot be accepted"
-            problems.append(f"{finding.code} {finding.name}: {told}")
+            reason_why_not = "no cause was found, and what nothing explains cannot be accepted"
+            problems.append(f"{finding.code} {finding.name}: {reason_why_not}")
             continue
         for place in finding.places:
             entry = Accept(code=finding.code, location=_pattern(place), reason=reason, suspected=not finding.proven)
@@ -85,26 +87,28 @@ def _pattern(place: Location | None) -> str:
     return "".join(f"[{character}]" if character in "*?[" and text != "*" else character for character in text)
 
 
-def _marked(finding: Finding, entries: Iterable[Accept]) -> Finding:
+def _mark_finding(finding: Finding, entries: Iterable[Accept]) -> Finding:
     """Every place of the finding has to be accepted: what is proven of all of them together is so of none alone."""
     if finding.severity != "fault":
         return finding
     fitting = [entry for entry in entries if _fits(entry, finding) and (finding.proven or entry.suspected)]
-    whole = fitting and not _open(finding, fitting)
-    return replace(finding, accepted=fitting[0].reason if whole else "")
+    all_accepted = fitting and not _places_without_entry(finding, fitting)
+    return replace(finding, accepted=fitting[0].reason if all_accepted else "")
 
 
-def _open(finding: Finding, entries: Iterable[Accept]) -> list[Location | None]:
+def _places_without_entry(finding: Finding, entries: Iterable[Accept]) -> list[Location | None]:
     """The places of a finding that no entry fits."""
-    known = [entry for entry in entries if entry.code == finding.code]
-    return [place for place in finding.places if not any(_is_at(entry, place) for entry in known)]
+    same_code = [entry for entry in entries if entry.code == finding.code]
+    return [place for place in finding.places if not any(_is_at(entry, place) for entry in same_code)]
 
 
 def _refusal(entry: Accept, finding: Finding, entries: Iterable[Accept]) -> str:
     """Says why an entry that fits a finding does not accept it."""
-    others = _open(finding, entries)
-    if others:
-        return f"{entry} is not all that was found: {', '.join(map(str, others))} was found with it, and has no entry"
+    open_places = _places_without_entry(finding, entries)
+    if open_places:
+        return (
+            f"{entry} is not all that was found: {', '.join(map(str, open_places))} was found with it, and has no entry"
+        )
     return f"{entry} is only suspected and may not be all that differs; `suspected = true` in its entry accepts it"
 
 

@@ -20,7 +20,7 @@ from gaverify.passes.devices import available_devices, counts_memory, widest
 from gaverify.records.comparison import Outcome
 from gaverify.spec import Spec
 from gaverify.verification import verify_spec
-from gaverify.version import __version__, installed
+from gaverify.version import __version__, installed_version
 
 Line = tuple[str, str, bool | None]
 """Subject, what was found, and whether it is as it should be; None where there is nothing to judge."""
@@ -74,7 +74,7 @@ def versions() -> Iterator[Line]:
         ("transformers", "the built-in gpt2, models by folder or name"),
         ("numpy", "arrays in batches"),
     ):
-        yield package, f"{installed(package)} ({use})", None
+        yield package, f"{installed_version(package)} ({use})", None
 
 
 def devices(word: str | None) -> tuple[torch.device, ...]:
@@ -93,29 +93,33 @@ def support(device: torch.device) -> Iterator[Line]:
     """Yields what a device can do that a verdict rests on: float64, and the same result for the same work."""
     yield f"{device}", _name(device), None
     if widest(device) is torch.float64:
-        yield from _tried("float64", "for the control run", lambda: _backward(device, torch.float64) is not None)
+        yield from _attempt_check(
+            "float64", "for the control run", lambda: _backward(device, torch.float64) is not None
+        )
     else:
         yield "float64", "not on this device: the control runs on the CPU", None
-    yield from _tried("repeatable", "the same backward twice, bit for bit", lambda: _repeats(device))
-    yield from _tried("deterministic", "torch's deterministic algorithms", lambda: _repeats(device, deterministic=True))
+    yield from _attempt_check("repeatable", "the same backward twice, bit for bit", lambda: _repeats(device))
+    yield from _attempt_check(
+        "deterministic", "torch's deterministic algorithms", lambda: _repeats(device, deterministic=True)
+    )
 
 
-def verified(known: Known, device: torch.device) -> Line:
+def verify_builtin(known: Known, device: torch.device) -> Line:
     """Verifies one built-in on a device and returns how its verdict compares with what is known."""
     if find_spec(known.needs) is None:
         return str(known), f"left out: `{known.needs}` is not installed", None
-    expected = f"{known.outcome.value}{_listed(known.codes)}"
+    expected = f"{known.outcome.value}{_list_codes(known.codes)}"
     try:
         verdict = verify_spec(Spec(model=known.model, device=str(device), **known.options))
     except GaverifyError as error:
         return str(known), f"{expected} expected, but: {text_of(error)}", False
     codes = frozenset(finding.code for finding in verdict.findings if finding.severity == "fault")
-    found = f"{verdict.outcome.value}{_listed(codes)}"
+    actual = f"{verdict.outcome.value}{_list_codes(codes)}"
     right = (verdict.outcome, codes) == (known.outcome, known.codes)
-    return str(known), f"{found}, as known" if right else f"{found}; known is {expected}", right
+    return str(known), f"{actual}, as known" if right else f"{actual}; known is {expected}", right
 
 
-def _tried(subject: str, what: str, attempt: Callable[[], bool]) -> Iterator[Line]:
+def _attempt_check(subject: str, what: str, attempt: Callable[[], bool]) -> Iterator[Line]:
     try:
         fine = attempt()
     except RuntimeError as error:
@@ -150,5 +154,5 @@ def _name(device: torch.device) -> str:
     return platform.processor() or platform.machine()
 
 
-def _listed(codes: frozenset[str]) -> str:
+def _list_codes(codes: frozenset[str]) -> str:
     return f" ({', '.join(sorted(codes))})" if codes else ""

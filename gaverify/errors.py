@@ -28,14 +28,14 @@ INTERRUPTED = 130
 
 def worst_exit_code(codes: Iterable[int]) -> int:
     """Returns the code that weighs most: an error before any outcome, divergent before inconclusive; 0 for none."""
-    given = set(codes)
-    return next((code for code in (INTERRUPTED, INTERNAL, USAGE, 1, 3) if code in given), 0)
+    present = set(codes)
+    return next((code for code in (INTERRUPTED, INTERNAL, USAGE, 1, 3) if code in present), 0)
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Returns the known word that is most alike, the first of equals, for "did you mean"; "" where none is enough."""
-    likeness = {other: difflib.SequenceMatcher(None, other, word).ratio() for other in known}
-    near = max(likeness, key=lambda other: likeness[other], default="")
+    likeness = {candidate: difflib.SequenceMatcher(None, candidate, word).ratio() for candidate in known}
+    near = max(likeness, key=lambda candidate: likeness[candidate], default="")
     return near if near and likeness[near] >= cutoff else ""
 
 

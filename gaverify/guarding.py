@@ -11,16 +11,16 @@ from gaverify.errors import HardExit, current_folder
 
 
 @contextmanager
-def guarded() -> Iterator[None]:
+def guard_process() -> Iterator[None]:
     """While the user's code runs: `os._exit` raises `HardExit`, and a change of the current folder ends with the block.
 
     Without the first a factory could end gaverify, or a whole run of pytest, with 0. Without the second reports would
     be written, and the next specs looked for, in a folder that nobody named.
     """
-    leave, own, folder = os._exit, os.getpid(), current_folder()
+    leave, process, folder = os._exit, os.getpid(), current_folder()
 
     def refuse(status: int) -> NoReturn:
-        if os.getpid() != own:  # a child that was forked leaves by it, as it must
+        if os.getpid() != process:  # a child that was forked leaves by it, as it must
             leave(status)
         raise HardExit(status)
 

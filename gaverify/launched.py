@@ -16,7 +16,7 @@ _first: list[int] = []  # its process, where that is on this machine
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def launched() -> tuple[int, int] | None:
+def read_launcher() -> tuple[int, int] | None:
     """Returns the rank and the number of ranks that torchrun, `accelerate launch` and the like have set; None alone."""
     words = [os.environ.get(name, "") for name in _NEEDED]
     if not all(words) or not (words[0].isdecimal() and words[1].isdecimal()):
@@ -27,8 +27,8 @@ def launched() -> tuple[int, int] | None:
 
 def is_first() -> bool:
     """Whether this process is the one that reports: rank 0, or one that nothing launched."""
-    found = launched()
-    return found is None or found[0] == 0
+    launch = read_launcher()
+    return launch is None or launch[0] == 0
 
 
 def this_process() -> str:

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from gaverify.children.launching import ended_as_interrupted, working_folder
-from gaverify.collective.launching import loaded, saved
+from gaverify.collective.launching import load_in_fresh, save_for_fresh
 from gaverify.errors import ProblemError
 from gaverify.passes.fingerprints import digest_of
 from gaverify.passes.nesting import leaves
 from gaverify.passes.problem import Problem
 from gaverify.passes.task import Task
-from gaverify.preparation import prepared, problem_of_spec
+from gaverify.preparation import prepare_task, problem_of_spec
 from gaverify.spec import Spec
 from gaverify.verdict.settings import Settings
 
@@ -47,10 +47,10 @@ class LoadedAfresh:
         if self.spec is not None:
             return problem_of_spec(self.spec)
         assert self.file is not None
-        problem: Problem = loaded(self.file)
+        problem: Problem = load_in_fresh(self.file)
         return problem
 
-    def known(self, problem: Problem) -> LoadedAfresh:
+    def with_digests(self, problem: Problem) -> LoadedAfresh:
         """Returns the same with the numbers of the problem, which all processes must find."""
         return replace(self, digests=_digests_of(problem))
 
@@ -61,8 +61,8 @@ class LoadedAfresh:
             ProblemError: The problem was built with other numbers than in the verification.
         """
         problem = self.problem()
-        found = _digests_of(problem)
-        differing = [what for what, digest in (self.digests or {}).items() if digest != found[what]]
+        digests = _digests_of(problem)
+        differing = [what for what, digest in (self.digests or {}).items() if digest != digests[what]]
         if differing:
             raise ProblemError(
                 f"`{problem.name}` builds other numbers in every process: its {' and '.join(differing)} differ from "
@@ -70,11 +70,11 @@ class LoadedAfresh:
                 "seeded inside, or hide the accelerator (CUDA_VISIBLE_DEVICES=) and write device='cpu': then the ranks "
                 "share what was built once"
             )
-        return prepared(stack, problem, replace(self.settings, device=device))
+        return prepare_task(stack, problem, replace(self.settings, device=device))
 
 
 @contextmanager
-def left(problem: Problem, settings: Settings, spec: Spec | None) -> Iterator[LoadedAfresh]:
+def provide_origin(problem: Problem, settings: Settings, spec: Spec | None) -> Iterator[LoadedAfresh]:
     """Gives where fresh processes find a problem, for as long as the block runs.
 
     Raises:
@@ -84,7 +84,7 @@ def left(problem: Problem, settings: Settings, spec: Spec | None) -> Iterator[Lo
         yield LoadedAfresh(settings, spec)
         return
     with ended_as_interrupted(), working_folder("gaverify-ranks-") as folder:
-        saved(problem, folder / "problem.pt")
+        save_for_fresh(problem, folder / "problem.pt")
         yield LoadedAfresh(settings, file=folder / "problem.pt")
 
 

@@ -15,7 +15,7 @@ import sys
 from contextlib import suppress
 from typing import NoReturn
 
-from gaverify.launched import launched
+from gaverify.launched import read_launcher
 
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 _FRAME = re.compile(r'^  File "([^"]+)", line (\d+) in (\S+)', re.MULTILINE)
@@ -31,7 +31,7 @@ def fork_under_watch(words: list[str]) -> None:
         words: Those of the command line; nothing is forked but for `run`, and not for a launcher, which watches itself.
     """
     wanted = words[:1] == ["run"] and not {"-h", "--help"} & set(words)
-    if not wanted or not hasattr(signal, "sigwaitinfo") or launched() is not None:
+    if not wanted or not hasattr(signal, "sigwaitinfo") or read_launcher() is not None:
         return
     watched = {signal.SIGCHLD, signal.SIGINT, signal.SIGTERM}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, watched)  # none may be lost between the fork and the wait

@@ -24,7 +24,7 @@ from gaverify.passes.isolation import (
     rewindable_iterators,
     seed_everything,
 )
-from gaverify.passes.precision import DTYPES, converted
+from gaverify.passes.precision import DTYPES, convert_weights
 from gaverify.passes.problem import Loss, Problem, Split
 from gaverify.passes.reference import Fitting
 from gaverify.passes.task import Task, TimeLimit, named_parameters
@@ -70,7 +70,7 @@ def problem_of(
 
 def problem_of_spec(spec: Spec) -> Problem:
     """Returns the problem that a spec names, with as many samples as it asks for."""
-    return problem_of(trimmed(load_problem(spec), spec.batch_size), name=spec.model)
+    return problem_of(trim_batch(load_problem(spec), spec.batch_size), name=spec.model)
 
 
 def settings_of(given: Mapping[str, Any]) -> Settings:
@@ -100,7 +100,7 @@ def settings_of(given: Mapping[str, Any]) -> Settings:
     return Settings(**{**words, "reference": Reference(words["reference"])})
 
 
-def trimmed(problem: Problem, batch_size: int | None) -> Problem:
+def trim_batch(problem: Problem, batch_size: int | None) -> Problem:
     """Returns the problem with its first `batch_size` samples, where fewer were asked for than the factory made."""
     if batch_size is None or problem.batch_size == batch_size:
         return problem
@@ -116,7 +116,7 @@ def trimmed(problem: Problem, batch_size: int | None) -> Problem:
     return replace(problem, batch=batch, batch_size=batch_size)
 
 
-def prepared(stack: ExitStack, problem: Problem, settings: Settings) -> Task:
+def prepare_task(stack: ExitStack, problem: Problem, settings: Settings) -> Task:
     """Puts a problem where it shall run, seeded and with nothing left to chance, for as long as `stack` is open."""
     modules = [module for module in (problem.model, problem.loss) if isinstance(module, nn.Module)]
     for context in (
@@ -160,8 +160,8 @@ def task_of(
     size = batching.batch_size_of(problem.batch, steps, problem.batch_size, problem.split)
     sizes = batching.micro_batch_sizes(size, steps)
     if target is not None or dtype is not None:
-        stack.enter_context(converted(modules, device=target, dtype=dtype))
-        split = problem.split and batching.placed(problem.split, target, dtype)
+        stack.enter_context(convert_weights(modules, device=target, dtype=dtype))
+        split = problem.split and batching.move_split(problem.split, target, dtype)
         problem = replace(problem, batch=batching.fresh(problem.batch, target, dtype), split=split)
     parameters = _parameters(problem)
     where = next(iter(parameters.values())).device

@@ -104,38 +104,40 @@ class SpecItem(pytest.Item):
     def setup(self) -> None:
         """Verifies. pytest calls what goes wrong here an error, not a failure: nothing was found about the model."""
         from gaverify.errors import GaverifyError, MissingPackage, SpecError, as_foreseen
-        from gaverify.guarding import guarded
+        from gaverify.guarding import guard_process
 
-        shown = self.nodeid.partition("::")[0]
+        spec_path = self.nodeid.partition("::")[0]
         if isinstance(self.entry, SpecError):
-            pytest.fail(str(self.entry).replace(f"{self.path}: ", f"{shown}: "), pytrace=False)
+            pytest.fail(str(self.entry).replace(f"{self.path}: ", f"{spec_path}: "), pytrace=False)
         failure = lacks = ""
         try:
-            with guarded():
-                self.verdict = self._verified(self.entry)
+            with guard_process():
+                self.verdict = self._verify_item(self.entry)
         except (GaverifyError, SystemExit) as error:
             failure = str(as_foreseen(error))
             named = self.session.isinitpath(self.path) or self.config.getoption("--gaverify-strict")
             lacks = failure if isinstance(error, MissingPackage) and not named else ""
         if lacks:
-            pytest.skip(f"{shown}: {lacks}")
+            pytest.skip(f"{spec_path}: {lacks}")
         if failure:  # not inside the `except`: pytest would print the whole chain of exceptions
-            pytest.fail(f"{shown}: {failure}", pytrace=False)
+            pytest.fail(f"{spec_path}: {failure}", pytrace=False)
         if self.verdict.exit_code not in (0, 1):
             raise _Judged(self.verdict)
 
-    def _verified(self, spec: Spec) -> Verdict:
+    def _verify_item(self, spec: Spec) -> Verdict:
         from dataclasses import replace
 
-        from gaverify.acceptance import settled
+        from gaverify.acceptance import mark_accepted
         from gaverify.cli.workers import needs_worker, verify_in_worker
         from gaverify.spec.accepting import project_settings
         from gaverify.verification import verify_spec
 
-        made = verify_spec(spec) if not needs_worker(spec) else verify_in_worker(spec)
-        made = replace(made, source=self.nodeid.partition("::")[0])
+        verdict = verify_spec(spec) if not needs_worker(spec) else verify_in_worker(spec)
+        verdict = replace(verdict, source=self.nodeid.partition("::")[0])
         strict = bool(self.config.getoption("--gaverify-strict"))
-        return settled(made, spec.accept, project_settings(self.path.parent), expect=spec.expect, strict=strict)
+        return mark_accepted(
+            verdict, spec.accept, project_settings(self.path.parent), expect=spec.expect, strict=strict
+        )
 
     def runtest(self) -> None:
         """Passes or raises, by the verdict's exit code."""
@@ -157,7 +159,7 @@ class _Judged(Exception):
         self.verdict = verdict
 
 
-def _shown(verdict: Verdict, path: Path | str = "", line: int = 1) -> Any:
+def _make_report_text(verdict: Verdict, path: Path | str = "", line: int = 1) -> Any:
     from gaverify.report.terminal import ReportText  # not above: most runs of pytest fail without us
 
     return ReportText(verdict, str(path), line)
@@ -180,11 +182,11 @@ def pytest_runtest_makereport(
     verdict = getattr(call.excinfo.value, "gaverify_verdict", None) if call.excinfo is not None else None
     if verdict is not None and report.failed and call.excinfo is not None:
         entry = next((e for e in reversed(call.excinfo.traceback) if e.path == item.path), call.excinfo.traceback[-1])
-        report.longrepr = _shown(verdict, entry.path, entry.lineno + 1)  # type: ignore[assignment]
+        report.longrepr = _make_report_text(verdict, entry.path, entry.lineno + 1)  # type: ignore[assignment]
         report.sections.insert(0, ("called at", f"{entry.path}:{entry.lineno + 1}"))
     if isinstance(item, SpecItem) and call.excinfo is not None and isinstance(call.excinfo.value, _Judged):
         # the report in place of a traceback through pytest's and gaverify's own code
-        report.longrepr = _shown(call.excinfo.value.verdict, item.path)  # type: ignore[assignment]
+        report.longrepr = _make_report_text(call.excinfo.value.verdict, item.path)  # type: ignore[assignment]
     if isinstance(item, SpecItem) and call.when == "setup":
         item.config.stash.setdefault(_TIMES, {})[item.nodeid] = call.duration
     return report
@@ -195,8 +197,8 @@ _TIMES: pytest.StashKey[dict[str, float]] = pytest.StashKey()
 
 def _durations(config: pytest.Config) -> dict[str, float]:
     cache = getattr(config, "cache", None)  # `-p no:cacheprovider`
-    known = cache.get(_DURATIONS, {}) if cache is not None else {}
-    return known if isinstance(known, dict) else {}
+    durations = cache.get(_DURATIONS, {}) if cache is not None else {}
+    return durations if isinstance(durations, dict) else {}
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -209,15 +211,15 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Names the accepted divergences: a test that passes although gradients differ must not go unseen."""
-    told = [
+    sentences = [
         f"{report.nodeid.partition('::')[0]}: {sentence}"
         for report in terminalreporter.stats.get("passed", ())
         for name, sentence in report.user_properties
         if name == _ACCEPTED
     ]
-    if told:
+    if sentences:
         terminalreporter.section("gaverify: accepted divergences", yellow=True)
-        for line in told:
+        for line in sentences:
             terminalreporter.line(line)
 
 

@@ -62,11 +62,11 @@ def find_page(wanted: str) -> RulePage:
     names = {page.name: page for page in rule_pages()}
     word = wanted.strip().lower().replace("_", "-").replace(" ", "-")
     code = re.fullmatch(r"(?:gav-?)?(\d{1,4})", word)
-    found = pages.get(f"GAV{code[1]}") if code else names.get(word)
-    if found is not None:
-        return found
-    both = {known.lower(): page for known, page in (pages | names).items()}
-    near = both.get(nearest(word, both, _ALIKE))
+    exact_page = pages.get(f"GAV{code[1]}") if code else names.get(word)
+    if exact_page is not None:
+        return exact_page
+    by_word = {key.lower(): page for key, page in (pages | names).items()}
+    near = by_word.get(nearest(word, by_word, _ALIKE))
     if code:
         near = min(pages.values(), key=lambda page: abs(int(page.code[3:]) - int(code[1])))
     advice = f"did you mean {near.code} {near.name}?" if near else "`gaverify rules` lists all"
@@ -74,20 +74,20 @@ def find_page(wanted: str) -> RulePage:
 
 
 def _page(text: str, file: str) -> RulePage:
-    first, _, rest = text.partition("\n")
+    first, _, body = text.partition("\n")
     read = _FIRST.fullmatch(first)
     if read is None:
         raise InternalError(f"the page {file} starts with {first!r}, not with `# CODE name: one line.`")
     summary = read["summary"].rstrip(".")
-    return RulePage(read["code"], read["name"], read["severity"] or "fault", summary, _sections(rest))
+    return RulePage(read["code"], read["name"], read["severity"] or "fault", summary, _sections(body))
 
 
 def _sections(text: str) -> dict[str, str]:
-    found: dict[str, list[str]] = {}
+    sections: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in text.splitlines():
         if line.startswith("## "):
-            lines = found.setdefault(line.removeprefix("## "), [])
+            lines = sections.setdefault(line.removeprefix("## "), [])
         else:
             lines.append(line.rstrip())
-    return {heading: "\n".join(lines).strip("\n") for heading, lines in found.items()}
+    return {heading: "\n".join(lines).strip("\n") for heading, lines in sections.items()}

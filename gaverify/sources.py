@@ -31,5 +31,5 @@ def _read(location: Location) -> Location:
     if not 1 <= location.line <= len(lines):
         return location
     first = max(location.line - _AROUND, 1)
-    shown = lines[first - 1 : location.line + _AROUND]
-    return replace(location, excerpt=Excerpt(first, tuple(line.rstrip()[:_WIDEST] for line in shown)))
+    excerpt_lines = lines[first - 1 : location.line + _AROUND]
+    return replace(location, excerpt=Excerpt(first, tuple(line.rstrip()[:_WIDEST] for line in excerpt_lines)))

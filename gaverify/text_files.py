@@ -34,8 +34,8 @@ def text_of_file(file: Path, what: str, most: int = 1 << 20) -> str:
     except OSError as error:
         raise SpecError(f"cannot be read: {error.strerror or error}", str(file)) from error
     except UnicodeDecodeError as error:
-        told = f"not UTF-8 text: byte {error.start} cannot be read; save the file as UTF-8"
-        raise SpecError(told, str(file)) from error
+        message = f"not UTF-8 text: byte {error.start} cannot be read; save the file as UTF-8"
+        raise SpecError(message, str(file)) from error
 
 
 def table_of_file(file: Path, what: str) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def table_of_file(file: Path, what: str) -> dict[str, Any]:
         return tomllib.loads(text_of_file(file, what))
     except ValueError as error:
         place = re.search(r" \(at (.*)\)$", str(error))
-        where, told = (place[1], str(error).removesuffix(place[0])) if place else ("somewhere", str(error))
-        raise SpecError(f"{where}: not TOML: {told}", str(file)) from error
+        where, message = (place[1], str(error).removesuffix(place[0])) if place else ("somewhere", str(error))
+        raise SpecError(f"{where}: not TOML: {message}", str(file)) from error
     except RecursionError as error:
         raise SpecError("lists or tables stand too deep in each other; one level is enough", str(file)) from error

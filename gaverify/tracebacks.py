@@ -57,14 +57,14 @@ def owner_of(filename: str) -> Owner:
         return Owner.LIBRARY if path.startswith(_ZOO) else Owner.MACHINERY
     if _is_torch(path):
         return Owner.MACHINERY
-    if _installed(path) and not (path.startswith(tuple(_home)) and all(map(_installed, _home))):
+    if _is_installed(path) and not (path.startswith(tuple(_home)) and all(map(_is_installed, _home))):
         return Owner.LIBRARY  # unless the script itself is installed, as recipes are
     if path.startswith(_STANDARD) and not path.startswith(tuple(_home)):
         return Owner.MACHINERY
     return Owner.USER
 
 
-def _installed(path: str) -> bool:
+def _is_installed(path: str) -> bool:
     """Whether a file lies in a package, or a folder is one."""
     return any(path.partition(part)[2] for part in _LIBRARIES)
 
@@ -93,8 +93,8 @@ def is_own_fault(error: BaseException) -> bool:
     """
     if isinstance(error, GaverifyError) or is_out_of_memory(error):
         return isinstance(error, InternalError)
-    own = [code for code in _codes(error) if code.co_filename.startswith(_ROOMS)]
-    return bool(own) and own[-1] not in _handing_over
+    own_code = [code for code in _codes(error) if code.co_filename.startswith(_ROOMS)]
+    return bool(own_code) and own_code[-1] not in _handing_over
 
 
 def _codes(error: BaseException) -> Iterator[CodeType]:
@@ -109,7 +109,7 @@ def user_frame(error: BaseException) -> str | None:
     """Returns "file:line" of the innermost frame of the user's or a library's code that an exception went through."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if owner_of(frame.filename) >= Owner.LIBRARY:
-            return f"{shown(frame.filename)}:{frame.lineno}"
+            return f"{display_path(frame.filename)}:{frame.lineno}"
     return None
 
 
@@ -227,7 +227,7 @@ def portable(filename: str) -> str:
     return filename if root is None else path.relative_to(root).as_posix()
 
 
-def shown(filename: str) -> str:
+def display_path(filename: str) -> str:
     """Returns a path as people write it: relative where that is shorter and the file lies below the current folder."""
     try:
         relative = os.path.relpath(filename)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gaverify.causes.investigation import Heard, investigate
+from gaverify.causes.investigation import ControlListener, investigate
 from gaverify.causes.shrinking import Shrunk
 from gaverify.collective.membership import membership
 from gaverify.errors import ProblemError
@@ -19,7 +19,7 @@ from gaverify.loading.texts import guessed_parts
 from gaverify.passes.devices import resolve_device
 from gaverify.passes.problem import Loss, Problem, Split
 from gaverify.passes.task import Task
-from gaverify.preparation import Progress, prepared, problem_of, problem_of_spec, reporter, settings_of
+from gaverify.preparation import Progress, prepare_task, problem_of, problem_of_spec, reporter, settings_of
 from gaverify.records.comparison import Method, NotCompared, Outcome, Reference
 from gaverify.records.facts import Facts
 from gaverify.records.ranks import Engine
@@ -28,7 +28,7 @@ from gaverify.rules import findings_for
 from gaverify.sources import with_excerpts
 from gaverify.verdict.judging import Judgement, judge
 from gaverify.verdict.settings import Settings, Weighting, run_info
-from gaverify.verdict.tracing import traced
+from gaverify.verdict.tracing import trace_passes
 
 if TYPE_CHECKING:
     from gaverify.collective.processes import Ranks
@@ -113,11 +113,11 @@ def verify(
     Raises:
         ProblemError: The problem cannot be verified; the message says what is wrong, and where.
     """
-    given = locals() | ({} if isinstance(strategy, str) else {"strategy": "accumulate"})
+    arguments = locals() | ({} if isinstance(strategy, str) else {"strategy": "accumulate"})
     problem = problem_of(model, loss, batch, split, batch_size, name)
-    settings = settings_of(given)
-    own = None if isinstance(strategy, str) else strategy
-    return _on_ranks_or_alone(problem, settings, ranks, engine, timeout, own, None, progress)
+    settings = settings_of(arguments)
+    own_strategy = None if isinstance(strategy, str) else strategy
+    return _on_ranks_or_alone(problem, settings, ranks, engine, timeout, own_strategy, None, progress)
 
 
 def verify_spec(spec: Spec, progress: Progress | None = None) -> Verdict:
@@ -149,41 +149,41 @@ def _on_ranks_or_alone(
     with membership(timeout) as member:
         if member is not None:
             from gaverify.collective.engines import engine_of_word
-            from gaverify.collective.verifying import Asked, verified_together
+            from gaverify.collective.verifying import Asked, verify_together
 
             with member.together():
                 if ranks is not None:
                     raise ProblemError(f"a launcher has started {member.count} ranks already: leave `ranks` out")
                 asked = Asked(problem, settings, engine_of_word(engine), strategy, fresh=spec is not None)
-                return verified_together(asked, member, progress, partial(_verdict, settings, started))
+                return verify_together(asked, member, progress, partial(_verdict, settings, started))
     if strategy is not None:
         raise ProblemError("a strategy of your own is run by ranks: start the program with torchrun")
     if ranks is None:
-        return _verified(problem, settings, None, progress)
-    from gaverify.collective.launching import coordinated
+        return _verify_here(problem, settings, None, progress)
+    from gaverify.collective.launching import run_in_process
     from gaverify.collective.processes import ranks_wanted
 
     wanted = ranks_wanted(ranks, settings, engine, timeout, problem, resolve_device(settings.device))
     if not wanted.fresh:
-        return coordinated(partial(_verified, problem, settings, wanted), progress)
-    from gaverify.origins import left
+        return run_in_process(partial(_verify_here, problem, settings, wanted), progress)
+    from gaverify.origins import provide_origin
 
-    with left(problem, settings, spec) as origin:
-        return coordinated(partial(_verified_afresh, origin, wanted), progress, wanted.device)
+    with provide_origin(problem, settings, spec) as origin:
+        return run_in_process(partial(_verify_afresh, origin, wanted), progress, wanted.device)
 
 
-def _verified_afresh(origin: LoadedAfresh, ranks: Ranks, progress: Progress | None) -> Verdict:
+def _verify_afresh(origin: LoadedAfresh, ranks: Ranks, progress: Progress | None) -> Verdict:
     """Verifies what a fresh coordinator loads, which tells its ranks what it found."""
     problem = origin.problem()
-    return _verified(problem, origin.settings, replace(ranks, origin=origin.known(problem).task), progress)
+    return _verify_here(problem, origin.settings, replace(ranks, origin=origin.with_digests(problem).task), progress)
 
 
-def _verified(problem: Problem, settings: Settings, ranks: Ranks | None, progress: Progress | None) -> Verdict:
+def _verify_here(problem: Problem, settings: Settings, ranks: Ranks | None, progress: Progress | None) -> Verdict:
     """Verifies in this process, or, in a coordinator that may join process groups, on ranks."""
     started = time.perf_counter()
     with ExitStack() as stack:
-        task = replace(prepared(stack, problem, settings), progress=reporter(progress, settings.steps))
-        judgement, facts = _judged(task, settings, ranks)
+        task = replace(prepare_task(stack, problem, settings), progress=reporter(progress, settings.steps))
+        judgement, facts = _judge_and_investigate(task, settings, ranks)
         return _verdict(settings, started, task, judgement, facts)
 
 
@@ -197,7 +197,7 @@ def _verdict(settings: Settings, started: float, task: Task, judgement: Judgemen
         row._replace(shape=tuple(task.parameters[row.name].shape)) if row.why is NotCompared.UNUSED else row
         for row in judgement.rows
     )
-    steps_shown = traced(task, judgement, settings.optimizer, settings.lr) if settings.trace else None
+    steps_shown = trace_passes(task, judgement, settings.optimizer, settings.lr) if settings.trace else None
     return Verdict(
         outcome=outcome,
         parameters=rows,
@@ -214,23 +214,23 @@ def _verdict(settings: Settings, started: float, task: Task, judgement: Judgemen
     )
 
 
-def _judged(task: Task, settings: Settings, ranks: Ranks | None) -> tuple[Judgement, Facts]:
+def _judge_and_investigate(task: Task, settings: Settings, ranks: Ranks | None) -> tuple[Judgement, Facts]:
     if ranks is not None:
         from gaverify.collective.flow import judge_on_ranks
 
         return judge_on_ranks(task, ranks, diagnose=settings.diagnose, exact=settings.exact)
-    heard, part = Heard(), Shrunk(searches=settings.diagnose)
+    listener, part = ControlListener(), Shrunk(searches=settings.diagnose)
     judgement = judge(
         task,
         rtol=settings.rtol,
         atol=settings.atol,
         keep_gradients=settings.trace,
         exact=settings.exact,
-        listener=heard if settings.diagnose else None,
+        listener=listener if settings.diagnose else None,
         part=part,
     )
     begun = time.perf_counter()
-    facts = investigate(task, judgement, diagnose=settings.diagnose, heard=heard, found=part.found)
+    facts = investigate(task, judgement, diagnose=settings.diagnose, listener=listener, part_facts=part.part_facts)
     judgement.timings["diagnosis"] = time.perf_counter() - begun
     return judgement, facts
 

@@ -10,7 +10,7 @@ HOME = "https://github.com/gaverify/gaverify"
 """Where the source and the rules' pages can be read."""
 
 
-def installed(package: str) -> str:
+def installed_version(package: str) -> str:
     """Returns the version of a package, or "not installed"; its metadata is read, as importing torch takes long."""
     from importlib.metadata import PackageNotFoundError, version
 

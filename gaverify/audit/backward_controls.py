@@ -16,8 +16,8 @@ import torch
 
 from gaverify.audit.coupling_controls import (
     CouplingBench,
-    HeldRuns,
     Pair,
+    PinnedRuns,
     agree,
     calls_of_pair,
     difference_allowed,
@@ -29,10 +29,10 @@ from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.experiment import Cause, ControlKind, Operation, Suspect
 from gaverify.rules.scale import contradict_losses
 from gaverify.thresholds import TINY
-from gaverify.tracebacks import shown
+from gaverify.tracebacks import display_path
 
 
-def batch_dependent_backward(trial: Trial, record: Record) -> Record:
+def control_backward(trial: Trial, record: Record) -> Record:
     """Returns the record with the code whose backward depends on the batch, where losses contradict fitted weights."""
     update = record.divergent
     if update is None or not contradict_losses(record, update):
@@ -40,15 +40,17 @@ def batch_dependent_backward(trial: Trial, record: Record) -> Record:
     # The script may divide its losses, or the gradients after its backward passes, in each run as it likes.
     times = full_batch_weight(record, update) / update.fit.used[0] if update.fit is not None else 1.0
     bench = CouplingBench(trial, record, update, times)
-    runs = bench.tried({"frozen": (), "held": ()})
+    runs = bench.run_both({"frozen": (), "held": ()})
     if not runs.each or not agree(runs.pairs, record.unit):
         return record
     cause: Cause | None = None
     for operation in _candidates(runs, times, record.unit, update.number):
         path = SCRIPT if operation.module is None else operation.module
         name = "the loss" if operation.module is None else f"`{path or '(root)'}`"
-        held = bench.tried({"frozen": (), "held": (path,)}, runs.each)
-        control = bench.control(held, f"what {name} gives back taken from the full batch", ControlKind.FULL_BATCH)
+        pinned_runs = bench.run_both({"frozen": (), "held": (path,)}, runs.each)
+        control = bench.control(
+            pinned_runs, f"what {name} gives back taken from the full batch", ControlKind.FULL_BATCH
+        )
         suspect = Suspect("rows", operation, None, update.relative_difference, 0, operation.module is not None, False)
         cause = Cause(suspect, control) if cause is None or control.rounding else cause
         if control.rounding:
@@ -63,33 +65,35 @@ def full_batch_weight(record: Record, update: UpdateComparison) -> float:
     return update.full_loss / losses if losses else math.nan
 
 
-def _candidates(runs: HeldRuns, times: float, unit: float, update: int) -> Iterator[Operation]:
+def _candidates(runs: PinnedRuns, times: float, unit: float, update: int) -> Iterator[Operation]:
     """Yields the code whose backward may be at fault: a module behind the last gradient that differs, or around it."""
     pairs = [pair for pair in runs.pairs if pair is not None]
     differing = {key for pair in pairs for key in _differing_calls(pair, times, unit)}
-    calls = [(key, whole) for key, whole, _ in calls_of_pair(pairs[0])] if pairs else []
+    calls = [(key, full_call) for key, full_call, _ in calls_of_pair(pairs[0])] if pairs else []
     # calls are in the order in which they end: the backward reaches the last of them first
     for at, (key, call) in reversed([*enumerate(calls)]):
         around = call["under"]
         agrees_around = around == SCRIPT or not any(path == around for path, _ in differing)
         if key not in differing or not agrees_around:
             continue
-        behind = [other for name, other in calls[at + 1 :] if other["under"] == around and name not in differing]
-        yield from (_operation_of(other) for other in behind[:1])
+        behind = [
+            candidate for name, candidate in calls[at + 1 :] if candidate["under"] == around and name not in differing
+        ]
+        yield from (_operation_of(candidate) for candidate in behind[:1])
         if around == SCRIPT:
             yield _operation_of_loss(runs, update)
         else:
-            yield from (_operation_of(other) for _, other in calls if other["path"] == around)
+            yield from (_operation_of(candidate) for _, candidate in calls if candidate["path"] == around)
         return
 
 
 def _differing_calls(pair: Pair, times: float, unit: float) -> Iterator[tuple[str, int]]:
     """Yields the calls that are given back other gradients for a micro-batch's rows than `times` the full batch's."""
-    for key, whole, part in calls_of_pair(pair):
-        gradients = whole["gradients"], part["gradients"]
+    for key, full_call, micro_call in calls_of_pair(pair):
+        gradients = full_call["gradients"], micro_call["gradients"]
         for path in gradients[0].keys() & gradients[1].keys():
-            both = rows_of_pair(pair, gradients[0][path], gradients[1][path])
-            if both is not None and _relative_difference(times * both[0], both[1]) > difference_allowed(unit):
+            rows = rows_of_pair(pair, gradients[0][path], gradients[1][path])
+            if rows is not None and _relative_difference(times * rows[0], rows[1]) > difference_allowed(unit):
                 yield key
 
 
@@ -99,12 +103,12 @@ def _relative_difference(full: torch.Tensor, part: torch.Tensor) -> float:
 
 def _operation_of(call: dict[str, Any]) -> Operation:
     file, line = call["place"] or (None, None)
-    return Operation("backward", call["path"], call["kind"], file=file and shown(file), line=line)
+    return Operation("backward", call["path"], call["kind"], file=file and display_path(file), line=line)
 
 
-def _operation_of_loss(runs: HeldRuns, update: int) -> Operation:
+def _operation_of_loss(runs: PinnedRuns, update: int) -> Operation:
     """The loss, at the line of the function with a backward of its own where it has one; else where it is made."""
     event = next(event for event in runs.full.events if event.kind == "backward" and event.update == update)
     lines = [*event.values.get("custom", ()), *event.values.get("met", ())[-1:], event.place]
     file, line = next((place for place in lines if place is not None), (None, None))
-    return Operation("backward", file=file and shown(file), line=line)
+    return Operation("backward", file=file and display_path(file), line=line)

@@ -27,9 +27,9 @@ from gaverify.audit.job import (
     Job,
     entering,
     folder_for,
-    launched,
     note_fault,
     program,
+    torchrun_variables,
 )
 from gaverify.children.launching import cause_of
 from gaverify.errors import ProblemError
@@ -44,7 +44,7 @@ def main(path: str) -> NoReturn:
     job = Job.read(Path(path))
     folder = Path(job.folder)
     if job.world is not None:
-        os.environ |= launched(*job.world)
+        os.environ |= torchrun_variables(*job.world)
     try:
         _keep_from_others(job, folder)
     except BaseException as error:
@@ -52,13 +52,13 @@ def main(path: str) -> NoReturn:
     if job.launcher:
         _launch(job, Path(path))
     try:
-        recorder = installed(job, folder)
+        recorder = install_recorder(job, folder)
     except BaseException as error:
         _give_up(error, folder)
     reason, status, code = Ending.SCRIPT, 0, ""
     try:
         edits = Edits(job.values, job.script if job.module else "", folder / PLACED)
-        if edits.wanted:
+        if edits.missing_names:
             edits.install()
         _seed(job)
         _run(job, edits)
@@ -97,13 +97,13 @@ def _keep_under_guard(job: Job, folder: Path) -> None:
     """Ends this process, whose folder is given, before it changes a file that was there before the run."""
     from gaverify.audit.outputs import Guard, shared_folders, tell_of_saving
 
-    def told(name: str) -> None:
+    def note_refusal(name: str) -> None:
         from gaverify.tracebacks import user_place
 
         (folder / "refused.json").write_text(json.dumps([name, user_place()]), encoding="utf-8")
 
     tell_of_saving()
-    Guard(folder, [*shared_folders(), *_meeting(job)], told).install()
+    Guard(folder, [*shared_folders(), *_meeting(job)], note_refusal).install()
 
 
 def _meeting(job: Job) -> list[Path]:
@@ -143,10 +143,10 @@ def _note(error: BaseException, folder: Path) -> None:
     last = frames[-1].filename if frames and not isinstance(error, SyntaxError) else ""
     if last.startswith(package) and last != __file__:
         _give_up(error, folder)
-    _write_error(folder, f"{cause_of(error)}\n{_trimmed(error)}")
+    _write_error(folder, f"{cause_of(error)}\n{_format_traceback(error)}")
 
 
-def installed(job: Job, folder: Path) -> Recorder:
+def install_recorder(job: Job, folder: Path) -> Recorder:
     """Returns the recorder of this process, in its place between the script and torch."""
     from gaverify.audit.recording.patches import install
     from gaverify.audit.recording.recorder import Recorder
@@ -199,7 +199,7 @@ def _run(job: Job, edits: Edits) -> None:
     sys.modules["__main__"] = main
     with open(script, "rb") as stream:
         source = stream.read()
-    code = edits.script(source, script) if edits.wanted else compile(source, script, "exec", dont_inherit=True)
+    code = edits.script(source, script) if edits.missing_names else compile(source, script, "exec", dont_inherit=True)
     exec(code, main.__dict__)
 
 
@@ -208,43 +208,43 @@ def _first_on_path(folder: str) -> None:
         sys.path.insert(0, folder)
 
 
-def _trimmed(error: BaseException) -> str:
+def _format_traceback(error: BaseException) -> str:
     """The traceback without the frames that led to the script and, if it has any of its own, without libraries'."""
     from gaverify.tracebacks import Owner, owner_of
 
-    whole = traceback.TracebackException.from_exception(error)
-    part: traceback.TracebackException | None = whole
+    trace = traceback.TracebackException.from_exception(error)
+    part: traceback.TracebackException | None = trace
     while part is not None:
-        own = [frame for frame in part.stack if owner_of(frame.filename) is Owner.USER]
-        last = part.stack[-1:] if part.stack and part.stack[-1] not in own else []
-        part.stack = traceback.StackSummary.from_list([*own, *last] if own else [])
+        user_frames = [frame for frame in part.stack if owner_of(frame.filename) is Owner.USER]
+        last = part.stack[-1:] if part.stack and part.stack[-1] not in user_frames else []
+        part.stack = traceback.StackSummary.from_list([*user_frames, *last] if user_frames else [])
         part = part.__cause__ or (None if part.__suppress_context__ else part.__context__)
-    return "".join(whole.format()).rstrip()
+    return "".join(trace.format()).rstrip()
 
 
 def enter(path: str) -> None:
     """Records this process, which a launcher started, from here on; given the file of its run's job."""
-    whole = Job.read(Path(path))
+    run_job = Job.read(Path(path))
     try:
-        folder = folder_for(Path(whole.folder), os.getpid())
+        folder = folder_for(Path(run_job.folder), os.getpid())
     except OSError as error:
-        _give_up(error, Path(whole.folder))
-    job = replace(whole, folder=str(folder))
+        _give_up(error, Path(run_job.folder))
+    job = replace(run_job, folder=str(folder))
     try:
         if job.files == "guard":
             _keep_under_guard(job, folder)
-        recorder = installed(job, folder)
+        recorder = install_recorder(job, folder)
         _seed(job)
     except BaseException as error:
         _give_up(error, folder)
     _tell_of_failures(folder)
-    atexit.register(_closed, recorder, os.getpid())
+    atexit.register(_close_record, recorder, os.getpid())
 
 
 def _tell_of_failures(folder: Path) -> None:
     original, process = sys.excepthook, os.getpid()
 
-    def told(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+    def note_failure(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
         if os.getpid() == process and not isinstance(error, KeyboardInterrupt):
             from gaverify.audit.recording.values import place_in_group
 
@@ -254,10 +254,10 @@ def _tell_of_failures(folder: Path) -> None:
                 (folder / RANK).write_text(str(rank), encoding="ascii")
         original(kind, error, frames)
 
-    sys.excepthook = told
+    sys.excepthook = note_failure
 
 
-def _closed(recorder: Recorder, process: int) -> None:
+def _close_record(recorder: Recorder, process: int) -> None:
     """Writes the closing record of a process that ends before all updates are made; its exit status stays its own."""
     if os.getpid() == process and recorder.steps and not (Path(recorder.job.folder) / ERROR).exists():
         try:

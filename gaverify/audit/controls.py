@@ -15,16 +15,16 @@ from typing import Any
 
 import torch
 
-from gaverify.audit.backward_controls import batch_dependent_backward
-from gaverify.audit.coupling_controls import coupled
+from gaverify.audit.backward_controls import control_backward
+from gaverify.audit.coupling_controls import find_coupling
 from gaverify.audit.judgement import working_unit
 from gaverify.audit.outcome import is_explained
-from gaverify.audit.rank_facts import left_by, rank_facts, weighed_run
+from gaverify.audit.rank_facts import compare_weighed_run, gradient_difference, rank_facts
 from gaverify.audit.ranks import RankedRun
 from gaverify.audit.reading import Run
 from gaverify.audit.running import Trial
-from gaverify.audit.stages import compare_changes, fit_gradients, fitted_terms
-from gaverify.audit.state_controls import restored
+from gaverify.audit.stages import compare_changes, fit_gradients, fit_terms
+from gaverify.audit.state_controls import control_state
 from gaverify.audit.transform_controls import find_transformed_gradients
 from gaverify.collective.facts import with_shares
 from gaverify.errors import ProblemError
@@ -42,7 +42,7 @@ _OTHERWISE = ((1, 1.3), (2, 1.7), (3, 2.9))  # directions of weights, and what l
 _MOST_HELD = 64  # micro-batches that the control with undone steps runs at most
 
 
-def floored(trial: Trial, record: Record) -> Record:
+def control_noise_floor(trial: Trial, record: Record) -> Record:
     """The control for differences near the noise floor: a floor that one run measured may be small by chance.
 
     A gradient whose terms cancel is made of the rounding of each of them, which moved weights hardly change where they
@@ -50,15 +50,17 @@ def floored(trial: Trial, record: Record) -> Record:
     in more directions; the largest floor counts.
     """
     rows = [row for update in record.updates if update.differs for row in update.parameters]
-    apart = [row.relative_difference for row in rows if row.outcome is Outcome.DIVERGENT]
-    if not apart or not all(difference < SMALLEST_FAULT for difference in apart):
+    differences = [row.relative_difference for row in rows if row.outcome is Outcome.DIVERGENT]
+    if not differences or not all(difference < SMALLEST_FAULT for difference in differences):
         return record
-    again = trial.runner.runs(*(trial.moved(coins=coins, shrink=factor) for coins, factor in _OTHERWISE))
+    more_perturbed = trial.runner.runs(
+        *(trial.perturbed_jobs(coins=coins, shrink=factor) for coins, factor in _OTHERWISE)
+    )
     factors = [factor for _, factor in _OTHERWISE]
-    return replace(record, updates=trial.compared(again=[*zip(again, factors, strict=True)]))
+    return replace(record, updates=trial.compare(extra_perturbed=[*zip(more_perturbed, factors, strict=True)]))
 
 
-def unclipped(trial: Trial, record: Record) -> Record:
+def control_clipping(trial: Trial, record: Record) -> Record:
     """The control for clipping inside windows, and for gradients that a script changes by hand.
 
     All runs again, with losses too small to be clipped.
@@ -68,14 +70,16 @@ def unclipped(trial: Trial, record: Record) -> Record:
     """
     if not any(update.unclear for update in record.updates) and not clipped_inside(facts_of_loop(record)):
         return record
-    control = trial.changed(shrink=TOO_SMALL_TO_CLIP, shown_as="unclipped")
-    small = tuple(replace(update, decided=Stage.UNCLIPPED) for update in control.compared(unclipped=True))
+    control = trial.repeat_with(shrink=TOO_SMALL_TO_CLIP, shown_as="unclipped")
+    small = tuple(replace(update, decided=Stage.UNCLIPPED) for update in control.compare(unclipped=True))
     windows = windows_of(control.accumulated.events, control.numbers)
-    found = weighed(control, replace(record, updates=small, windows=windows))
-    record = replace(record, weighed=found.weighed, made=found.made)
-    known = {update.number: update for update in small if update.judged}
+    weighed_record = control_weights(control, replace(record, updates=small, windows=windows))
+    record = replace(record, weighed=weighed_record.weighed, made=weighed_record.made)
+    judged_updates = {update.number: update for update in small if update.judged}
     updates = tuple(
-        _without_clips(update, known[update.number]) if update.unclear and update.number in known else update
+        _without_clips(update, judged_updates[update.number])
+        if update.unclear and update.number in judged_updates
+        else update
         for update in record.updates
     )
     return replace(record, updates=updates, unclipped=small)
@@ -100,7 +104,7 @@ def _without_clips(update: UpdateComparison, small: UpdateComparison) -> UpdateC
     )
 
 
-def by_terms(trial: Trial, record: Record) -> Record:
+def control_terms(trial: Trial, record: Record) -> Record:
     """The control for a loss that is a sum: both runs up to the update that differs, with each term alone.
 
     Nothing is told unless the terms' gradients add up to those of the whole, in both runs. Behind the first update the
@@ -117,31 +121,35 @@ def by_terms(trial: Trial, record: Record) -> Record:
     alone = []
     for term in range(1, count + 1):
         change: dict[str, Any] = {"term": term, "shown_as": "terms", "updates": update.number}
-        whole = trial.jobs("full" if update.number == 1 else "perturbed", **change)
-        full, accumulated = trial.runner.runs(whole, trial.jobs("accumulated", **change))
+        full_jobs = trial.jobs("full" if update.number == 1 else "perturbed", **change)
+        full, accumulated = trial.runner.runs(full_jobs, trial.jobs("accumulated", **change))
         alone.append((full, accumulated))
-    found = fitted_terms((trial.full, trial.accumulated), alone, record.tolerance, update.number)
-    return replace(record, terms=found)
+    loss_terms = fit_terms((trial.full, trial.accumulated), alone, record.tolerance, update.number)
+    return replace(record, terms=loss_terms)
 
 
-def overwritten(trial: Trial, record: Record) -> Record:
+def control_overwriting(trial: Trial, record: Record) -> Record:
     """The control for gradients that each backward pass may set: the accumulated run, cleared before each of them.
 
     Where the same gradient reaches the step, those before the last pass never did. What such passes add is that of the
     next one less their own, so that weights which fall from pass to pass give the full batch's gradient.
     """
-    found = fitted_weights_of(record)
-    if found is None or len(found[1].multipliers) < 2 or any(a <= b for a, b in pairwise((*found[1].multipliers, 0.0))):
+    update_and_fit = fitted_weights_of(record)
+    if (
+        update_and_fit is None
+        or len(update_and_fit[1].multipliers) < 2
+        or any(a <= b for a, b in pairwise((*update_and_fit[1].multipliers, 0.0)))
+    ):
         return record
-    number = found[0].number
-    cleared = trial.again("accumulated", cleared=True, updates=number)
-    left = left_by(trial.accumulated, cleared, update=number)
-    if not left <= record.tolerance or not cleared.meta["cleared_gradients"]:
+    number = update_and_fit[0].number
+    cleared = trial.run_control("accumulated", cleared=True, updates=number)
+    difference_left = gradient_difference(trial.accumulated, cleared, update=number)
+    if not difference_left <= record.tolerance or not cleared.meta["cleared_gradients"]:
         return record  # a script that moves its gradients away after each pass leaves nothing to clear
-    return replace(record, overwritten=Overwritten(left, *(cleared.meta["setter"] or (None, None))))
+    return replace(record, overwritten=Overwritten(difference_left, *(cleared.meta["setter"] or (None, None))))
 
 
-def weighed(trial: Trial, record: Record) -> Record:
+def control_weights(trial: Trial, record: Record) -> Record:
     """The control for weights that fit: the accumulated run with every loss of the update times what it should count.
 
     A fit is arithmetic on recorded gradients. What the script makes of such losses (with its state, its hooks, its
@@ -149,42 +157,51 @@ def weighed(trial: Trial, record: Record) -> Record:
     """
     update, right = record.divergent, multipliers_of(record)
     shares = trial.shares(record, right)
-    known = record.overwritten is not None or record.weighed is not None
-    if update is None or not shares or known or record.ranks > 1:
+    has_control = record.overwritten is not None or record.weighed is not None
+    if update is None or not shares or has_control or record.ranks > 1:
         return record
-    again = trial.again("accumulated", shares=shares, updates=update.number, shown_as="weights")
-    passes = [event for event in again.events if event.kind == "backward" and event.update == update.number]
-    made = next((event.values["made"] for event in reversed(passes) if event.values.get("made")), None)
-    return replace(record, weighed=weighed_run(trial.full, again, record), made=(made[0], made[1]) if made else None)
+    control_run = trial.run_control("accumulated", shares=shares, updates=update.number, shown_as="weights")
+    passes = [event for event in control_run.events if event.kind == "backward" and event.update == update.number]
+    loss_line = next((event.values["made"] for event in reversed(passes) if event.values.get("made")), None)
+    return replace(
+        record,
+        weighed=compare_weighed_run(trial.full, control_run, record),
+        made=(loss_line[0], loss_line[1]) if loss_line else None,
+    )
 
 
-def with_steps_undone(trial: Trial, record: Record) -> Record:
+def control_inner_steps(trial: Trial, record: Record) -> Record:
     """The control for a step inside the window: once more with every step undone, then fit all micro-batches."""
     first = record.first
     steps = record.expected(first) if first is not None else None
     if first is None or steps is None or not 0 < first.backwards < steps <= _MOST_HELD:
         return record
-    held = trial.again("frozen", updates=steps)
-    samples = [held.samples(round_) for round_ in rounds_of(held.events)[:steps]]
+    frozen_run = trial.run_control("frozen", updates=steps)
+    samples = [frozen_run.samples(round_) for round_ in rounds_of(frozen_run.events)[:steps]]
     # of a step inside the backward pass, which may clear what it has used, only what it was given was seen
-    seen = [any(bool(change.any()) for added in sample.increments for change in added.values()) for sample in samples]
-    given = [sample.increments if any_ else [sample.of("final")] for sample, any_ in zip(samples, seen, strict=True)]
-    increments = [increment for members in given for increment in members][:steps]
-    whole = trial.full.samples(rounds_of(trial.full.events)[0])
-    totals = {at: sum(step[at] for step in increments if at in step) for at in whole.summed}
+    increments_seen = [
+        any(bool(change.any()) for added in sample.increments for change in added.values()) for sample in samples
+    ]
+    changes_of_rounds = [
+        sample.increments if any_ else [sample.of("final")]
+        for sample, any_ in zip(samples, increments_seen, strict=True)
+    ]
+    increments = [increment for members in changes_of_rounds for increment in members][:steps]
+    full_samples = trial.full.samples(rounds_of(trial.full.events)[0])
+    totals = {at: sum(step[at] for step in increments if at in step) for at in full_samples.summed_gradients}
     used = {at: total for at, total in totals.items() if isinstance(total, torch.Tensor)}
     if len(used) < len(totals):
         return record  # a step inside the backward left no gradient to be seen
-    target, stretches = whole.summed, whole.of("stretches")
+    target, stretches = full_samples.summed_gradients, full_samples.of("stretches")
     fit = fit_gradients(target, stretches, used, increments)
-    if fit is not None and whole.by_change:
+    if fit is not None and full_samples.by_change:
         # What the script takes away from its weights is the gradient times a rate that is not known.
         target = {at: part * fit.factor for at, part in target.items()}
         fit = fit_gradients(target, stretches, used, increments)
     return replace(record, steps_undone=fit)
 
 
-def on_its_own(trial: Trial, record: Record) -> Record:
+def control_own_steps(trial: Trial, record: Record) -> Record:
     """The control for a step that makes something else of the same gradient: with the script's own gradients.
 
     Updates whose weights change alike then have no fault. Their gradients differ by a factor that the step takes out
@@ -192,14 +209,14 @@ def on_its_own(trial: Trial, record: Record) -> Record:
     """
     if trial.options.get("by_hand") or not any(update.other_step for update in record.updates):
         return record
-    full, own = trial.full, trial.again("accumulated", lead=False)
-    settled = tuple(_settled(update, full, own) for update in trial.compared(own))
-    pairs = zip(record.updates, settled, strict=False)
-    found = any(after.step_takes_factor and before.other_step for before, after in pairs)
-    return replace(record, updates=settled) if found else record
+    full, own_run = trial.full, trial.run_control("accumulated", lead=False)
+    accepted = tuple(_accept_factor(update, full, own_run) for update in trial.compare(own_run))
+    pairs = zip(record.updates, accepted, strict=False)
+    takes_factor = any(after.step_takes_factor and before.other_step for before, after in pairs)
+    return replace(record, updates=accepted) if takes_factor else record
 
 
-def by_change(trial: Trial, record: Record) -> Record:
+def control_change(trial: Trial, record: Record) -> Record:
     """The control for a script that moves its weights itself: the full batch again, with losses half as large.
 
     Weights that change otherwise for half the gradient (SGD) show what the script makes of `.grad` in its step, and of
@@ -211,7 +228,7 @@ def by_change(trial: Trial, record: Record) -> Record:
     full, accumulated = trial.full, trial.accumulated
     if not any(_needs_half(update, full, accumulated) for update in record.updates):
         return record
-    half = trial.again("full", shrink=0.5, shown_as="unclipped")
+    half = trial.run_control("full", shrink=0.5, shown_as="unclipped")
     return replace(record, updates=decide_by_change(record.updates, full, accumulated, half))
 
 
@@ -233,16 +250,16 @@ def decide_by_change(
             replace(update, outcome=Outcome.INCONCLUSIVE) if update.decided is Stage.CHANGE else update
             for update in updates
         )
-    found = []
+    decided = []
     for update in updates:
         change = _change(update, full, accumulated)
         if update.decided is Stage.CHANGE or change is None:
-            found.append(update)
+            decided.append(update)
         elif update.outcome is Outcome.EQUIVALENT and change.outcome is Outcome.DIVERGENT:
-            found.append(replace(update, stages=(*update.stages, change)))
+            decided.append(replace(update, stages=(*update.stages, change)))
         else:
-            found.append(_settled(update, full, accumulated))
-    return tuple(found)
+            decided.append(_accept_factor(update, full, accumulated))
+    return tuple(decided)
 
 
 def _needs_half(update: UpdateComparison, full: Run, accumulated: Run) -> bool:
@@ -252,21 +269,21 @@ def _needs_half(update: UpdateComparison, full: Run, accumulated: Run) -> bool:
     return change is not None and change.outcome is not update.outcome
 
 
-def _change(update: UpdateComparison, full: Run, own: Run, left: float = 0.0) -> StageComparison | None:
+def _change(update: UpdateComparison, full: Run, own_run: Run, residual: float = 0.0) -> StageComparison | None:
     """How far the weights change otherwise in an update, but for what a factor leaves; None where it is not judged."""
     if not update.judged:
         return None
-    unit, round_ = working_unit(full), common_rounds(full.events, own.events)[update.number - 1]
-    noise = max(MANY_UNITS * unit, floors_allowed(unit) * update.noise) + left
-    return compare_changes(full.samples(round_), own.samples(round_), unit, noise)
+    unit, round_ = working_unit(full), common_rounds(full.events, own_run.events)[update.number - 1]
+    noise = max(MANY_UNITS * unit, floors_allowed(unit) * update.noise) + residual
+    return compare_changes(full.samples(round_), own_run.samples(round_), unit, noise)
 
 
-def _settled(update: UpdateComparison, full: Run, own: Run) -> UpdateComparison:
+def _accept_factor(update: UpdateComparison, full: Run, own_run: Run) -> UpdateComparison:
     """Returns an update, as equivalent where its gradient differs by a factor and its weights change alike."""
-    left = update.fit.factor_residual if update.fit is not None else math.inf
-    if update.outcome is not Outcome.DIVERGENT or not left < FIT_FLOAT32:
+    residual = update.fit.factor_residual if update.fit is not None else math.inf
+    if update.outcome is not Outcome.DIVERGENT or not residual < FIT_FLOAT32:
         return update
-    change = _change(update, full, own, left)
+    change = _change(update, full, own_run, residual)
     if change is None or change.outcome is not Outcome.EQUIVALENT:
         return update
     stages = (*update.stages, change)
@@ -283,7 +300,7 @@ def with_rank_facts(trial: Trial, record: Record) -> Record:
     return replace(record, together=facts, rank_windows=windows)
 
 
-def controlled_ranks(trial: Trial, record: Record) -> Record:
+def control_ranks(trial: Trial, record: Record) -> Record:
     """Returns the record with the controls that its ranks call for."""
     ranks = record.together
     if ranks is None:
@@ -293,29 +310,29 @@ def controlled_ranks(trial: Trial, record: Record) -> Record:
     stages = record.updates[0].stages if record.updates else ()
     at_the_step = any(stage.stage is Stage.USED and stage.outcome is Outcome.DIVERGENT for stage in stages)
 
-    def left(*, also_full: bool = False, **change: Any) -> float:
+    def difference_left(*, also_full: bool = False, **change: Any) -> float:
         """What a changed run of the ranks leaves, against the full-batch run, or against that with the same change."""
         try:
-            full = trial.again("full", shown_as="ranks", **change) if also_full else trial.full
-            accumulated = trial.again("accumulated", source=full, shown_as="ranks", **change)
+            full = trial.run_control("full", shown_as="ranks", **change) if also_full else trial.full
+            accumulated = trial.run_control("accumulated", source=full, shown_as="ranks", **change)
         except ProblemError:
             return math.nan
-        return left_by(full, accumulated, summed=not at_the_step)
+        return gradient_difference(full, accumulated, summed=not at_the_step)
 
     if ranks.stepped_without:
-        ranks = replace(ranks, sync_control=left(also_full=True, synchronise=True))
+        ranks = replace(ranks, sync_control=difference_left(also_full=True, synchronise=True))
     elif ranks.at_fault and (ranks.apart > ranks.rounding or ranks.ends_unreduced):
-        ranks = replace(ranks, sync_control=left(synchronise=True))
+        ranks = replace(ranks, sync_control=difference_left(synchronise=True))
     elif ranks.at_fault and ranks.buffers_apart:
-        ranks = replace(ranks, frozen_control=left(also_full=True, frozen=ranks.buffers_apart))
+        ranks = replace(ranks, frozen_control=difference_left(also_full=True, frozen=ranks.buffers_apart))
     elif ranks.at_fault and ranks.gathers and not ranks.shares_to_try:
-        ranks = replace(ranks, gather_control=left(gathers=True))
+        ranks = replace(ranks, gather_control=difference_left(gathers=True))
     elif ranks.at_fault:
-        ranks = with_shares(ranks, lambda shares: left(shares=shares))
+        ranks = with_shares(ranks, lambda shares: difference_left(shares=shares))
     return replace(record, together=ranks)
 
 
-def controlled(trial: Trial, record: Record, *, ranked: bool) -> Record:
+def run_controls(trial: Trial, record: Record, *, ranked: bool) -> Record:
     """Returns the record with what further runs show, where it calls for them; one that fails shows nothing.
 
     Args:
@@ -323,10 +340,10 @@ def controlled(trial: Trial, record: Record, *, ranked: bool) -> Record:
         record: What they show.
         ranked: The accumulated run trains in several processes.
     """
-    of_weights = with_steps_undone, overwritten, weighed, find_transformed_gradients, batch_dependent_backward
-    alone = () if ranked else (*of_weights, by_terms)
-    together = floored, with_rank_facts, unclipped, by_change, on_its_own, controlled_ranks
-    for control in (*together, *alone, coupled, restored):
+    of_weights = control_inner_steps, control_overwriting, control_weights, find_transformed_gradients, control_backward
+    alone = () if ranked else (*of_weights, control_terms)
+    together = control_noise_floor, with_rank_facts, control_clipping, control_change, control_own_steps, control_ranks
+    for control in (*together, *alone, find_coupling, control_state):
         with suppress(ProblemError):
             record = control(trial, record)
     return record

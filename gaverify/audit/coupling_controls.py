@@ -19,7 +19,7 @@ import torch
 
 from gaverify.audit.job import SCRIPT, Role
 from gaverify.audit.outcome import is_explained
-from gaverify.audit.rank_facts import left_by, weighed_run
+from gaverify.audit.rank_facts import compare_weighed_run, gradient_difference
 from gaverify.audit.ranks import RankedRun
 from gaverify.audit.reading import Run, labels
 from gaverify.audit.recording.outputs import layout_of_rows
@@ -30,7 +30,7 @@ from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.experiment import Cause, ControlKind, ControlRun, Operation, Suspect, WeightFit, is_constant
 from gaverify.records.stages import Stage
 from gaverify.records.windows import rounds_of
-from gaverify.rules.wording import listed
+from gaverify.rules.wording import join_texts
 from gaverify.thresholds import COMPUTED_FLOAT32, MANY_UNITS, SMALL_PART, TINY
 from gaverify.verdict.criteria import floors_allowed
 
@@ -47,42 +47,42 @@ def pairs_of(full: Run, accumulated: Run, update: int = 1) -> list[Pair | None]:
     None stands for a forward that hands out nothing for each row: a loss that is a module with something to train.
     Empty where the rows of any forward are not found.
     """
-    whole, part = outputs_of(full), outputs_of(accumulated)
+    full_forwards, micro_forwards = outputs_of(full), outputs_of(accumulated)
     matcher = Matcher(full.rows(update))
     pairs: list[Pair | None] = []
-    seen: Counter[frozenset[str]] = Counter()
-    for prints, forward in zip(accumulated.rows(update), part, strict=False):
+    counts: Counter[frozenset[str]] = Counter()
+    for prints, forward in zip(accumulated.rows(update), micro_forwards, strict=False):
         names = _names(forward)
-        among = [at for at, other in enumerate(whole) if _names(other) == names]
-        seen[names] += 1
+        among = [at for at, full_forward in enumerate(full_forwards) if _names(full_forward) == names]
+        counts[names] += 1
         if not among:
             return []
         if prints:
             spot = matcher.find(among, prints)
-            found = (whole[spot.forward], spot.places) if spot is not None else None
+            matched = (full_forwards[spot.forward], spot.places) if spot is not None else None
         else:  # the script hands on what other models gave it, in the order of the full batch's forwards
-            candidate = whole[among[(seen[names] - 1) % len(among)]]
+            candidate = full_forwards[among[(counts[names] - 1) % len(among)]]
             places = _places(candidate, forward)
-            found = (candidate, places) if places else None
+            matched = (candidate, places) if places else None
         if not _hands_out_rows(forward):
             pairs.append(None)
-        elif found is None or len(found[1]) != forward["rows"]:
+        elif matched is None or len(matched[1]) != forward["rows"]:
             return []
         else:
-            pairs.append((found[0], forward, found[1]))
+            pairs.append((matched[0], forward, matched[1]))
     return pairs
 
 
 def pairs_of_ranks(full: Run, accumulated: Run, update: int = 1) -> list[list[Pair | None]]:
     """Returns the pairs of each rank's forwards; none where those of any rank are not found."""
     ranks = accumulated.ranks if isinstance(accumulated, RankedRun) else (accumulated,)
-    found = [pairs_of(full, run, update) for run in ranks]
-    for rank, pairs in enumerate(found):
+    pairs_by_rank = [pairs_of(full, run, update) for run in ranks]
+    for rank, pairs in enumerate(pairs_by_rank):
         # A model is known by its address in each rank's process: by its place among the rank's models in all of them.
         numbers: dict[Any, int] = {}
         for pair in filter(None, pairs):
             pair[1].update(rank=rank, model=numbers.setdefault(pair[1]["model"], len(numbers)))
-    return found if all(found) else []
+    return pairs_by_rank if all(pairs_by_rank) else []
 
 
 def outputs_of(run: Run) -> list[Forward]:
@@ -101,37 +101,37 @@ def first_module(pairs: Sequence[Pair | None], unit: float) -> Suspect | None:
     parted: dict[Any, tuple[float, int, dict[str, Any], dict[str, Any]]] = {}
     agreed_first: set[Any] = set()
     parted_first: set[Any] = set()
-    seen: set[Any] = set()
+    models_seen: set[Any] = set()
     for pair in filter(None, pairs):
         model, rank = pair[1]["model"], pair[1].get("rank", 0)
-        first = (rank, model) not in seen
-        seen.add((rank, model))
-        for at, whole, part in calls_of_pair(pair):
+        first = (rank, model) not in models_seen
+        models_seen.add((rank, model))
+        for at, full_call, micro_call in calls_of_pair(pair):
             key = model, at
-            inputs = _apart(pair, whole["inputs"], part["inputs"])
-            outputs = _apart(pair, whole["outputs"], part["outputs"])
+            inputs = _row_differences(pair, full_call["inputs"], micro_call["inputs"])
+            outputs = _row_differences(pair, full_call["outputs"], micro_call["outputs"])
             if outputs is None or (inputs is not None and float(inputs.max()) > allowed):
                 continue
-            apart = float(outputs.max())
-            if apart <= allowed:
+            difference = float(outputs.max())
+            if difference <= allowed:
                 agreed_first |= {key} if first else set()
                 continue
             parted_first |= {key} if first else set()
-            most, samples, _, _ = parted.get(key, (0.0, 0, whole, part))
-            parted[key] = max(most, apart), samples + int((outputs > allowed).sum()), whole, part
-    for key, (apart, samples, call, other) in parted.items():
+            most, samples, _, _ = parted.get(key, (0.0, 0, full_call, micro_call))
+            parted[key] = max(most, difference), samples + int((outputs > allowed).sum()), full_call, micro_call
+    for key, (difference, samples, call, counterpart) in parted.items():
         if key not in agreed_first - parted_first:
-            file, line = first_meeting(call["meetings"], other["meetings"]) or call["place"] or (None, None)
+            file, line = first_meeting(call["meetings"], counterpart["meetings"]) or call["place"] or (None, None)
             operation = Operation(call["kind"], call["path"], call["kind"], file=file, line=line)
-            return Suspect("rows", operation, None, apart, samples, True, bool(call["scales"]))
+            return Suspect("rows", operation, None, difference, samples, True, bool(call["scales"]))
     return None
 
 
-def first_meeting(whole: Sequence[Any], part: Sequence[Any]) -> tuple[str, int] | None:
+def first_meeting(full_places: Sequence[Any], micro_places: Sequence[Any]) -> tuple[str, int] | None:
     """Returns the first line in which rows of the full batch meet; rather one in which those of a micro-batch do."""
-    lines = [tuple(place) for place in whole]
-    both = [place for place in lines if place in {tuple(other) for other in part}]
-    return next(iter([*both, *lines]), None)  # type: ignore[arg-type]
+    lines = [tuple(place) for place in full_places]
+    shared_lines = [place for place in lines if place in {tuple(line) for line in micro_places}]
+    return next(iter([*shared_lines, *lines]), None)  # type: ignore[arg-type]
 
 
 def levels(forwards: Sequence[Forward], inside: Iterable[str] = ()) -> Iterator[tuple[str, ...]]:
@@ -152,41 +152,41 @@ def levels(forwards: Sequence[Forward], inside: Iterable[str] = ()) -> Iterator[
 
 def agree(pairs: Sequence[Pair | None], unit: float, level: Collection[str] = (SCRIPT,)) -> bool:
     """Whether what the calls of a level hand out is the full batch's for every micro-batch, row by row."""
-    seen = False
+    has_compared = False
     for pair in filter(None, pairs):
-        for whole, part in _under(pair, level):
-            apart = _apart(pair, whole["outputs"], part["outputs"])
-            if apart is not None and float(apart.max()) > difference_allowed(unit):
+        for full_call, micro_call in _under(pair, level):
+            differences = _row_differences(pair, full_call["outputs"], micro_call["outputs"])
+            if differences is not None and float(differences.max()) > difference_allowed(unit):
                 return False
-            seen = seen or apart is not None
-    return seen
+            has_compared = has_compared or differences is not None
+    return has_compared
 
 
-def loss_apart(pairs: Sequence[Pair | None], unit: float, level: Collection[str] = (SCRIPT,)) -> float:
+def loss_difference(pairs: Sequence[Pair | None], unit: float, level: Collection[str] = (SCRIPT,)) -> float:
     """Returns what a loss gives back for the rows of a micro-batch against the full batch's, but for one factor.
 
     Relative to the norm of the latter, for the micro-batch where that is largest; 0 where it is rounding for the first.
     """
-    found = [_left(pair, level) for pair in filter(None, pairs)]
-    if not found or not found[0] > difference_allowed(unit):
+    differences = [_difference_left(pair, level) for pair in filter(None, pairs)]
+    if not differences or not differences[0] > difference_allowed(unit):
         return 0.0
-    return max(found)
+    return max(differences)
 
 
 def feels_the_rest(
     full: Sequence[Forward], moved: Sequence[Forward], unit: float, level: Collection[str] = (SCRIPT,)
 ) -> bool:
     """Whether what the loss gives back for the first half of the rows changes with the values of the other half."""
-    for whole, other in zip(full, moved, strict=False):
-        half = range(whole["rows"] // 2)
-        if len(half) and _left((whole, other, half), level) > difference_allowed(unit):
+    for forward, moved_forward in zip(full, moved, strict=False):
+        half = range(forward["rows"] // 2)
+        if len(half) and _difference_left((forward, moved_forward, half), level) > difference_allowed(unit):
             return True
     return False
 
 
 def writers_of(pairs: Sequence[Pair | None]) -> dict[str, list[str]]:
     """Returns the buffers that modules write in their own forward, by the path of the module."""
-    calls = [call for whole, _, _ in filter(None, pairs) for call in whole["calls"] if call["changed"]]
+    calls = [call for forward, _, _ in filter(None, pairs) for call in forward["calls"] if call["changed"]]
     return {call["path"]: call["changed"] for call in calls}
 
 
@@ -207,58 +207,61 @@ def _hands_out_rows(forward: Forward) -> bool:
     return any(size and rows and size % rows == 0 for output in outputs for size in output["shape"][:2])
 
 
-def _places(whole: Forward, part: Forward) -> tuple[int, ...]:
+def _places(full: Forward, micro: Forward) -> tuple[int, ...]:
     """The places of rows that are inputs of an outermost module, found by their projections; empty where they are not.
 
     Shapes: (n, 1, 3) of the micro-batch against (1, N, 3) of the full batch.
     """
-    inputs = [forward["calls"][-1]["inputs"] for forward in (whole, part)]
+    inputs = [forward["calls"][-1]["inputs"] for forward in (full, micro)]
     for path in inputs[0].keys() & inputs[1].keys():
         a, b = (side[path]["along"][0] for side in inputs)
-        if len(a) == whole["rows"] and len(b) == part["rows"]:
-            apart = (b[:, None] - a[None]).abs().amax(2) / a[:, 2].abs().max().clamp_min(TINY)
-            if float(apart.amin(1).max()) <= COMPUTED_FLOAT32:
-                return tuple(apart.argmin(1).tolist())
+        if len(a) == full["rows"] and len(b) == micro["rows"]:
+            differences = (b[:, None] - a[None]).abs().amax(2) / a[:, 2].abs().max().clamp_min(TINY)
+            if float(differences.amin(1).max()) <= COMPUTED_FLOAT32:
+                return tuple(differences.argmin(1).tolist())
     return ()
 
 
 def calls_of_pair(pair: Pair) -> Iterator[tuple[tuple[str, int], dict[str, Any], dict[str, Any]]]:
     """The calls of both forwards that belong together: the how-manieth of a module in each."""
-    known = {(call["path"], call["number"]): call for call in pair[0]["calls"]}
+    full_calls = {(call["path"], call["number"]): call for call in pair[0]["calls"]}
     for call in pair[1]["calls"]:
         key = call["path"], call["number"]
-        if key in known:
-            yield key, known[key], call
+        if key in full_calls:
+            yield key, full_calls[key], call
 
 
 def _under(pair: Pair, level: Collection[str]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """The calls of both forwards that code of a level makes."""
-    for _, whole, part in calls_of_pair(pair):
-        if whole["under"] in level:
-            yield whole, part
+    for _, full_call, micro_call in calls_of_pair(pair):
+        if full_call["under"] in level:
+            yield full_call, micro_call
 
 
-def _apart(pair: Pair, whole: dict[str, Any], part: dict[str, Any]) -> torch.Tensor | None:
+def _row_differences(pair: Pair, full_tensors: dict[str, Any], micro_tensors: dict[str, Any]) -> torch.Tensor | None:
     """How far the rows of some tensors are apart, relative to the largest row, shape (n,); None where nothing tells."""
     worst: torch.Tensor | None = None
-    for path in whole.keys() & part.keys():
-        both = rows_of_pair(pair, whole[path], part[path])
-        if both is None:
+    for path in full_tensors.keys() & micro_tensors.keys():
+        row_pair = rows_of_pair(pair, full_tensors[path], micro_tensors[path])
+        if row_pair is None:
             continue
-        a, b = both
+        a, b = row_pair
         scale = a[..., 2].abs().max().clamp_min(TINY)
-        apart = ((a - b).abs() / scale).flatten(1).amax(1).nan_to_num(math.inf)
-        worst = apart if worst is None else torch.maximum(worst, apart)
+        differences = ((a - b).abs() / scale).flatten(1).amax(1).nan_to_num(math.inf)
+        worst = differences if worst is None else torch.maximum(worst, differences)
     return worst
 
 
-def _left(pair: Pair, level: Collection[str]) -> float:
+def _difference_left(pair: Pair, level: Collection[str]) -> float:
     """What one factor leaves between the gradients of the same rows, over all that code of a level takes in."""
     pieces = []
-    for call, other in _under(pair, level):
-        whole, part = call["gradients"], other["gradients"]
-        found = [rows_of_pair(pair, whole[path], part[path]) for path in sorted(whole.keys() & part.keys())]
-        pieces += [(a[..., :2].flatten(), b[..., :2].flatten()) for a, b in filter(None, found)]
+    for full_call, micro_call in _under(pair, level):
+        full_gradients, micro_gradients = full_call["gradients"], micro_call["gradients"]
+        row_pairs = [
+            rows_of_pair(pair, full_gradients[path], micro_gradients[path])
+            for path in sorted(full_gradients.keys() & micro_gradients.keys())
+        ]
+        pieces += [(a[..., :2].flatten(), b[..., :2].flatten()) for a, b in filter(None, row_pairs)]
     if not pieces:
         return 0.0
     a, b = (torch.cat(side) for side in zip(*pieces, strict=True))
@@ -273,18 +276,18 @@ def rows_of_pair(pair: Pair, whole: dict[str, Any], part: dict[str, Any]) -> tup
     layout = layout_of_rows(whole["shape"], part["shape"], full["rows"], micro["rows"])
     if layout is None:
         return None
-    there, here = (
+    full_rows, micro_rows = (
         side["along"][layout.dimension].reshape(forward["rows"], layout.fold, 3)
         for side, forward in ((whole, full), (part, micro))
     )
-    return there[list(places)], here[: len(places)]
+    return full_rows[list(places)], micro_rows[: len(places)]
 
 
 _WITH_STATISTICS = frozenset({"BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm"})  # names of classes
 _MOST = 3  # causes that are looked for behind one another
 
 
-def coupled(trial: Trial, record: Record) -> Record:
+def find_coupling(trial: Trial, record: Record) -> Record:
     """Returns the record with the modules, or the loss, in which samples act on each other.
 
     Looked for in the first update that differs, where nothing else explains it: both runs again, with what every module
@@ -301,15 +304,15 @@ def coupled(trial: Trial, record: Record) -> Record:
 PairsOfRanks = Sequence[Sequence[Pair | None]]
 """The pairs of each rank."""
 
-HeldFields = Mapping[str, tuple[str, ...]]
+PinnedFields = Mapping[str, tuple[str, ...]]
 """Fields of `Job`: buffers whose modules run in evaluation mode, and code that is held."""
 
 
 @dataclass(frozen=True)
-class HeldRuns:
+class PinnedRuns:
     """Both runs with something held, and their forwards that hold the same rows."""
 
-    held: HeldFields
+    pinned: PinnedFields
     full: Run
     accumulated: Run
     each: list[list[Pair | None]]  # by rank
@@ -334,26 +337,26 @@ class CouplingBench:
         self._trial, self.record, self.update, self._times = trial, record, update, given_back
         self.weighed: ControlRun | None = None
 
-    def tried(self, held: HeldFields, first: PairsOfRanks = ()) -> HeldRuns:
+    def run_both(self, pinned: PinnedFields, first: PairsOfRanks = ()) -> PinnedRuns:
         """Makes both runs; the pairs of those in which nothing is held tell whose rows are given to which forward."""
-        full = self._again("full", **held)
-        accumulated = self._accumulated(full, held, first)
-        return HeldRuns(held, full, accumulated, pairs_of_ranks(full, accumulated, self.update.number))
+        full = self._again("full", **pinned)
+        accumulated = self._run_accumulated(full, pinned, first)
+        return PinnedRuns(pinned, full, accumulated, pairs_of_ranks(full, accumulated, self.update.number))
 
-    def weigh(self, tried: HeldRuns, fit: WeightFit, first: PairsOfRanks) -> None:
+    def weigh(self, runs: PinnedRuns, fit: WeightFit, first: PairsOfRanks) -> None:
         """Runs the losses times the weights that fit what is left, with the same things held."""
         # The weights of several ranks' passes stand side by side, and no run multiplies by those of each rank.
         shares = self._trial.shares(self.record, fit.multipliers) if self.record.ranks == 1 else ()
         if shares:
-            again = self._accumulated(tried.full, tried.held, first, shares=shares)
-            self.weighed = weighed_run(tried.full, again, self.record)
+            control_run = self._run_accumulated(runs.full, runs.pinned, first, shares=shares)
+            self.weighed = compare_weighed_run(runs.full, control_run, self.record)
 
-    def _accumulated(self, full: Run, held: HeldFields, first: PairsOfRanks, **changed: Any) -> Run:
+    def _run_accumulated(self, full: Run, pinned: PinnedFields, first: PairsOfRanks, **changed: Any) -> Run:
         spots = tuple(
             tuple(None if pair is None else (pair[0]["number"], tuple(pair[2])) for pair in pairs) for pairs in first
         )
         changed |= {"spots": spots, "given_back": self._given_back}
-        return self._again("accumulated", source=full, **held, **changed)
+        return self._again("accumulated", source=full, **pinned, **changed)
 
     @property
     def _given_back(self) -> float:
@@ -369,127 +372,133 @@ class CouplingBench:
             return float(ranks.ranks)
         return 1 / fit.used[0]
 
-    def feels(self, tried: HeldRuns, level: tuple[str, ...]) -> bool:
+    def feels(self, runs: PinnedRuns, level: tuple[str, ...]) -> bool:
         """Whether a loss gives other gradients to half of the rows where the other half has other values."""
-        moved = self._again("full", frozen=tried.held["frozen"], moved=level)
-        return feels_the_rest(outputs_of(tried.full), outputs_of(moved), self.record.unit, level)
+        moved = self._again("full", frozen=runs.pinned["frozen"], moved=level)
+        return feels_the_rest(outputs_of(runs.full), outputs_of(moved), self.record.unit, level)
 
-    def control(self, tried: HeldRuns, what: str, kind: ControlKind) -> ControlRun:
+    def control(self, runs: PinnedRuns, what: str, kind: ControlKind) -> ControlRun:
         """Returns what a control leaves, apart from parameters that the held code reads without a call of a module.
 
         It leaves rounding where it is no more than two runs of equal gradients are apart; else weights may explain it.
         """
-        path, number, unit = tried.accumulated.folder / "held.pt", self.update.number, self.record.unit
-        own = torch.load(path, weights_only=True) if path.exists() else {}
-        left_out = {(at, position) for at, positions in own.items() for position in positions}
+        path, number, unit = runs.accumulated.folder / "held.pt", self.update.number, self.record.unit
+        own_parameters = torch.load(path, weights_only=True) if path.exists() else {}
+        left_out = {(at, position) for at, positions in own_parameters.items() for position in positions}
         if left_out:
-            names = labels(tried.full, tried.accumulated)
-            what += f" (but for its own {listed([f'`{names[place]}`' for place in sorted(left_out)], 1)})"
+            names = labels(runs.full, runs.accumulated)
+            what += f" (but for its own {join_texts([f'`{names[place]}`' for place in sorted(left_out)], 1)})"
         summed = self.update.decided is Stage.SUMMED
-        left = left_by(tried.full, tried.accumulated, left_out, summed=summed, update=number)
-        if left <= max(MANY_UNITS * unit, floors_allowed(unit) * self.update.noise):
-            return ControlRun(what, left, True, kind=kind)
-        round_ = rounds_of(tried.accumulated.events)[number - 1]
-        fit = fit_of(tried.full.samples(round_), tried.accumulated.samples(round_), summed=summed)
+        difference_left = gradient_difference(runs.full, runs.accumulated, left_out, summed=summed, update=number)
+        if difference_left <= max(MANY_UNITS * unit, floors_allowed(unit) * self.update.noise):
+            return ControlRun(what, difference_left, True, kind=kind)
+        round_ = rounds_of(runs.accumulated.events)[number - 1]
+        fit = fit_of(runs.full.samples(round_), runs.accumulated.samples(round_), summed=summed)
         explains = fit is not None and not fit.vacuous and fit.residual <= self.record.tolerance
-        return ControlRun(what, left, False, fit if explains else None, kind)
+        return ControlRun(what, difference_left, False, fit if explains else None, kind)
 
     def _again(self, role: Role, **changed: Any) -> Run:
         number = self.update.number
         changed |= {"eager": True, "outputs": True, "updates": number, "shown_as": "coupling"}
-        return self._trial.again(role, **changed)
+        return self._trial.run_control(role, **changed)
 
 
 def _causes(bench: CouplingBench) -> Iterator[Cause]:
     """Yields what parts first, then with that held what parts next, until nothing but rounding is left."""
-    tried, unit, whole = bench.tried({"frozen": (), "held": ()}), bench.record.unit, bench.update.relative_difference
-    first = tried.each
+    runs, unit, difference = (
+        bench.run_both({"frozen": (), "held": ()}),
+        bench.record.unit,
+        bench.update.relative_difference,
+    )
+    first = runs.each
     if not first:
         return
     for _ in range(_MOST):
-        before, suspect = tried, first_module(tried.pairs, unit)
+        before, suspect = runs, first_module(runs.pairs, unit)
         if suspect is None:
-            yield from _loss_causes(bench, tried, first)
+            yield from _loss_causes(bench, runs, first)
             return
-        held, what, kind = _holding(suspect, before, writers_of(before.pairs))
-        tried = bench.tried(held, first)
-        following = first_module(tried.pairs, unit)
+        pinned, what, kind = _pin_module(suspect, before, writers_of(before.pairs))
+        runs = bench.run_both(pinned, first)
+        following = first_module(runs.pairs, unit)
         if following is not None and following.operation == suspect.operation and kind is ControlKind.FROZEN:
             # It does the same in evaluation mode: its buffers are not what couples.
-            held, what, kind = _holding(suspect, before, {})
-            tried = bench.tried(held, first)
-        control = bench.control(tried, what, kind)
+            pinned, what, kind = _pin_module(suspect, before, {})
+            runs = bench.run_both(pinned, first)
+        control = bench.control(runs, what, kind)
         statistics = suspect.statistics or kind is ControlKind.FROZEN
-        control = replace(control, modules=_owners(held["frozen"]) if kind is ControlKind.FROZEN else ())
-        yield Cause(replace(suspect, statistics=statistics), control, explained=_explained(control, whole))
+        control = replace(control, modules=_owners(pinned["frozen"]) if kind is ControlKind.FROZEN else ())
+        yield Cause(replace(suspect, statistics=statistics), control, explained=_explained_share(control, difference))
         if control.fit is not None and not control.rounding:
-            bench.weigh(tried, control.fit, first)
+            bench.weigh(runs, control.fit, first)
         if control.rounding or control.fit is not None:
             return
 
 
-def _explained(control: ControlRun, whole: float) -> float:
+def _explained_share(control: ControlRun, difference: float) -> float:
     """The share of a difference that went with what is held; what weights explain beside it may be larger than that."""
-    share = 1 - control.left / whole
-    return 1 - control.fit.residual / whole if control.fit is not None and share <= SMALL_PART else share
+    share = 1 - control.left / difference
+    return 1 - control.fit.residual / difference if control.fit is not None and share <= SMALL_PART else share
 
 
-def _loss_causes(bench: CouplingBench, tried: HeldRuns, first: PairsOfRanks) -> Iterator[Cause]:
+def _loss_causes(bench: CouplingBench, runs: PinnedRuns, first: PairsOfRanks) -> Iterator[Cause]:
     """Yields the loss, where it gives back to samples what depends on the others, or on what the loop computes of them.
 
     The second is only known by the control, and where no scale of a term can be behind it.
     """
-    pairs, held, record = tried.pairs, tried.held, bench.record
+    pairs, pinned, record = runs.pairs, runs.pinned, bench.record
     terms = [event.values.get("terms", 0) for window in record.windows for event in window.of("backward")]
     weights_excluded = max(terms, default=0) < 2 or bool(record.terms)
-    backwards = [e for e in tried.full.events if e.kind == "backward" and e.update == bench.update.number]
+    backwards = [e for e in runs.full.events if e.kind == "backward" and e.update == bench.update.number]
     inside = [path for event in backwards for path in event.values.get("inside", ())]
-    for level in levels(outputs_of(tried.full), inside):
-        apart = loss_apart(pairs, record.unit, level) if agree(pairs, record.unit, level) else 0.0
-        feels = apart > 0 and bench.feels(tried, level)
-        if not feels and not (apart and weights_excluded):
+    for level in levels(outputs_of(runs.full), inside):
+        difference = loss_difference(pairs, record.unit, level) if agree(pairs, record.unit, level) else 0.0
+        feels = difference > 0 and bench.feels(runs, level)
+        if not feels and not (difference and weights_excluded):
             continue
-        more: HeldFields = {**held, "held": tuple(dict.fromkeys((*held["held"], *level)))}
+        more: PinnedFields = {**pinned, "held": tuple(dict.fromkeys((*pinned["held"], *level)))}
         what, kind = "the loss computed once over all outputs", ControlKind.CACHED_GRADIENTS
-        control = bench.control(bench.tried(more, first), what, kind)
+        control = bench.control(bench.run_both(more, first), what, kind)
         if feels or control.rounding:
-            loss = _loss(bench.update.number, tried, level)
-            suspect = Suspect("rows" if feels else "non-additive", loss, None, apart, 0, False, False)
-            yield Cause(suspect, control, explained=_explained(control, bench.update.relative_difference))
+            loss = _loss(bench.update.number, runs, level)
+            suspect = Suspect("rows" if feels else "non-additive", loss, None, difference, 0, False, False)
+            yield Cause(suspect, control, explained=_explained_share(control, bench.update.relative_difference))
             return
 
 
-def _holding(suspect: Suspect, tried: HeldRuns, writers: dict[str, list[str]]) -> tuple[HeldFields, str, ControlKind]:
+def _pin_module(
+    suspect: Suspect, runs: PinnedRuns, writers: dict[str, list[str]]
+) -> tuple[PinnedFields, str, ControlKind]:
     """What holds a module as well: evaluation mode where it keeps statistics, else what it does for the full batch."""
-    path, held = suspect.operation.module or "", tried.held
+    path, pinned = suspect.operation.module or "", runs.pinned
     if path in writers:  # in their forwards modules write the buffers with these names
         # a codebook that moves is state, and no statistics of the batch: what is named is held, and nothing else
-        kinds = {call["path"]: call["kind"] for pair in tried.pairs if pair is not None for call in pair[0]["calls"]}
+        kinds = {call["path"]: call["kind"] for pair in runs.pairs if pair is not None for call in pair[0]["calls"]}
         writers = {at: names for at, names in writers.items() if kinds[at] in {kinds[path], *_WITH_STATISTICS}}
         names = {f"{path}.{name}" if path else name for path, members in writers.items() for name in members}
-        steps = tried.full.samples(rounds_of(tried.full.events)[0]).steps.values()
+        steps = runs.full.samples(rounds_of(runs.full.events)[0]).steps.values()
         frozen = tuple(key for step in steps for key in step.get("buffers", {}) if key.partition(":")[2] in names)
         if frozen:
-            return {**held, "frozen": frozen}, _named(frozen), ControlKind.FROZEN
+            return {**pinned, "frozen": frozen}, _describe_modules(frozen), ControlKind.FROZEN
     what = f"what `{path or '(root)'}` gives and gives back held at the full batch's"
-    return {**held, "held": (*held["held"], path)}, what, ControlKind.FULL_BATCH
+    return {**pinned, "held": (*pinned["held"], path)}, what, ControlKind.FULL_BATCH
 
 
 def _owners(frozen: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(key.partition(":")[2].rpartition(".")[0] for key in frozen))
 
 
-def _named(frozen: tuple[str, ...]) -> str:
+def _describe_modules(frozen: tuple[str, ...]) -> str:
     owners = _owners(frozen)
     if len(owners) > 3:
         return f"`{owners[0]}` and {len(owners) - 1} other modules with statistics in evaluation mode"
     return ", ".join(f"`{owner or '(root)'}`" for owner in owners) + " in evaluation mode"
 
 
-def _loss(update: int, tried: HeldRuns, level: tuple[str, ...]) -> Operation:
+def _loss(update: int, runs: PinnedRuns, level: tuple[str, ...]) -> Operation:
     """The loss, at the line in which rows first meet; else where it is made, or differentiated."""
     lines: list[list[Any]] = []
-    for run in (tried.full, tried.accumulated):
+    for run in (runs.full, runs.accumulated):
         event = next(event for event in run.events if event.kind == "backward" and event.update == update)
         calls = [call for forward in outputs_of(run) for call in forward["calls"] if call["path"] in level]
         inside = [place for call in calls for place in call["meetings"]]

@@ -23,7 +23,7 @@ from types import CodeType
 from typing import Any
 
 from gaverify.errors import ProblemError, nearest
-from gaverify.loading.texts import parsed
+from gaverify.loading.texts import parse_file
 
 PLACED = "placed.txt"
 """Name of the file in a run's folder that holds the names of values that found their place."""
@@ -49,7 +49,7 @@ class Edits:
         self._parsed: set[str] = set()  # of these, options of parsers: several parsers may have one
 
     @property
-    def wanted(self) -> tuple[str, ...]:
+    def missing_names(self) -> tuple[str, ...]:
         """The names that have found no place yet."""
         return tuple(name for name, _ in self._values if name not in self.placed)
 
@@ -64,7 +64,7 @@ class Edits:
             if not wanted:
                 return original(self, fullname)
             path = self.get_filename(fullname)
-            return edits.compiled(self.get_data(path), path, wanted)
+            return edits.compile_source(self.get_data(path), path, wanted)
 
         SourceFileLoader.get_code = get_code  # type: ignore[method-assign,assignment]
 
@@ -73,25 +73,25 @@ class Edits:
         edits = self
 
         def parse_known_args(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
-            given = list(sys.argv[1:] if args is None else args)
+            arguments = list(sys.argv[1:] if args is None else args)
             for name, word in edits._values:
                 in_source = name in edits.placed and name not in edits._parsed
-                if not in_source and set_default(self, name, word, given):
+                if not in_source and set_default(self, name, word, arguments):
                     edits._parsed.add(name)
                     edits._note(name)
-            return original(self, given, namespace)
+            return original(self, arguments, namespace)
 
         argparse.ArgumentParser.parse_known_args = parse_known_args  # type: ignore[method-assign]
 
     def script(self, source: bytes, path: str) -> CodeType:
         """Returns the code of the script with its values."""
-        return self.compiled(source, path, [(name, name, word) for name, word in self._values])
+        return self.compile_source(source, path, [(name, name, word) for name, word in self._values])
 
-    def compiled(self, source: bytes, path: str, wanted: Sequence[tuple[str, str, str]]) -> CodeType:
+    def compile_source(self, source: bytes, path: str, wanted: Sequence[tuple[str, str, str]]) -> CodeType:
         """Compiles a source with values: full names, names within it, and words."""
         tree = ast.parse(source, path)
         for name, inner, word in wanted:
-            if placed(tree, inner, word, f"`{name}={word}`"):
+            if place_value(tree, inner, word, f"`{name}={word}`"):
                 self._note(name)
         return compile(tree, path, "exec", dont_inherit=True)
 
@@ -118,7 +118,7 @@ class _Place:
     key: str | int
 
 
-def placed(tree: ast.Module, name: str, word: str, what: str = "") -> int:
+def place_value(tree: ast.Module, name: str, word: str, what: str = "") -> int:
     """Puts a value into a module's tree and returns at how many places.
 
     Args:
@@ -136,14 +136,14 @@ def placed(tree: ast.Module, name: str, word: str, what: str = "") -> int:
     return len(places)
 
 
-def set_default(parser: argparse.ArgumentParser, name: str, word: str, given: Sequence[str]) -> bool:
+def set_default(parser: argparse.ArgumentParser, name: str, word: str, arguments: Sequence[str]) -> bool:
     """Makes a word the default of a parser's option, and returns whether the parser has an option of that name.
 
     Args:
         parser: Its options that are required are not any more, once they have a default.
         name: What the option is called in the parsed arguments, or on the command line without its dashes.
         word: As it would stand on the command line; for options without a value `True` or `False`.
-        given: The arguments that will be parsed.
+        arguments: The arguments that will be parsed.
 
     Raises:
         ProblemError: The option does not take the word, or the arguments give it another one.
@@ -153,7 +153,7 @@ def set_default(parser: argparse.ArgumentParser, name: str, word: str, given: Se
         names = {action.dest, *(option.lstrip("-").replace("-", "_") for option in action.option_strings)}
         if wanted not in names or not action.option_strings:
             continue
-        if any(argument.partition("=")[0] in action.option_strings for argument in given):
+        if any(argument.partition("=")[0] in action.option_strings for argument in arguments):
             option = max(action.option_strings, key=len)
             raise ProblemError(f"`{name}={word}`: the arguments of this run give `{option}` as well; leave one out")
         parser.set_defaults(**{action.dest: _read_default(parser, action, word, f"`{name}={word}`")})
@@ -184,14 +184,14 @@ _PARSING = ("parse_args", "parse_known_args", "parse_args_into_dataclasses")
 
 def _options(tree: ast.Module) -> dict[str, int]:
     """The options that a module's own calls of `add_argument` name, with their lines."""
-    found: dict[str, int] = {}
+    lines: dict[str, int] = {}
     for call in ast.walk(tree):
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument":
             words = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg == "dest")]
             for word in words:
                 if isinstance(word, ast.Constant):
-                    found.setdefault(str(word.value).lstrip("-").replace("-", "_"), call.lineno)
-    return found
+                    lines.setdefault(str(word.value).lstrip("-").replace("-", "_"), call.lineno)
+    return lines
 
 
 def _may_parse_elsewhere(tree: ast.Module, folder: Path) -> bool:
@@ -213,32 +213,38 @@ def check_values(script: str, module: bool, values: Values) -> None:
     Raises:
         ProblemError: Such a value, or a number that would become text.
     """
-    tree = ast.Module([], []) if module else parsed(Path(script))
-    known = {place.name.partition(".")[0] for place in _places(tree)}
-    counts = {name: placed(tree, name, word, f"`{name}={word}`") for name, word in values}
-    own = [name for name, count in counts.items() if not count and ("." not in name or name.partition(".")[0] in known)]
+    tree = ast.Module([], []) if module else parse_file(Path(script))
+    first_words = {place.name.partition(".")[0] for place in _places(tree)}
+    counts = {name: place_value(tree, name, word, f"`{name}={word}`") for name, word in values}
+    unplaced = [
+        name
+        for name, count in counts.items()
+        if not count and ("." not in name or name.partition(".")[0] in first_words)
+    ]
     options, elsewhere = _options(tree), _may_parse_elsewhere(tree, Path(script).parent)
-    own = [name for name in own if "." in name or not (elsewhere or name.replace("-", "_") in options)]
-    if own and tree.body:
-        raise ProblemError("\n".join(not_placed(name, script) for name in own))
+    unplaced = [name for name in unplaced if "." in name or not (elsewhere or name.replace("-", "_") in options)]
+    if unplaced and tree.body:
+        raise ProblemError("\n".join(explain_unplaced(name, script) for name in unplaced))
 
 
-def not_placed(name: str, script: str) -> str:
+def explain_unplaced(name: str, script: str) -> str:
     """Returns the sentence for a value that nothing took, with the names of the script that would take it."""
     shortest: dict[tuple[int, str | int], _Place] = {}  # `DataLoader.batch_size`, not `main.DataLoader.batch_size`
-    for place in sorted(_places(parsed(Path(script))), key=lambda place: place.name.count(".")):
+    for place in sorted(_places(parse_file(Path(script))), key=lambda place: place.name.count(".")):
         shortest.setdefault((id(place.holder), place.key), place)
     names: dict[str, list[str]] = {}
     for place in shortest.values():
         names.setdefault(place.name, []).append(str(place.line))
-    for option, line in _options(parsed(Path(script))).items():
+    for option, line in _options(parse_file(Path(script))).items():
         names.setdefault(option, []).append(str(line))
     last = name.rpartition(".")[2]
     lasts = {taker.rpartition(".")[2] for taker in names}
     word = last if last in lasts else ("" if nearest(name, names) else nearest(last, lasts))
     near = [taker for taker in names if taker.rpartition(".")[2] == word] or [nearest(name, names)]
-    shown = " or ".join(f"`{taker}` (line {' and '.join(names[taker])})" for taker in near[:_SHOWN] if taker)
-    advice = f"did you mean {shown}?" if shown else "write the name as `function.name` where it stands in a function"
+    proposals = " or ".join(f"`{taker}` (line {' and '.join(names[taker])})" for taker in near[:_SHOWN] if taker)
+    advice = (
+        f"did you mean {proposals}?" if proposals else "write the name as `function.name` where it stands in a function"
+    )
     return f"`{script}` assigns no `{name}`, parses no such option and imports no module of that name; {advice}"
 
 
@@ -254,8 +260,8 @@ def _places(scope: _Scope, prefix: str = "") -> Iterator[_Place]:
                     entries = list(_entries(name, node.value))
                     default = [entry for entry in entries if entry.name == f"{name}.default"]  # `field(default=…)`
                     in_call = bool(default) and isinstance(node.value, ast.Call)
-                    held = (default[0].holder, default[0].key) if in_call else (vars(node), "value")
-                    yield _Place(name, node.lineno, *held)
+                    slot = (default[0].holder, default[0].key) if in_call else (vars(node), "value")
+                    yield _Place(name, node.lineno, *slot)
                     yield from entries
     for call in ast.walk(scope):
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name | ast.Attribute):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from gaverify.audit.editing import check_values
 from gaverify.audit.job import Order, Replay
 from gaverify.audit.outcome import is_explained, report_of, same_arguments
-from gaverify.audit.request import RECORDED, Request, kept, written
+from gaverify.audit.request import RECORDED, Request, encode_request, read_request
 from gaverify.audit.running import Progress, Runner, Trial
 from gaverify.children.launching import ended_as_interrupted, remove, told_where_full, working_folder
 from gaverify.errors import ProblemError
@@ -95,29 +95,31 @@ def parts_of(record: Record) -> int:
         forwards = [windows[0].of("forward") if windows else () for windows in (record.full_windows, record.windows)]
         whole_rows, rows = (int(calls[0].values.get("rows") or 0) if calls else 0 for calls in forwards)
         return whole_rows // rows if rows and whole_rows % rows == 0 else 0
-    whole = next((window.backwards for window in record.full_windows if first and window.number == first.number), 0)
+    full_backwards = next(
+        (window.backwards for window in record.full_windows if first and window.number == first.number), 0
+    )
     steps = (record.expected(first) or 0) if first is not None else 0
-    return steps // whole if whole and steps % whole == 0 else 0
+    return steps // full_backwards if full_backwards and steps % full_backwards == 0 else 0
 
 
-def orders(full: Run, accumulated: Run, *, same: bool) -> tuple[Order, ...]:
+def orders(full: Run, accumulated: Run, *, alike: bool) -> tuple[Order, ...]:
     """Returns the orders in which ranks may share the samples of a batch, the likelier first.
 
     Args:
         full: The full-batch run.
         accumulated: That of the ranks.
-        same: Both fed the same rows to their models, so that the rows tell the order. Else the draws are among them,
+        alike: Both fed the same rows to their models, so that the rows tell the order. Else the draws are among them,
             and a replay in the wrong order will have other rows.
     """
     from gaverify.audit.same_data import Matcher  # which needs torch
 
-    if not same:
+    if not alike:
         return "turns", "blocks"
     last, rows = getattr(accumulated, "ranks", (accumulated,))[-1].rows(1), full.rows(1)
     spot = Matcher(rows).find(range(len(rows)), last[0]) if last else None
     if spot is None:
         return ()
-    return ("turns",) if spot.scattered else ("blocks",)
+    return ("turns",) if spot.is_scattered else ("blocks",)
 
 
 _NUMBER = re.compile(r"(?<![\w.])\d{1,6}(?![\w.])")
@@ -146,14 +148,14 @@ def audit_again(folder: str) -> AuditReport:
         SpecError: The folder holds no such records.
         ProblemError: They do not suffice: another version of gaverify made them.
     """
-    request = kept(folder)
-    return _report(request, Runner(request, Path(folder), lambda *_: None, again=True))
+    request = read_request(folder)
+    return _report(request, Runner(request, Path(folder), lambda *_: None, reuse_records=True))
 
 
 def _report(request: Request, runner: Runner) -> AuditReport:
     started = time.monotonic()
     audited = _Audit(request, runner)
-    record = audited.events_only() if request.events_only else audited.compared()
+    record = audited.events_only() if request.events_only else audited.compare()
     findings = with_excerpts(findings_for(facts_of_loop(record)))
     timings = {**runner.timings, "total": time.monotonic() - started}
     return report_of(request, record, findings, runner.summaries, audited.main.meta, timings)
@@ -167,18 +169,18 @@ def _folder(request: Request) -> Iterator[Path]:
             yield folder
         return
     folder = Path(request.keep).resolve()
-    there = folder.is_dir()
+    existed = folder.is_dir()
     try:
         with told_where_full(folder):
             folder.mkdir(parents=True, exist_ok=True)
             yield folder
-            (folder / RECORDED).write_text(written(request), encoding="utf-8")
+            (folder / RECORDED).write_text(encode_request(request), encoding="utf-8")
         for changes in folder.glob("*/written"):
             remove(changes)
     except BaseException:
         for entry in list(folder.iterdir()) if folder.is_dir() else []:
             remove(entry)
-        if not there:
+        if not existed:
             remove(folder)
         raise
 
@@ -197,23 +199,23 @@ class _Audit:
         windows = windows_of(self.main.events)
         return Record(windows, ledger_of(self.main.events), steps=self._request.steps)
 
-    def compared(self) -> Record:
+    def compare(self) -> Record:
         """Full batch first, because its draws are dealt to the accumulated run; then the other two side by side."""
         full, visible = self._runner.first("full")
-        record = self._in_float32(self._replayed(full, visible))
+        record = self._in_float32(self._compare_with_replay(full, visible))
         return self._with_tail(record, visible) if self._request.tail else replace(record, epochs=self._epochs())
 
-    def _replayed(self, full: Run, visible: dict[str, Any]) -> Record:
+    def _compare_with_replay(self, full: Run, visible: dict[str, Any]) -> Record:
         """Compares, and again with the data of the full-batch run where that may help."""
         first = self._against(full, visible, {})
         self._made = visible, {}
         main, unaligned = self.main, dict(first.unaligned)
         for way in self._ways(first, full):
-            again = {"replay": way, **visible}
+            replay_fields = {"replay": way, **visible}
             parts = {"parts": parts_of(first)}
-            record = self._against(self._runner.run("full", **again), again, parts)
+            record = self._against(self._runner.run("full", **replay_fields), replay_fields, parts)
             if record.updates and record.updates[0].data.same:
-                self._replay, self._made = way, (again, parts)
+                self._replay, self._made = way, (replay_fields, parts)
                 return record
             unaligned |= record.unaligned
         self.main = main
@@ -226,20 +228,20 @@ class _Audit:
         visible, parts = self._made
         main, visible = self.main, {**visible, "float32": True, "eager": True, "shown_as": "float32"}
         with suppress(ProblemError):
-            found = self._against(self._runner.run("full", **visible), visible, parts)
-            if found.updates and not hidden_below_float32(found):
-                record = replace(found, float32=True)
+            float32_record = self._against(self._runner.run("full", **visible), visible, parts)
+            if float32_record.updates and not hidden_below_float32(float32_record):
+                record = replace(float32_record, float32=True)
         self.main = main
         return record
 
     def _ways(self, record: Record, full: Run) -> list[Replay]:
         """How the runs may be given the same data, what changes least first."""
         helps, ways = replay_helps(record, full.meta, self.main.meta), list[Replay]()
-        if self._request.ranked:  # what their loops draw is dealt to them; their loaders hand out samples as they do
+        if self._request.has_ranks:  # what their loops draw is dealt to them; their loaders hand out samples as they do
             if not helps or not (full.meta["loop_draws"] or self.main.meta["loop_draws"]):
                 return []
-            same = record.updates[0].data.same
-            return [*orders(full, self.main, same=same)]
+            alike = record.updates[0].data.same
+            return [*orders(full, self.main, alike=alike)]
         if helps:
             ways.append("samples")
             if full.meta["loaders"]:  # their collation may draw, which would be other draws for micro-batches
@@ -260,16 +262,16 @@ class _Audit:
         if record.divergent is not None or is_explained(record):
             return record
         parts, loaders = parts_of(record), self.main.meta["loaders"]
-        if parts < 2 or not loaders or self._request.ranked:
+        if parts < 2 or not loaders or self._request.has_ranks:
             why = "it trains without a `DataLoader`" if not loaders else "K is not known: give `--steps`"
-            why = "the loaders of several ranks are left alone" if self._request.ranked else why
+            why = "the loaders of several ranks are left alone" if self._request.has_ranks else why
             return replace(record, epochs=f"; `--tail` could not shorten an epoch: {why}")
         tail: dict[str, Any] = {"parts": parts, "tail": parts // 2}
         # A whole window, the short one, and the first of the next epoch:
         self._runner.updates = max(self._request.updates, 3)
-        again = {"replay": "batches" if self._replay == "batches" else "samples", **visible}
-        full = self._runner.run("full", **again, **tail)
-        record = self._against(full, again, tail)
+        replay_fields = {"replay": "batches" if self._replay == "batches" else "samples", **visible}
+        full = self._runner.run("full", **replay_fields, **tail)
+        record = self._against(full, replay_fields, tail)
         return replace(record, epochs=f"; with epochs whose last window has {parts // 2} of {parts} micro-batches")
 
     def _against(self, full: Run, visible: dict[str, Any], parts: dict[str, Any]) -> Record:
@@ -277,9 +279,9 @@ class _Audit:
         trial = Trial(self._runner, full, {**visible, **parts})
         self.main = trial.accumulated
         self._runner.progress("comparing", self._runner.done, 3)
-        from gaverify.audit.controls import controlled
+        from gaverify.audit.controls import run_controls
 
-        return controlled(trial, self._record(trial), ranked=self._request.ranked)
+        return run_controls(trial, self._record(trial), ranked=self._request.has_ranks)
 
     def _record(self, trial: Trial) -> Record:
         """What the runs show without any control."""
@@ -291,13 +293,13 @@ class _Audit:
             windows_of(accumulated.events, numbers),
             ledger_of(accumulated.events),
             windows_of(full.events, numbers),
-            trial.compared(),
+            trial.compare(),
             self._request.steps,
             working_unit(full),
             full_ledger=ledger_of(full.events),
             skipped_alike=windows_skipped_alike(full, accumulated),
             ranks=max(full.meta["ranks"], accumulated.meta["ranks"]),
-            full_ranks=full.meta["ranks"] if self._request.ranked else 1,
+            full_ranks=full.meta["ranks"] if self._request.has_ranks else 1,
             dealt=full.meta["draws"] if accumulated.meta["dealt"] else 0,
             unaligned=accumulated.meta["unaligned"],
             numbers=tuple(int(word) for argument in self._request.accumulated for word in _NUMBER.findall(argument)),

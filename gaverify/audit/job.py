@@ -159,7 +159,7 @@ class Job:
         return Path(self.folder).parent / f"ranks-{self.world[2]}" if self.world is not None else None
 
     @property
-    def ranked(self) -> bool:
+    def has_ranks(self) -> bool:
         """Whether several processes may train together in the run."""
         return self.ranks > 1 or (bool(self.launcher) and self.world is None)
 
@@ -193,7 +193,7 @@ _PORTS, _TRIES = range(10_000, 32_768), 64
 _ENTRANCE = str(Path(__file__).with_name("entrance"))  # holds nothing but `sitecustomize.py`
 
 
-def launched(rank: int, ranks: int, port: int) -> Mapping[str, str]:
+def torchrun_variables(rank: int, ranks: int, port: int) -> Mapping[str, str]:
     """Returns the variables that torchrun gives to a process of one machine; gloo is kept on the loopback.
 
     Args:
@@ -201,7 +201,7 @@ def launched(rank: int, ranks: int, port: int) -> Mapping[str, str]:
         ranks: How many processes there are.
         port: Where rank 0 listens.
     """
-    known = {
+    values = {
         "RANK": rank,
         "LOCAL_RANK": rank,
         "WORLD_SIZE": ranks,
@@ -210,7 +210,7 @@ def launched(rank: int, ranks: int, port: int) -> Mapping[str, str]:
         "MASTER_ADDR": _HERE,
         "MASTER_PORT": port,
     }
-    return {name: str(value) for name, value in known.items()} | {
+    return {name: str(value) for name, value in values.items()} | {
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     }
 
@@ -253,13 +253,13 @@ def program(word: str, option: str = "--launcher") -> str:
     if word in ("python", "python3"):
         return sys.executable
     folders = [os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)]
-    found = shutil.which(word, path=os.pathsep.join(folders))
-    if found is None:
+    path = shutil.which(word, path=os.pathsep.join(folders))
+    if path is None:
         raise SpecError(
             f"{option}: there is no program `{word}`; write the command as in a shell, such as "
             f'{option} "torchrun --nproc-per-node 2"'
         )
-    return found
+    return path
 
 
 ERROR, INTERNAL, RANK, META = "error.txt", "internal.txt", "rank.txt", "meta.json"
@@ -326,13 +326,13 @@ def ranks_of(run: Path) -> list[Path]:
 
     A process that stepped alone beside them, such as a parent that trains a tokenizer, is none of them.
     """
-    found = [(meta_of(folder), folder) for folder in folders_of(run) if (folder / META).exists()]
-    most = max((meta["ranks"] for meta, _ in found), default=1)
-    trained = [(meta["rank"], folder) for meta, folder in found if meta["ranks"] == most]
+    records = [(meta_of(folder), folder) for folder in folders_of(run) if (folder / META).exists()]
+    most = max((meta["ranks"] for meta, _ in records), default=1)
+    trained = [(meta["rank"], folder) for meta, folder in records if meta["ranks"] == most]
     return [folder for _, folder in sorted(trained)]
 
 
-def is_whole(run: Path) -> bool:
+def has_all_records(run: Path) -> bool:
     """Whether every rank of a run has written its closing record; without a launcher, whether the process has."""
     if folders_of(run) == [run]:
         return (run / META).exists()
@@ -360,4 +360,6 @@ def updates_of(folder: Path) -> int:
 
 def ended_early(run: Path) -> list[tuple[int, int]]:
     """Returns rank and updates of the processes that came to their end, where others of their group did not."""
-    return [(meta_of(folder)["rank"], meta_of(folder)["updates"]) for folder in ranks_of(run) if not is_whole(run)]
+    return [
+        (meta_of(folder)["rank"], meta_of(folder)["updates"]) for folder in ranks_of(run) if not has_all_records(run)
+    ]

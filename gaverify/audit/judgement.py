@@ -17,9 +17,9 @@ from gaverify.audit.stages import (
     clips_of,
     compare_changes,
     compare_gradients,
-    decided_by_weights,
+    decide_by_weights,
     fit_of,
-    led,
+    is_led,
     setting_differences,
     terms_of,
 )
@@ -35,7 +35,7 @@ from gaverify.records.stages import (
     Stage,
     StageComparison,
 )
-from gaverify.records.windows import Round, Window, common_rounds, keys_of, numbered, rounds_of, windows_of
+from gaverify.records.windows import Round, Window, common_rounds, keys_of, number_steps, rounds_of, windows_of
 from gaverify.rules.wording import phrase
 from gaverify.thresholds import COMPUTED_FLOAT32, FIT_FLOAT32, LOST_SHARE, MANY_UNITS, VISIBLE
 from gaverify.verdict.criteria import floors_allowed
@@ -48,7 +48,7 @@ def compare_updates(
     updates: int,
     *,
     unclipped: bool = False,
-    again: Sequence[tuple[Run, float]] = (),
+    extra_perturbed: Sequence[tuple[Run, float]] = (),
 ) -> tuple[UpdateComparison, ...]:
     """Returns a comparison for each update that both runs made, at most `updates` of them.
 
@@ -57,34 +57,35 @@ def compare_updates(
         perturbed: The same with moved weights.
         accumulated: The accumulated run.
         updates: How many are wanted.
-        again: More runs with moved weights, and what their losses are multiplied by: the largest noise
+        extra_perturbed: More runs with moved weights, and what their losses are multiplied by: the largest noise
             floor counts.
         unclipped: Nothing can have been clipped, so that what the optimizers saw decides.
     """
     _check_parameters(full, accumulated)
     rounds = common_rounds(full.events, accumulated.events)
-    runs = Runs(full, perturbed, accumulated, labels(full, accumulated), tuple(again))
+    runs = Runs(full, perturbed, accumulated, labels(full, accumulated), tuple(extra_perturbed))
     windows = [
-        {window.number: window for window in windows_of(run.events, numbered(rounds))} for run in (full, accumulated)
+        {window.number: window for window in windows_of(run.events, number_steps(rounds))}
+        for run in (full, accumulated)
     ]
     most = sum(len(round_) for round_ in rounds_of(full.events)[:updates])
     compared: list[UpdateComparison] = []
-    seen = 0
+    step_count = 0
     for number, round_ in enumerate(rounds, 1):
-        seen += len(round_)
-        if not _recorded(runs, round_) or (seen > most and number > updates):
+        step_count += len(round_)
+        if not _has_steps(runs, round_) or (step_count > most and number > updates):
             break
-        both = [found.get(number) for found in windows]
-        compared.append(_compared(runs, round_, number, *both, unclipped=unclipped))
+        window_pair = [by_number.get(number) for by_number in windows]
+        compared.append(_compare_update(runs, round_, number, *window_pair, unclipped=unclipped))
     return tuple(compared)
 
 
-def _recorded(runs: Runs, round_: Round) -> bool:
+def _has_steps(runs: Runs, round_: Round) -> bool:
     return bool(runs.full.samples(round_).steps) and bool(runs.accumulated.samples(round_).steps)
 
 
-def _compared(
-    runs: Runs, round_: Round, number: int, whole: Window | None, window: Window | None, *, unclipped: bool
+def _compare_update(
+    runs: Runs, round_: Round, number: int, full_window: Window | None, window: Window | None, *, unclipped: bool
 ) -> UpdateComparison:
     unit = working_unit(runs.full)
     full, accumulated = runs.full.samples(round_), runs.accumulated.samples(round_)
@@ -98,11 +99,11 @@ def _compared(
     by_change = full.by_change or accumulated.by_change
     used = compare_gradients(runs, round_, unit, terms, summed=False)
     if not by_change:  # below float32 the weights' own rounding hides most of their change
-        used = decided_by_weights(used, fit_used, unit)
+        used = decide_by_weights(used, fit_used, unit)
     summed = used
     if full.of("summed") or accumulated.of("summed"):
-        summed = decided_by_weights(compare_gradients(runs, round_, unit, terms, summed=True), fit, unit)
-    clips, clips_full = clips_of(window), clips_of(whole)
+        summed = decide_by_weights(compare_gradients(runs, round_, unit, terms, summed=True), fit, unit)
+    clips, clips_full = clips_of(window), clips_of(full_window)
     each = runs.accumulated.each(round_)
     change = farthest_change(full, each, unit)
     decided, unclear = Stage.USED, False
@@ -112,11 +113,13 @@ def _compared(
         decided, unclear = _deciding(full, used, summed, clips + clips_full, late)
     rows = summed if decided is Stage.SUMMED else used
     unrepeatable = _unrepeatable(runs, round_, number, unit, rows.noise)
-    apart = _distance(full, accumulated, "before")
+    start_difference = _distance(full, accumulated, "before")
     fed, never_fed = (None, 0) if data.same else _unlike_samples(runs, full, accumulated)
     if fed is not None and fed.is_part and _explains_all(fit):
         data = replace(fed, adds_nothing=True)
-    judged = data.is_comparable and not unrepeatable and not apart > _start_allowed(runs, round_, number, unit)
+    judged = (
+        data.is_comparable and not unrepeatable and not start_difference > _start_allowed(runs, round_, number, unit)
+    )
     open_ = unclear and used.outcome is Outcome.EQUIVALENT  # what differs at both stages differs however it is read
     outcome = Outcome.INCONCLUSIVE if unrepeatable or open_ else rows.outcome
     if by_change:
@@ -145,10 +148,10 @@ def _compared(
         learning_rates=_rates(accumulated),
         learning_rates_full=_rates(full),
         # A step that was given the full batch's gradient hides how far the weights would come apart.
-        weights_difference=math.nan if any(map(led, each)) else _distance(full, accumulated, "weights"),
+        weights_difference=math.nan if any(map(is_led, each)) else _distance(full, accumulated, "weights"),
         noise=rows.noise,
-        drifted=_drifted(full, accumulated, unit),
-        started_apart=apart,
+        drifted=_find_drifted(full, accumulated, unit),
+        started_apart=start_difference,
         unrepeatable=unrepeatable,
         unclear=unclear,
         decided=decided,
@@ -156,10 +159,10 @@ def _compared(
         stages=tuple(stages),
         clips=clips,
         clips_full=clips_full,
-        settings=settings_apart(full, each) if judged else (),
+        settings=differing_settings(full, each) if judged else (),
         missed=missed,
         losses=_losses(window),
-        full_loss=_full_loss(full, whole, summed=of_sum),
+        full_loss=_full_loss(full, full_window, summed=of_sum),
         fed=fed,
         never_fed=never_fed,
     )
@@ -183,21 +186,23 @@ def _full_loss(full: Samples, window: Window | None, *, summed: bool) -> float:
 
 def farthest_change(full: Samples, each: Sequence[Samples], unit: float) -> StageComparison | None:
     """Returns the change of the weights in the process where it is farthest from the full-batch run's."""
-    found = [compare_changes(full, own, unit) for own in each if led(own)]
-    changes = [change for change in found if change is not None]
-    return max(changes, key=lambda change: (change.outcome is Outcome.DIVERGENT, _known(change)), default=None)
+    per_process = [compare_changes(full, samples, unit) for samples in each if is_led(samples)]
+    changes = [change for change in per_process if change is not None]
+    return max(
+        changes, key=lambda change: (change.outcome is Outcome.DIVERGENT, _difference_or_inf(change)), default=None
+    )
 
 
-def _known(change: StageComparison) -> float:
+def _difference_or_inf(change: StageComparison) -> float:
     return change.relative_difference if math.isfinite(change.relative_difference) else math.inf
 
 
-def settings_apart(full: Samples, each: Sequence[Samples]) -> tuple[SettingDifference, ...]:
+def differing_settings(full: Samples, each: Sequence[Samples]) -> tuple[SettingDifference, ...]:
     """Returns the settings in which the first process with such differs from the full-batch run."""
-    for rank, own in enumerate(each):
-        found = setting_differences(full, own)
-        if found:
-            return tuple(replace(difference, rank=rank) for difference in found)
+    for rank, samples in enumerate(each):
+        differences = setting_differences(full, samples)
+        if differences:
+            return tuple(replace(difference, rank=rank) for difference in differences)
     return ()
 
 
@@ -210,26 +215,26 @@ def _data_of_networks(runs: Runs, round_: Round) -> tuple[RowCheck, RowCheck | N
         The check of the round's networks if they were fed the same samples. Else that of other networks that were,
         with the check of the round's if these were fed a part of their full batch: they take turns. None else.
     """
-    both = (runs.full, runs.accumulated)
-    trained = runs.accumulated.trained
+    both_runs = (runs.full, runs.accumulated)
+    trained = runs.accumulated.models_by_optimizer
     stepped = {optimizer for optimizer, _ in round_}
     if not stepped < set(trained):
         return None
-    stretches = [_events_since_last_step(run, round_) for run in both]
+    stretches = [_events_since_last_step(run, round_) for run in both_runs]
     checks = {}
     for optimizer, models in trained.items():
         fed = [_forwards_reached(events, optimizer, models) for events in stretches]
-        rows = [run.rows_behind(forwards) for run, forwards in zip(both, fed, strict=True)]
+        rows = [run.rows_behind(forwards) for run, forwards in zip(both_runs, fed, strict=True)]
         checks[optimizer] = check_rows(*rows, distinct=True)
     checked = {optimizer: check for optimizer, check in checks.items() if check.checked}
-    own = [check for optimizer, check in checked.items() if optimizer in stepped]
-    unlike = next((check for check in own if not check.same), None)
-    if own and unlike is None:
-        return own[0], None
-    others = [check for optimizer, check in checked.items() if optimizer not in stepped and check.same]
-    if unlike is None or not others or not unlike.is_part:
+    own_checks = [check for optimizer, check in checked.items() if optimizer in stepped]
+    unlike = next((check for check in own_checks if not check.same), None)
+    if own_checks and unlike is None:
+        return own_checks[0], None
+    other_checks = [check for optimizer, check in checked.items() if optimizer not in stepped and check.same]
+    if unlike is None or not other_checks or not unlike.is_part:
         return None
-    return others[0], unlike
+    return other_checks[0], unlike
 
 
 def _without_passes_of_others(runs: Runs, window: Window | None, fit: WeightFit | None) -> WeightFit | None:
@@ -244,11 +249,13 @@ def _without_passes_of_others(runs: Runs, window: Window | None, fit: WeightFit 
     for (optimizer, _), (name, _) in runs.accumulated.parameters.items():
         names.setdefault(optimizer, set()).add(name)
     stepped = set[str]().union(*(names.get(optimizer, set()) for optimizer in window.optimizers))
-    others = {optimizer for optimizer, each in names.items() if each - stepped}
+    other_optimizers = {optimizer for optimizer, each in names.items() if each - stepped}
     least = LOST_SHARE * max(map(abs, fit.weights), default=0.0)
     unwanted = (abs(weight) < least for weight in fit.weights)
     return (
-        None if any(none and others & {*event.touched} for none, event in zip(unwanted, passes, strict=True)) else fit
+        None
+        if any(none and other_optimizers & {*event.touched} for none, event in zip(unwanted, passes, strict=True))
+        else fit
     )
 
 
@@ -286,10 +293,10 @@ def _deciding(full: Samples, used: Rows, summed: Rows, clips: tuple[Clip, ...], 
     return (Stage.SUMMED if used.outcome is Outcome.EQUIVALENT else Stage.USED), True
 
 
-def _data(whole: Run, full: Samples, part: Run, accumulated: Samples) -> RowCheck:
+def _data(full_run: Run, full: Samples, own_run: Run, accumulated: Samples) -> RowCheck:
     """Whether both were fed the same rows: those that a backward pass reached, or all of them."""
     checks = [
-        check_rows(whole.rows_of(full, reached=reached), part.rows_of(accumulated, reached=reached))
+        check_rows(full_run.rows_of(full, reached=reached), own_run.rows_of(accumulated, reached=reached))
         for reached in (True, False)
     ]
     return next(
@@ -301,12 +308,14 @@ def _unlike_samples(runs: Runs, full: Samples, accumulated: Samples) -> tuple[Ro
     """The samples of all forwards of an update, and how many of the full batch's the next one is not fed, either."""
     if isinstance(runs.accumulated, RankedRun):
         return None, 0
-    whole, part = runs.full.rows_of(full, reached=False), runs.accumulated.rows_of(accumulated, reached=False)
+    full_rows, own_rows = runs.full.rows_of(full, reached=False), runs.accumulated.rows_of(accumulated, reached=False)
     following = runs.accumulated.rows(max(accumulated.updates) + 1)
     # A step that comes too early leaves its samples to the next updates; behind the last one nothing was recorded.
-    next_fed = check_rows(whole, following)
+    next_fed = check_rows(full_rows, following)
     has_passed_on = next_fed.accumulated > next_fed.full - next_fed.missing  # to samples of the next full batch
-    return check_rows(whole, part), check_rows(whole, [*part, *following]).missing if has_passed_on else 0
+    return check_rows(full_rows, own_rows), check_rows(
+        full_rows, [*own_rows, *following]
+    ).missing if has_passed_on else 0
 
 
 def _explains_all(fit: WeightFit | None) -> bool:
@@ -362,8 +371,8 @@ def _check_parameters(full: Run, accumulated: Run) -> None:
         for name, shape in named[0].items()
         if named[1].get(name, shape) != shape
     ]
-    shown = "; ".join(missing[:5]) + (f"; and {len(missing) - 5} more" if len(missing) > 5 else "")
-    raise ProblemError(phrase("runs.other-models", shown=shown or "their optimizers hold them in another order"))
+    listing = "; ".join(missing[:5]) + (f"; and {len(missing) - 5} more" if len(missing) > 5 else "")
+    raise ProblemError(phrase("runs.other-models", shown=listing or "their optimizers hold them in another order"))
 
 
 def _start_allowed(runs: Runs, round_: Round, number: int, unit: float) -> float:
@@ -383,8 +392,8 @@ def _unrepeatable(runs: Runs, round_: Round, number: int, unit: float, noise: fl
         return f"its weights start {start:.1e} apart (relative) although only rounding was added"
     if floors_allowed(unit) * noise > VISIBLE:
         rows = _data(runs.full, full, runs.perturbed, perturbed)
-        seen = "" if rows.same else f", and {rows.differing} of its {rows.full} rows are others"
-        return f"its gradients differ by {noise:.1e} (relative) when run again{seen}"
+        row_note = "" if rows.same else f", and {rows.differing} of its {rows.full} rows are others"
+        return f"its gradients differ by {noise:.1e} (relative) when run again{row_note}"
     return ""
 
 
@@ -395,21 +404,21 @@ def _rates(samples: Samples) -> tuple[float, ...]:
 
 def _distance(full: Samples, accumulated: Samples, when: str) -> float:
     """How far the weights are apart, relative, over sampled elements that stand for their share of a parameter."""
-    ours, others = full.of(when), accumulated.of(when)
-    both = [at for at in ours if at in others and len(others[at]) == len(ours[at])]
-    size = full.norm({at: ours[at] for at in both})
-    return full.norm({at: others[at] - ours[at] for at in both}) / size if size else math.nan
+    ours, theirs = full.of(when), accumulated.of(when)
+    common = [at for at in ours if at in theirs and len(theirs[at]) == len(ours[at])]
+    size = full.norm({at: ours[at] for at in common})
+    return full.norm({at: theirs[at] - ours[at] for at in common}) / size if size else math.nan
 
 
-def _drifted(full: Samples, accumulated: Samples, unit: float) -> tuple[str, ...]:
+def _find_drifted(full: Samples, accumulated: Samples, unit: float) -> tuple[str, ...]:
     names = []
-    buffers, others = full.buffers, accumulated.buffers
+    buffers, own_buffers = full.buffers, accumulated.buffers
     for name, value in buffers.items():
-        other = others.get(name)
-        if other is None:  # one run calls a wrapper, the other what is inside it: another name is no drift
-            alike = [key for key in others if key not in buffers and _ends_alike(key, name)]
-            other = others[alike[0]] if len(alike) == 1 else None
-        if other is not None and buffers_differ(other, value, unit):
+        own_value = own_buffers.get(name)
+        if own_value is None:  # one run calls a wrapper, the other what is inside it: another name is no drift
+            alike = [key for key in own_buffers if key not in buffers and _ends_alike(key, name)]
+            own_value = own_buffers[alike[0]] if len(alike) == 1 else None
+        if own_value is not None and buffers_differ(own_value, value, unit):
             names.append(name.partition(":")[2])
     return tuple(names)
 

@@ -21,7 +21,7 @@ from gaverify.rules.skipping import is_skipping
 from gaverify.rules.wording import phrase
 
 
-def undecided(record: Record, update: UpdateComparison) -> str:
+def explain_undecided(record: Record, update: UpdateComparison) -> str:
     """Returns why an update leaves the question open; empty where it does not."""
     before = update.number - 1
     if not before and record.same_pieces:
@@ -72,8 +72,8 @@ def _start_advice(record: Record) -> str:
     ]
     alone = sorted(
         (path, place, run)
-        for run, ours, others in (("full-batch", loads[0], loads[1]), ("accumulated", loads[1], loads[0]))
-        for path, place in ours - others
+        for run, ours, theirs in (("full-batch", loads[0], loads[1]), ("accumulated", loads[1], loads[0]))
+        for path, place in ours - theirs
     )
     if alone:
         path, (file, line), run = alone[0]
@@ -131,7 +131,7 @@ def report_of(
         meta: The closing record of the accumulated run, or of the only one.
         timings: Seconds of each part.
     """
-    outcome, reason = _decided(request, record, findings)
+    outcome, reason = _decide(request, record, findings)
     working = meta["working"]
     return AuditReport(
         script=request.script,
@@ -180,17 +180,17 @@ def _method(record: Record) -> Method:
 
 def same_arguments(request: Request) -> AuditReport:
     """Returns the report of an audit whose two runs would have had the same arguments: nothing was run."""
-    told = "the same arguments for `--full` and `--accumulated`"
+    arguments = "the same arguments for `--full` and `--accumulated`"
     if not request.full:
-        told = "no `--full` and `--accumulated`"
+        arguments = "no `--full` and `--accumulated`"
     return AuditReport(
         script=request.script,
         outcome=Outcome.INCONCLUSIVE,
-        reason=phrase("outcome.same-arguments", told=told),
+        reason=phrase("outcome.same-arguments", told=arguments),
     )
 
 
-def _decided(request: Request, record: Record, findings: tuple[Finding, ...]) -> tuple[Outcome, str]:
+def _decide(request: Request, record: Record, findings: tuple[Finding, ...]) -> tuple[Outcome, str]:
     faults = [finding for finding in findings if finding.severity == "fault"]
     differing = record.divergent
     if _is_one_of_several(record):
@@ -199,29 +199,37 @@ def _decided(request: Request, record: Record, findings: tuple[Finding, ...]) ->
     if open_:
         return Outcome.INCONCLUSIVE, open_
     if differing is not None:
-        return Outcome.DIVERGENT, f"update {differing.number}: {_differing(differing)}{_hidden(record)}"
+        return Outcome.DIVERGENT, f"update {differing.number}: {_differing(differing)}{_describe_blind_spot(record)}"
     decisive = [finding for finding in faults if finding.proven or request.events_only]
     if decisive:
-        values = {"compared": _compared(record), "named": _named(decisive), "hidden": _hidden(record)}
+        values = {
+            "compared": _describe_agreement(record),
+            "named": _list_findings(decisive),
+            "hidden": _describe_blind_spot(record),
+        }
         return Outcome.DIVERGENT, phrase("outcome.at-fault", **values)
     if request.events_only:
-        seen = len(record.complete)
-        calls = f"the calls of {count_text(seen, 'update')} are in order{_short(record)}"
+        complete_count = len(record.complete)
+        calls = f"the calls of {count_text(complete_count, 'update')} are in order{_short(record)}"
         return Outcome.INCONCLUSIVE, phrase("outcome.events-only", calls=calls)
     # an update that both runs skip by zero gradients agrees, but it cannot be all that was compared
     compared = [update for update in record.updates if not update.is_zero_in_both] or record.updates
     for update in compared:
-        why = undecided(record, update)
+        why = explain_undecided(record, update)
         if why:
             return Outcome.INCONCLUSIVE, why + _launched_alone(request, record)
     if faults:
-        return Outcome.INCONCLUSIVE, phrase("outcome.suspected", compared=_compared(record), named=_named(faults))
+        return Outcome.INCONCLUSIVE, phrase(
+            "outcome.suspected", compared=_describe_agreement(record), named=_list_findings(faults)
+        )
     if not record.updates:
         return Outcome.INCONCLUSIVE, phrase("outcome.none-in-common")
-    made, wanted = len(record.updates), request.updates
-    fewer = phrase("outcome.fewer", made=made, wanted=wanted) if made < wanted else ""
-    told = fewer + _hidden(record) + _in_both_runs(record) + record.epochs + _launched_alone(request, record)
-    return Outcome.EQUIVALENT, _compared(record).rstrip("; ") + told
+    update_count, wanted = len(record.updates), request.updates
+    fewer = phrase("outcome.fewer", made=update_count, wanted=wanted) if update_count < wanted else ""
+    remarks = (
+        fewer + _describe_blind_spot(record) + _in_both_runs(record) + record.epochs + _launched_alone(request, record)
+    )
+    return Outcome.EQUIVALENT, _describe_agreement(record).rstrip("; ") + remarks
 
 
 def _is_one_of_several(record: Record) -> bool:
@@ -234,7 +242,7 @@ def _calls_are_in_order(request: Request, record: Record) -> bool:
     return request.events_only and bool(record.complete) and not _is_one_of_several(record)
 
 
-def _named(findings: Sequence[Finding]) -> str:
+def _list_findings(findings: Sequence[Finding]) -> str:
     return ", ".join(dict.fromkeys(f"{finding.code} {finding.name}" for finding in findings))
 
 
@@ -251,7 +259,7 @@ def _open(record: Record, differing: UpdateComparison | None, faults: Sequence[F
     return ""
 
 
-def _hidden(record: Record) -> str:
+def _describe_blind_spot(record: Record) -> str:
     """What cannot show where both runs trained in several processes; empty where one did."""
     return phrase("outcome.ranks-in-both", record=record) if record.full_ranks > 1 else ""
 
@@ -263,12 +271,12 @@ def _launched_alone(request: Request, record: Record) -> str:
 
 def _in_both_runs(record: Record) -> str:
     """What an equal gradient of ranks does not tell: what both runs lose, and which rows counted."""
-    ranks, told = record.together, ""
+    ranks, remarks = record.together, ""
     if ranks is not None and ranks.is_altered:
-        told += phrase("outcome.altered-in-both", altered=ranks.altered)
+        remarks += phrase("outcome.altered-in-both", altered=ranks.altered)
     if ranks is not None and ranks.fed_alike:
-        told += phrase("outcome.shared-rows-count") if ranks.tensor_parallel else f"; {phrase('outcome.same-rows')}"
-    return told
+        remarks += phrase("outcome.shared-rows-count") if ranks.tensor_parallel else f"; {phrase('outcome.same-rows')}"
+    return remarks
 
 
 def _short(record: Record) -> str:
@@ -283,20 +291,20 @@ def _differing(update: UpdateComparison) -> str:
     rows = [row for row in update.parameters if row.outcome is Outcome.DIVERGENT]
     total = len(update.parameters)
     text = f"{len(rows)} of {total} parameter{'s' if total > 1 else ''} differ{'s' if len(rows) == 1 else ''}"
-    whole, of = update.relative_difference, "gradient"
+    difference, of = update.relative_difference, "gradient"
     if update.decided is Stage.CHANGE:
         text, of = f"the changes of the weights: {text}", "change"
     ratio = f", norm ratio {update.norm_ratio:.3g}" if math.isfinite(update.norm_ratio) else ""
-    if math.isinf(whole):
+    if math.isinf(difference):
         return f"{text}; the full-batch run has no {of} at all: every one is zero"
     return (
-        f"{text}; all together by {whole:.2g} of the full batch's {of}" + ratio
-        if math.isfinite(whole)
+        f"{text}; all together by {difference:.2g} of the full batch's {of}" + ratio
+        if math.isfinite(difference)
         else f"{text}; not every gradient is finite and there on both sides"
     )
 
 
-def _compared(record: Record) -> str:
+def _describe_agreement(record: Record) -> str:
     """How far the gradients agree, for a sentence that goes on; empty where none were judged."""
     judged = [update for update in record.updates if update.judged and update.outcome is Outcome.EQUIVALENT]
     if not judged:

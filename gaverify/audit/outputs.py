@@ -75,7 +75,7 @@ def enter(folder: Path, passed: Sequence[Path], needed: Sequence[Path]) -> str:
     """
     if sys.platform != "linux":
         return f"{sys.platform} has no private views of files"
-    here = os.getcwd()
+    working_folder = os.getcwd()
     try:
         _unshare()
         through = [(str(path), os.open(path, os.O_PATH)) for path in dict.fromkeys([folder, *passed])]
@@ -85,7 +85,7 @@ def enter(folder: Path, passed: Sequence[Path], needed: Sequence[Path]) -> str:
             os.close(original)
     except (_Impossible, OSError, AttributeError) as error:
         return str(error)
-    os.chdir(here)  # the folder of before lies under its cover now
+    os.chdir(working_folder)  # the folder of before lies under its cover now
     return ""
 
 
@@ -99,7 +99,7 @@ class _Cover:
         self._count = 0
         self._covered: list[str] = []
         with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as table:
-            self._mounts = [_unescaped(line.split()[4]) for line in table]
+            self._mounts = [_unescape(line.split()[4]) for line in table]
 
     def all_of(self, needed: Sequence[Path]) -> None:
         """Covers everything below the root but the system's folders, and what is needed besides."""
@@ -159,7 +159,7 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, option
         raise _Impossible(f"`{target}` cannot be covered ({os.strerror(ctypes.get_errno())})")
 
 
-def _unescaped(path: str) -> str:
+def _unescape(path: str) -> str:
     """A path of /proc/self/mountinfo, whose blanks and backslashes are written in octal."""
     return path.encode("latin-1", "surrogateescape").decode("unicode_escape") if "\\" in path else path
 
@@ -180,12 +180,12 @@ class Guard:
     Args:
         folder: Of the run; it may write there, and the list of what it adds stands there, a path a line.
         passed: More folders in which it may write.
-        told: Called before the process ends, with the file that would have been changed.
+        note_refused: Called before the process ends, with the file that would have been changed.
     """
 
-    def __init__(self, folder: Path, passed: Sequence[Path], told: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, passed: Sequence[Path], note_refused: Callable[[str], None]) -> None:
         self._free = tuple(os.path.realpath(path) + os.sep for path in (folder, *passed))
-        self._told = told
+        self._note_refused = note_refused
         self._list = os.open(folder / "added.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._read = folder / "added.txt"
         self._added: set[str] = set()
@@ -199,24 +199,24 @@ class Guard:
         if self._reading:
             return
         if event in _CHANGING:
-            self._changed(args[0])
+            self._check_change(args[0])
         if event in _MAKING:
-            self._made(args[_MAKING[event]])
+            self._note_new_file(args[_MAKING[event]])
         elif event == "open" and isinstance(args[2], int) and args[2] & _WRITES and not isinstance(args[0], int):
-            self._made(args[0])
+            self._note_new_file(args[0])
 
-    def _made(self, path: Any) -> None:
+    def _note_new_file(self, path: Any) -> None:
         """A file that is new, or one that is opened for writing."""
         name = self._name(path)
         if name is None:
             return
         if os.path.lexists(name):
-            self._changed(path)
+            self._check_change(path)
             return
         os.write(self._list, os.fsencode(name) + b"\n")
         self._added.add(name)
 
-    def _changed(self, path: Any) -> None:
+    def _check_change(self, path: Any) -> None:
         name = self._name(path)
         if name is not None and os.path.lexists(name) and not os.path.isdir(name) and not self._is_ours(name):
             self._refuse(name)
@@ -236,18 +236,18 @@ class Guard:
         if name not in self._added:  # another process of this run may have made it
             self._reading = True
             try:
-                self._added |= set(added(self._read))
+                self._added |= set(read_added(self._read))
             finally:
                 self._reading = False
         return name in self._added
 
     def _refuse(self, name: str) -> NoReturn:
         self._reading = True
-        self._told(name)
+        self._note_refused(name)
         os._exit(REFUSED)
 
 
-def added(path: Path) -> list[str]:
+def read_added(path: Path) -> list[str]:
     """Returns what a list of added files holds, in order; nothing where there is no list."""
     try:
         return [os.fsdecode(line) for line in path.read_bytes().splitlines()]
@@ -257,7 +257,7 @@ def added(path: Path) -> list[str]:
 
 def take_away(folder: Path) -> None:
     """Removes what the guarded run in `folder` added: files, and folders that are empty again."""
-    for name in reversed(added(folder / "added.txt")):
+    for name in reversed(read_added(folder / "added.txt")):
         try:
             (os.rmdir if os.path.isdir(name) and not os.path.islink(name) else os.remove)(name)
         except OSError:

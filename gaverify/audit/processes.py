@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gaverify.amounts import bytes_text
-from gaverify.audit.editing import PLACED, not_placed
+from gaverify.audit.editing import PLACED, explain_unplaced
 from gaverify.audit.job import (
     DISK_FULL,
     ERROR,
@@ -29,7 +29,7 @@ from gaverify.audit.job import (
     ended_early,
     failed_first,
     folders_of,
-    is_whole,
+    has_all_records,
     meta_of,
     rank_that_failed,
     ranks_of,
@@ -37,11 +37,11 @@ from gaverify.audit.job import (
 )
 from gaverify.audit.outputs import IMPOSSIBLE, take_away
 from gaverify.audit.request import Request
-from gaverify.children.launching import Kept, last_lines, signal_name, started
+from gaverify.children.launching import Kept, last_lines, signal_name, start_command
 from gaverify.errors import InternalError, ProblemError
 from gaverify.records.audit_report import TITLES
 from gaverify.records.events import Ending
-from gaverify.rules.wording import listed, phrase
+from gaverify.rules.wording import join_texts, phrase
 
 if TYPE_CHECKING:
     from gaverify.audit.reading import Run
@@ -53,19 +53,19 @@ _JOB, _DONE = "job.json", "done.json"
 class Child:
     """A run of the script: what it was told, the command that it stands for, how many seconds it took.
 
-    `kept` is its process, where it was not made by an earlier audit.
+    `handle` is its process, where it was not made by an earlier audit.
     """
 
     job: Job
     command: str
     seconds: float = 0.0
-    kept: Kept | None = None
+    handle: Kept | None = None
     started: float = 0.0
 
     @property
     def status(self) -> int | None:
         """How it ended; None while it runs."""
-        return self.kept.process.poll() if self.kept is not None else 0
+        return self.handle.process.poll() if self.handle is not None else 0
 
     @property
     def folder(self) -> Path:
@@ -78,14 +78,14 @@ class Child:
         return TITLES[self.job.role] + (f" (rank {self.job.rank} of {self.job.ranks})" if self.job.ranks > 1 else "")
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         """Whether it has ended, or all ranks that its launcher started are done: what it does then is no concern."""
         return self.status is not None or (bool(self.job.launcher) and self.has_all)
 
     @property
     def has_all(self) -> bool:
         """Whether the run has made all updates that were asked for, even where its script failed in the end."""
-        if not is_whole(self.folder):
+        if not has_all_records(self.folder):
             return False
         updates = [int(meta_of(folder)["updates"]) for folder in ranks_of(self.folder)]
         return bool(self.job.updates) and min(updates) >= self.job.updates
@@ -121,16 +121,16 @@ def check(child: Child, beside: Sequence[Child] = ()) -> None:
         beside: What ran at the same time, its other ranks among them.
     """
     status = child.status
-    if child.has_all or (status == 0 and is_whole(child.folder)):
+    if child.has_all or (status == 0 and has_all_records(child.folder)):
         _check_values(child)
         return
 
-    def told(name: str) -> str:
+    def read_note(name: str) -> str:
         """What a file holds that one of its processes left; empty where none did."""
-        left = [folder / name for folder in folders_of(child.folder) if (folder / name).exists()]
-        return left[0].read_text(encoding="utf-8") if left else ""
+        notes = [folder / name for folder in folders_of(child.folder) if (folder / name).exists()]
+        return notes[0].read_text(encoding="utf-8") if notes else ""
 
-    room, fault, refused = told(ROOM), told(INTERNAL), told("refused.json")
+    room, fault, refused = read_note(ROOM), read_note(INTERNAL), read_note("refused.json")
     if status == DISK_FULL or any((folder / ROOM).exists() for folder in folders_of(child.folder)):
         wanted, free = (bytes_text(count) for count in json.loads(room or "[0, 0]"))
         values = {"title": child.title, "folder": child.folder.parent, "wanted": wanted, "free": free}
@@ -139,14 +139,14 @@ def check(child: Child, beside: Sequence[Child] = ()) -> None:
     if fault or status == RECORDER_FAILED:
         raise InternalError(f"the recorder failed in the {child.title}: {fault or 'no traceback'}")
     if status == IMPOSSIBLE:
-        raise NoView(told("no-view.txt"))  # empty where the view that failed hides the file
+        raise NoView(read_note("no-view.txt"))  # empty where the view that failed hides the file
     if refused:
         name, place = json.loads(refused)
         where = f" ({place[0]}:{place[1]})" if place else ""
         raise ProblemError(phrase("runs.refused", child=child, name=name, where=where))
-    cause, whole = _cause(child, status)
-    left = _left_before(child, beside)
-    values = {"cause": cause, "left": left, "whole": whole, "output": output_of(child)}
+    cause, trace = _cause(child, status)
+    early_ends = _describe_early_ends(child, beside)
+    values = {"cause": cause, "left": early_ends, "whole": trace, "output": output_of(child)}
     raise ProblemError(phrase("runs.failed", child=child, **values).rstrip())
 
 
@@ -154,9 +154,9 @@ def _check_values(child: Child) -> None:
     """Raises where a value of the source was asked for and nothing in the source took it."""
     path = child.folder / PLACED
     taken = set(path.read_text(encoding="utf-8").splitlines()) if path.exists() else set()
-    left = [name for name, _ in child.job.values if name not in taken]
-    if left:
-        sentences = [not_placed(name, child.job.script) for name in left]
+    missing = [name for name, _ in child.job.values if name not in taken]
+    if missing:
+        sentences = [explain_unplaced(name, child.job.script) for name in missing]
         raise ProblemError(f"the {child.title}: " + "\n".join(sentences))
 
 
@@ -164,10 +164,10 @@ def _cause(child: Child, status: int | None) -> tuple[str, str]:
     """Why a run failed, in a line, and the traceback where there is one: that of the process that failed first."""
     first = failed_first(child.folder)
     if first is not None:
-        cause, _, whole = (first / ERROR).read_text(encoding="utf-8", errors="replace").partition("\n")
-        said = last_lines(child.folder / "log.txt")[-1:] if not whole else []
+        cause, _, trace = (first / ERROR).read_text(encoding="utf-8", errors="replace").partition("\n")
+        said = last_lines(child.folder / "log.txt")[-1:] if not trace else []
         rank = f"rank {(first / RANK).read_text(encoding='ascii')}: " if (first / RANK).exists() else ""
-        return rank + ": ".join([cause, *said]), whole
+        return rank + ": ".join([cause, *said]), trace
     if child.job.launcher:
         return _of_launcher(child, status), ""
     assert status is not None
@@ -176,24 +176,26 @@ def _cause(child: Child, status: int | None) -> tuple[str, str]:
     return phrase("runs.left", status=status), ""
 
 
-def _left_before(child: Child, beside: Sequence[Child]) -> str:
+def _describe_early_ends(child: Child, beside: Sequence[Child]) -> str:
     """Which ranks had come to their end before one failed that may have waited for them; ends its line."""
     if child.job.launcher:
         ended = ended_early(child.folder)
     else:
-        others = [other for other in beside if child.job.ranks > 1 and other.job.ranks > 1 and other is not child]
-        ended = [(other.job.rank, updates_of(other.folder)) for other in others if other.status == 0]
-    told = [phrase("runs.ended-early", rank=rank, made=made, updates=child.job.updates) for rank, made in ended]
-    return "; ".join(told) + "\n" if told else ""
+        siblings = [
+            sibling for sibling in beside if child.job.ranks > 1 and sibling.job.ranks > 1 and sibling is not child
+        ]
+        ended = [(sibling.job.rank, updates_of(sibling.folder)) for sibling in siblings if sibling.status == 0]
+    sentences = [phrase("runs.ended-early", rank=rank, made=count, updates=child.job.updates) for rank, count in ended]
+    return "; ".join(sentences) + "\n" if sentences else ""
 
 
 def _of_launcher(child: Child, status: int | None) -> str:
     """Why a launcher's run has no complete record although no process of it said so."""
     word = child.job.launcher[0]
-    found = ranks_of(child.folder)
-    if found:
-        ranks, updates = meta_of(found[0])["ranks"], [meta_of(folder)["updates"] for folder in found]
-        values = {"found": len(found), "ranks": ranks, "made": ", ".join(map(str, updates))}
+    folders = ranks_of(child.folder)
+    if folders:
+        ranks, updates = meta_of(folders[0])["ranks"], [meta_of(folder)["updates"] for folder in folders]
+        values = {"found": len(folders), "ranks": ranks, "made": ", ".join(map(str, updates))}
         return phrase("runs.some-ranks", word=word, status=status, **values)
     entered = any(folder != child.folder for folder in folders_of(child.folder))
     return phrase("runs.no-step" if entered or status else "runs.not-entered", word=word, status=status)
@@ -205,16 +207,16 @@ def progress_so_far(child: Child, children: Sequence[Child]) -> str:
         return ""
     of = f"of {child.job.updates} updates"
     if child.job.launcher:
-        made = [count for count in map(updates_of, folders_of(child.folder)) if count]
-        return f"its processes had made {', '.join(map(str, made)) or 0} {of}\n"
+        counts = [count for count in map(updates_of, folders_of(child.folder)) if count]
+        return f"its processes had made {', '.join(map(str, counts)) or 0} {of}\n"
     if child.job.ranks == 1:
         return f"it had made {updates_of(child.folder)} {of}\n"
-    told = []
-    for other in children:
-        if other.job.ranks > 1:
-            state = "went on" if other.status is None else "had ended"
-            told.append(f"rank {other.job.rank} {state} with {updates_of(other.folder)} {of}")
-    return "; ".join(told) + "\n"
+    sentences = []
+    for sibling in children:
+        if sibling.job.ranks > 1:
+            state = "went on" if sibling.status is None else "had ended"
+            sentences.append(f"rank {sibling.job.rank} {state} with {updates_of(sibling.folder)} {of}")
+    return "; ".join(sentences) + "\n"
 
 
 def output_of(child: Child) -> str:
@@ -258,8 +260,8 @@ def run_jobs(jobs: Sequence[tuple[Job, str]], timeout: float, progress: Callable
         failed = _wait(children, timeout)
     finally:
         for child in children:
-            if child.kept is not None:
-                child.kept.end()
+            if child.handle is not None:
+                child.handle.end()
             for folder in folders_of(child.folder) if child.job.files == "guard" else ():
                 take_away(folder)
     for child in [failed] if failed is not None else children:
@@ -277,7 +279,7 @@ def _start(job: Job, command: str) -> Child:
     job.write(child.folder / _JOB)
     code = _BOOT.format(root=_ROOT, job=str(child.folder / _JOB))
     with (child.folder / "log.txt").open("wb") as log:
-        child.kept = started(
+        child.handle = start_command(
             [sys.executable, "-c", code],
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -303,7 +305,7 @@ def _wait(children: Sequence[Child], timeout: float) -> Child | None:
     while open_children:
         for child in list(open_children):
             child.seconds = time.monotonic() - child.started
-            if child.done:
+            if child.is_done:
                 open_children.remove(child)
                 if child.status and not child.has_all:
                     return _first_of(children)
@@ -327,13 +329,13 @@ def _first_of(children: Sequence[Child]) -> Child:
     return (silent or sorted(failed, key=lambda child: (child.folder / ERROR).stat().st_mtime_ns))[0]
 
 
-def check_ranks(request: Request, seen: list[int]) -> None:
+def check_ranks(request: Request, group_sizes: list[int]) -> None:
     """Raises unless the script trained in as many ranks as were started."""
-    if set(seen) != {len(seen)}:
-        counts = ", ".join(map(str, sorted(set(seen))))
-        option = f"--ranks {len(seen)}" if request.ranks is not None else "--launcher"
-        which = "runs.more-ranks" if max(seen) > len(seen) else "runs.other-ranks"
-        raise ProblemError(phrase(which, option=option, most=max(seen), seen=len(seen), counts=counts))
+    if set(group_sizes) != {len(group_sizes)}:
+        counts = ", ".join(map(str, sorted(set(group_sizes))))
+        option = f"--ranks {len(group_sizes)}" if request.ranks is not None else "--launcher"
+        which = "runs.more-ranks" if max(group_sizes) > len(group_sizes) else "runs.other-ranks"
+        raise ProblemError(phrase(which, option=option, most=max(group_sizes), seen=len(group_sizes), counts=counts))
 
 
 def check_parameters(runs: Sequence[Run]) -> None:
@@ -343,13 +345,13 @@ def check_parameters(runs: Sequence[Run]) -> None:
     """
     if any(run.meta.get("flattened") for run in runs):
         raise ProblemError(phrase("runs.flattened"))
-    known = [{key.partition(":")[2]: shape for key, shape in run.parameters.values()} for run in runs]
-    for rank, own in enumerate(known):
-        named = list(dict.fromkeys([*known[0], *own]))
-        apart = [name for name in named if known[0].get(name) != own.get(name)]
-        if apart:
-            shown = listed([f"`{name}`" for name in apart], 5)
-            raise ProblemError(phrase("runs.other-parameters", shown=shown, rank=rank))
+    shapes_by_rank = [{key.partition(":")[2]: shape for key, shape in run.parameters.values()} for run in runs]
+    for rank, shapes in enumerate(shapes_by_rank):
+        named = list(dict.fromkeys([*shapes_by_rank[0], *shapes]))
+        differing = [name for name in named if shapes_by_rank[0].get(name) != shapes.get(name)]
+        if differing:
+            listing = join_texts([f"`{name}`" for name in differing], 5)
+            raise ProblemError(phrase("runs.other-parameters", shown=listing, rank=rank))
 
 
 def check_updates(child: Child, run: Run) -> None:
@@ -366,8 +368,8 @@ def check_updates(child: Child, run: Run) -> None:
     if not any(event.kind == "step" for event in run.events):
         if run.meta["by_hand"] and not child.job.by_hand:
             return  # it is run again
-        seen = phrase("runs.backwards-alone", train=train) if backwards else _instead(child.job, run, train)
-        raise ProblemError(_sentence(child, run, "reached no optimizer step", f"it made {seen}"))
+        activity = phrase("runs.backwards-alone", train=train) if backwards else _instead(child.job, run, train)
+        raise ProblemError(_sentence(child, run, "reached no optimizer step", f"it made {activity}"))
     if not backwards and not run.meta["had_gradients"]:
         raise ProblemError(_sentence(child, run, phrase("runs.no-gradient"), train))
 
@@ -384,7 +386,7 @@ def _instead(job: Job, run: Run, train: str) -> str:
 
 
 def _sentence(child: Child, run: Run, what: str, advice: str) -> str:
-    left = Ending(run.meta["reason"]) is Ending.EXIT
-    how = f"it left with sys.exit({run.meta['status']})" if left else "it ran to its end"
+    has_exited = Ending(run.meta["reason"]) is Ending.EXIT
+    how = f"it left with sys.exit({run.meta['status']})" if has_exited else "it ran to its end"
     title = TITLES[child.job.role]
     return phrase("runs.no-updates", title=title, what=what, how=how, command=child.command, advice=advice)

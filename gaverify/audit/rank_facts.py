@@ -43,22 +43,22 @@ def rank_facts(full: Run, accumulated: RankedRun, update: UpdateComparison, unit
     """
     rounds = rounds_of(accumulated.events)
     first, difference = rounds[0], update.relative_difference
-    whole = full.samples(first)
+    full_samples = full.samples(first)
     ranks = [run.samples(first) for run in accumulated.ranks]
     sharded = any(accumulated.meta["shards"])
     engine = Engine(accumulated.meta["engine"]) if accumulated.meta["engine"] else None
-    own = [{at: _total(samples, at) for at in samples.steps} for samples in ranks]
+    own_gradients = [{at: _total(samples, at) for at in samples.steps} for samples in ranks]
     window = [event for event in accumulated.ranks[0].events if event.update == 1 and event.kind == "backward"]
     # of trained tensors, which the script makes in its forwards and losses
     gathers = sum(len(event.values.get("gathers", ())) for event in window)
     fed = [run.rows_of(run.samples(first), reached=False) for run in accumulated.ranks]
-    checks = [check_rows(one, other) for one, other in combinations(fed, 2)]
+    checks = [check_rows(one, another) for one, another in combinations(fed, 2)]
     facts = RankFacts(
         ranks=len(ranks),
         engine=engine,
-        apart=max(apart(accumulated, round_, "final") for round_ in rounds),
-        summed_apart=apart(accumulated, first, "summed"),
-        started_apart=apart(accumulated, first, "before"),
+        apart=max(distance_between_ranks(accumulated, round_, "final") for round_ in rounds),
+        summed_apart=distance_between_ranks(accumulated, first, "summed"),
+        started_apart=distance_between_ranks(accumulated, first, "before"),
         window=_traffic(window),
         own=Traffic({Collective.GATHER: gathers} if gathers else {}),  # their bytes are not counted
         weights=None,
@@ -67,7 +67,7 @@ def rank_facts(full: Run, accumulated: RankedRun, update: UpdateComparison, unit
         divergent=update.outcome is Outcome.DIVERGENT,
         from_one_process=difference,
         buffers_apart=buffers_apart([samples.buffers for samples in ranks], unit),
-        mean_left=math.nan if sharded else _mean_left(whole, own),
+        mean_left=math.nan if sharded else _mean_difference(full_samples, own_gradients),
         # What tensor parallelism reduces alone is activations.
         reduced=()
         if sharded and engine is not Engine.FSDP2
@@ -77,7 +77,7 @@ def rank_facts(full: Run, accumulated: RankedRun, update: UpdateComparison, unit
         fed_alike=any(check.checked and check.same for check in checks),
         tensor_parallel=accumulated.meta["tensor_parallel"],
         targets=_targets(accumulated),
-        altered=_altered(accumulated.samples(first)),
+        altered=_altered_share(accumulated.samples(first)),
         names_apart=_names_apart(accumulated, first, FIT_UNITS * unit),
         update_bytes=_SMALLEST * sum(math.prod(shape) for _, shape in accumulated.parameters.values()),
     )
@@ -85,17 +85,17 @@ def rank_facts(full: Run, accumulated: RankedRun, update: UpdateComparison, unit
         return facts
     # Clipping would hide a wrong weight; without it what the optimizers saw counts, which a script may have reduced.
     clipped = update.decided is Stage.SUMMED and not facts.reduced_late
-    stages = [side.summed if clipped else side.of("final") for side in (whole, ranks[0])]
-    fit = fit_gradients(stages[0], whole.of("stretches"), stages[1], own)
+    stages = [side.summed_gradients if clipped else side.of("final") for side in (full_samples, ranks[0])]
+    fit = fit_gradients(stages[0], full_samples.of("stretches"), stages[1], own_gradients)
     alike = facts.reduced_late and fit is not None and is_constant(fit.weights, facts.rounding)
     return replace(facts, weights=fit, shards=_parts(full, accumulated, fit) if alike and fit is not None else ())
 
 
 def _parts(full: Run, accumulated: RankedRun, fit: WeightFit) -> tuple[Share, ...]:
     """What each rank, and its clipping, made of its own gradient before a script reduced them by hand."""
-    left, whole = max(fit.residual, fit.used_residual), _clipping(full)
+    residual, full_clipping = max(fit.residual, fit.used_residual), _clipping(full)
     return tuple(
-        Share(used / right, left, _clipping(run) / whole)
+        Share(used / right, residual, _clipping(run) / full_clipping)
         for run, used, right in zip(accumulated.ranks, fit.used, fit.weights, strict=True)
     )
 
@@ -106,16 +106,16 @@ def _clipping(run: Run) -> float:
     return math.prod(min(1.0, clip.limit / clip.norm) if clip.norm else math.nan for clip in clips)
 
 
-def _altered(samples: Samples) -> float:
+def _altered_share(samples: Samples) -> float:
     """Which part of the gradient is no sum of what the ranks' backward passes computed; NaN where that is not known.
 
     Elements for which none computed anything got their gradient in another way, and are left out.
     """
     increments, used = samples.increments, {}
-    for at, gradient in samples.summed.items():
+    for at, gradient in samples.summed_gradients.items():
         parts = [part[at] for part in increments if at in part and len(part[at]) == len(gradient)]
-        known = torch.stack(parts).any(0) if parts else torch.zeros_like(gradient, dtype=torch.bool)
-        used[at] = gradient * known
+        computed = torch.stack(parts).any(0) if parts else torch.zeros_like(gradient, dtype=torch.bool)
+        used[at] = gradient * computed
     fit = fit_gradients(used, samples.of("stretches"), used, increments)
     return math.nan if fit is None else fit.residual
 
@@ -130,64 +130,72 @@ def _traffic(backwards: Sequence[Event]) -> Traffic:
 
 def _targets(accumulated: RankedRun) -> tuple[tuple[int, ...], ...]:
     """The valid targets of each rank in each of the first window's passes; empty where one is unknown or has none."""
-    found = []
+    by_rank = []
     for run in accumulated.ranks:
         window = [event for event in run.events if event.update == 1 and event.kind == "backward"]
-        found.append(tuple(max((count for count, _ in e.values.get("targets", ())), default=0) for e in window))
-    return tuple(found) if all(counts and all(counts) for counts in found) else ()
+        by_rank.append(tuple(max((count for count, _ in e.values.get("targets", ())), default=0) for e in window))
+    return tuple(by_rank) if all(counts and all(counts) for counts in by_rank) else ()
 
 
-def _mean_left(whole: Samples, own: Sequence[Mapping[int, torch.Tensor]]) -> float:
+def _mean_difference(full_samples: Samples, own_gradients: Sequence[Mapping[int, torch.Tensor]]) -> float:
     """How far the mean of the ranks' own gradients is from the full batch's, relative."""
-    stretches = whole.of("stretches")
-    target = {at: gradient for at, gradient in whole.summed.items() if all(at in part for part in own)}
+    stretches = full_samples.of("stretches")
+    target = {
+        at: gradient
+        for at, gradient in full_samples.summed_gradients.items()
+        if all(at in part for part in own_gradients)
+    }
     if not target:
         return math.nan
-    apart = size = 0.0
+    difference = size = 0.0
     for at, gradient in target.items():
-        mean = sum((part[at] for part in own[1:]), own[0][at]) / len(own)
-        apart += float((stretches[at] * (mean - gradient).square()).sum())
+        mean = sum((part[at] for part in own_gradients[1:]), own_gradients[0][at]) / len(own_gradients)
+        difference += float((stretches[at] * (mean - gradient).square()).sum())
         size += float((stretches[at] * gradient.square()).sum())
-    return math.sqrt(apart / size) if size else math.nan
+    return math.sqrt(difference / size) if size else math.nan
 
 
 def _shares(full: Run, accumulated: RankedRun, round_: Round) -> tuple[Share, ...]:
     """What each rank made of its shard, where the sums of both runs are known."""
     used, sums = full.gradients(round_), accumulated.gradients(round_, summed=True)
     norm = math.hypot(*(float(torch.linalg.vector_norm(gradient.double())) for gradient in sums.values()))
-    found = []
+    shares = []
     for run in accumulated.ranks:
-        parts, own = run.gradients(round_), run.gradients(round_, summed=True)
+        parts, own_sums = run.gradients(round_), run.gradients(round_, summed=True)
         pairs = [(parts[place], _cut(run, place, used[place])) for place in parts if place in used]
         inner = sum(float((a.double() * b.double()).sum()) for a, b in pairs)
         size = sum(float(b.double().square().sum()) for _, b in pairs)
-        alone = math.hypot(*(float(torch.linalg.vector_norm(gradient.double())) for gradient in own.values()))
+        alone = math.hypot(*(float(torch.linalg.vector_norm(gradient.double())) for gradient in own_sums.values()))
         if not size or not alone:
             return ()
         factor = inner / size
-        left = sum(float((a.double() - factor * b.double()).square().sum()) for a, b in pairs)
-        found.append(Share(factor, math.sqrt(left / size), norm / alone))
-    return tuple(found)
+        residual = sum(float((a.double() - factor * b.double()).square().sum()) for a, b in pairs)
+        shares.append(Share(factor, math.sqrt(residual / size), norm / alone))
+    return tuple(shares)
 
 
-def _cut(run: Run, place: Place, whole: torch.Tensor) -> torch.Tensor:
+def _cut(run: Run, place: Place, gradient: torch.Tensor) -> torch.Tensor:
     """The shard of a whole gradient that a rank holds."""
     offset = run.meta["shards"][place[0]].get(str(place[1]))
     if offset is None:
-        return whole
+        return gradient
     sizes = run.meta["local"][place[0]][str(place[1])]
-    return whole[tuple(slice(at, at + size) for at, size in zip(offset, sizes, strict=True))]
+    return gradient[tuple(slice(at, at + size) for at, size in zip(offset, sizes, strict=True))]
 
 
-def weighed_run(full: Run, again: Run, record: Record) -> ControlRun:
+def compare_weighed_run(full: Run, control_run: Run, record: Record) -> ControlRun:
     """Returns what the first differing update of a run with other weights leaves."""
     update = record.divergent
     assert update is not None
-    left = left_by(full, again, summed=update.decided is Stage.SUMMED, update=update.number)
-    return ControlRun("each loss multiplied by what it should count", left, left <= record.tolerance)
+    difference_left = gradient_difference(
+        full, control_run, summed=update.decided is Stage.SUMMED, update=update.number
+    )
+    return ControlRun(
+        "each loss multiplied by what it should count", difference_left, difference_left <= record.tolerance
+    )
 
 
-def left_by(
+def gradient_difference(
     full: Run, accumulated: Run, left_out: Collection[Place] = (), *, summed: bool = True, update: int = 1
 ) -> float:
     """Returns ‖accumulated − full‖ / ‖full‖ of an update's gradients; NaN where there are none.
@@ -211,24 +219,24 @@ def _total(samples: Samples, at: int) -> torch.Tensor:
     return sum((change for _, change in step["increments"]), torch.zeros_like(step["final"]))
 
 
-def apart(accumulated: RankedRun, round_: Round, what: str) -> float:
+def distance_between_ranks(accumulated: RankedRun, round_: Round, what: str) -> float:
     """How far gradients, or weights before the step, are apart between ranks that hold the same piece of a parameter.
 
     Relative to those of the first such rank, at the sampled elements; NaN where no two ranks hold the same. Ranks whose
     pieces have other shapes sample other elements, and addends of a sum that is still to be made are no copies.
     """
-    found: dict[int, list[tuple[float, float]]] = {}
+    norms_by_rank: dict[int, list[tuple[float, float]]] = {}
     for rank, _, difference, norm in _copies(accumulated, round_, what):
-        found.setdefault(rank, []).append((difference, norm))
-    return max(map(relative_total, found.values()), default=math.nan)
+        norms_by_rank.setdefault(rank, []).append((difference, norm))
+    return max(map(relative_total, norms_by_rank.values()), default=math.nan)
 
 
 def _names_apart(accumulated: RankedRun, round_: Round, allowed: float) -> tuple[str, ...]:
     """The parameters whose gradients are apart at the step, where those of others agree."""
     copies = list(_copies(accumulated, round_, "final"))
-    apart = {place for _, place, difference, norm in copies if difference > allowed * norm}
-    names = {place: accumulated.parameters[place][0].partition(":")[2] for place in sorted(apart)}
-    return tuple(names.values()) if len(apart) < len({place for _, place, *_ in copies}) else ()
+    differing = {place for _, place, difference, norm in copies if difference > allowed * norm}
+    names = {place: accumulated.parameters[place][0].partition(":")[2] for place in sorted(differing)}
+    return tuple(names.values()) if len(differing) < len({place for _, place, *_ in copies}) else ()
 
 
 def _copies(accumulated: RankedRun, round_: Round, what: str) -> Iterator[tuple[int, Place, float, float]]:
@@ -236,12 +244,12 @@ def _copies(accumulated: RankedRun, round_: Round, what: str) -> Iterator[tuple[
     first: dict[Any, torch.Tensor] = {}
     for rank, run in enumerate(accumulated.ranks):
         samples = run.samples(round_)
-        for at, values in (samples.summed if what == "summed" else samples.of(what)).items():
+        for at, values in (samples.summed_gradients if what == "summed" else samples.of(what)).items():
             shards, sizes = run.meta["shards"][at], samples.steps[at]["sizes"]
             layout = (tuple(sizes), str(sorted(run.meta["local"][at].items())))
             for place, part in enumerate(values.split(sizes)):
                 if str(place) in run.meta["addends"][at] or not len(part):
                     continue
-                kept = first.setdefault((at, place, str(shards.get(str(place))), layout), part)
-                if kept is not part:
-                    yield rank, (at, place), float((part - kept).norm()), float(kept.norm())
+                reference = first.setdefault((at, place, str(shards.get(str(place))), layout), part)
+                if reference is not part:
+                    yield rank, (at, place), float((part - reference).norm()), float(reference.norm())

@@ -71,8 +71,10 @@ class RankedRun(Run):
         streams = [[event for event in run.events if event.kind in _COUNTED] for run in self.ranks]
         self._check_alike(streams)
         feeding = [at for at, run in enumerate(self.ranks) if run in (self.feeding or self.ranks)]
-        together = {id(same[0]): [same[at] for at in feeding] for same in zip(*streams, strict=True)}
-        return tuple(_merged(event, together.get(id(event), [event])) for event in self.ranks[0].events)
+        together = {
+            id(counterparts[0]): [counterparts[at] for at in feeding] for counterparts in zip(*streams, strict=True)
+        }
+        return tuple(_merge_event(event, together.get(id(event), [event])) for event in self.ranks[0].events)
 
     def _check_alike(self, streams: Sequence[Sequence[Event]]) -> None:
         for rank, stream in enumerate(streams):
@@ -84,41 +86,41 @@ class RankedRun(Run):
                 common = min(run.updates for run in self.ranks)
                 fewer = 0 < common < max(run.updates for run in self.ranks)
                 advice = phrase("runs.fewer-updates", common=common) if fewer else ""
-                one, other = counts
-                raise ProblemError(phrase("runs.ranks-apart", one=one, other=other, rank=rank, fewer=advice))
+                one, another = counts
+                raise ProblemError(phrase("runs.ranks-apart", one=one, other=another, rank=rank, fewer=advice))
 
     def gradients(self, round_: Round, *, summed: bool = False) -> dict[Place, torch.Tensor]:
         """Returns rank 0's gradients, those of sharded parameters put together from all ranks."""
-        found = self.ranks[0].gradients(round_, summed=summed)
+        merged = self.ranks[0].gradients(round_, summed=summed)
         sharded = {(at, int(place)) for at, shards in enumerate(self.meta["shards"]) for place in shards}
-        if not sharded & set(found):
-            return found
+        if not sharded & set(merged):
+            return merged
         parts = [run.gradients(round_, summed=summed) for run in self.ranks]
-        for place in sharded & set(found):
-            whole = torch.zeros(self.parameters[place][1], dtype=found[place].dtype, device=found[place].device)
+        for place in sharded & set(merged):
+            gradient = torch.zeros(self.parameters[place][1], dtype=merged[place].dtype, device=merged[place].device)
             for run, gradients in zip(self.ranks, parts, strict=True):
                 if place in gradients:
                     part = gradients[place]
                     offset = run.meta["shards"][place[0]][str(place[1])]
                     copies = run.meta["addends"][place[0]].get(str(place[1]))
-                    shard = whole[tuple(slice(at, at + size) for at, size in zip(offset, part.shape, strict=True))]
+                    shard = gradient[tuple(slice(at, at + size) for at, size in zip(offset, part.shape, strict=True))]
                     shard.copy_(part if copies is None else shard + part / copies)
-            found[place] = whole
-        return found
+            merged[place] = gradient
+        return merged
 
     def samples(self, round_: Round) -> Samples:
         """Returns rank 0's samples with the increments of all ranks, those of one backward pass side by side."""
-        whole = self.ranks[0].samples(round_)
-        others = [run.samples(round_) for run in self.ranks]
+        first_rank = self.ranks[0].samples(round_)
+        of_ranks = [run.samples(round_) for run in self.ranks]
         steps: dict[int, Any] = {}
-        for at, step in whole.steps.items():
+        for at, step in first_rank.steps.items():
             if self.meta["shards"][at]:
-                changed = any(side.steps[at]["summed"] is not None for side in others if at in side.steps)
+                changed = any(side.steps[at]["summed"] is not None for side in of_ranks if at in side.steps)
                 steps[at] = {**step, **self._sampled_again(at, round_, changed=changed)}
                 continue
             increments = [
                 (number * len(self.ranks) + rank, change)
-                for rank, samples in enumerate(others)
+                for rank, samples in enumerate(of_ranks)
                 if at in samples.steps
                 for number, change in samples.steps[at]["increments"]
             ]
@@ -151,9 +153,9 @@ class RankedRun(Run):
 
     def each(self, round_: Round) -> list[Samples]:
         """Returns the samples of every rank, of the optimizers whose parameters each of them holds whole."""
-        whole = {at for at, shards in enumerate(self.meta["shards"]) if not shards}
-        found = [run.samples(round_).steps for run in self.ranks]
-        return [Samples({at: step for at, step in steps.items() if at in whole}) for steps in found]
+        unsharded = {at for at, shards in enumerate(self.meta["shards"]) if not shards}
+        steps_by_rank = [run.samples(round_).steps for run in self.ranks]
+        return [Samples({at: step for at, step in steps.items() if at in unsharded}) for steps in steps_by_rank]
 
     def rows_of(self, samples: Samples, *, reached: bool) -> list[dict[str, Any]]:
         """Returns the rows that all ranks were fed, those of ranks that share them once."""
@@ -165,15 +167,16 @@ class RankedRun(Run):
         return sum(run.disk_bytes for run in self.ranks)
 
 
-def _merged(event: Event, everyone: Sequence[Event]) -> Event:
+def _merge_event(event: Event, everyone: Sequence[Event]) -> Event:
     values = dict(event.values)
     if event.kind == "forward":
-        rows = [other.values.get("rows") for other in everyone]
+        rows = [event_of_rank.values.get("rows") for event_of_rank in everyone]
         values["rows"] = None if None in rows else sum(rows)  # type: ignore[arg-type]
     if event.kind == "backward" and values.get("targets"):
-        lists = [other.values.get("targets", []) for other in everyone]
+        lists = [event_of_rank.values.get("targets", []) for event_of_rank in everyone]
         if len({len(targets) for targets in lists}) == 1:
             values["targets"] = [
-                (sum(count for count, _ in same), sum(total for _, total in same)) for same in zip(*lists, strict=True)
+                (sum(count for count, _ in counts_of_ranks), sum(total for _, total in counts_of_ranks))
+                for counts_of_ranks in zip(*lists, strict=True)
             ]
     return replace(event, values=values)

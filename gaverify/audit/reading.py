@@ -60,14 +60,14 @@ class Run:
             round_: The steps.
             summed: As the window's last backward pass left them, where something changed them before the step.
         """
-        found: dict[Place, torch.Tensor] = {}
+        gradients: dict[Place, torch.Tensor] = {}
         for optimizer, step in round_:
             paths = [self.folder / f"{kind}-{optimizer}-{step}.pt" for kind in ("summed", "gradients")]
             path = paths[0] if summed and paths[0].exists() else paths[1]
             if path.exists():
                 stored = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-                found |= {(optimizer, at): gradient for at, gradient in stored.items()}
-        return found
+                gradients |= {(optimizer, at): gradient for at, gradient in stored.items()}
+        return gradients
 
     def samples(self, round_: Round) -> Samples:
         """Returns what was sampled at some steps; steps that the run did not make are left out."""
@@ -106,12 +106,12 @@ class Run:
             if event.kind == "forward":
                 counts[event.update] = counts.get(event.update, 0) + 1
                 places[event.values["number"]] = event.update, counts[event.update] - 1
-        found = [places[event.values["number"]] for event in forwards]
+        positions = [places[event.values["number"]] for event in forwards]
         # an update that the run did not end has no stored rows
-        return [rows[position] for update, position in found if position < len(rows := self.rows(update))]
+        return [rows[position] for update, position in positions if position < len(rows := self.rows(update))]
 
     @property
-    def trained(self) -> dict[int, frozenset[int]]:
+    def models_by_optimizer(self) -> dict[int, frozenset[int]]:
         """The models that each optimizer trains, by the numbers that the events of their forwards have."""
         return {optimizer: frozenset(models) for optimizer, models in enumerate(self.meta["models"]) if models}
 
@@ -139,7 +139,7 @@ class Samples:
         return math.hypot(*(float((value * self.steps[at]["stretches"].sqrt()).norm()) for at, value in of.items()))
 
     @property
-    def summed(self) -> dict[int, torch.Tensor]:
+    def summed_gradients(self) -> dict[int, torch.Tensor]:
         """The gradients as the last backward pass left them, shape (S,)."""
         return self.of("final") | self.of("summed")
 
@@ -151,11 +151,11 @@ class Samples:
     @property
     def increments(self) -> list[dict[int, torch.Tensor]]:
         """What each backward pass added, in order."""
-        found: dict[int, dict[int, torch.Tensor]] = {}
+        by_backward: dict[int, dict[int, torch.Tensor]] = {}
         for at, step in self.steps.items():
             for backward, change in step["increments"]:
-                found.setdefault(backward, {})[at] = change
-        return [found[backward] for backward in sorted(found)]
+                by_backward.setdefault(backward, {})[at] = change
+        return [by_backward[backward] for backward in sorted(by_backward)]
 
     @property
     def forwards(self) -> list[tuple[int, int]]:
@@ -180,11 +180,11 @@ def labels(full: Run, accumulated: Run) -> dict[Place, str]:
     has the other run's name, if that has one.
     """
     keys = {}
-    other = accumulated.parameters
+    accumulated_parameters = accumulated.parameters
     for place, (key, _) in full.parameters.items():
-        known = other.get(place, (key, ()))[0]
-        keys[place] = known if key.startswith("-") and not known.startswith("-") else key
-    keys = {place: key for place, (key, _) in other.items()} | keys
+        other_key = accumulated_parameters.get(place, (key, ()))[0]
+        keys[place] = other_key if key.startswith("-") and not other_key.startswith("-") else key
+    keys = {place: key for place, (key, _) in accumulated_parameters.items()} | keys
     models = {key.partition(":")[0] for key in keys.values() if not key.startswith("-")}
     named = {}
     for place, key in keys.items():

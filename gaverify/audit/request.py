@@ -49,7 +49,7 @@ class Request:
         full_setting: What else the full-batch run alone is given.
         accumulated_setting: The same for the accumulated run, and for the only run with `events_only`.
         seed: Seeds every generator before the script starts.
-        keep: A folder in which the runs' records stay, for `kept`.
+        keep: A folder in which the runs' records stay, for `read_request`.
         ranks: Processes that train together in the accumulated run; None starts one, without a launcher's variables.
         launcher: The words of a command that starts the accumulated run's processes, in place of `ranks`.
         full_launcher: The same of the full-batch run, for scripts that seed by rank; without it that is one process.
@@ -88,7 +88,7 @@ class Request:
         )
 
     @property
-    def ranked(self) -> bool:
+    def has_ranks(self) -> bool:
         """Whether the accumulated run trains in several processes."""
         return self.ranks is not None or bool(self.launcher)
 
@@ -138,9 +138,9 @@ class Request:
         if self.ranks is not None and self.ranks < 2:
             problems.append(phrase("request.ranks", ranks=self.ranks))
         world = os.environ.get("WORLD_SIZE", "1")
-        if not self.ranked and world.isdigit() and int(world) > 1:
+        if not self.has_ranks and world.isdigit() and int(world) > 1:
             problems.append(phrase("request.world", world=world, others=int(world) - 1))
-        if self.ranked and self.events_only:
+        if self.has_ranks and self.events_only:
             problems.append(phrase("request.events", option=option))
         if self.launcher and self.ranks is not None:
             problems.append(phrase("request.both"))
@@ -160,11 +160,11 @@ class Request:
     def _script_problems(self, script: str) -> list[str]:
         if self.module:
             try:
-                found = script and importlib.util.find_spec(script.split(".")[0]) is not None
+                is_importable = script and importlib.util.find_spec(script.split(".")[0]) is not None
             except (ImportError, ValueError):
-                found = False
-            here = os.path.join(os.getcwd(), *script.split("."))
-            if found or os.path.exists(here + ".py") or os.path.isdir(here):
+                is_importable = False
+            path = os.path.join(os.getcwd(), *script.split("."))
+            if is_importable or os.path.exists(path + ".py") or os.path.isdir(path):
                 return []
             return [phrase("request.no-module", script=script, folder=os.getcwd())]
         if os.path.isfile(script):
@@ -175,12 +175,12 @@ class Request:
         return [phrase("request.no-script", script=script, kind=kind)]
 
 
-def written(request: Request) -> str:
-    """Returns a request as JSON, for `kept`."""
+def encode_request(request: Request) -> str:
+    """Returns a request as JSON, for `read_request`."""
     return json.dumps({"version": 1, "request": asdict(request)}, indent=2)
 
 
-def kept(folder: str) -> Request:
+def read_request(folder: str) -> Request:
     """Returns the request whose records a folder keeps.
 
     Raises:
@@ -189,10 +189,10 @@ def kept(folder: str) -> Request:
     path = os.path.join(folder, RECORDED)
     try:
         with open(path, encoding="utf-8") as stream:
-            whole = json.load(stream)
-        if whole["version"] != 1:
-            raise ValueError(f"version {whole['version']}")
-        fields = tuples(whole["request"])
+            document = json.load(stream)
+        if document["version"] != 1:
+            raise ValueError(f"version {document['version']}")
+        fields = tuples(document["request"])
         settings = {name: Setting(**fields[name]) for name in ("full_setting", "accumulated_setting")}
         return Request(**{**fields, **settings, "keep": folder})
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -14,7 +14,7 @@ from gaverify.errors import ProblemError
 from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.audit_report import RunSummary
 from gaverify.records.ranks import Shares
-from gaverify.records.windows import common_rounds, numbered
+from gaverify.records.windows import common_rounds, number_steps
 from gaverify.rules.wording import phrase
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Runner:
     request: Request
     folder: Path
     progress: Progress
-    again: bool = False
+    reuse_records: bool = False
 
     def __post_init__(self) -> None:
         self.summaries: list[RunSummary] = []
@@ -56,9 +56,11 @@ class Runner:
             options: Other fields of `Job`.
         """
         request, launcher = self.request, self.request.launcher_of(role)
-        own = {"accumulated": request.accumulated, "frozen": request.accumulated, "events": ()}.get(role, request.full)
+        arguments = {"accumulated": request.accumulated, "frozen": request.accumulated, "events": ()}.get(
+            role, request.full
+        )
         folder = self.folder / (f"{self._last}-{role}" + (f"-rank-{rank}" if rank else ""))
-        if request.ranked and launcher not in filter(None, (request.launcher, request.full_launcher)):
+        if request.has_ranks and launcher not in filter(None, (request.launcher, request.full_launcher)):
             options.setdefault("world", (0, 1, free_port()))
         if source is not None:
             members = getattr(source, "ranks", (source,))
@@ -69,7 +71,7 @@ class Runner:
             role,
             setting.script or request.script,
             request.module,
-            (*request.common, *own),
+            (*request.common, *arguments),
             str(folder),
             files=self._files,
             environment=setting.environment,
@@ -118,10 +120,10 @@ class Runner:
         Raises:
             ProblemError: A run failed, or did not train.
         """
-        made = iter(self._children(groups))
-        return [self._together([run for _ in jobs for run in self._recorded(next(made))]) for jobs in groups]
+        children = iter(self._children(groups))
+        return [self._together([run for _ in jobs for run in self._read_runs(next(children))]) for jobs in groups]
 
-    def _recorded(self, child: Child) -> list[Run]:
+    def _read_runs(self, child: Child) -> list[Run]:
         """Returns what a process recorded, or all ranks of its launcher."""
         from gaverify.audit.reading import Run
 
@@ -144,7 +146,7 @@ class Runner:
 
     def _together(self, runs: list[Run]) -> Run:
         """Returns the processes of a run as one run."""
-        if len(runs) == 1 and (runs[0].meta["ranks"] == 1 or not self.request.ranked):
+        if len(runs) == 1 and (runs[0].meta["ranks"] == 1 or not self.request.has_ranks):
             return runs[0]
         from gaverify.audit.ranks import RankedRun
 
@@ -154,14 +156,14 @@ class Runner:
 
     def _children(self, groups: Sequence[list[Job]]) -> list[Child]:
         """Two runs side by side, or one after the other where they would write into the same folder."""
-        if self.again:
+        if self.reuse_records:
             return [Child.read(Path(job.folder)) for jobs in groups for job in jobs]
         request, children, at_once = self.request, list[Child](), 2 if self._files == "view" else 1
         try:
             for at in range(0, len(groups), at_once):
                 jobs = [job for jobs in groups[at : at + at_once] for job in jobs]
-                told = [request.command(job.arguments, request.setting(job.role), job.launcher) for job in jobs]
-                pairs = list(zip(jobs, told, strict=True))
+                commands = [request.command(job.arguments, request.setting(job.role), job.launcher) for job in jobs]
+                pairs = list(zip(jobs, commands, strict=True))
                 children += run_jobs(pairs, request.timeout, lambda what: self.progress(what, self.done, 3))
             return children
         except NoView:
@@ -180,9 +182,9 @@ class Trial:
 
     def __init__(self, runner: Runner, full: Run, options: dict[str, Any]) -> None:
         self.runner, self.full, self.options = runner, full, options
-        accumulated, self.perturbed = runner.runs(self.jobs("accumulated"), self.moved())
+        accumulated, self.perturbed = runner.runs(self.jobs("accumulated"), self.perturbed_jobs())
         self.accumulated = accumulated.beside(full)
-        self.numbers = numbered(common_rounds(full.events, self.accumulated.events))
+        self.numbers = number_steps(common_rounds(full.events, self.accumulated.events))
 
     def jobs(self, role: Role, *, source: Run | None = None, **changed: Any) -> list[Job]:
         """Returns the jobs of a control: of the run that plays a role, with other fields of `Job`.
@@ -199,7 +201,7 @@ class Trial:
             options["parts"] = 1
         return self.runner.jobs(role, **options)
 
-    def again(self, role: Role, **changed: Any) -> Run:
+    def run_control(self, role: Role, **changed: Any) -> Run:
         """Makes a control, as `jobs` says.
 
         Raises:
@@ -214,26 +216,26 @@ class Trial:
         """
         window = record.window_of(record.divergent.number) if record.divergent is not None else None
         passes = [id(event) for event in self.accumulated.events if event.kind == "backward"]
-        own = [id(event) for event in window.of("backward")] if window is not None else []
-        if not right or len(own) != len(right) or not set(own) <= set(passes):
+        own_passes = [id(event) for event in window.of("backward")] if window is not None else []
+        if not right or len(own_passes) != len(right) or not set(own_passes) <= set(passes):
             return ()
-        times = dict(zip(own, right, strict=True))
+        times = dict(zip(own_passes, right, strict=True))
         return (tuple(times.get(event, 1.0) for event in passes),)
 
-    def changed(self, **changed: Any) -> Trial:
+    def repeat_with(self, **changed: Any) -> Trial:
         """Makes all three runs again."""
-        return Trial(self.runner, self.again("full", **changed), {**self.options, **changed})
+        return Trial(self.runner, self.run_control("full", **changed), {**self.options, **changed})
 
-    def compared(
-        self, own: Run | None = None, *, unclipped: bool = False, again: Sequence[tuple[Run, float]] = ()
+    def compare(
+        self, own_run: Run | None = None, *, unclipped: bool = False, extra_perturbed: Sequence[tuple[Run, float]] = ()
     ) -> tuple[UpdateComparison, ...]:
-        """Compares every update of the runs; `own` takes the place of the accumulated one."""
+        """Compares every update of the runs; `own_run` takes the place of the accumulated one."""
         from gaverify.audit.judgement import compare_updates
 
-        runs = self.full, self.perturbed, own or self.accumulated
-        return compare_updates(*runs, self.runner.updates, unclipped=unclipped, again=again)
+        runs = self.full, self.perturbed, own_run or self.accumulated
+        return compare_updates(*runs, self.runner.updates, unclipped=unclipped, extra_perturbed=extra_perturbed)
 
-    def moved(self, **changed: Any) -> list[Job]:
+    def perturbed_jobs(self, **changed: Any) -> list[Job]:
         """Returns the jobs of a run with moved weights."""
         unit, early = float(self.full.meta["unit"]), not self.full.meta["modules"]
         return self.jobs("perturbed", unit=unit, perturb_early=early, **changed)
@@ -243,7 +245,7 @@ def _summary(child: Child, members: list[Run]) -> RunSummary:
     job, run = child.job, members[0]
     disk = sum(member.disk_bytes for member in members)
     what = {"inputs": "inputs", "batches": "batches and draws"}.get(job.replay, "samples and draws")
-    given = [f"with the full-batch run's {what}"] if job.replay and job.source else []
+    replay_note = [f"with the full-batch run's {what}"] if job.replay and job.source else []
     ended = " ".join(filter(None, (run.meta["reason"], run.meta["status"])))
     how = ", ".join(
         [
@@ -251,7 +253,7 @@ def _summary(child: Child, members: list[Run]) -> RunSummary:
             *["attention unfused"] * job.math_kernels,
             *["its steps seen by its weights"] * job.by_hand,
             *["compared by the change of the weights"] * run.meta["by_change"],
-            *given,
+            *replay_note,
         ]
     )
     return RunSummary(job.shown_as or job.role, child.command, run.updates, child.seconds, disk, ended, how)

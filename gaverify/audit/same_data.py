@@ -65,11 +65,11 @@ def check_rows(full: list[dict[str, Any]], accumulated: list[dict[str, Any]], *,
 
 
 def _by_path(forwards: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {}
+    by_path: dict[str, list[Any]] = {}
     for forward in forwards:
         for path, rows in forward.items():
-            found.setdefault(_ENTRY.sub("", path), []).append(rows)
-    return found
+            by_path.setdefault(_ENTRY.sub("", path), []).append(rows)
+    return by_path
 
 
 def _check(path: str, full: list[Any], accumulated: list[Any], *, distinct: bool = False) -> RowCheck | None:
@@ -78,24 +78,27 @@ def _check(path: str, full: list[Any], accumulated: list[Any], *, distinct: bool
     if len(shapes) == len(contents) == 1 and len(full) != len(accumulated):
         return None  # a mask, a table of positions: the same in every forward
     dim = _batch_dimension(full, accumulated)
-    whole, part = rows_of(full, dim), rows_of(accumulated, dim)
+    full_rows, micro_rows = rows_of(full, dim), rows_of(accumulated, dim)
     if distinct:
-        whole, part = (list({row.contents: row for row in rows}.values()) for rows in (whole, part))
-    here, there = (Counter(row.contents for row in rows) for rows in (whole, part))
-    left, right = _without(whole, here & there), _without(part, here & there)
-    exactly = len(left)
+        full_rows, micro_rows = (list({row.contents: row for row in rows}.values()) for rows in (full_rows, micro_rows))
+    full_counts, micro_counts = (Counter(row.contents for row in rows) for rows in (full_rows, micro_rows))
+    full_left, micro_left = (
+        _without(full_rows, full_counts & micro_counts),
+        _without(micro_rows, full_counts & micro_counts),
+    )
+    exactly = len(full_left)
     for side in (0, 1):
-        left, right = _trimmed(left, right, side)
-    padded = len(left) < exactly
-    left, right = _to_rounding(left, right)
-    return RowCheck(len(whole), len(part), max(len(left), len(right)), path, padded)
+        full_left, micro_left = _pair_padded(full_left, micro_left, side)
+    padded = len(full_left) < exactly
+    full_left, micro_left = _to_rounding(full_left, micro_left)
+    return RowCheck(len(full_rows), len(micro_rows), max(len(full_left), len(micro_left)), path, padded)
 
 
 def _read_as_pointers(path: str, full: list[Any], accumulated: list[Any]) -> RowCheck | None:
     """The check with numbers that count rows within a batch read as what they count, where all rows then agree."""
     for reading in sorted({reading for rows in [*full, *accumulated] for reading in rows.get("into", ())}):
-        told = [[rows.get("into", {}).get(reading, rows) for rows in side] for side in (full, accumulated)]
-        check = _check(path, *told)
+        sides = [[rows.get("into", {}).get(reading, rows) for rows in side] for side in (full, accumulated)]
+        check = _check(path, *sides)
         if check is not None and not check.differing:
             return check
     return None
@@ -120,7 +123,7 @@ def rows_of(entries: list[Any], dim: int) -> list[Row]:
             read = [zip(part["hash" + end].tolist(), part["tail" + end].tolist(), strict=True) for end in ("", "_left")]
             sides = list(zip(*read, strict=True))
         else:  # hashed whole
-            sides = [((whole, 1), (whole, 1)) for whole in part["hash"].tolist()]
+            sides = [((hashes, 1), (hashes, 1)) for hashes in part["hash"].tolist()]
         projections = part["projections"].tolist() if "projections" in part else [None] * len(sides)
         rows += [Row(*row) for row in zip(sides, projections, strict=True)]
     return rows
@@ -132,25 +135,27 @@ def alike(row: Row, other: Row) -> bool:
 
 
 def _without(rows: list[Row], paired: Counter[tuple[int, int]]) -> list[Row]:
-    left, open_rows = [], paired.copy()
+    unpaired, open_rows = [], paired.copy()
     for row in rows:
         if open_rows[row.contents] > 0:
             open_rows[row.contents] -= 1
         else:
-            left.append(row)
-    return left
+            unpaired.append(row)
+    return unpaired
 
 
-def _trimmed(full: list[Row], accumulated: list[Row], side: int) -> tuple[list[Row], list[Row]]:
+def _pair_padded(full: list[Row], accumulated: list[Row], side: int) -> tuple[list[Row], list[Row]]:
     """Pairs rows of different length whose shorter one is the beginning of the longer, and the rest is constant."""
-    rest, left = list(accumulated), []
+    candidates, unpaired = list(accumulated), []
     for row in full:
-        partner = next((at for at, other in enumerate(rest) if _goes_on(row.sides[side], other.sides[side])), None)
+        partner = next(
+            (at for at, candidate in enumerate(candidates) if _goes_on(row.sides[side], candidate.sides[side])), None
+        )
         if partner is None:
-            left.append(row)
+            unpaired.append(row)
         else:
-            del rest[partner]
-    return left, rest
+            del candidates[partner]
+    return unpaired, candidates
 
 
 def _goes_on(one: Side, other: Side) -> bool:
@@ -161,22 +166,25 @@ def _goes_on(one: Side, other: Side) -> bool:
 
 def _to_rounding(full: list[Row], accumulated: list[Row]) -> tuple[list[Row], list[Row]]:
     """Pairs rows that were computed and agree only to rounding."""
-    left, right = ([row for row in rows if row.projections is not None] for rows in (full, accumulated))
-    if not left or not right:
+    full_computed, micro_computed = (
+        [row for row in rows if row.projections is not None] for rows in (full, accumulated)
+    )
+    if not full_computed or not micro_computed:
         return full, accumulated
     a, b = (
-        torch.tensor([row.projections for row in rows], dtype=torch.float64, device="cpu") for rows in (left, right)
+        torch.tensor([row.projections for row in rows], dtype=torch.float64, device="cpu")
+        for rows in (full_computed, micro_computed)
     )
     scale = torch.maximum(a[:, 2:].abs(), b[:, 2:].abs().T).clamp_min(TINY)
     close = torch.cdist(a, b, p=float("inf")) / scale < COMPUTED_FLOAT32
     paired: set[int] = set()
-    for row, near in zip(left, close, strict=True):
-        partners = (id(right[at]) for at in near.nonzero().flatten().tolist())
-        partner = next((other for other in partners if other not in paired), None)
+    for row, near in zip(full_computed, close, strict=True):
+        partners = (id(micro_computed[at]) for at in near.nonzero().flatten().tolist())
+        partner = next((candidate for candidate in partners if candidate not in paired), None)
         if partner is not None:
             paired |= {id(row), partner}
-    kept, rest = ([row for row in rows if id(row) not in paired] for rows in (full, accumulated))
-    return kept, rest
+    full_left, micro_left = ([row for row in rows if id(row) not in paired] for rows in (full, accumulated))
+    return full_left, micro_left
 
 
 Fingerprints = dict[str, Any]
@@ -189,7 +197,7 @@ class Spot(NamedTuple):
     places: tuple[int, ...]
 
     @property
-    def scattered(self) -> bool:
+    def is_scattered(self) -> bool:
         """Whether they do not lie one behind the other: ranks take turns, or a batch holds two views of each sample."""
         return self.places != tuple(range(self.places[0], self.places[0] + len(self.places)))
 
@@ -218,7 +226,7 @@ class Matcher:
             if not spots and best and "into" in micro_batch[path]:
                 continue
             if not spots:
-                spot = self._scattered(among, path, rows)
+                spot = self._find_scattered(among, path, rows)
                 if spot is not None:
                     self._taken.add(spot)
                     return spot
@@ -239,30 +247,32 @@ class Matcher:
         return sorted(alike, key=lambda pair: "into" in micro_batch[pair[0]])
 
     def _spots(self, among: Sequence[int], path: str, rows: list[Row]) -> list[Spot]:
-        found = []
+        spots = []
         for forward in among:
-            whole = self._rows(forward, path)
-            for start in range(len(whole) - len(rows) + 1):
-                if all(alike(row, whole[start + at]) for at, row in enumerate(rows)):
-                    found.append(Spot(forward, tuple(range(start, start + len(rows)))))
-        return found
+            full_rows = self._rows(forward, path)
+            for start in range(len(full_rows) - len(rows) + 1):
+                if all(alike(row, full_rows[start + at]) for at, row in enumerate(rows)):
+                    spots.append(Spot(forward, tuple(range(start, start + len(rows)))))
+        return spots
 
-    def _scattered(self, among: Sequence[int], path: str, rows: list[Row]) -> Spot | None:
+    def _find_scattered(self, among: Sequence[int], path: str, rows: list[Row]) -> Spot | None:
         """Each row at the first place that holds it and that no other row was given; None where one has no place."""
         for forward in among:
-            whole = self._rows(forward, path)
+            full_rows = self._rows(forward, path)
             exact: dict[Any, list[int]] = {}
-            for at, row in enumerate(whole):
+            for at, row in enumerate(full_rows):
                 exact.setdefault(row.contents, []).append(at)
-            given = {place for spot in self._taken if spot.forward == forward for place in spot.places}
+            places_taken = {place for spot in self._taken if spot.forward == forward for place in spot.places}
             places: dict[int, None] = {}
             for row in rows:
                 # Only a row that was padded to another length has to be held against every other one.
-                held = exact.get(row.contents) or [at for at, other in enumerate(whole) if alike(row, other)]
-                free = [at for at in held if at not in places]
+                candidates = exact.get(row.contents) or [
+                    at for at, full_row in enumerate(full_rows) if alike(row, full_row)
+                ]
+                free = [at for at in candidates if at not in places]
                 if not free:
                     break
-                places[next((at for at in free if at not in given), free[0])] = None
+                places[next((at for at in free if at not in places_taken), free[0])] = None
             else:
                 return Spot(forward, tuple(places)) if places else None
         return None

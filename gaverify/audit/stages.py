@@ -46,7 +46,7 @@ def fit_of(full: Samples, accumulated: Samples, *, summed: bool = True) -> Weigh
         accumulated: Those of the accumulated run.
         summed: Of the gradients as the last backward pass left them; else as the optimizers saw them.
     """
-    finals = [samples.summed if summed else samples.of("final") for samples in (full, accumulated)]
+    finals = [samples.summed_gradients if summed else samples.of("final") for samples in (full, accumulated)]
     return fit_gradients(finals[0], full.of("stretches"), finals[1], accumulated.increments)
 
 
@@ -70,8 +70,8 @@ def fit_gradients(
 
     def flat(parts: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """All sampled elements; zeros for optimizers that a backward pass did not reach, or that took more since."""
-        known = {at: parts[at] for at in parts if at in optimizers and len(parts[at]) == len(stretches[at])}
-        return torch.cat([known.get(at, torch.zeros_like(stretches[at])) * stretches[at].sqrt() for at in optimizers])
+        reached = {at: parts[at] for at in parts if at in optimizers and len(parts[at]) == len(stretches[at])}
+        return torch.cat([reached.get(at, torch.zeros_like(stretches[at])) * stretches[at].sqrt() for at in optimizers])
 
     target, used = flat(target_of), flat(used_of)
     columns = torch.stack([flat(part) for part in increments], 1) if increments else target.new_zeros(len(target), 0)
@@ -81,7 +81,7 @@ def fit_gradients(
     return fit_weights(columns, target, used=used, singular=SINGULAR_FLOAT32)
 
 
-def fitted_terms(
+def fit_terms(
     runs: tuple[Run, Run], alone: Sequence[tuple[Run, Run]], tolerance: float, update: int = 1
 ) -> tuple[LossTerm, ...]:
     """Returns the terms that have a gradient; none unless those of all terms add up to what both runs had.
@@ -100,36 +100,39 @@ def fitted_terms(
     for at, run in enumerate(runs):
         if not add_up(run.samples(round_), [pair[at] for pair in pairs], tolerance):
             return ()
-    found = []
+    terms = []
     for number, (pair, (full, accumulated)) in enumerate(zip(alone, pairs, strict=True), 1):
         fit = fit_of(full, accumulated)
         passes = [event for event in pair[1].events if event.kind == "backward" and event.update in accumulated.updates]
         if fit is None or not passes:
             continue
         place = passes[-1].values.get("term") or (None, None)
-        found.append(LossTerm(number, len(alone), fit, _feels_samples(accumulated, tolerance), *place))
-    return tuple(found)
+        terms.append(LossTerm(number, len(alone), fit, _feels_samples(accumulated, tolerance), *place))
+    return tuple(terms)
 
 
 def _feels_samples(samples: Samples, tolerance: float) -> bool:
     """Whether the micro-batches, which hold other samples, have other gradients."""
-    first, *others = samples.increments
+    first, *following = samples.increments
     return any(
-        float(torch.linalg.vector_norm(other[at] - gradient)) > tolerance * float(torch.linalg.vector_norm(gradient))
-        for other in others
+        float(torch.linalg.vector_norm(increment[at] - gradient))
+        > tolerance * float(torch.linalg.vector_norm(gradient))
+        for increment in following
         for at, gradient in first.items()
-        if at in other
+        if at in increment
     )
 
 
-def add_up(whole: Samples, parts: Sequence[Samples], tolerance: float) -> bool:
+def add_up(total: Samples, parts: Sequence[Samples], tolerance: float) -> bool:
     """Whether the gradients of the parts are together that of the whole, for every optimizer."""
-    for at, gradient in whole.summed.items():
-        members = [part.summed[at] for part in parts if len(part.summed.get(at, ())) == len(gradient)]
-        left = float((gradient - sum(members)).norm())
-        if len(members) < len(parts) or not left <= tolerance * sum(float(member.norm()) for member in members):
+    for at, gradient in total.summed_gradients.items():
+        members = [
+            part.summed_gradients[at] for part in parts if len(part.summed_gradients.get(at, ())) == len(gradient)
+        ]
+        residual = float((gradient - sum(members)).norm())
+        if len(members) < len(parts) or not residual <= tolerance * sum(float(member.norm()) for member in members):
             return False
-    return bool(whole.steps)
+    return bool(total.steps)
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,9 @@ class Runs:
     perturbed: Run
     accumulated: Run
     names: Mapping[Place, str]
-    again: tuple[tuple[Run, float], ...] = ()  # more runs with moved weights, and what their losses are multiplied by
+    extra_perturbed: tuple[
+        tuple[Run, float], ...
+    ] = ()  # more runs with moved weights, and what their losses are multiplied by
 
 
 @dataclass(frozen=True)
@@ -158,10 +163,10 @@ class Rows:
     def stage(self, stage: Stage) -> StageComparison:
         """Returns the rows in short."""
         rows = [row for row in self.parameters if math.isfinite(row.difference_norm)]
-        whole = math.hypot(*(row.reference_norm for row in rows))
-        ratio = math.hypot(*(row.accumulated_norm for row in rows)) / whole if whole else math.nan
-        apart = relative_total((row.difference_norm, row.reference_norm) for row in rows)
-        return StageComparison(stage, self.outcome, apart, ratio)
+        size = math.hypot(*(row.reference_norm for row in rows))
+        ratio = math.hypot(*(row.accumulated_norm for row in rows)) / size if size else math.nan
+        difference = relative_total((row.difference_norm, row.reference_norm) for row in rows)
+        return StageComparison(stage, self.outcome, difference, ratio)
 
 
 def compare_gradients(runs: Runs, round_: Round, unit: float, terms: Mapping[Place, float], *, summed: bool) -> Rows:
@@ -180,16 +185,18 @@ def compare_gradients(runs: Runs, round_: Round, unit: float, terms: Mapping[Pla
     reference = {key: full.get(place) for key, place in keys.items()}
     working = measure({key: accumulated.get(place) for key, place in keys.items()}, reference)
     floor = dict.fromkeys(keys, 0.0)
-    for run, factor in ((runs.perturbed, 1.0), *runs.again):
+    for run, factor in ((runs.perturbed, 1.0), *runs.extra_perturbed):
         perturbed = run.gradients(round_, summed=summed)
-        own = {key: perturbed[place] / factor if place in perturbed else None for key, place in keys.items()}
-        for row in measure(own, reference) if perturbed else []:
+        perturbed_by_key = {
+            key: perturbed[place] / factor if place in perturbed else None for key, place in keys.items()
+        }
+        for row in measure(perturbed_by_key, reference) if perturbed else []:
             # What is far apart under a factor was clipped, say: no rounding.
             if math.isfinite(row.difference) and (factor == 1.0 or row.difference < COMPUTED_FLOAT32 * row.scale):
                 floor[row.name] = max(row.difference, floor[row.name])
     noise = relative_total((floor[row.name], row.reference) for row in working)
     samples = [run.samples(round_) for run in (runs.full, runs.accumulated)]
-    if any(own.by_change for own in samples):
+    if any(each.by_change for each in samples):
         # A change of 1e-2 in a weight of 1 is known to 6e-6: moved weights may show less of that by chance.
         rounding = weight_rounding(samples[0], unit)
         floor = {key: max(floor[key], rounding.get(place, 0.0)) for key, place in keys.items()}
@@ -213,14 +220,14 @@ def terms_of(samples: Samples, fit: WeightFit | None) -> dict[Place, float]:
     """Returns Σ_k ‖u_k g_k‖ of every parameter: the size of what was summed, in the units of the sum."""
     increments = samples.increments
     used = fit.used if fit is not None and len(fit.used) == len(increments) else (1.0,) * len(increments)
-    found: dict[Place, float] = {}
+    sizes: dict[Place, float] = {}
     for weight, increment in zip(used, increments, strict=True):
         for optimizer, change in increment.items():
             step = samples.steps[optimizer]
             squares = (change.square() * step["stretches"]).split(step["sizes"])
             for at, square in enumerate(squares):
-                found[optimizer, at] = found.get((optimizer, at), 0.0) + abs(weight) * math.sqrt(float(square.sum()))
-    return {place: size for place, size in found.items() if math.isfinite(size)}
+                sizes[optimizer, at] = sizes.get((optimizer, at), 0.0) + abs(weight) * math.sqrt(float(square.sum()))
+    return {place: size for place, size in sizes.items() if math.isfinite(size)}
 
 
 def compare_changes(full: Samples, accumulated: Samples, unit: float, noise: float = 0.0) -> StageComparison | None:
@@ -234,22 +241,25 @@ def compare_changes(full: Samples, accumulated: Samples, unit: float, noise: flo
     """
     before, after = full.of("before"), full.of("weights")
     own_before, own_after = accumulated.of("before"), accumulated.of("weights")
-    both = [at for at in after if at in own_after and len(own_after[at]) == len(after[at])]
-    if not both:
+    common = [at for at in after if at in own_after and len(own_after[at]) == len(after[at])]
+    if not common:
         return None
-    reference = {at: after[at] - before[at] for at in both}
-    actual = {at: own_after[at] - own_before[at] for at in both}
-    size, own = full.norm(reference), full.norm(actual)
-    apart, scale = full.norm({at: actual[at] - reference[at] for at in both}), full.norm({at: after[at] for at in both})
-    allowed = FEW_UNITS * unit * scale + noise * max(size, own)
-    outcome = Outcome.EQUIVALENT if apart <= allowed else Outcome.DIVERGENT
-    if not math.isfinite(apart):
+    reference = {at: after[at] - before[at] for at in common}
+    actual = {at: own_after[at] - own_before[at] for at in common}
+    size, own_size = full.norm(reference), full.norm(actual)
+    difference, scale = (
+        full.norm({at: actual[at] - reference[at] for at in common}),
+        full.norm({at: after[at] for at in common}),
+    )
+    allowed = FEW_UNITS * unit * scale + noise * max(size, own_size)
+    outcome = Outcome.EQUIVALENT if difference <= allowed else Outcome.DIVERGENT
+    if not math.isfinite(difference):
         outcome = Outcome.INCONCLUSIVE
-    relative = 0.0 if apart == 0.0 else apart / size if size else math.inf
-    return StageComparison(Stage.CHANGE, outcome, relative, own / size if size else math.nan)
+    relative = 0.0 if difference == 0.0 else difference / size if size else math.inf
+    return StageComparison(Stage.CHANGE, outcome, relative, own_size / size if size else math.nan)
 
 
-def led(samples: Samples) -> bool:
+def is_led(samples: Samples) -> bool:
     """Whether every step used the full-batch run's gradients, so that what it made of them can be compared."""
     return bool(samples.steps) and all(step.get("led") for step in samples.steps.values())
 
@@ -272,24 +282,24 @@ def clips_of(window: Window | None) -> tuple[Clip, ...]:
 
 def setting_differences(full: Samples, accumulated: Samples) -> tuple[SettingDifference, ...]:
     """Returns the settings that differ at the same steps; how many steps the optimizer has counted is one of them."""
-    found = []
+    differences = []
     for at, step in full.steps.items():
-        other = accumulated.steps.get(at)
-        if other is None or len(other.get("settings", ())) != len(step.get("settings", ())):
+        own_step = accumulated.steps.get(at)
+        if own_step is None or len(own_step.get("settings", ())) != len(step.get("settings", ())):
             continue
-        for group, (mine, theirs) in enumerate(zip(step["settings"], other["settings"], strict=True)):
-            found += [
+        for group, (mine, theirs) in enumerate(zip(step["settings"], own_step["settings"], strict=True)):
+            differences += [
                 SettingDifference(at, group, name, value, theirs[name])
                 for name, value in mine.items()
                 if name in theirs and not math.isclose(value, theirs[name], rel_tol=SAME_IN_FLOAT32, abs_tol=TINY)
             ]
-        mine, theirs = step.get("counted"), other.get("counted")
+        mine, theirs = step.get("counted"), own_step.get("counted")
         if mine is not None and theirs is not None and mine != theirs:
-            found.append(SettingDifference(at, 0, "steps counted", mine, theirs))
-    return tuple(found)
+            differences.append(SettingDifference(at, 0, "steps counted", mine, theirs))
+    return tuple(differences)
 
 
-def decided_by_weights(rows: Rows, fit: WeightFit | None, unit: float) -> Rows:
+def decide_by_weights(rows: Rows, fit: WeightFit | None, unit: float) -> Rows:
     """Returns the rows as the fit decides them; as they are where it tells nothing, and in float32.
 
     Args:
@@ -299,15 +309,15 @@ def decided_by_weights(rows: Rows, fit: WeightFit | None, unit: float) -> Rows:
     """
     if unit <= U32 or fit is None or fit.vacuous or any(row.why is not None for row in rows.parameters):
         return rows
-    whole = math.hypot(*(row.reference_norm for row in rows.parameters))
-    apart = relative_total((row.difference_norm, row.reference_norm) for row in rows.parameters)
+    size = math.hypot(*(row.reference_norm for row in rows.parameters))
+    difference = relative_total((row.difference_norm, row.reference_norm) for row in rows.parameters)
     allowed = REST_UNITS * unit
-    if not whole > 0.0 or not math.isfinite(apart) or not fit.residual <= allowed:
+    if not size > 0.0 or not math.isfinite(difference) or not fit.residual <= allowed:
         return rows
-    explained = 1.0 - (fit.residual / apart) ** 2 if apart > 0.0 else 0.0
-    if apart <= allowed and (apart <= LAST_DIGITS * unit or explained <= LITTLE):
-        decided = [_by_weights(row, Outcome.EQUIVALENT, allowed * whole) for row in rows.parameters]
-    elif apart > allowed and explained > MOSTLY:
+    explained = 1.0 - (fit.residual / difference) ** 2 if difference > 0.0 else 0.0
+    if difference <= allowed and (difference <= LAST_DIGITS * unit or explained <= LITTLE):
+        decided = [_by_weights(row, Outcome.EQUIVALENT, allowed * size) for row in rows.parameters]
+    elif difference > allowed and explained > MOSTLY:
         # the weights are wrong for every parameter; a row shows it where it differs by more than rounding leaves
         limits = [fit.residual * max(row.reference_norm, row.accumulated_norm) for row in rows.parameters]
         decided = [

@@ -8,7 +8,7 @@ from typing import Any
 
 from gaverify.audit.job import EVERYTHING, Role
 from gaverify.audit.outcome import is_proven
-from gaverify.audit.rank_facts import left_by, weighed_run
+from gaverify.audit.rank_facts import compare_weighed_run, gradient_difference
 from gaverify.audit.reading import Run
 from gaverify.audit.running import Trial
 from gaverify.audit.stages import fit_of
@@ -22,7 +22,7 @@ from gaverify.verdict.criteria import floors_allowed
 _MOST_ALONE = 6  # values that are put back one by one, each in a run of its own
 
 
-def restored(trial: Trial, record: Record) -> Record:
+def control_state(trial: Trial, record: Record) -> Record:
     """Returns the record with the values that are read after they were moved, where these make the difference.
 
     Asked for where no other fault is proven. What samples seemed to do to each other is then no cause, unless it is a
@@ -39,13 +39,19 @@ def restored(trial: Trial, record: Record) -> Record:
     # attributes last: most that change hold what the last forward gave
     one_by_one = sorted(changes, key=lambda change: change.place == "attribute")[:_MOST_ALONE]
     for suspects in [*([change] for change in one_by_one), list(changes)]:
-        moving, found = bench.put_back(tuple(change.name for change in suspects))
-        if found.rounding or (found.fit is not None and not control.rounding):
+        moving, suspect_control = bench.put_back(tuple(change.name for change in suspects))
+        if suspect_control.rounding or (suspect_control.fit is not None and not control.rounding):
             places = {name: place for name, _, place in moving}
             blamed = tuple(replace(each, writer=_writer(each.name, places.get(each.name))) for each in suspects)
-            is_repair = found.rounding and not bench.frozen
-            state = State(changes, found, blamed, (found,) if is_repair else (), math.nan if is_repair else bench.alone)
-            weighed = record.weighed if found.fit is None else bench.weigh(state, found.fit)
+            is_repair = suspect_control.rounding and not bench.frozen
+            state = State(
+                changes,
+                suspect_control,
+                blamed,
+                (suspect_control,) if is_repair else (),
+                math.nan if is_repair else bench.alone,
+            )
+            weighed = record.weighed if suspect_control.fit is None else bench.weigh(state, suspect_control.fit)
             return replace(record, state=state, coupling=record.coupling if bench.frozen else (), weighed=weighed)
     return record
 
@@ -72,7 +78,7 @@ class _Bench:
 
     def _again(self, role: Role, **changed: Any) -> Run:
         changed |= {"frozen": self.frozen, "updates": self._update.number, "eager": True, "shown_as": "state"}
-        return self._trial.again(role, **changed)
+        return self._trial.run_control(role, **changed)
 
     def weigh(self, state: State, fit: WeightFit) -> ControlRun | None:
         """Returns what is left with the blamed values put back and the losses times the weights that fit then."""
@@ -80,7 +86,7 @@ class _Bench:
         names = tuple(change.name for change in state.blamed)
         if not shares:
             return None
-        return weighed_run(self._full, self._again("accumulated", restored=names, shares=shares), self._record)
+        return compare_weighed_run(self._full, self._again("accumulated", restored=names, shares=shares), self._record)
 
     @property
     def alone(self) -> float:
@@ -95,7 +101,7 @@ class _Bench:
         """Returns what forwards were seen to move, and what is left, or the weights that explain it."""
         run = self._again("accumulated", source=self._full, restored=names)
         unit, number, tolerance = self._record.unit, self._update.number, self._record.tolerance
-        left = left_by(self._full, run, update=number)
+        left = gradient_difference(self._full, run, update=number)
         is_rounding = left <= max(MANY_UNITS * unit, floors_allowed(unit) * self._update.noise)
         fit = None
         if not is_rounding and not self.frozen:

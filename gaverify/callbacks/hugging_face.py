@@ -67,36 +67,42 @@ class _Loss:
         if count is not None:
             return count(batches, self.trainer.args.device)
         counting = getattr(self.trainer, "get_batch_samples", None)  # transformers 4.46 to 4.49
-        return _called(counting, iter(batches), len(batches), self.trainer.args.device)[1] if counting else None
+        return (
+            _call_with_accepted(counting, iter(batches), len(batches), self.trainer.args.device)[1]
+            if counting
+            else None
+        )
 
     def __call__(self, model: torch.nn.Module, samples: list[Any]) -> torch.Tensor:
-        trainer, whole = self.trainer, len(samples) == len(self.window.samples)
-        steps = 1 if whole else len(self.window.batches)
+        trainer, is_full_batch = self.trainer, len(samples) == len(self.window.samples)
+        steps = 1 if is_full_batch else len(self.window.batches)
         current = "current_gradient_accumulation_steps"  # of transformers 4.52 and later
-        kept = {current: getattr(trainer, current)} if hasattr(trainer, current) else {}
+        saved = {current: getattr(trainer, current)} if hasattr(trainer, current) else {}
         configured = trainer.args.gradient_accumulation_steps
         accelerator = trainer.accelerator
-        found: list[torch.Tensor] = []
+        losses: list[torch.Tensor] = []
         training = [module.training for module in model.modules()]
-        accelerator.backward = lambda loss, **_: found.append(loss)  # an attribute hides the method until it is removed
+        accelerator.backward = lambda loss, **_: losses.append(
+            loss
+        )  # an attribute hides the method until it is removed
         try:
-            if kept:
+            if saved:
                 setattr(trainer, current, steps)
             object.__setattr__(trainer.args, "gradient_accumulation_steps", steps)
             inputs = self.window.collate(samples)
-            _called(trainer.training_step, model, inputs, self.items)
+            _call_with_accepted(trainer.training_step, model, inputs, self.items)
         finally:
             del accelerator.backward
             object.__setattr__(trainer.args, "gradient_accumulation_steps", configured)
-            for name, value in kept.items():
+            for name, value in saved.items():
                 setattr(trainer, name, value)
             for module, mode in zip(model.modules(), training, strict=True):
                 module.training = mode
         # Accelerate's own backward divides by the accumulation steps that it was made with
-        return found[0] / (1 if whole else accelerator.gradient_accumulation_steps)
+        return losses[0] / (1 if is_full_batch else accelerator.gradient_accumulation_steps)
 
 
-def _called(function: Any, *arguments: Any) -> Any:
+def _call_with_accepted(function: Any, *arguments: Any) -> Any:
     """Calls with as many of the arguments as the function takes: the last ones came with later versions."""
     import inspect
 

@@ -59,11 +59,11 @@ class LightningCallback(_Base):  # type: ignore[misc]
                 trainer.accumulate_grad_batches = 1 if len(samples) == len(window.samples) else steps
                 try:
                     with trainer.precision_plugin.train_step_context():
-                        made = module.training_step(batch, 0)
+                        step_output = module.training_step(batch, 0)
                 finally:
                     trainer.accumulate_grad_batches = steps
-                found: torch.Tensor = made["loss"] if isinstance(made, Mapping) else made
-                return found
+                step_loss: torch.Tensor = step_output["loss"] if isinstance(step_output, Mapping) else step_output
+                return step_loss
 
             problem = shared_problem(pl_module, loss, window, type(pl_module).__name__)
             self.gate.check(problem, len(window.batches), "uniform")  # Lightning divides by the accumulated batches

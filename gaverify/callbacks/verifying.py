@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from gaverify.acceptance import settled
+from gaverify.acceptance import mark_accepted
 from gaverify.errors import GaverifyError, ProblemError, SpecError
 from gaverify.passes.problem import Problem
 from gaverify.records.verdict import Verdict
@@ -53,8 +53,8 @@ class Gate:
 
     def check(self, problem: Problem, steps: int, weighting: str) -> None:
         """Verifies and prints on stderr; raises `DivergentTraining` where training must not start."""
-        made = verify(problem, steps=steps, weighting=weighting, mode=None, **self.options)
-        verdict = self.verdict = settled(made, self.accept, project_settings())
+        unmarked = verify(problem, steps=steps, weighting=weighting, mode=None, **self.options)
+        verdict = self.verdict = mark_accepted(unmarked, self.accept, project_settings())
         print_answer(verdict, file=sys.stderr)
         seconds = verdict.timings.get("total", 0.0)
         print(f"gaverify: the first window was verified in {seconds:.1f} s before training", file=sys.stderr)

@@ -17,16 +17,16 @@ import torch
 
 from gaverify.causes import counts, operations, proof, state, weights
 from gaverify.causes.bench import Bench
-from gaverify.passes.batching import drawn, micro_batch_sizes
+from gaverify.passes.batching import draw_batch, micro_batch_sizes
 from gaverify.passes.gradients import PassProbe, full_batch_gradients
 from gaverify.passes.isolation import ModelState, generator_states, seed_torch
-from gaverify.passes.precision import moved
+from gaverify.passes.precision import move_weights
 from gaverify.passes.task import micro_batch_of
 from gaverify.records.experiment import Cause, ControlRun, are_ones, are_shares
 from gaverify.records.facts import Facts, Weights
 from gaverify.thresholds import MOVED_SHARES
 from gaverify.tracebacks import hands_over
-from gaverify.verdict.sketches import fitted, kept
+from gaverify.verdict.sketches import fit_runs, keep_sketch
 
 T = TypeVar("T")
 
@@ -47,97 +47,120 @@ def ask(bench: Bench, facts: Facts, *, in_part: bool = False) -> Facts:
             all of that (`confirming`), whose other samples are a second batch: only numbers that have no meaning of
             their own are tried on batches that are drawn anew.
     """
-    known, causes, moving = facts.weights, facts.forward.causes, facts.state
-    found = len(causes) + known.blamed + (moving is not None and bool(moving.blamed))
-    if not facts.cleared or facts.draws.control is not None or found != 1:
+    weight_facts, causes, state_facts = facts.weights, facts.forward.causes, facts.state
+    cause_count = len(causes) + weight_facts.blamed + (state_facts is not None and bool(state_facts.blamed))
+    if not facts.cleared or facts.draws.control is not None or cause_count != 1:
         return facts
-    if in_part and (known.remedy is None or _have_meaning(known)):
+    if in_part and (weight_facts.remedy is None or _have_meaning(weight_facts)):
         return facts
-    if known.remedy is not None:
-        return _of_weights(bench, facts)
-    second = bench.possible(lambda: _second(bench))
+    if weight_facts.remedy is not None:
+        return _mark_weights(bench, facts)
+    second = bench.possible(lambda: _make_second_batch(bench))
     if second is None:
         return facts
-    if moving is not None and moving.blamed:
-        runs = [_marked(run, second.possible(partial(state.run_control, second, run.kind))) for run in moving.remedies]
-        return replace(facts, state=replace(moving, remedies=tuple(runs)))
-    return replace(facts, forward=replace(facts.forward, causes=tuple(_of(second, cause) for cause in causes)))
+    if state_facts is not None and state_facts.blamed:
+        runs = [
+            _mark_run(run, second.possible(partial(state.run_control, second, run.kind)))
+            for run in state_facts.remedies
+        ]
+        return replace(facts, state=replace(state_facts, remedies=tuple(runs)))
+    return replace(facts, forward=replace(facts.forward, causes=tuple(_mark_cause(second, cause) for cause in causes)))
 
 
-def _of_weights(bench: Bench, facts: Facts) -> Facts:
+def _mark_weights(bench: Bench, facts: Facts) -> Facts:
     """Marks weights that do not hold on a second batch.
 
     They stand for a number of the window, whose rule is looked for; or the loss picks samples, and picked the same in
     every micro-batch by chance (a worst group): then another batch shows what couples them.
     """
-    known = facts.weights
-    meant = _have_meaning(known)
-    seeds = _SEEDS[: 1 if meant else _TRIED]
-    failed = next(filter(None, (_on_another(bench, seed, partial(_failed, known=known)) for seed in seeds)), None)
-    if failed is None or known.remedy is None:
+    weight_facts = facts.weights
+    has_meaning = _have_meaning(weight_facts)
+    seeds = _SEEDS[: 1 if has_meaning else _TRIED]
+    failed = next(
+        filter(
+            None,
+            (
+                _ask_on_another_batch(bench, seed, partial(_find_failed_repair, weight_facts=weight_facts))
+                for seed in seeds
+            ),
+        ),
+        None,
+    )
+    if failed is None or weight_facts.remedy is None:
         return facts
-    facts = replace(facts, weights=replace(known, remedy=_marked(known.remedy, failed)))
-    rule = facts if known.counts else counts.ask(bench, facts)
-    if rule.weights.counts and not known.counts:
-        return _of_weights(bench, rule)
-    shown = (_on_another(bench, seed, partial(_shown, facts=facts)) for seed in _SEEDS if not meant)
-    cause = next(filter(None, shown), None)
-    return facts if cause is None else _proven_instead(bench, facts, cause)
+    facts = replace(facts, weights=replace(weight_facts, remedy=_mark_run(weight_facts.remedy, failed)))
+    rule = facts if weight_facts.counts else counts.ask(bench, facts)
+    if rule.weights.counts and not weight_facts.counts:
+        return _mark_weights(bench, rule)
+    operation_causes = (
+        _ask_on_another_batch(bench, seed, partial(_find_only_operation, facts=facts))
+        for seed in _SEEDS
+        if not has_meaning
+    )
+    cause = next(filter(None, operation_causes), None)
+    return facts if cause is None else _replace_weights_by_cause(bench, facts, cause)
 
 
-def _have_meaning(known: Weights) -> bool:
-    return known.fit is not None and not known.counts and weights.have_meaning(known, known.fit)
+def _have_meaning(weight_facts: Weights) -> bool:
+    return (
+        weight_facts.fit is not None
+        and not weight_facts.counts
+        and weights.have_meaning(weight_facts, weight_facts.fit)
+    )
 
 
-def _on_another(bench: Bench, seed: int, ask: Callable[[Bench], T]) -> T | None:
+def _ask_on_another_batch(bench: Bench, seed: int, ask: Callable[[Bench], T]) -> T | None:
     """Asks on a second batch; from the second seed on at weights far from these, where a loss picks other samples."""
     parameters = list(bench.task.parameters.values())
-    with moved(parameters, [MOVED_SHARES[-1]] * len(parameters), seed) if seed > _SEEDS[0] else nullcontext():
-        there = replace(bench, state=ModelState(bench.task.modules, (bench.task.problem.loss,)))
-        return bench.possible(lambda: ask(_second(there, seed)))
+    with move_weights(parameters, [MOVED_SHARES[-1]] * len(parameters), seed) if seed > _SEEDS[0] else nullcontext():
+        moved_bench = replace(bench, state=ModelState(bench.task.modules, (bench.task.problem.loss,)))
+        return bench.possible(lambda: ask(_make_second_batch(moved_bench, seed)))
 
 
-def _failed(second: Bench, known: Weights) -> ControlRun | None:
+def _find_failed_repair(second: Bench, weight_facts: Weights) -> ControlRun | None:
     """What the repair leaves on a second batch, where that is more than rounding."""
-    run = _weighed(second, known)
+    run = _run_weights_repair(second, weight_facts)
     return run if run is not None and not run.rounding and math.isfinite(run.left) else None
 
 
-def _proven_instead(bench: Bench, facts: Facts, cause: Cause) -> Facts:
+def _replace_weights_by_cause(bench: Bench, facts: Facts, cause: Cause) -> Facts:
     """Names a cause in the place of weights, where its control leaves nothing of this batch's difference either."""
-    proven = bench.possible(partial(proof.again, bench, cause))
+    proven = bench.possible(partial(proof.rerun_cause, bench, cause))
     if proven is None or proven.control is None or not proven.control.rounding:
         return facts
-    known = replace(facts.weights, remedy=None, counts=(), place=None)
+    weight_facts = replace(facts.weights, remedy=None, counts=(), place=None)
     forward = replace(facts.forward, causes=(proven,))
-    return replace(facts, weights=known, forward=forward, left=proven.control.left)
+    return replace(facts, weights=weight_facts, forward=forward, left=proven.control.left)
 
 
-def _shown(second: Bench, facts: Facts) -> Cause | None:
+def _find_only_operation(second: Bench, facts: Facts) -> Cause | None:
     """The one operation that explains everything in another batch, where no weights do; None where there is none."""
-    sketches, accumulated = second.sketched(second.full_batch())
-    fit = fitted([sketches])
-    left = second.against_full_batch(lambda _: accumulated.gradients)
-    there, known = replace(second, total=left), Weights(accumulated.weights, facts.weights.weighting, second.task.sizes)
-    facts = replace(facts, weights=replace(known, fit=fit), left=left, cleared=False)
-    if left <= there.rounding or not all(map(math.isfinite, accumulated.micro_losses)):
+    sketches, accumulated = second.sketch_micro_batches(second.full_batch())
+    fit = fit_runs([sketches])
+    difference_left = second.against_full_batch(lambda _: accumulated.gradients)
+    second_bench, weight_facts = (
+        replace(second, total=difference_left),
+        Weights(accumulated.weights, facts.weights.weighting, second.task.sizes),
+    )
+    facts = replace(facts, weights=replace(weight_facts, fit=fit), left=difference_left, cleared=False)
+    if difference_left <= second_bench.rounding or not all(map(math.isfinite, accumulated.micro_losses)):
         return None
-    if weights.weighed(there, facts, fit) is not None:
+    if weights.choose_fit(second_bench, facts, fit) is not None:
         return None
-    facts = operations.ask(there, facts)
-    alone = facts.cleared and not facts.weights.blamed and len(facts.forward.causes) == 1
-    return facts.forward.causes[0] if alone else None
+    facts = operations.ask(second_bench, facts)
+    is_only_cause = facts.cleared and not facts.weights.blamed and len(facts.forward.causes) == 1
+    return facts.forward.causes[0] if is_only_cause else None
 
 
-def _marked(run: ControlRun, again: ControlRun | None) -> ControlRun:
-    return run if again is None else replace(run, holds=again.rounding)
+def _mark_run(run: ControlRun, second_run: ControlRun | None) -> ControlRun:
+    return run if second_run is None else replace(run, holds=second_run.rounding)
 
 
-def _second(bench: Bench, seed: int = _SEEDS[0]) -> Bench:
+def _make_second_batch(bench: Bench, seed: int = _SEEDS[0]) -> Bench:
     """The bench with another batch: of one that only the user's split can cut, the samples behind its first part."""
     task, problem = bench.task, bench.task.problem
     if problem.split is None:
-        problem = replace(problem, batch=drawn(problem.batch, task.batch_size, seed))
+        problem = replace(problem, batch=draw_batch(problem.batch, task.batch_size, seed))
     else:
         size = task.batch_size - task.sizes[0]
         batch = micro_batch_of(task, task.sizes[0], task.batch_size, "a second batch")
@@ -153,34 +176,37 @@ def _second(bench: Bench, seed: int = _SEEDS[0]) -> Bench:
         full, record = full_batch_gradients(task, bench.state, lift=bench.lift)
     finally:
         restore()
-    return replace(bench, task=task, record=record, earlier=kept(full))
+    return replace(bench, task=task, record=record, earlier=keep_sketch(full))
 
 
-def _weighed(second: Bench, known: Weights) -> ControlRun | None:
+def _run_weights_repair(second: Bench, weight_facts: Weights) -> ControlRun | None:
     """Accumulates with the weights that the repair in words gives the second batch."""
-    if known.counts:
-        earlier = second.earlier or kept(second.full_batch())
+    if weight_facts.counts:
+        earlier = second.earlier or keep_sketch(second.full_batch())
         second = replace(second, earlier=earlier)
-        fixed = second.task.weighting in _FIXED and second.task.sizes == known.sizes
-        plain = None if fixed else second.accumulated(earlier.full)
-        found = counts.found_in(second, known.used if plain is None else plain.weights)
-        if found is not None:
-            return found.control
-        plain = plain or second.accumulated(earlier.full)
-        left = second.against_full_batch(lambda _: plain.gradients)
+        fixed = second.task.weighting in _FIXED and second.task.sizes == weight_facts.sizes
+        plain = None if fixed else second.run_micro_batches(earlier.full)
+        window_counts = counts.find_counts(second, weight_facts.used if plain is None else plain.weights)
+        if window_counts is not None:
+            return window_counts.control
+        plain = plain or second.run_micro_batches(earlier.full)
+        difference_left = second.against_full_batch(lambda _: plain.gradients)
         # rounding: nothing counts otherwise there; a micro-batch that holds nothing to count has no mean either
-        told = left > second.rounding and all(map(math.isfinite, plain.micro_losses))
-        return ControlRun("with these weights", left, False) if told else None
-    assert known.fit is not None
-    words = {"samples": tuple(map(float, known.sizes)), "tokens": known.valid_targets}
-    weighting = next((word for word, shares in words.items() if are_shares(known.fit.weights, shares)), None)
-    if weighting is None and are_ones(known.fit.weights, known.fit.residual):
+        is_conclusive = difference_left > second.rounding and all(map(math.isfinite, plain.micro_losses))
+        return ControlRun("with these weights", difference_left, False) if is_conclusive else None
+    assert weight_facts.fit is not None
+    words = {"samples": tuple(map(float, weight_facts.sizes)), "tokens": weight_facts.valid_targets}
+    weighting = next((word for word, shares in words.items() if are_shares(weight_facts.fit.weights, shares)), None)
+    if weighting is None and are_ones(weight_facts.fit.weights, weight_facts.fit.residual):
         weighting = "none"
     if weighting is not None:
-        there, probe = replace(second, task=replace(second.task, weighting=weighting)), None
+        repair_bench, probe = replace(second, task=replace(second.task, weighting=weighting)), None
     else:
-        there, probe = second, _Times(next(c / w for c, w in zip(known.fit.weights, known.used, strict=True) if w))
-    return there.repaired("with these weights", probe)
+        repair_bench, probe = (
+            second,
+            _Times(next(c / w for c, w in zip(weight_facts.fit.weights, weight_facts.used, strict=True) if w)),
+        )
+    return repair_bench.run_repair("with these weights", probe)
 
 
 class _Times(PassProbe):
@@ -195,11 +221,11 @@ class _Times(PassProbe):
         super().backward(k, loss, weight if k is None else weight * self._factor)
 
 
-def _of(second: Bench, cause: Cause) -> Cause:
+def _mark_cause(second: Bench, cause: Cause) -> Cause:
     """A cause with its control and its repairs marked."""
-    again = proof.again(second, cause)
-    if again is None or again.control is None or cause.control is None:
+    second_cause = proof.rerun_cause(second, cause)
+    if second_cause is None or second_cause.control is None or cause.control is None:
         return cause
-    tried = {run.kind: run for run in again.remedies}
-    remedies = tuple(_marked(run, tried.get(run.kind)) for run in cause.remedies)
-    return replace(cause, control=_marked(cause.control, again.control), remedies=remedies)
+    tried = {run.kind: run for run in second_cause.remedies}
+    remedies = tuple(_mark_run(run, tried.get(run.kind)) for run in cause.remedies)
+    return replace(cause, control=_mark_run(cause.control, second_cause.control), remedies=remedies)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from gaverify.causes import state, weights
-from gaverify.causes.bench import Bench, released
+from gaverify.causes.bench import Bench, find_needed
 from gaverify.causes.neutral.holding import (
     ApplicationHeld,
     ConstantsHeld,
@@ -26,14 +26,14 @@ from gaverify.causes.neutral.holding import (
     WithoutTensorHooks,
 )
 from gaverify.causes.trace.backward_listening import GradientListener
-from gaverify.causes.trace.traces import Frame, located
+from gaverify.causes.trace.traces import Frame, locate_operation
 from gaverify.errors import GaverifyError
 from gaverify.passes.gradients import PassProbe
 from gaverify.records.experiment import Cause, ControlKind, ControlRun, Operation, Suspect, WeightFit
 from gaverify.records.facts import BackwardPlace, Facts
 from gaverify.thresholds import SAME_IN_FLOAT32, SAME_NUMBER
 from gaverify.torch_internals import backward_hooks_of, gradient_hooks_of
-from gaverify.tracebacks import shown
+from gaverify.tracebacks import display_path
 
 T = TypeVar("T")
 
@@ -55,34 +55,40 @@ def ask(bench: Bench, facts: Facts) -> Facts:
     shares = facts.forward.shares or used
     # the forwards agreed from the same state; where that moves between micro-batches, it is another cause
     neutral = state.probe_of(bench, facts)
-    there = bench if neutral is None else bench.without(neutral)
-    trial = _Trial(there.weighted(shares), facts)
+    trial_bench = bench if neutral is None else bench.without(neutral)
+    trial = _Trial(trial_bench.with_weights(shares), facts)
     # hooks and constants come first, because their lines are known
-    searches = (_parameter_hooks, _module_hooks, _tensor_hooks, _constants, _boundaries)
+    searches = (_try_parameter_hooks, _try_module_hooks, _try_tensor_hooks, _try_constants, _try_boundaries)
     places = (culprit for search in searches if (culprit := search(trial)) is not None)
-    found = bench.attempt("backward", lambda: next(places, None))
-    if found is None:
+    first_culprit = bench.attempt("backward", lambda: next(places, None))
+    if first_culprit is None:
         return facts
-    is_proven = found.control is not None and found.control.rounding
+    is_proven = first_culprit.control is not None and first_culprit.control.rounding
     if is_proven and neutral is not None and facts.state is not None:
         facts = replace(facts, state=state.blamed_beside(bench, facts.state))
-    if facts.state is not None and facts.state.blamed and found.place is BackwardPlace.CONSTANT:
+    if facts.state is not None and facts.state.blamed and first_culprit.place is BackwardPlace.CONSTANT:
         # a loss that state moves does not agree: what is cut out of the graph is a value of the forward as well
-        suspect = Suspect("non-additive", found.operation, None, facts.left, 0, in_model=False, statistics=False)
-        forward = replace(facts.forward, causes=(Cause(suspect, found.control),), agree=False)
-        return replace(facts, forward=forward, left=found.control.left if found.control else 0.0, cleared=True)
-    parts = replace(facts.backward, place=found.place, culprit=found.operation, control=found.control)
+        suspect = Suspect(
+            "non-additive", first_culprit.operation, None, facts.left, 0, in_model=False, statistics=False
+        )
+        forward = replace(facts.forward, causes=(Cause(suspect, first_culprit.control),), agree=False)
+        return replace(
+            facts, forward=forward, left=first_culprit.control.left if first_culprit.control else 0.0, cleared=True
+        )
+    parts = replace(
+        facts.backward, place=first_culprit.place, culprit=first_culprit.operation, control=first_culprit.control
+    )
     facts = replace(facts, backward=parts)
-    if found.control is None or not is_proven:
+    if first_culprit.control is None or not is_proven:
         return facts
-    fit, left = found.control.fit, found.control.left
+    fit, difference_left = first_culprit.control.fit, first_culprit.control.left
     right = fit.weights if fit is not None and weights.means(bench, facts, fit) else shares
-    facts = replace(facts, left=left, cleared=True)
+    facts = replace(facts, left=difference_left, cleared=True)
     if all(math.isclose(c, w, rel_tol=SAME_NUMBER) for c, w in zip(right, used, strict=True)):
         return facts
     noise = facts.weights.fit.noise if facts.weights.fit is not None else math.nan
-    fit = WeightFit(tuple(right), left, determined=True, noise=noise)
-    remedy = ControlRun("with these weights", left, True, kind=ControlKind.WEIGHTS)
+    fit = WeightFit(tuple(right), difference_left, determined=True, noise=noise)
+    remedy = ControlRun("with these weights", difference_left, True, kind=ControlKind.WEIGHTS)
     return replace(facts, weights=replace(facts.weights, fit=fit, remedy=remedy))
 
 
@@ -100,11 +106,11 @@ class _Trial:
             fit = control.fit
             if control.rounding or fit is None or not weights.means(self.bench, self.facts, fit):
                 return control
-            return replace(self.bench.weighted(fit.weights).run(what, probe), fit=fit)
+            return replace(self.bench.with_weights(fit.weights).run(what, probe), fit=fit)
         except GaverifyError:
             return None
 
-    def needed(
+    def find_needed(
         self, items: Sequence[T], control: Callable[[Sequence[T]], ControlRun | None]
     ) -> tuple[T, ControlRun] | None:
         """Returns the first of several things that is needed, with the control run of all that are.
@@ -115,26 +121,28 @@ class _Trial:
         together = control(items)
         if together is None or not together.rounding:
             return None
-        needed = [entry.item for entry in released(items, control)] if len(items) > 1 else items
+        needed = [entry.item for entry in find_needed(items, control)] if len(items) > 1 else items
         return needed[0], (control(needed) if len(needed) < len(items) else None) or together
 
 
-def _parameter_hooks(trial: _Trial) -> BackwardCulprit | None:
+def _try_parameter_hooks(trial: _Trial) -> BackwardCulprit | None:
     named = trial.bench.task.parameters.items()
-    hooked = [(name.rpartition(".")[0], found) for name, p in named if any(found := gradient_hooks_of(p))]
-    return _hooks(trial, hooked, BackwardPlace.PARAMETER_HOOK, "gradient hook", "parameters")
+    hooked = [(name.rpartition(".")[0], registries) for name, p in named if any(registries := gradient_hooks_of(p))]
+    return _try_hooks(trial, hooked, BackwardPlace.PARAMETER_HOOK, "gradient hook", "parameters")
 
 
-def _module_hooks(trial: _Trial) -> BackwardCulprit | None:
+def _try_module_hooks(trial: _Trial) -> BackwardCulprit | None:
     named = trial.bench.task.named_modules()
-    hooked = [(path, found) for path, module in named if any(found := backward_hooks_of(module))]
-    return _hooks(trial, hooked, BackwardPlace.MODULE_HOOK, "backward hook", "modules")
+    hooked = [(path, registries) for path, module in named if any(registries := backward_hooks_of(module))]
+    return _try_hooks(trial, hooked, BackwardPlace.MODULE_HOOK, "backward hook", "modules")
 
 
 _Hooked = tuple[str, list[Registry]]
 
 
-def _hooks(trial: _Trial, hooked: list[_Hooked], place: BackwardPlace, name: str, on: str) -> BackwardCulprit | None:
+def _try_hooks(
+    trial: _Trial, hooked: list[_Hooked], place: BackwardPlace, name: str, on: str
+) -> BackwardCulprit | None:
     """Removes hooks: of parameters in the modules at some paths, or of these modules."""
 
     def control(some: Sequence[_Hooked]) -> ControlRun | None:
@@ -142,43 +150,47 @@ def _hooks(trial: _Trial, hooked: list[_Hooked], place: BackwardPlace, name: str
         probe = WithoutHooks([registry for _, registries in some for registry in registries])
         return trial.run(f"{what if len(some) < len(hooked) else f'{name}s on {on}'} removed", probe) if some else None
 
-    found = trial.needed(hooked, control)
-    if found is None:
+    needed = trial.find_needed(hooked, control)
+    if needed is None:
         return None
-    (path, _), run = found
+    (path, _), run = needed
     module = dict(trial.bench.task.named_modules()).get(path)
     kind = type(module).__name__ if module is not None else ""
     return BackwardCulprit(place, Operation(name, path, kind), run)
 
 
-def _tensor_hooks(trial: _Trial) -> BackwardCulprit | None:
+def _try_tensor_hooks(trial: _Trial) -> BackwardCulprit | None:
     probe = WithoutTensorHooks()
     without = trial.run("gradient hooks on tensors left out", probe)
     if without is None or not without.rounding:
         return None
-    return BackwardCulprit(BackwardPlace.TENSOR_HOOK, located("gradient hook on a tensor", probe.frames[0]), without)
+    return BackwardCulprit(
+        BackwardPlace.TENSOR_HOOK, locate_operation("gradient hook on a tensor", probe.frames[0]), without
+    )
 
 
-def _constants(trial: _Trial) -> BackwardCulprit | None:
+def _try_constants(trial: _Trial) -> BackwardCulprit | None:
     task = trial.bench.task
     probe = ConstantsHeld(task)
-    held = trial.run("what the forward cuts out of the graph held constant", probe)
-    if held is None or not held.rounding:
+    constants_run = trial.run("what the forward cuts out of the graph held constant", probe)
+    if constants_run is None or not constants_run.rounding:
         return None
 
     def control(some: Sequence[Frame]) -> ControlRun | None:
         if len(some) == len(probe.frames):
-            return held
+            return constants_run
         return trial.run("what this line cuts out of the graph held constant", ConstantsHeld(task, some))
 
-    found = trial.needed(probe.frames, control)
-    return found and BackwardCulprit(BackwardPlace.CONSTANT, located("constant of the batch", found[0]), found[1])
+    needed = trial.find_needed(probe.frames, control)
+    return needed and BackwardCulprit(
+        BackwardPlace.CONSTANT, locate_operation("constant of the batch", needed[0]), needed[1]
+    )
 
 
-def _boundaries(trial: _Trial) -> BackwardCulprit | None:
+def _try_boundaries(trial: _Trial) -> BackwardCulprit | None:
     """Compares the gradients at the boundaries of modules and custom functions."""
     listener, bench = GradientListener(trial.bench), trial.bench
-    bench.accumulated(bench.full_batch(listener), listener)
+    bench.run_micro_batches(bench.full_batch(listener), listener)
     call = _diverging_call(listener)
     if call is None:
         if not _starts_in_the_loss(listener):
@@ -192,9 +204,9 @@ def _boundaries(trial: _Trial) -> BackwardCulprit | None:
             f"gradients passed through `{kind}` unchanged": GradientsPassed,
             f"the full batch's gradients in the place of what `{kind}` computes": GradientsHeld,
         }
-        runs = (trial.run(words, held(task, position)) for words, held in what.items())
+        runs = (trial.run(words, probe_type(task, position)) for words, probe_type in what.items())
         control = next((run for run in runs if run is not None), None)
-        operation = located("backward", frame, listener.paths.get(call), kind)
+        operation = locate_operation("backward", frame, listener.paths.get(call), kind)
         return BackwardCulprit(BackwardPlace.MODULE, operation, control)
     path = listener.paths[call]
     module = dict(task.named_modules())[path]
@@ -225,4 +237,4 @@ def _loss_function(bench: Bench) -> Operation:
     code = getattr(bench.task.problem.loss, "__code__", None)
     if code is None:
         return Operation("backward of the loss")
-    return Operation("backward of the loss", file=shown(code.co_filename), line=code.co_firstlineno)
+    return Operation("backward of the loss", file=display_path(code.co_filename), line=code.co_firstlineno)

@@ -35,7 +35,7 @@ from gaverify.thresholds import CAPPED_UNITS, COMPUTED_FLOAT32, SAME_IN_FLOAT32,
 from gaverify.verdict.comparison import measure
 from gaverify.verdict.control import failure_sentence
 from gaverify.verdict.criteria import Difference
-from gaverify.verdict.sketches import Earlier, Sketches, Sums, fitted
+from gaverify.verdict.sketches import Earlier, Sketches, Sums, fit_runs
 
 T = TypeVar("T")
 
@@ -83,7 +83,7 @@ class Bench:
         """The bench with more neutralised."""
         return replace(self, neutral=(*self.neutral, *probes))
 
-    def weighted(self, weights: Sequence[float]) -> Bench:
+    def with_weights(self, weights: Sequence[float]) -> Bench:
         """The bench with other micro-batch weights."""
         return replace(self, task=replace(self.task, weighting=list(weights)))
 
@@ -117,16 +117,16 @@ class Bench:
             raise ControlFailed(f"with {what} every gradient is zero, so that nothing is left to compare")
         right = None
         if fit:
-            sketches, accumulated = self.sketched(full, probe)
-            right = fitted([sketches])
+            sketches, accumulated = self.sketch_micro_batches(full, probe)
+            right = fit_runs([sketches])
         else:
-            accumulated = self.accumulated(full, probe)
+            accumulated = self.run_micro_batches(full, probe)
         rows = measure(accumulated.gradients, full.gradients)
-        left = _total(rows)
+        difference_left = _total(rows)
         reached = frozenset(row.name for row in rows if row.reference > 0)
-        return ControlRun(what, left, left <= self.rounding, right, kind, reached)
+        return ControlRun(what, difference_left, difference_left <= self.rounding, right, kind, reached)
 
-    def repaired(
+    def run_repair(
         self,
         what: str,
         probe: PassProbe | None = None,
@@ -141,21 +141,23 @@ class Bench:
 
         def accumulate(full: PassResult) -> Gradients:
             if not fit:
-                return self.accumulated(full, probe).gradients
-            known = self.earlier.gradient if self.earlier is not None and full is self.earlier.full else None
-            found, accumulated = self.sketched(full, probe, known)
-            sketches.append(found)
+                return self.run_micro_batches(full, probe).gradients
+            target_sketch = self.earlier.gradient if self.earlier is not None and full is self.earlier.full else None
+            pass_sketches, accumulated = self.sketch_micro_batches(full, probe, target_sketch)
+            sketches.append(pass_sketches)
             return accumulated.gradients
 
-        left = self.against_full_batch(accumulate, exactly=exactly)
-        return ControlRun(what, left, left <= self.rounding, fitted(sketches) if fit else None, kind)
+        difference_left = self.against_full_batch(accumulate, exactly=exactly)
+        return ControlRun(
+            what, difference_left, difference_left <= self.rounding, fit_runs(sketches) if fit else None, kind
+        )
 
     def full_batch(self, probe: PassProbe | None = None) -> PassResult:
         """Runs the full batch, with one probe more."""
         probe = self.with_probe(probe)
         return full_batch_gradients(self.task, self.state, self.record, lift=self.lift, probe=probe)[0]
 
-    def accumulated(self, full: PassResult, probe: PassProbe | None = None) -> PassResult:
+    def run_micro_batches(self, full: PassResult, probe: PassProbe | None = None) -> PassResult:
         """Runs the micro-batches, with one probe more."""
         probe = self.with_probe(probe)
         return accumulated_gradients(self.task, self.state, self.record, full, lift=self.lift, probe=probe)
@@ -173,18 +175,18 @@ class Bench:
             accumulate: Runs the repaired micro-batches; it is given the full-batch pass, perhaps without gradients.
             exactly: Whether more than rounding is measured; else the sketch tells its size to a few percent.
         """
-        earlier, found = self.earlier, None
+        earlier, accumulated = self.earlier, None
         if earlier is not None and not self.neutral and earlier.comparable:
-            found = accumulate(earlier.full)
-            left = earlier.difference(found)
-            if left <= self.rounding or not exactly:
-                return left
+            accumulated = accumulate(earlier.full)
+            difference_left = earlier.difference(accumulated)
+            if difference_left <= self.rounding or not exactly:
+                return difference_left
         full = self.full_batch()
         if not _any(full.gradients):
             raise ControlFailed("every gradient of the full batch is zero, so that nothing is left to compare")
-        return relative_difference(found if found is not None else accumulate(full), full.gradients)
+        return relative_difference(accumulated if accumulated is not None else accumulate(full), full.gradients)
 
-    def sketched(
+    def sketch_micro_batches(
         self, full: PassResult, probe: PassProbe | None = None, target: torch.Tensor | None = None
     ) -> tuple[Sketches, PassResult]:
         """Accumulates once more, with a sketch of every micro-batch's gradient; `target` is the full batch's, if known.
@@ -258,7 +260,7 @@ class Needed(Generic[T]):
     alone: float
 
 
-def released(
+def find_needed(
     items: Sequence[T], control: Callable[[list[T]], ControlRun | None], keep: Callable[[T], bool] = lambda _: False
 ) -> list[Needed[T]]:
     """Releases one by one what was neutralised together; what is not needed beside the others stays released.
@@ -272,22 +274,22 @@ def released(
     Returns:
         What is needed, in the order of `items`.
     """
-    kept, made = list(range(len(items))), dict[int, float]()
+    neutralised, differences = list(range(len(items))), dict[int, float]()
 
     def release(group: list[int]) -> None:
-        others = [place for place in kept if place not in group]
-        run = control([items[place] for place in others])
+        remaining = [place for place in neutralised if place not in group]
+        run = control([items[place] for place in remaining])
         if run is not None and run.rounding and not any(keep(items[place]) for place in group):
-            kept[:] = others
+            neutralised[:] = remaining
         elif len(group) > 1:
             release(group[: len(group) // 2])
             release(group[len(group) // 2 :])
         else:
-            made[group[0]] = run.left if run is not None and not run.rounding else math.nan
+            differences[group[0]] = run.left if run is not None and not run.rounding else math.nan
 
     if len(items) > _FEW:
-        release(kept[:])
+        release(neutralised[:])
     else:
-        for place in kept[:]:
+        for place in neutralised[:]:
             release([place])
-    return [Needed(items[place], made[place]) for place in kept]
+    return [Needed(items[place], differences[place]) for place in neutralised]

@@ -18,44 +18,44 @@ from gaverify.records.experiment import ControlKind, ControlRun, WeightFit, are_
 from gaverify.records.facts import Facts, State, Weights
 from gaverify.thresholds import AGREE_FLOAT64, CORRECT_FLOAT32, GROUPINGS, SAME_IN_FLOAT32, TINY
 from gaverify.verdict.judging import Judgement
-from gaverify.verdict.sketches import Sketches, fitted, kept
+from gaverify.verdict.sketches import Sketches, fit_runs, keep_sketch
 
 _MANY = 1 << 14  # samples, from which on float32's sums over them leave more than that of correct models
 
 _Confirm = Callable[[Bench, Facts, Facts], Facts]
 
 
-def confirmed_in_working_precision(task: Task, judgement: Judgement, facts: Facts, found: Facts) -> Facts | None:
+def confirm_in_working_precision(task: Task, judgement: Judgement, facts: Facts, part_facts: Facts) -> Facts | None:
     """Returns the facts of the whole batch with the cause that its part showed; None where it is not confirmed there.
 
     Args:
         task: The whole batch's.
         judgement: With its passes.
         facts: What they showed.
-        found: What the search showed in the part.
+        part_facts: What the search showed in the part.
     """
-    if _confirm_of(found) is None or task.batch_size > _MANY:
+    if _confirm_of(part_facts) is None or task.batch_size > _MANY:
         return None
     few, total = judgement.few, facts.compared.total
     floor = max(few.allowed, GROUPINGS * few.error + few.lost) if few is not None else 0.0
     bench = Bench(task, judgement.state, judgement.record, False, earlier=judgement.earlier, total=total, floor=floor)
-    return confirmed(bench, facts, found)
+    return confirm_on_batch(bench, facts, part_facts)
 
 
-def confirmed(bench: Bench, facts: Facts, found: Facts) -> Facts | None:
+def confirm_on_batch(bench: Bench, facts: Facts, part_facts: Facts) -> Facts | None:
     """Returns the facts of the bench's batch with the cause that a part of it showed; None where it is not confirmed.
 
     Args:
         bench: With the pass of the full batch that was made before.
         facts: What is known of its batch.
-        found: What the search showed in the part.
+        part_facts: What the search showed in the part.
     """
-    confirm = _confirm_of(found)
+    confirm = _confirm_of(part_facts)
     if confirm is None:
         return None
     try:
-        bench, facts = _begun(bench, facts, found)
-        facts = confirm(bench, facts, found)
+        bench, facts = _prepare_bench(bench, facts, part_facts)
+        facts = confirm(bench, facts, part_facts)
     except FORESEEN:
         return None
     return facts if facts.cleared and facts.left <= _most(bench) else None
@@ -66,71 +66,84 @@ def _most(bench: Bench) -> float:
     return bench.floor or min(CORRECT_FLOAT32, bench.rounding)
 
 
-def _confirm_of(found: Facts) -> _Confirm | None:
+def _confirm_of(part_facts: Facts) -> _Confirm | None:
     """How the one thing that explains everything in the part is confirmed; None where several do, or nothing."""
-    twice = found.repeatability
+    twice = part_facts.repeatability
     still = twice is not None and max(twice.forward, twice.backward) < AGREE_FLOAT64
-    if not (found.cleared and still) or found.draws.control is not None or found.backward.kept is not None:
+    if (
+        not (part_facts.cleared and still)
+        or part_facts.draws.control is not None
+        or part_facts.backward.kept is not None
+    ):
         return None
-    controls: list[tuple[ControlRun | None, _Confirm]] = [(cause.control, _cause) for cause in found.forward.causes]
-    if found.weights.blamed:
-        controls.append((found.weights.remedy, _weights))
-    if found.state is not None and found.state.blamed:
-        controls.append((found.state.control, _state))
-    if found.backward.place is not None:
-        controls.append((found.backward.control, _backward))
+    controls: list[tuple[ControlRun | None, _Confirm]] = [
+        (cause.control, _confirm_cause) for cause in part_facts.forward.causes
+    ]
+    if part_facts.weights.blamed:
+        controls.append((part_facts.weights.remedy, _confirm_weights))
+    if part_facts.state is not None and part_facts.state.blamed:
+        controls.append((part_facts.state.control, _confirm_state))
+    if part_facts.backward.place is not None:
+        controls.append((part_facts.backward.control, _confirm_backward))
     control, confirm = controls[0] if len(controls) == 1 else (None, None)
     return confirm if control is not None and control.rounding else None
 
 
-def _begun(bench: Bench, facts: Facts, found: Facts) -> tuple[Bench, Facts]:
+def _prepare_bench(bench: Bench, facts: Facts, part_facts: Facts) -> tuple[Bench, Facts]:
     """The micro-batches' own gradients as sketches, and the weights that fit; of the part where none are to blame."""
-    earlier = bench.earlier or kept(bench.full_batch())
+    earlier = bench.earlier or keep_sketch(bench.full_batch())
     shares = earlier.shares
-    if shares is None and found.weights.blamed:
-        shares = bench.sketched(earlier.full, target=earlier.gradient)[0]
+    if shares is None and part_facts.weights.blamed:
+        shares = bench.sketch_micro_batches(earlier.full, target=earlier.gradient)[0]
     bench = replace(bench, earlier=replace(earlier, shares=shares))
-    changes = State(found.state.changes) if found.state is not None else None
+    changes = State(part_facts.state.changes) if part_facts.state is not None else None
     facts = replace(
         facts,
-        weights=replace(facts.weights, fit=fitted([shares]) if shares is not None else _fit_of_part(facts, found)),
+        weights=replace(
+            facts.weights, fit=fit_runs([shares]) if shares is not None else _fit_of_part(facts, part_facts)
+        ),
         state=changes,
-        repeatability=found.repeatability,
-        failures=found.failures,
+        repeatability=part_facts.repeatability,
+        failures=part_facts.failures,
         left=bench.total,
     )
     return bench, facts
 
 
-def _fit_of_part(facts: Facts, found: Facts) -> WeightFit | None:
+def _fit_of_part(facts: Facts, part_facts: Facts) -> WeightFit | None:
     """What weights leave of the part, without those weights: it has other micro-batches.
 
     The sampling noise falls with the square root of the number of samples.
     """
-    fit = found.weights.fit
-    norms = [math.hypot(*(row.reference_norm for row in each.compared.rows)) for each in (found, facts)]
-    share = math.sqrt(found.batch_size / facts.batch_size) * norms[0] / max(norms[1], TINY)
-    return fit and replace(fit, weights=(), noise=fit.noise * share, samples=found.batch_size)
+    fit = part_facts.weights.fit
+    norms = [math.hypot(*(row.reference_norm for row in each.compared.rows)) for each in (part_facts, facts)]
+    share = math.sqrt(part_facts.batch_size / facts.batch_size) * norms[0] / max(norms[1], TINY)
+    return fit and replace(fit, weights=(), noise=fit.noise * share, samples=part_facts.batch_size)
 
 
-def _of_the_part(
-    fit: WeightFit, sketches: Sketches | None, known: Weights, part: Weights, floor: float
+def _translate_fit(
+    fit: WeightFit, sketches: Sketches | None, weight_facts: Weights, part_weights: Weights, floor: float
 ) -> WeightFit | None:
     """The weights that mean here what those of the part, exact in float64, mean there; None where none explain all.
 
     In working precision a fit tells its weights' first digits: enough to choose among what has a meaning.
     """
-    if sketches is None or part.fit is None:
+    if sketches is None or part_weights.fit is None:
         return None
-    before = part.fit.weights
-    there, here = (part.valid_targets, part.sizes), (known.valid_targets, known.sizes)
-    meant = [_shares(now) for then, now in zip(there, here, strict=True) if then and are_shares(before, then)]
-    factors = [right / used for right, used in zip(before, part.used, strict=False) if used]
+    before = part_weights.fit.weights
+    part_amounts, amounts = (
+        (part_weights.valid_targets, part_weights.sizes),
+        (weight_facts.valid_targets, weight_facts.sizes),
+    )
+    candidates = [
+        _shares(now) for then, now in zip(part_amounts, amounts, strict=True) if then and are_shares(before, then)
+    ]
+    factors = [right / used for right, used in zip(before, part_weights.used, strict=False) if used]
     if is_constant(factors):
-        ratios = [len(part.sizes) / len(known.sizes), sum(part.sizes) / sum(known.sizes)]
+        ratios = [len(part_weights.sizes) / len(weight_facts.sizes), sum(part_weights.sizes) / sum(weight_facts.sizes)]
         times = [1.0, *ratios, *(1 / ratio for ratio in ratios)]
-        meant += [tuple(factors[0] * time * used for used in known.used) for time in times]
-    for weights_ in meant:
+        candidates += [tuple(factors[0] * time * used for used in weight_facts.used) for time in times]
+    for weights_ in candidates:
         residual = sketches.left_by(sketches.full.new_tensor(weights_))
         if residual <= floor:
             return replace(fit, weights=weights_, residual=residual)
@@ -141,30 +154,36 @@ def _shares(amounts: Sequence[float]) -> tuple[float, ...]:
     return tuple(amount / sum(amounts) for amount in amounts)
 
 
-def _weights(bench: Bench, facts: Facts, found: Facts) -> Facts:
+def _confirm_weights(bench: Bench, facts: Facts, part_facts: Facts) -> Facts:
     """Accumulates with the weights that fit all micro-batches.
 
     They have a meaning; or, where those of the part had none and held for moved parameters, too, they leave nothing.
     """
-    fit, before = facts.weights.fit, found.weights.fit
-    if found.weights.counts:
-        seen = counts.found_in(bench, facts.weights.used)
-        if seen is None:
+    fit, before = facts.weights.fit, part_facts.weights.fit
+    if part_facts.weights.counts:
+        window_counts = counts.find_counts(bench, facts.weights.used)
+        if window_counts is None:
             return facts
-        known = replace(facts.weights, counts=seen.counts, remedy=_as_in(found.weights.remedy, seen.control))
-        known = replace(known, place=found.weights.place)
-        return replace(facts, weights=known, left=seen.control.left, cleared=seen.control.rounding)
+        weight_facts = replace(
+            facts.weights, counts=window_counts.counts, remedy=_as_in(part_facts.weights.remedy, window_counts.control)
+        )
+        weight_facts = replace(weight_facts, place=part_facts.weights.place)
+        return replace(
+            facts, weights=weight_facts, left=window_counts.control.left, cleared=window_counts.control.rounding
+        )
     if not bench.exact and fit is not None and bench.earlier is not None:
-        fit = _of_the_part(fit, bench.earlier.shares, facts.weights, found.weights, _most(bench))
+        fit = _translate_fit(fit, bench.earlier.shares, facts.weights, part_facts.weights, _most(bench))
     if fit is None or before is None:
         return facts
     alike = bench.exact and fit.determined and weights.explains(bench, facts, fit)
-    if not weights.means(bench, facts, fit) and (weights.have_meaning(found.weights, before) or not alike):
+    if not weights.means(bench, facts, fit) and (weights.have_meaning(part_facts.weights, before) or not alike):
         return facts
-    facts = weights.tried(bench, facts, fit)
-    known = facts.weights
-    known = replace(known, place=found.weights.place, remedy=_as_in(found.weights.remedy, known.remedy))
-    return replace(facts, weights=known, forward=found.forward)
+    facts = weights.try_weights(bench, facts, fit)
+    weight_facts = facts.weights
+    weight_facts = replace(
+        weight_facts, place=part_facts.weights.place, remedy=_as_in(part_facts.weights.remedy, weight_facts.remedy)
+    )
+    return replace(facts, weights=weight_facts, forward=part_facts.forward)
 
 
 def _as_in(part: ControlRun | None, run: ControlRun | None) -> ControlRun | None:
@@ -172,65 +191,67 @@ def _as_in(part: ControlRun | None, run: ControlRun | None) -> ControlRun | None
     return replace(run, holds=part.holds) if part is not None and run is not None else run
 
 
-def _state(bench: Bench, facts: Facts, found: Facts) -> Facts:
+def _confirm_state(bench: Bench, facts: Facts, part_facts: Facts) -> Facts:
     """Runs the control of the state that was to blame, and holds what was blamed alone, where more than that moves."""
-    if found.state is None or found.state.control is None:
+    if part_facts.state is None or part_facts.state.control is None:
         return facts
-    changes = state.read_changes(found.state.changes)
-    control = state.run_control(bench, found.state.control.kind, changes)
-    if control.rounding and not state.is_to_blame(bench, found.state):
+    changes = state.read_changes(part_facts.state.changes)
+    control = state.run_control(bench, part_facts.state.control.kind, changes)
+    if control.rounding and not state.is_to_blame(bench, part_facts.state):
         return facts
-    remedies = tuple(replace(control, holds=run.holds) for run in found.state.remedies[:1])
-    known = replace(found.state, control=control, remedies=remedies)
-    return replace(facts, state=known, forward=found.forward, left=control.left, cleared=control.rounding)
+    remedies = tuple(replace(control, holds=run.holds) for run in part_facts.state.remedies[:1])
+    state_facts = replace(part_facts.state, control=control, remedies=remedies)
+    return replace(facts, state=state_facts, forward=part_facts.forward, left=control.left, cleared=control.rounding)
 
 
-def _backward(bench: Bench, facts: Facts, found: Facts) -> Facts:
+def _confirm_backward(bench: Bench, facts: Facts, part_facts: Facts) -> Facts:
     """Looks for the place in the backward again; the forwards agree in the part, and the losses everywhere."""
     full, used = bench.earlier.full.loss if bench.earlier is not None else math.nan, facts.weights.used
     gap = abs(sum(w * loss for w, loss in zip(used, facts.weights.losses, strict=True)) - full) / max(abs(full), TINY)
     if not gap <= SAME_IN_FLOAT32:
         return facts
-    return backward.ask(bench, replace(facts, forward=replace(found.forward, loss_gap=gap, shares=used)))
+    return backward.ask(bench, replace(facts, forward=replace(part_facts.forward, loss_gap=gap, shares=used)))
 
 
-def _cause(bench: Bench, facts: Facts, found: Facts) -> Facts:
+def _confirm_cause(bench: Bench, facts: Facts, part_facts: Facts) -> Facts:
     """Runs the control that helped, and the repairs, which have to come out as in the part.
 
     Of layers that another kind replaces, the repair is run alone: it is as good a control.
     """
-    (before,) = found.forward.causes
+    (before,) = part_facts.forward.causes
     by_others = [run.kind for run in before.remedies] == [ControlKind.REPLACED]
-    replaced = proof.replaced_again(bench, before) if by_others else None
+    replaced = proof.rerun_replacement(bench, before) if by_others else None
     if replaced is not None and replaced.control and replaced.remedies[0].left <= _most(bench):
-        shown = replace(replaced.control, what=f"{replaced.control.what} on the first {found.batch_size} samples")
-        forward = replace(found.forward, causes=(replace(replaced, control=shown),))
+        control_of_part = replace(
+            replaced.control, what=f"{replaced.control.what} on the first {part_facts.batch_size} samples"
+        )
+        forward = replace(part_facts.forward, causes=(replace(replaced, control=control_of_part),))
         return replace(facts, forward=forward, left=replaced.remedies[0].left, cleared=True)
-    cause = proof.again(bench, replace(before, suspect=replace(before.suspect, samples=0)))
+    cause = proof.rerun_cause(bench, replace(before, suspect=replace(before.suspect, samples=0)))
     control = cause.control if cause is not None else None
     if cause is None or control is None or _repairs(before.remedies, 1.0) != _repairs(cause.remedies, _most(bench)):
         return facts
     cut_off = {row.name for row in facts.compared.rows if row.reference_norm > 0} - control.reached
-    if cut_off and control.kind is ControlKind.HELD and not _nothing_before(bench, facts, found):
+    if cut_off and control.kind is ControlKind.HELD and not _is_first_divergence(bench, facts, part_facts):
         return facts
-    held = {run.kind: run.holds for run in before.remedies}
-    remedies = tuple(replace(run, holds=held[run.kind]) for run in cause.remedies)
+    holds_by_kind = {run.kind: run.holds for run in before.remedies}
+    remedies = tuple(replace(run, holds=holds_by_kind[run.kind]) for run in cause.remedies)
     cause = replace(cause, control=_as_in(before.control, control), remedies=remedies)
-    forward = replace(found.forward, causes=(cause,))
+    forward = replace(part_facts.forward, causes=(cause,))
     return replace(facts, forward=forward, left=control.left, cleared=control.rounding)
 
 
-def _nothing_before(bench: Bench, facts: Facts, found: Facts) -> bool:
+def _is_first_divergence(bench: Bench, facts: Facts, part_facts: Facts) -> bool:
     """Whether no other operation diverges first, by a trace of all of the batch.
 
     A result that is held as a constant cuts the graph: what diverges before it does not show in such a control. What
     differs by less than working precision tells names none.
     """
-    (before,) = found.forward.causes
+    (before,) = part_facts.forward.causes
     suspects, _ = trace_divergences(bench, facts.weights)
-    ruled_out = {operation.place for operation in found.forward.ruled_out}
-    seen = [suspect for suspect in suspects if suspect.culprit.place not in ruled_out]
-    return not seen or seen[0].culprit.place == before.suspect.culprit.place
+    ruled_out = {operation.place for operation in part_facts.forward.ruled_out}
+    remaining = [suspect for suspect in suspects if suspect.culprit.place not in ruled_out]
+    return not remaining or remaining[0].culprit.place == before.suspect.culprit.place
 
 
 def _repairs(runs: tuple[ControlRun, ...], most: float) -> list[tuple[object, bool]]:

@@ -22,17 +22,17 @@ from torch import nn
 
 from gaverify.causes.bench import Bench
 from gaverify.causes.trace.operations import named_calls
-from gaverify.causes.trace.traces import located
+from gaverify.causes.trace.traces import locate_operation
 from gaverify.passes.calls import Call, listening
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import ModelState
-from gaverify.passes.precision import moved
+from gaverify.passes.precision import move_weights
 from gaverify.passes.walks import (
     addends,
     has_constant_addend,
     is_made_of_parameter,
     read_by_parameters,
-    unscaled,
+    skip_scaling,
     viewed,
 )
 from gaverify.records.experiment import ControlKind, ControlRun, Count, FunctionKey, TermKind
@@ -50,82 +50,87 @@ def ask(bench: Bench, facts: Facts) -> Facts:
 
     What leaves next to nothing of the difference is a cause as well; the questions after this one look for the rest.
     """
-    found = None if facts.weights_first else _found(bench, facts, SMALL_PART * facts.left)
-    return facts if found is None else _noted(facts, found)
+    window_counts = None if facts.weights_first else _attempt_counts(bench, facts, SMALL_PART * facts.left)
+    return facts if window_counts is None else _note_counts(facts, window_counts)
 
 
 def ask_first(bench: Bench, facts: Facts) -> tuple[Bench, Facts]:
     """Returns a bench with the window's counts for all other questions, where nothing can be compared without them."""
-    found = _found(bench, facts, sys.float_info.max) if math.isinf(facts.left) else None
-    if found is None:
+    window_counts = _attempt_counts(bench, facts, sys.float_info.max) if math.isinf(facts.left) else None
+    if window_counts is None:
         return bench, facts
-    return replace(found.applied(bench), earlier=None), _noted(facts, found)
+    return replace(window_counts.apply_to(bench), earlier=None), _note_counts(facts, window_counts)
 
 
-def _found(bench: Bench, facts: Facts, most: float) -> Found | None:
-    return bench.attempt("counts of the window", lambda: found_in(bench, facts.weights.used, most))
+def _attempt_counts(bench: Bench, facts: Facts, most: float) -> WindowCounts | None:
+    return bench.attempt("counts of the window", lambda: find_counts(bench, facts.weights.used, most))
 
 
-def _noted(facts: Facts, found: Found) -> Facts:
-    weights = replace(facts.weights, counts=found.counts, remedy=found.control, place=found.counts[0].operation)
-    return replace(facts, weights=weights, left=found.control.left, cleared=found.control.rounding)
+def _note_counts(facts: Facts, window_counts: WindowCounts) -> Facts:
+    weights = replace(
+        facts.weights,
+        counts=window_counts.counts,
+        remedy=window_counts.control,
+        place=window_counts.counts[0].operation,
+    )
+    return replace(facts, weights=weights, left=window_counts.control.left, cleared=window_counts.control.rounding)
 
 
 @dataclass(frozen=True)
-class Found:
+class WindowCounts:
     """The counts that decide, the control run that shows it, and what that multiplied: results by call."""
 
     counts: tuple[Count, ...]
     control: ControlRun
     factors: Mapping[FunctionKey, Sequence[float]]
 
-    def applied(self, bench: Bench) -> Bench:
+    def apply_to(self, bench: Bench) -> Bench:
         """Another bench with the window's counts."""
         added_up = any(count.added_up for count in self.counts)
-        return (bench.weighted([1.0] * bench.task.steps) if added_up else bench).without(_Rescaled(self.factors))
+        return (bench.with_weights([1.0] * bench.task.steps) if added_up else bench).without(_Rescaled(self.factors))
 
 
-def found_in(bench: Bench, used: Sequence[float], most: float = 0.0) -> Found | None:
+def find_counts(bench: Bench, used: Sequence[float], most: float = 0.0) -> WindowCounts | None:
     """Returns the counts that leave no difference, or no larger one than `most`; None where there are none.
 
     A loss that adds its micro-batches up by itself (weights normalised over the batch, then summed) is tried with
     weights of 1 after that.
     """
-    seen = _listened(bench, used)
+    divisors = _find_divisors(bench, used)
     for added_up in (False, True):
         shares = [1.0] * len(used) if added_up else list(used)
-        factors = {key: count.factors(shares) for key, count in seen.items()}
+        factors = {key: count.factors(shares) for key, count in divisors.items()}
         wrong = {key: each for key, each in factors.items() if any(abs(f - 1) > SAME_NUMBER for f in each)}
-        counts = tuple(seen[key].record(key) for key in wrong if any(seen[key].own_share_differs(used)))
-        there = bench.weighted(shares) if added_up else bench
+        counts = tuple(divisors[key].record(key) for key in wrong if any(divisors[key].own_share_differs(used)))
+        weighted_bench = bench.with_weights(shares) if added_up else bench
         what = "the window's counts in every micro-batch"
-        control = there.repaired(what, _Rescaled(wrong), ControlKind.COUNTS) if counts else None
+        control = weighted_bench.run_repair(what, _Rescaled(wrong), ControlKind.COUNTS) if counts else None
         if control is None or not (control.rounding or control.left <= SMALL_PART * bench.total):
             continue
         while not control.rounding and len(wrong) > 1:  # some of them may belong to what is left
             fewer = [{key: each for key, each in wrong.items() if key != left_out} for left_out in wrong]
-            runs = [(there.repaired(what, _Rescaled(some), ControlKind.COUNTS), some) for some in fewer]
+            runs = [(weighted_bench.run_repair(what, _Rescaled(some), ControlKind.COUNTS), some) for some in fewer]
             less, some = min(runs, key=lambda run: run[0].left)
             if less.left * HELPS > control.left:
                 break
             control, wrong = less, some
         if not (control.rounding or control.left <= most):
             continue
-        counts = tuple(replace(seen[key].record(key), added_up=added_up) for key in wrong)
-        return Found(counts, control, wrong)
+        counts = tuple(replace(divisors[key].record(key), added_up=added_up) for key in wrong)
+        return WindowCounts(counts, control, wrong)
     return None
 
 
 @dataclass
-class _Seen:
+class _Divisor:
     """What one call divides by: in the full batch, and in each micro-batch; `trained`: its result has a gradient.
 
     Of a term that nothing divides, it is how much belongs to each: all of a sum, 1/K of a penalty.
     """
 
-    whole: float
+    of_full_batch: float
     trained: bool
-    own: list[float]
+    of_micro_batches: list[float]
     term: TermKind | None = None
 
     @property
@@ -133,8 +138,8 @@ class _Seen:
         """Whether the full batch's is the sum of the micro-batches', rather than their mean; empty ones may count 1."""
         if self.term is not None:
             return True
-        total = sum(self.own)
-        return abs(total - self.whole) < abs(total / len(self.own) - self.whole)
+        total = sum(self.of_micro_batches)
+        return abs(total - self.of_full_batch) < abs(total / len(self.of_micro_batches) - self.of_full_batch)
 
     def factors(self, shares: Sequence[float]) -> list[float]:
         """What the call's result is multiplied by in each micro-batch, so that it is divided by the window's count.
@@ -142,45 +147,58 @@ class _Seen:
         A count that adds up makes the micro-batch's weight superfluous.
         """
         counted = self.trained and self.adds_up
-        return [own / self.whole / (w if counted and w else 1.0) for own, w in zip(self.own, shares, strict=True)]
+        return [
+            divisor / self.of_full_batch / (w if counted and w else 1.0)
+            for divisor, w in zip(self.of_micro_batches, shares, strict=True)
+        ]
 
     def own_share_differs(self, used: Sequence[float]) -> list[bool]:
         """Whether a micro-batch's share of the count is another one than its weight."""
-        shares = used if self.adds_up else [1.0] * len(self.own)
-        pairs = zip(self.own, shares, strict=True)
-        return [not math.isclose(own / self.whole, w, rel_tol=SAME_NUMBER) for own, w in pairs]
+        shares = used if self.adds_up else [1.0] * len(self.of_micro_batches)
+        pairs = zip(self.of_micro_batches, shares, strict=True)
+        return [not math.isclose(divisor / self.of_full_batch, w, rel_tol=SAME_NUMBER) for divisor, w in pairs]
 
     def record(self, key: FunctionKey) -> Count:
         """The count with its place."""
         name, frame, _ = key
-        operation, own = located(name, frame), tuple(self.own)
+        operation, divisors = locate_operation(name, frame), tuple(self.of_micro_batches)
         if name in _PRODUCTS and self.term is None:
-            return Count(operation, tuple(1 / count for count in own), 1 / self.whole, self.adds_up, times=True)
-        return Count(operation, own, self.whole, self.adds_up, term=self.term)
+            return Count(
+                operation, tuple(1 / count for count in divisors), 1 / self.of_full_batch, self.adds_up, times=True
+            )
+        return Count(operation, divisors, self.of_full_batch, self.adds_up, term=self.term)
 
 
-def _listened(bench: Bench, used: Sequence[float]) -> dict[FunctionKey, _Seen]:
+def _find_divisors(bench: Bench, used: Sequence[float]) -> dict[FunctionKey, _Divisor]:
     """Every call that averages in all forwards, and not by the same number in all of them; none where all weigh right.
 
     A number that moves with the parameters, as a loss that was cut out of the graph, is no count.
     """
     bench.task.progress("counts of the full batch and of the micro-batches")
     bench.record.rewind()
-    whole, *parts = (_heard(bench, k) for k in (None, *range(bench.task.steps)))
-    seen = {
-        key: _Seen(count, trained, [part.counts[key][0] for part in parts])
-        for key, (count, trained) in whole.counts.items()
-        if count and all(key in part.counts for part in parts)
+    full_batch, *micro_batches = (_listen_to_forward(bench, k) for k in (None, *range(bench.task.steps)))
+    divisors = {
+        key: _Divisor(count, trained, [part.counts[key][0] for part in micro_batches])
+        for key, (count, trained) in full_batch.counts.items()
+        if count and all(key in part.counts for part in micro_batches)
     }
-    seen = {key: count for key, count in seen.items() if any(own != count.whole for own in count.own)}
-    terms = _undivided(whole.terms, [part.terms for part in parts])
-    if not seen or not any(any(each.own_share_differs(used)) for each in (*seen.values(), *terms.values())):
+    divisors = {
+        key: count
+        for key, count in divisors.items()
+        if any(divisor != count.of_full_batch for divisor in count.of_micro_batches)
+    }
+    terms = _find_undivided_terms(full_batch.terms, [part.terms for part in micro_batches])
+    if not divisors or not any(any(each.own_share_differs(used)) for each in (*divisors.values(), *terms.values())):
         return terms
     weights = list(bench.task.parameters.values())
-    with moved(weights, [SAME_NUMBER] * len(weights)):
-        there = _heard(replace(bench, state=ModelState(bench.task.modules, (bench.task.problem.loss,))), None)
-    kept = {key: count for key, count in seen.items() if there.counts.get(key) == whole.counts[key]}
-    return terms | kept
+    with move_weights(weights, [SAME_NUMBER] * len(weights)):
+        at_moved_parameters = _listen_to_forward(
+            replace(bench, state=ModelState(bench.task.modules, (bench.task.problem.loss,))), None
+        )
+    unmoved = {
+        key: count for key, count in divisors.items() if at_moved_parameters.counts.get(key) == full_batch.counts[key]
+    }
+    return terms | unmoved
 
 
 def terms_beside_constants(bench: Bench) -> list[tuple[float, Sequence[float]]]:
@@ -190,29 +208,29 @@ def terms_beside_constants(bench: Bench) -> list[tuple[float, Sequence[float]]]:
     micro-batches have other terms.
     """
     bench.record.rewind()
-    whole, *parts = (_heard(bench, k) for k in (None, *range(bench.task.steps)))
+    whole, *parts = (_listen_to_forward(bench, k) for k in (None, *range(bench.task.steps)))
     if any(part.beside_constants.keys() != whole.beside_constants.keys() for part in parts):
         return []
     return [(value, [part.beside_constants[key] for part in parts]) for key, value in whole.beside_constants.items()]
 
 
-def _undivided(
-    whole: Mapping[FunctionKey, float], parts: Sequence[Mapping[FunctionKey, float]]
-) -> dict[FunctionKey, _Seen]:
+def _find_undivided_terms(
+    full_batch: Mapping[FunctionKey, float], micro_batches: Sequence[Mapping[FunctionKey, float]]
+) -> dict[FunctionKey, _Divisor]:
     """The terms of the loss that add up over the micro-batches, and those that are the same in all of them."""
-    steps, found = len(parts), {}
-    for key, value in whole.items():
-        own = [part[key] for part in parts if key in part]
-        if len(own) < steps:
+    steps, divisors = len(micro_batches), {}
+    for key, value in full_batch.items():
+        values = [part[key] for part in micro_batches if key in part]
+        if len(values) < steps:
             continue
-        if all(math.isclose(each, value, rel_tol=COMPUTED_FLOAT32) for each in own):
-            found[key] = _Seen(steps, True, [1.0] * steps, TermKind.PENALTY)
-        elif math.isclose(sum(own), value, rel_tol=COMPUTED_FLOAT32):
-            found[key] = _Seen(1.0, True, [1.0] * steps, TermKind.SUM)
-    return found
+        if all(math.isclose(each, value, rel_tol=COMPUTED_FLOAT32) for each in values):
+            divisors[key] = _Divisor(steps, True, [1.0] * steps, TermKind.PENALTY)
+        elif math.isclose(sum(values), value, rel_tol=COMPUTED_FLOAT32):
+            divisors[key] = _Divisor(1.0, True, [1.0] * steps, TermKind.SUM)
+    return divisors
 
 
-def _heard(bench: Bench, k: int | None) -> _Listener:
+def _listen_to_forward(bench: Bench, k: int | None) -> _Listener:
     listener = _Listener(bench.task.problem.model)
     listener.hear(bench.forward(listener, k))
     return listener
@@ -245,7 +263,7 @@ class _Listener(PassProbe):
             nodes = [node.next_functions[slot][0] for node, slot in addends(total)]
             known = [self._numbers[node] for node in nodes if node in self._numbers]
             self.beside_constants = {key: float(value) for key, value in known} if len(known) == len(nodes) else {}
-        for node, slot in addends(unscaled(loss.grad_fn)):
+        for node, slot in addends(skip_scaling(loss.grad_fn)):
             key, value = self._numbers.get(node.next_functions[slot][0], (None, loss))
             if key is not None:
                 self.terms[key] = float(value)
@@ -260,7 +278,7 @@ class _Listener(PassProbe):
     @contextmanager
     def around(self, k: int | None) -> Iterator[None]:
         """Sees the calls of one forward; what runs in a transform is another function's."""
-        with listening(self._modules, ends=self._note_output) as self._running, named_calls(self._called):
+        with listening(self._modules, ends=self._note_output) as self._running, named_calls(self._handle_call):
             yield
 
     def _note_output(self, call: Call, output: Any) -> None:
@@ -268,7 +286,7 @@ class _Listener(PassProbe):
             tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
             self._returns_loss |= any(tensor.numel() == 1 and tensor.requires_grad for tensor in tensors)
 
-    def _called(self, key: FunctionKey, func: Any, args: Any, kwargs: Any) -> Any:
+    def _handle_call(self, key: FunctionKey, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
         self._follow_inputs((args, kwargs), result)
         if isinstance(result, torch.Tensor) and result.is_floating_point() and not is_in_functorch_transform():
@@ -311,7 +329,7 @@ class _Rescaled(PassProbe):
     def around(self, k: int | None) -> AbstractContextManager[Any]:
         """Sees the calls of one forward; what one writes in place is multiplied in place."""
 
-        def called(key: FunctionKey, func: Any, args: Any, kwargs: Any) -> Any:
+        def handle_call(key: FunctionKey, func: Any, args: Any, kwargs: Any) -> Any:
             factor = self._factors[key][k] if k is not None and key in self._factors else None
             if factor == 0 and key[0] in _DIVISIONS:  # by nothing: NaN times 0 stays NaN
                 return func(args[0], math.inf, **kwargs)
@@ -320,7 +338,7 @@ class _Rescaled(PassProbe):
                 return result
             return result.mul_(factor) if key[0].endswith("_") else result * factor
 
-        return named_calls(called)
+        return named_calls(handle_call)
 
 
 def _count(name: str, func: Callable[..., Any], args: Any, kwargs: Any, result: torch.Tensor) -> float | None:

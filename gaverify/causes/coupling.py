@@ -23,8 +23,8 @@ from gaverify.tracebacks import hands_over
 
 def ask(bench: Bench, facts: Facts) -> Facts:
     """Measures how many other samples one sample's output depends on, as evidence beside a cause."""
-    found = bench.attempt("coupling of samples", lambda: sample_coupling(bench))
-    return replace(facts, forward=replace(facts.forward, coupling=found))
+    coupling = bench.attempt("coupling of samples", lambda: sample_coupling(bench))
+    return replace(facts, forward=replace(facts.forward, coupling=coupling))
 
 
 def sample_coupling(bench: Bench) -> SampleCoupling | None:
@@ -35,7 +35,7 @@ def sample_coupling(bench: Bench) -> SampleCoupling | None:
     """
     listener = _Listener(bench)
     bench.full_batch(listener)
-    return listener.found
+    return listener.coupling
 
 
 class _Listener(PassProbe):
@@ -48,13 +48,13 @@ class _Listener(PassProbe):
         self._sample = self._size // 2
         self._leaves: list[torch.Tensor] = []
         self._outputs: list[torch.Tensor] = []
-        self.found: SampleCoupling | None = None
+        self.coupling: SampleCoupling | None = None
 
     @contextmanager
     def around(self, k: int | None) -> Iterator[None]:
         """Listens for the length of a forward."""
         root = listening({self._root: ""}, self._enter, self._leave, outside="")
-        with root, listening({}, ends=self._embedded):
+        with root, listening({}, ends=self._make_embedding_leaf):
             yield
 
     @hands_over
@@ -63,7 +63,7 @@ class _Listener(PassProbe):
         outputs = [output.movedim(self._dim(output), 0)[self._sample] for output in self._outputs]
         if not outputs or not self._leaves:
             return
-        total = torch.stack([_mixed(output) for output in outputs]).sum()
+        total = torch.stack([_mix_outputs(output) for output in outputs]).sum()
         gradients = torch.autograd.grad(total, self._leaves, allow_unused=True)
         totals: dict[torch.device, torch.Tensor] = {}  # one transfer from each device, not one per leaf
         for leaf, gradient in zip(self._leaves, gradients, strict=True):
@@ -74,11 +74,11 @@ class _Listener(PassProbe):
         reached = torch.zeros(self._size, dtype=torch.float64, device="cpu")
         for total in totals.values():
             reached += total.to("cpu", torch.float64)
-        own = float(reached[self._sample])
+        own_norm = float(reached[self._sample])
         reached[self._sample] = 0.0
-        if own > 0 and bool(torch.isfinite(reached).all()):
-            others, strength = int((reached > 0).sum()), float(reached.max()) / own
-            self.found = SampleCoupling(self._sample, others, strength, self._size)
+        if own_norm > 0 and bool(torch.isfinite(reached).all()):
+            other_samples, strength = int((reached > 0).sum()), float(reached.max()) / own_norm
+            self.coupling = SampleCoupling(self._sample, other_samples, strength, self._size)
 
     def _dim(self, tensor: torch.Tensor) -> int:
         """The first dimension of size B, the batch's."""
@@ -96,7 +96,7 @@ class _Listener(PassProbe):
         self._leaves.append(tensor.detach().requires_grad_())
         return self._leaves[-1]
 
-    def _embedded(self, call: Call, output: Any) -> Any:
+    def _make_embedding_leaf(self, call: Call, output: Any) -> Any:
         """Makes a leaf of the first float tensor that came of integers: an embedding."""
         floats = any(t.is_floating_point() for t in tree_leaves(call.args) if isinstance(t, torch.Tensor))
         inside = call.module in self._modules and call.module is not self._root
@@ -109,7 +109,7 @@ class _Listener(PassProbe):
         self._outputs += [t for t in values if self._has_rows(t) and t.requires_grad]
 
 
-def _mixed(values: torch.Tensor) -> torch.Tensor:
+def _mix_outputs(values: torch.Tensor) -> torch.Tensor:
     """A weighted sum of one sample's outputs, without pattern: a plain sum is constant behind a normalisation."""
     weights = torch.cos(torch.arange(1, values.numel() + 1, dtype=values.dtype, device=values.device).square())
     return values.reshape(-1) @ weights

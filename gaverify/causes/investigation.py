@@ -15,7 +15,7 @@ import torch
 
 from gaverify.causes import again, backward, counts, coupling, operations, state, weights
 from gaverify.causes.bench import Bench
-from gaverify.causes.confirming import confirmed
+from gaverify.causes.confirming import confirm_on_batch
 from gaverify.passes.gradients import AfterBackward, PassProbe, PassResult
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.lifting import has_hooks
@@ -28,7 +28,7 @@ from gaverify.records.facts import EXPLICIT, Backward, Buffers, Draws, Facts, Re
 from gaverify.verdict.comparison import measure
 from gaverify.verdict.control import in_float64
 from gaverify.verdict.judging import Judgement, judge_whole, working_unit
-from gaverify.verdict.sketches import Earlier, Sums, kept
+from gaverify.verdict.sketches import Earlier, Sums, keep_sketch
 
 
 def _ask_draws(bench: Bench, facts: Facts) -> Facts:
@@ -36,19 +36,19 @@ def _ask_draws(bench: Bench, facts: Facts) -> Facts:
     if not facts.draws.unaligned:
         return facts
     what = "every random draw held constant"
-    control = bench.attempt("random draws", lambda: _held(bench).run(what, kind=ControlKind.DRAWS_HELD))
+    control = bench.attempt("random draws", lambda: _hold_draws(bench).run(what, kind=ControlKind.DRAWS_HELD))
     if control is None or math.isinf(control.left):
         return facts
     draws = replace(facts.draws, control=control)
     return replace(facts, draws=draws, left=control.left, cleared=control.rounding)
 
 
-def _given(bench: Bench, facts: Facts) -> Bench:
+def _choose_bench(bench: Bench, facts: Facts) -> Bench:
     """The bench for the questions after this one: the draws stay held where they had to be."""
-    return _held(bench) if facts.draws.control is not None else bench
+    return _hold_draws(bench) if facts.draws.control is not None else bench
 
 
-def _held(bench: Bench) -> Bench:
+def _hold_draws(bench: Bench) -> Bench:
     return replace(bench, record=replace(bench.record, constant=True, unaligned={}), earlier=None, live=bench)
 
 
@@ -66,12 +66,12 @@ QUESTIONS: tuple[Callable[[Bench, Facts], Facts], ...] = (
 """In this order: what is cheap to ask, and what the later questions have to know, comes first."""
 
 
-def asked(
+def ask_questions(
     task: Task,
     judgement: Judgement,
     facts: Facts,
-    heard: Heard,
-    found: Facts | None = None,
+    listener: ControlListener,
+    part_facts: Facts | None = None,
     *,
     in_part: bool = False,
 ) -> Facts:
@@ -83,44 +83,46 @@ def asked(
         task: What was run.
         judgement: With the passes.
         facts: What they showed.
-        heard: What was heard of the float64 control.
-        found: What the search showed in a part of the batch.
+        listener: What was heard of the float64 control.
+        part_facts: What the search showed in a part of the batch.
         in_part: Whether this is such a part.
     """
     with ExitStack() as stack:
         state_, control = judgement.state, judgement.control
         if control is not None:
             task, state_ = stack.enter_context(in_float64(task, state_))
-        earlier = heard.added_to(kept(control.full), control.accumulated) if control is not None else None
+        earlier = listener.add_to(keep_sketch(control.full), control.accumulated) if control is not None else None
         facts = replace(facts, left=facts.compared.total)
         bench = Bench(task, state_, judgement.record, control is not None, earlier=earlier, total=facts.left)
-        known = confirmed(bench, facts, found) if found is not None and control is not None else None
-        if known is not None and found is not None:
-            judgement.part = found.weights.sizes
-            return known
+        confirmed_facts = (
+            confirm_on_batch(bench, facts, part_facts) if part_facts is not None and control is not None else None
+        )
+        if confirmed_facts is not None and part_facts is not None:
+            judgement.part = part_facts.weights.sizes
+            return confirmed_facts
         try:
             questions = QUESTIONS if not facts.compared.one_sided else (operations.ask_branch,)
-            there, facts = counts.ask_first(bench, facts)
+            counted_bench, facts = counts.ask_first(bench, facts)
             before = facts
             for ask in questions:
-                if _settled(facts):
+                if _is_settled(facts):
                     break
-                facts = ask(_given(there, facts), facts)
+                facts = ask(_choose_bench(counted_bench, facts), facts)
             if _needs_repeats(facts):
                 difference = bench.attempt("repetitions", lambda: state.differs_from_itself(bench, facts))
                 if difference:  # then no control compares what it is meant to compare
                     return replace(before, repeatability=Repeatability(difference, difference), failures=bench.failures)
             facts = again.ask(bench, facts, in_part=in_part)
-            facts = weights.ask_place(_given(bench, facts), state.ask_lines(bench, facts))
+            facts = weights.ask_place(_choose_bench(bench, facts), state.ask_lines(bench, facts))
         except TimeUp:
             facts = replace(facts, stopped_after=task.limit.seconds)
     return replace(facts, cleared=facts.left <= bench.rounding, failures=bench.failures)
 
 
-def _settled(facts: Facts) -> bool:
+def _is_settled(facts: Facts) -> bool:
     """Whether nothing is left to ask: all is explained, or a batch that differs from itself explains nothing."""
-    weighed = facts.weights.blamed and not facts.weights_first
-    return facts.cleared or weighed or not facts.repeats_itself
+    explained_by_weights = facts.weights.blamed and not facts.weights_first
+    return facts.cleared or explained_by_weights or not facts.repeats_itself
 
 
 def _needs_repeats(facts: Facts) -> bool:
@@ -129,36 +131,40 @@ def _needs_repeats(facts: Facts) -> bool:
     return bool(facts.forward.causes) or facts.weights.blamed or unnamed or facts.backward.place is not None
 
 
-class Heard:
+class ControlListener:
     """Watches the state through the micro-batches, and keeps a sketch of the gradient after each of them."""
 
     def __init__(self) -> None:
-        self._heard: tuple[PassProbe, Sums] | None = None
+        self._watch_and_sums: tuple[PassProbe, Sums] | None = None
 
     def begin(self, task: Task, state: ModelState) -> tuple[PassProbe, AfterBackward]:
         """Returns what watches the state through the micro-batches, and what sketches."""
         from gaverify.causes.trace.state import StateWatch  # an equivalent verdict does not wait for this import
 
-        watch, sums = self._heard = StateWatch(task, state), Sums(task)
+        watch, sums = self._watch_and_sums = StateWatch(task, state), Sums(task)
         return watch, sums.note
 
     def forget(self) -> None:
         """Drops what was heard."""
-        self._heard = None
+        self._watch_and_sums = None
 
-    def added_to(self, earlier: Earlier, accumulated: PassResult) -> Earlier:
+    def add_to(self, earlier: Earlier, accumulated: PassResult) -> Earlier:
         """Returns the earlier pass with its micro-batches, where they were heard."""
-        if self._heard is None:
+        if self._watch_and_sums is None:
             return earlier
-        watch, sums = self._heard
+        watch, sums = self._watch_and_sums
         shares = sums.shares(earlier.gradient, accumulated.weights)
         return replace(earlier, watch=watch, shares=shares, losses=accumulated.micro_losses)
 
 
-def collected(task: Task, judgement: Judgement) -> Facts:
+def collect_facts(task: Task, judgement: Judgement) -> Facts:
     """Returns what the two strategies showed already, without another pass."""
     accumulated, record = judgement.accumulated, judgement.record
-    counts = [max(seen.target_counts, key=lambda c: c[1]) for seen in accumulated.observed if seen.target_counts]
+    counts = [
+        max(observation.target_counts, key=lambda c: c[1])
+        for observation in accumulated.observed
+        if observation.target_counts
+    ]
     valid = tuple(float(total) for total, _, _ in counts) if len(counts) == task.steps else ()
     ignored = bool(valid) and sum(valid) != sum(count for _, count, _ in counts)
     weighting = task.weighting if isinstance(task.weighting, str) else EXPLICIT
@@ -195,8 +201,8 @@ def _drift(task: Task, judgement: Judgement) -> dict[str, float]:
         return {}
     unit = working_unit(task, judgement.full, judgement.accumulated)
     rows = measure({name: accumulated[name] for name in common}, common)
-    apart = {row.name: row.difference / row.scale for row in rows if row.difference > 0}
-    return {name: far for name, far in apart.items() if buffers_differ(accumulated[name], full[name], unit)}
+    differences = {row.name: row.difference / row.scale for row in rows if row.difference > 0}
+    return {name: far for name, far in differences.items() if buffers_differ(accumulated[name], full[name], unit)}
 
 
 def _identical_samples(batch: Any, batch_size: int) -> bool:
@@ -219,8 +225,8 @@ def investigate(
     judgement: Judgement,
     *,
     diagnose: bool,
-    heard: Heard | None = None,
-    found: Facts | None = None,
+    listener: ControlListener | None = None,
+    part_facts: Facts | None = None,
     in_part: bool = False,
 ) -> Facts:
     """Returns everything that was measured; questions are asked only after a divergence; one that fails says so.
@@ -231,31 +237,37 @@ def investigate(
         task: What was run.
         judgement: What was decided, with its passes.
         diagnose: Whether to look for the cause of a divergence.
-        heard: What listened to the float64 control.
-        found: What the search showed in a part of the batch, where there was one: it is confirmed on all of it.
+        listener: What listened to the float64 control.
+        part_facts: What the search showed in a part of the batch, where there was one: it is confirmed on all of it.
         in_part: Whether this is such a part.
     """
-    facts = collected(task, judgement)
+    facts = collect_facts(task, judgement)
     if not diagnose or not facts.compared.divergent or task.steps < 2:
         return facts
     facts = replace(facts, diagnosed=True)
     try:
         with task.limit.searching():
-            return _searched(task, judgement, facts, heard, found, in_part=in_part)
+            return _search_causes(task, judgement, facts, listener, part_facts, in_part=in_part)
     except TimeUp:
         return replace(facts, stopped_after=task.limit.seconds)
 
 
-def _searched(
-    task: Task, judgement: Judgement, facts: Facts, heard: Heard | None, found: Facts | None, *, in_part: bool
+def _search_causes(
+    task: Task,
+    judgement: Judgement,
+    facts: Facts,
+    listener: ControlListener | None,
+    part_facts: Facts | None,
+    *,
+    in_part: bool,
 ) -> Facts:
     """The facts with what the search found, as far as it came in its time."""
-    if judgement.method is not Method.FLOAT64_PART or found is None:
-        return asked(task, judgement, facts, heard or Heard(), found, in_part=in_part)
-    from gaverify.causes.confirming import confirmed_in_working_precision
+    if judgement.method is not Method.FLOAT64_PART or part_facts is None:
+        return ask_questions(task, judgement, facts, listener or ControlListener(), part_facts, in_part=in_part)
+    from gaverify.causes.confirming import confirm_in_working_precision
 
-    known = confirmed_in_working_precision(task, judgement, facts, found)
-    if known is not None:
-        return known
-    judge_whole(task, judgement, heard)
-    return investigate(task, judgement, diagnose=True, heard=heard, found=found)
+    confirmed_facts = confirm_in_working_precision(task, judgement, facts, part_facts)
+    if confirmed_facts is not None:
+        return confirmed_facts
+    judge_whole(task, judgement, listener)
+    return investigate(task, judgement, diagnose=True, listener=listener, part_facts=part_facts)

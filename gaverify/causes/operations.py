@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 
 from gaverify.causes import backward, counts, proof, state, weights
-from gaverify.causes.bench import FORESEEN, Bench, released
+from gaverify.causes.bench import FORESEEN, Bench, find_needed
 from gaverify.causes.neutral.cached import cached_gradients
 from gaverify.causes.neutral.holding import Evaluated, ResultsHeld
 from gaverify.causes.neutral.state import StateHeld
@@ -29,34 +29,36 @@ _TRIED = 3  # suspects of one round that are tried in a control run
 
 def ask(bench: Bench, facts: Facts) -> Facts:
     """Looks for operations that couple samples, beside state and draws that may be causes as well."""
-    held = state.probe_of(bench, facts)
-    control = facts.state.control if facts.state is not None and held is not None else None
-    there = bench if held is None else bench.without(held)
+    state_probe = state.probe_of(bench, facts)
+    control = facts.state.control if facts.state is not None and state_probe is not None else None
+    search_bench = bench if state_probe is None else bench.without(state_probe)
     fit = facts.weights.fit if control is None else control.fit
     residual = fit.residual if fit is not None and not fit.vacuous else 0.0
-    weighed = facts.weights.remedy if facts.weights_first else None
-    left = facts.left if weighed is None or not facts.compared.comparable else facts.compared.total
-    search = _Search(there, facts, left if control is None else control.left, residual)
+    weights_run = facts.weights.remedy if facts.weights_first else None
+    difference_left = facts.left if weights_run is None or not facts.compared.comparable else facts.compared.total
+    search = _Search(search_bench, facts, difference_left if control is None else control.left, residual)
     bench.attempt("first diverging operation", lambda: search.run(control.fit if control is not None else None))
-    in_backward = _in_backward(bench, facts, search) if held is None and weighed is None else None
+    in_backward = _in_backward(bench, facts, search) if state_probe is None and weights_run is None else None
     if in_backward is not None:
         return in_backward
-    facts = _held_instead(bench, facts, search)
+    facts = _hold_restored_state(bench, facts, search)
     forward = replace(search.first or facts.forward, coupling=facts.forward.coupling)
     ruled_out = tuple(search.ruled_out.values())
     causes = search.causes
-    if weighed is not None and search.cleared and len(causes) == 1:  # it alone makes what the weights leave
-        causes = (replace(causes[0], alone=weighed.left),)
+    if weights_run is not None and search.is_explained and len(causes) == 1:  # it alone makes what the weights leave
+        causes = (replace(causes[0], alone=weights_run.left),)
     facts = replace(facts, forward=replace(forward, causes=causes, ruled_out=ruled_out))
-    if search.weights is not None and search.cleared and weighed is None:
+    if search.weights is not None and search.is_explained and weights_run is None:
         facts = replace(facts, weights=replace(facts.weights, fit=search.weights, remedy=search.remedy))
-    if search.counted is not None and search.cleared and weighed is None:
+    if search.counted is not None and search.is_explained and weights_run is None:
         counted = search.counted
-        known = replace(facts.weights, counts=counted.counts, remedy=search.remedy, place=counted.counts[0].operation)
-        facts = replace(facts, weights=known)
-    if search.cleared or search.causes:
-        facts = replace(facts, left=search.left, cleared=search.cleared)
-    return _others_released(bench, facts, search) if search.cleared else facts
+        weight_facts = replace(
+            facts.weights, counts=counted.counts, remedy=search.remedy, place=counted.counts[0].operation
+        )
+        facts = replace(facts, weights=weight_facts)
+    if search.is_explained or search.causes:
+        facts = replace(facts, left=search.left, cleared=search.is_explained)
+    return _release_others(bench, facts, search) if search.is_explained else facts
 
 
 def _in_backward(bench: Bench, facts: Facts, search: _Search) -> Facts | None:
@@ -78,62 +80,66 @@ def _in_backward(bench: Bench, facts: Facts, search: _Search) -> Facts | None:
 
 def ask_branch(bench: Bench, facts: Facts) -> Facts:
     """Looks for the operation that one side alone runs, where a parameter has a gradient on that side alone."""
-    found = bench.attempt("branch", lambda: branch_taken(bench))
-    return replace(facts, forward=replace(facts.forward, branch=found))
+    branch = bench.attempt("branch", lambda: branch_taken(bench))
+    return replace(facts, forward=replace(facts.forward, branch=branch))
 
 
-def _held_instead(bench: Bench, facts: Facts, search: _Search) -> Facts:
+def _hold_restored_state(bench: Bench, facts: Facts, search: _Search) -> Facts:
     """Holds the state still where it was restored, and nothing is to be counted then.
 
     What a forward makes of restored state by its own batch (the number of samples seen) looks like a count of it.
     """
-    known = facts.state
-    restored = known is not None and known.control is not None and known.control.kind is ControlKind.STATE_RESTORED
-    if known is None or not restored or search.counted is None:
+    state_facts = facts.state
+    restored = (
+        state_facts is not None
+        and state_facts.control is not None
+        and state_facts.control.kind is ControlKind.STATE_RESTORED
+    )
+    if state_facts is None or not restored or search.counted is None:
         return facts
-    changes, counted = state.read_changes(known.changes), search.counted
-    there = bench.without(StateHeld(bench.task, [change.name for change in changes]))
+    changes, counted = state.read_changes(state_facts.changes), search.counted
+    held_bench = bench.without(StateHeld(bench.task, [change.name for change in changes]))
     search.counted = None
-    run = bench.possible(lambda: search.final(there))
+    run = bench.possible(lambda: search.run_last_control(held_bench))
     if run is None or not run.rounding:
         search.counted = counted
         return facts
     search.left = run.left
     control = state.run_control(bench, ControlKind.STATE_HELD, changes)
-    return replace(facts, state=replace(known, control=control))
+    return replace(facts, state=replace(state_facts, control=control))
 
 
-def _others_released(bench: Bench, facts: Facts, search: _Search) -> Facts:
+def _release_others(bench: Bench, facts: Facts, search: _Search) -> Facts:
     """Releases state and draws while everything else stays neutralised: do they matter by themselves?"""
-    held = state.probe_of(bench, facts)
-    if held is not None or facts.draws.control is not None:
+    state_probe = state.probe_of(bench, facts)
+    if state_probe is not None or facts.draws.control is not None:
         search.close()
-    known = facts.state
-    if held is not None and known is not None:
-        alone = bench.attempt("state released", lambda: search.final(bench=bench))
+    state_facts = facts.state
+    if state_probe is not None and state_facts is not None:
+        alone = bench.attempt("state released", lambda: search.run_last_control(bench=bench))
         if alone is not None and alone.rounding:
-            facts = replace(facts, state=state.blamed_beside(bench, known))
+            facts = replace(facts, state=state.blamed_beside(bench, state_facts))
         if alone is not None and not alone.rounding:
-            others, read = search.others_neutralised(bench), state.read_changes(known.changes)
-            left, found = alone.left, None
-            if others is not None:
-                found = bench.attempt("state held", lambda: state.blamed(others, read, left))
-            facts = replace(facts, state=replace(known, blamed=found or read, alone=left))
+            neutral_bench, read = search.neutralise_causes(bench), state.read_changes(state_facts.changes)
+            difference_left, blamed = alone.left, None
+            if neutral_bench is not None:
+                blamed = bench.attempt("state held", lambda: state.find_blamed(neutral_bench, read, difference_left))
+            facts = replace(facts, state=replace(state_facts, blamed=blamed or read, alone=difference_left))
     if bench.live is not None:
-        there = bench.live if held is None else bench.live.without(held)
-        alone = bench.attempt("draws released", lambda: _with_draws(search, there))
-        made = alone.left if alone is not None and not alone.rounding else 0.0
-        facts = replace(facts, draws=replace(facts.draws, alone=made))
+        live_bench = bench.live if state_probe is None else bench.live.without(state_probe)
+        alone = bench.attempt("draws released", lambda: _run_with_draws(search, live_bench))
+        difference_alone = alone.left if alone is not None and not alone.rounding else 0.0
+        facts = replace(facts, draws=replace(facts.draws, alone=difference_alone))
     return facts
 
 
-def _with_draws(search: _Search, there: Bench) -> ControlRun:
+def _run_with_draws(search: _Search, live_bench: Bench) -> ControlRun:
     """Runs the last control with the draws dealt out; by contents where the causes moved their rows."""
-    alone = search.final(bench=there)
-    if alone.rounding or there.record.inner:
-        return alone
-    by_contents = search.final(bench=replace(there, record=replace(there.record, inner=True)))
-    return by_contents if by_contents.rounding else alone
+    control_run = search.run_last_control(bench=live_bench)
+    if control_run.rounding or live_bench.record.inner:
+        return control_run
+    by_contents = search.run_last_control(bench=replace(live_bench, record=replace(live_bench.record, inner=True)))
+    return by_contents if by_contents.rounding else control_run
 
 
 class _Search:
@@ -152,19 +158,21 @@ class _Search:
         self.left = self._before = left
         self.first: Forward | None = None
         self.weights: WeightFit | None = None
-        self.counted: counts.Found | None = None
+        self.counted: counts.WindowCounts | None = None
         self.remedy: ControlRun | None = None
         self.ruled_out: dict[tuple[object, ...], Operation] = {}
 
     @property
-    def cleared(self) -> bool:
+    def is_explained(self) -> bool:
         """Whether what is left is rounding."""
         return self.left <= self._bench.rounding
 
     @property
     def causes(self) -> tuple[Cause, ...]:
         """The causes in the order of execution; those on probation only where all together explain everything."""
-        return tuple(entry.cause for entry in self._found if entry.helps or entry.cause.control is None or self.cleared)
+        return tuple(
+            entry.cause for entry in self._found if entry.helps or entry.cause.control is None or self.is_explained
+        )
 
     def run(self, fit: WeightFit | None = None) -> None:
         """Round by round: trace, try the suspects, neutralise one, look at what is left.
@@ -172,13 +180,13 @@ class _Search:
         Args:
             fit: The weights that fit what is left in the beginning, where something was neutralised before.
         """
-        if fit is not None and self._settled(fit):
+        if fit is not None and self._explain_by_weights(fit):
             return
         for _ in range(_ROUNDS):
-            bench = self._now()
-            suspects, found = trace_divergences(bench, self._facts.weights, foreign=self._facts.draws.foreign_differ)
-            self.first = self.first or found
-            tried = self._tried(bench, suspects)
+            bench = self._current_bench()
+            suspects, forward = trace_divergences(bench, self._facts.weights, foreign=self._facts.draws.foreign_differ)
+            self.first = self.first or forward
+            tried = self._try_suspects(bench, suspects)
             if tried is None:
                 break
             self._found.append(tried)
@@ -187,16 +195,16 @@ class _Search:
             if control is None:
                 break
             self.left = control.left
-            if control.rounding or tried.neutral is None or self._settled(control.fit):
+            if control.rounding or tried.neutral is None or self._explain_by_weights(control.fit):
                 break
             if control.fit is not None and not control.fit.vacuous:
                 self._residual = control.fit.residual
-        if not self.cleared:
-            self._held_whole()
-        if self.cleared:
-            self._released()
+        if not self.is_explained:
+            self._try_all_controls()
+        if self.is_explained:
+            self._release_causes()
 
-    def _held_whole(self) -> None:
+    def _try_all_controls(self) -> None:
         """Tries the other controls of the last cause, where the one that helped left something and no more was found.
 
         Partners may enter a module at two places, of which that control holds one. Where none but cached gradients
@@ -209,10 +217,10 @@ class _Search:
         if last is None or not last.helps or last.neutral is None:
             return
         bench, suspect = self._with(self._found[:-1], self._bench), last.cause.suspect
-        whole = proof.try_suspect(bench, suspect, self._before, self._residual, all_of_it=True)
-        control = whole.cause.control if whole is not None else None
-        if whole is not None and control is not None and control.rounding:
-            self._found[-1] = whole
+        wider = proof.try_suspect(bench, suspect, self._before, self._residual, all_of_it=True)
+        control = wider.cause.control if wider is not None else None
+        if wider is not None and control is not None and control.rounding:
+            self._found[-1] = wider
             self.left = control.left
 
     def close(self) -> None:
@@ -220,74 +228,74 @@ class _Search:
 
         A cached gradient computes the loss once: state that only the loss reads would not show.
         """
-        if not (self.ends_openly and self.cleared):
+        if not (self.ends_openly and self.is_explained):
             return
         last, bench = self._found[-1], self._with(self._found[:-1], self._bench)
         suspect = last.cause.suspect
         for functions in (suspect.source_functions, suspect.functions):
             probe = ResultsHeld(bench.task, functions, suspect.order)
             what = "what couples the samples held constant"
-            held = bench.possible(partial(bench.run, what, probe)) if functions else None
-            if held is not None and held.rounding:
+            control_run = bench.possible(partial(bench.run, what, probe)) if functions else None
+            if control_run is not None and control_run.rounding:
                 last.neutral = probe
                 return
 
-    def final(self, bench: Bench, kept: Sequence[Tried] | None = None) -> ControlRun:
+    def run_last_control(self, bench: Bench, neutralised: Sequence[Tried] | None = None) -> ControlRun:
         """Runs the last control again on another bench, or with some of the causes neutralised alone."""
-        kept = self._found if kept is None else kept
-        there = self._with(kept, bench)
-        if kept and kept[-1].neutral is None:
-            return cached_gradients(there, frozenset(kept[-1].cause.suspect.calls))
+        neutralised = self._found if neutralised is None else neutralised
+        control_bench = self._with(neutralised, bench)
+        if neutralised and neutralised[-1].neutral is None:
+            return cached_gradients(control_bench, frozenset(neutralised[-1].cause.suspect.calls))
         if self.weights is not None:
-            return weights.remedied(there, self.weights)
+            return weights.run_fitted_weights(control_bench, self.weights)
         if self.counted is not None:
-            there = self.counted.applied(there)
-        return there.run("the other causes neutralised", kind=ControlKind.OTHERS)
+            control_bench = self.counted.apply_to(control_bench)
+        return control_bench.run("the other causes neutralised", kind=ControlKind.OTHERS)
 
-    def others_neutralised(self, bench: Bench) -> Bench | None:
+    def neutralise_causes(self, bench: Bench) -> Bench | None:
         """Another bench with all causes neutralised and the right weights; None where the last cause has no probe."""
         if self.ends_openly:
             return None
-        there = self._with(self._found, bench)
+        neutral_bench = self._with(self._found, bench)
         if self.counted is not None:
-            return self.counted.applied(there)
+            return self.counted.apply_to(neutral_bench)
         if self.weights is None:
-            return there
-        return there.weighted(self.weights.weights)
+            return neutral_bench
+        return neutral_bench.with_weights(self.weights.weights)
 
     def _with(self, entries: Sequence[Tried], bench: Bench) -> Bench:
         probes = tuple(entry.neutral for entry in entries if entry.neutral is not None)
         return bench.without(*probes)
 
-    def _now(self) -> Bench:
+    def _current_bench(self) -> Bench:
         return self._with(self._found, self._bench)
 
-    def _settled(self, fit: WeightFit | None) -> bool:
+    def _explain_by_weights(self, fit: WeightFit | None) -> bool:
         """Whether weights, or counts of the window, explain the rest; they are run.
 
         Counts are not tried beside held values: a sum that is held and divided by a micro-batch's own count is the
         control's doing.
         """
-        there, known = self._now(), self._facts
+        bench, facts = self._current_bench(), self._facts
         live = all(isinstance(entry.neutral, Evaluated) for entry in self._found)
-        if live and not weights.means(there, known, fit):
-            self.counted = there.possible(lambda: counts.found_in(there, known.weights.used))
+        if live and not weights.means(bench, facts, fit):
+            self.counted = bench.possible(lambda: counts.find_counts(bench, facts.weights.used))
         if self.counted is not None:
             self.remedy = self.counted.control
             self.left = self.remedy.left
             return True
-        self.weights = weights.weighed(self._now(), self._facts, fit)
+        self.weights = weights.choose_fit(self._current_bench(), self._facts, fit)
         if self.weights is None:
             return False
-        self.remedy = weights.remedied(self._now(), self.weights)
+        self.remedy = weights.run_fitted_weights(self._current_bench(), self.weights)
         self.left = self.remedy.left
         return True
 
-    def _tried(self, bench: Bench, suspects: list[Suspect]) -> Tried | None:
+    def _try_suspects(self, bench: Bench, suspects: list[Suspect]) -> Tried | None:
         """The first suspect whose control helps; else one that has a control, on probation; else an unproven one."""
         candidates: list[Tried] = []
-        known = {entry.cause.suspect.culprit.place for entry in self._found}
-        new_suspects = [suspect for suspect in suspects if suspect.culprit.place not in known]
+        known_places = {entry.cause.suspect.culprit.place for entry in self._found}
+        new_suspects = [suspect for suspect in suspects if suspect.culprit.place not in known_places]
         # an index of the batch's length differs in every right loss as well: what has a gradient is tried before it
         for suspect in sorted(new_suspects, key=_may_be_index)[:_TRIED]:
             tried = self._try(bench, suspect)
@@ -313,33 +321,33 @@ class _Search:
             tried = replace(tried, cause=replace(tried.cause, failure=why))
         return tried
 
-    def _is_counted(self, there: Bench) -> bool:
-        return there.possible(lambda: counts.found_in(there, self._facts.weights.used)) is not None
+    def _is_counted(self, trial_bench: Bench) -> bool:
+        return trial_bench.possible(lambda: counts.find_counts(trial_bench, self._facts.weights.used)) is not None
 
-    def _released(self) -> None:
+    def _release_causes(self) -> None:
         """Releases every cause alone: notes what difference it makes, and drops those that make none.
 
         A cause that helped by itself stays, even where another one hides it now.
         """
         last = self._found[-1] if self._found else None
-        if last is not None and not self._weighed:  # with the causes before it neutralised, this was left
+        if last is not None and not self._has_weights:  # with the causes before it neutralised, this was left
             last.cause = replace(last.cause, alone=self._before)
         # the cached gradient of a last cause without a probe is what the others are released beside
-        entries = [entry for entry in self._found if entry is not last or self._weighed]
+        entries = [entry for entry in self._found if entry is not last or self._has_weights]
 
-        def control(kept: list[Tried]) -> ControlRun | None:
-            still = [entry for entry in self._found if entry in kept or entry not in entries]
-            return self._bench.attempt("release of a cause", lambda: self.final(self._bench, still))
+        def control(neutralised: list[Tried]) -> ControlRun | None:
+            still = [entry for entry in self._found if entry in neutralised or entry not in entries]
+            return self._bench.attempt("release of a cause", lambda: self.run_last_control(self._bench, still))
 
-        needed = released(sorted(entries, key=lambda e: e.helps), control, keep=lambda e: e.helps)
+        needed = find_needed(sorted(entries, key=lambda e: e.helps), control, keep=lambda e: e.helps)
         for entry in needed:
             if entry.alone > 0:
                 entry.item.cause = replace(entry.item.cause, alone=entry.alone)
-        kept = {id(entry.item) for entry in needed}
-        self._found = [entry for entry in self._found if entry not in entries or id(entry) in kept]
+        needed_ids = {id(entry.item) for entry in needed}
+        self._found = [entry for entry in self._found if entry not in entries or id(entry) in needed_ids]
 
     @property
-    def _weighed(self) -> bool:
+    def _has_weights(self) -> bool:
         """Whether weights or counts explain what the causes leave."""
         return self.weights is not None or self.counted is not None
 

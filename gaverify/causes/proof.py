@@ -96,24 +96,24 @@ def _without_effect(bench: Bench, tried: Tried, left: float) -> Tried | None:
     return Tried(Cause(suspect, run, (), 0.0), probe, tried.failures, helps=False, region=tried)
 
 
-def again(bench: Bench, cause: Cause) -> Cause | None:
+def rerun_cause(bench: Bench, cause: Cause) -> Cause | None:
     """Runs a control of a cause's kind, and its repairs, on another bench; None where that is impossible."""
-    known = cause.control.kind if cause.control is not None else None
-    made = None
+    wanted_kind = cause.control.kind if cause.control is not None else None
+    run_and_probe = None
     for kind, make in _controls(bench, cause.suspect, fit=False):
-        if kind is known:  # one that does not fit, or leaves something, leaves it to another of the kind
-            made = bench.possible(make) or made
-        if made is not None and made[0].rounding:
+        if kind is wanted_kind:  # one that does not fit, or leaves something, leaves it to another of the kind
+            run_and_probe = bench.possible(make) or run_and_probe
+        if run_and_probe is not None and run_and_probe[0].rounding:
             break
-    if made is None:
+    if run_and_probe is None:
         return None
-    control, neutral = made
+    control, neutral = run_and_probe
     remedies = tuple(_remedies(bench, cause.suspect, neutral)) if control.rounding else ()
     explained = 1.0 - control.left / bench.total
     return replace(cause, control=control, remedies=remedies, explained=explained, alone=bench.total)
 
 
-def replaced_again(bench: Bench, cause: Cause) -> Cause | None:
+def rerun_replacement(bench: Bench, cause: Cause) -> Cause | None:
     """Runs the repair that puts other layers in the place of a cause, on another bench; None where it leaves anything.
 
     It shows there what the control would: without these layers nothing is left.
@@ -144,13 +144,13 @@ def _controls(bench: Bench, suspect: Suspect, *, fit: bool = True) -> Iterator[_
         what, decisions = "the full batch's decisions taken by every micro-batch", DecisionsHeld(task, suspect.frame)
         yield run(what, decisions, ControlKind.DECISIONS)
     reduced = (suspect.source_functions, "what is reduced over the batch held constant")
-    held = (
+    constant_results = (
         *((reduced,) if suspect.source is not None else ()),
         (suspect.functions, f"the result of `{suspect.operation.name}` held constant"),
         (_everywhere(suspect), f"{_lines(_everywhere(suspect))} held constant in every layer"),
         (suspect.exits, f"what the samples get from `{suspect.operation.name}` held constant"),
     )
-    for functions, what in held:
+    for functions, what in constant_results:
         if functions and not (functions is suspect.functions and suspect.kind == "matrix" and suspect.in_model):
             yield run(what, ResultsHeld(task, functions, suspect.order))
     module = dict(task.named_modules()).get(path) if path else None
@@ -213,7 +213,7 @@ def _held_in_the_window(bench: Bench, probe: Held) -> ControlRun:
     """
     what = "the full batch's value as a constant in every micro-batch"
     # what it leaves where it fails is only a length in a chart, and worth no other full batch
-    return bench.repaired(what, probe, ControlKind.HELD_IN_WINDOW, exactly=False)
+    return bench.run_repair(what, probe, ControlKind.HELD_IN_WINDOW, exactly=False)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch
 
 from gaverify.errors import GaverifyError
 from gaverify.passes.devices import widest
-from gaverify.passes.fingerprints import SampleLayout, layouts_of, real_numbers, taken
+from gaverify.passes.fingerprints import SampleLayout, layouts_of, real_numbers, take_samples
 from gaverify.torch_internals import tree_flatten, tree_leaves, tree_unflatten
 
 
@@ -27,12 +27,12 @@ def rows_of_all(value: Any, result: Any, start: int, stop: int, size: int, order
     Raises:
         ControlFailed: The micro-batch's result has another form.
     """
-    whole, (parts, form) = tree_leaves(value), tree_flatten(result)
-    if len(whole) != len(parts):
+    full_leaves, (parts, form) = tree_leaves(value), tree_flatten(result)
+    if len(full_leaves) != len(parts):
         raise ControlFailed("the micro-batches' results have another form than the full batch's")
     rows = [
         rows_for(old, new, start, stop, size, order=order) if isinstance(new, torch.Tensor) else new
-        for old, new in zip(whole, parts, strict=True)
+        for old, new in zip(full_leaves, parts, strict=True)
     ]
     return tree_unflatten(rows, form)
 
@@ -71,8 +71,8 @@ def rows_for(
     if len(readings) > 1 and order is not None:
         readings = [readings[order]]
     elif len(readings) > 1:
-        there, here = (real_numbers(tensor).to(widest(tensor.device)) for tensor in (value, part))
-        readings.sort(key=lambda take: float((take(there) - here).abs().sum()))
+        full_numbers, part_numbers = (real_numbers(tensor).to(widest(tensor.device)) for tensor in (value, part))
+        readings.sort(key=lambda take: float((take(full_numbers) - part_numbers).abs().sum()))
     return readings[0](wanted).clone()
 
 
@@ -86,7 +86,7 @@ def _readings(
 
     def read(tensor: torch.Tensor, layouts: Sequence[SampleLayout]) -> torch.Tensor:
         for layout in layouts:
-            tensor = taken(tensor, layout, start, stop, size)
+            tensor = take_samples(tensor, layout, start, stop, size)
         return tensor
 
     yield partial(read, layouts=layouts)

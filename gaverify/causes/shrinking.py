@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
-from gaverify.causes.investigation import Heard, investigate
+from gaverify.causes.investigation import ControlListener, investigate
 from gaverify.passes.gradients import accumulated_gradients, full_batch_gradients
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.randomness import DrawRecord
@@ -34,10 +34,10 @@ _QUARTER, _LEAST, _MOST = 4, 2, 1024
 
 
 class Shrunk:
-    """A part of the batch that is judged in its place; `found` is what the search for the cause showed in it."""
+    """A part of the batch that is judged in its place; `part_facts` is what the search for the cause showed in it."""
 
     def __init__(self, *, searches: bool) -> None:
-        self.found: Facts | None = None
+        self.part_facts: Facts | None = None
         self._searches = searches
 
     def __call__(self, task: Task, judgement: Judgement, unit: float) -> bool:
@@ -55,11 +55,11 @@ class Shrunk:
             if part is None:
                 return False
             task.progress(f"a part of the batch: {part.batch_size} samples")
-            heard = Heard()
-            found = _judged(part, judgement, unit, heard if self._searches else None)
-            rows = _decided(task, part, judgement, found, unit)
+            listener = ControlListener()
+            part_judgement = _judge_part(part, judgement, unit, listener if self._searches else None)
+            rows = _decide_by_part(task, part, judgement, part_judgement, unit)
             if self._searches:
-                self.found = investigate(part, found, diagnose=True, heard=heard, in_part=True)
+                self.part_facts = investigate(part, part_judgement, diagnose=True, listener=listener, in_part=True)
         except Exception as error:  # a model that does not take so few samples, a loss that is no number
             if is_own_fault(error):
                 raise
@@ -88,12 +88,12 @@ def _part_of(task: Task, judgement: Judgement, unit: float) -> Task | None:
     return replace(task, problem=problem, batch_size=sum(sizes), sizes=sizes)
 
 
-def _judged(part: Task, whole: Judgement, unit: float, listener: Listener | None) -> Judgement:
+def _judge_part(part: Task, judgement: Judgement, unit: float, listener: Listener | None) -> Judgement:
     """Judges the part; by float64 alone in float32, where what working precision makes of it is known from the whole.
 
     Its draws are dealt in the reading that was right for the whole.
     """
-    low, drawn = whole.few is not None, whole.record  # below float32, float64 of the part alone tells
+    low, drawn = judgement.few is not None, judgement.record  # below float32, float64 of the part alone tells
     in_both = partial(judge, part, rtol=None, atol=None, exact=low, listener=listener)
     if low:
         return in_both()
@@ -105,59 +105,59 @@ def _judged(part: Task, whole: Judgement, unit: float, listener: Listener | None
     if record.ambiguous > drawn.ambiguous or not all(map(math.isfinite, losses)):
         return in_both()
     # what working precision makes of the part is worked out from what it makes of the whole
-    scale = _norm(control.rows.values()) / max(_norm(whole.working.values()), TINY)
-    working = {name: row._replace(difference=scale * row.difference) for name, row in whole.working.items()}
-    scales = {name: scale * terms for name, terms in whole.scales.items()}
+    scale = _norm(control.rows.values()) / max(_norm(judgement.working.values()), TINY)
+    working = {name: row._replace(difference=scale * row.difference) for name, row in judgement.working.items()}
+    scales = {name: scale * terms for name, terms in judgement.scales.items()}
     passes = control.full, control.accumulated
-    found = Judgement([], Method.FLOAT64_CONTROL, *passes, record, state, whole.dtype, working, {}, scales)
-    decide_by_control(part, found, control, unit)
-    return replace(found, working={})
+    part_judgement = Judgement([], Method.FLOAT64_CONTROL, *passes, record, state, judgement.dtype, working, {}, scales)
+    decide_by_control(part, part_judgement, control, unit)
+    return replace(part_judgement, working={})
 
 
-def _decided(
-    task: Task, part: Task, judgement: Judgement, found: Judgement, unit: float
+def _decide_by_part(
+    task: Task, part: Task, judgement: Judgement, part_judgement: Judgement, unit: float
 ) -> list[ParameterComparison] | None:
     """The records of all parameters, where the part and the whole batch show the same; None where one does not."""
-    if found.control is None:
+    if part_judgement.control is None:
         return None
-    told = {row.name: row for row in found.rows}
+    part_rows = {row.name: row for row in part_judgement.rows}
     # What comes of the samples' differences falls with the square root of their number.
     order = SAME_ORDER * math.sqrt(task.sizes[0] / part.sizes[0])
-    rounds = _rounding_of(part, judgement, found, unit)
+    rounds = _rounding_of(part, judgement, part_judgement, unit)
     rows = []
     for row in judgement.rows:
-        here, shown = judgement.working[row.name], told[row.name]
-        decided = row if row.why is shown.why is NotCompared.UNUSED else None
-        if row.why is None and shown.why is None:
+        difference, part_row = judgement.working[row.name], part_rows[row.name]
+        decided = row if row.why is part_row.why is NotCompared.UNUSED else None
+        if row.why is None and part_row.why is None:
             least = SHOWS_UNITS * unit if judgement.few is None else 0.0
-            decided = _alike(row, here, shown, rounds, least, order)
+            decided = _alike(row, difference, part_row, rounds, least, order)
         if decided is None:
             return None
         rows.append(decided)
     return rows if any(row.outcome is Outcome.DIVERGENT for row in rows) else None
 
 
-def _rounding_of(part: Task, whole: Judgement, found: Judgement, unit: float) -> Callable[[str], float]:
+def _rounding_of(part: Task, judgement: Judgement, part_judgement: Judgement, unit: float) -> Callable[[str], float]:
     """How far working precision may round the whole batch's gradient of a parameter that is equivalent in the part."""
-    norm = _norm(whole.working.values())
-    zero = zero_in_float64(row.reference_norm for row in found.rows)
-    nothing = {row.name for row in found.rows if max(row.reference_norm, row.accumulated_norm) <= zero}
-    seen: dict[str, Difference] = dict(found.working)
+    norm = _norm(judgement.working.values())
+    zero = zero_in_float64(row.reference_norm for row in part_judgement.rows)
+    nothing = {row.name for row in part_judgement.rows if max(row.reference_norm, row.accumulated_norm) <= zero}
+    part_differences: dict[str, Difference] = dict(part_judgement.working)
 
     def rounding(name: str) -> float:
         # a gradient that is zero: what shifts the logits of a softmax rounds like the gradients behind it
-        if name in nothing and whole.working[name].scale <= FEW_UNITS * unit * norm:
+        if name in nothing and judgement.working[name].scale <= FEW_UNITS * unit * norm:
             return FEW_UNITS * unit * norm
-        if not seen:
-            seen.update(_in_working_precision(part, found))
-        return FEW_TIMES * norm / max(_norm(seen.values()), TINY) * seen[name].difference
+        if not part_differences:
+            part_differences.update(_measure_in_working_precision(part, part_judgement))
+        return FEW_TIMES * norm / max(_norm(part_differences.values()), TINY) * part_differences[name].difference
 
     return rounding
 
 
-def _in_working_precision(part: Task, found: Judgement) -> dict[str, Difference]:
-    full = full_batch_gradients(part, found.state, found.record)[0]
-    accumulated = accumulated_gradients(part, found.state, found.record, full)
+def _measure_in_working_precision(part: Task, part_judgement: Judgement) -> dict[str, Difference]:
+    full = full_batch_gradients(part, part_judgement.state, part_judgement.record)[0]
+    accumulated = accumulated_gradients(part, part_judgement.state, part_judgement.record, full)
     return {row.name: row for row in measure(accumulated.gradients, full.gradients)}
 
 

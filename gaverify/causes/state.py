@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from gaverify.causes import weights
-from gaverify.causes.bench import Bench, relative_difference, released
+from gaverify.causes.bench import Bench, find_needed, relative_difference
 from gaverify.causes.neutral.state import Primed, StateHeld, StateRestored
 from gaverify.causes.trace.state import StateWatch, digests, named_state
 from gaverify.causes.trace.traces import Frame
@@ -22,7 +22,7 @@ from gaverify.passes.gradients import PassProbe
 from gaverify.records.experiment import ControlKind, ControlRun, Operation
 from gaverify.records.facts import Facts, State, StateChange
 from gaverify.thresholds import HELPS, SAME_IN_FLOAT32, TINY
-from gaverify.tracebacks import LineHunt, Owner, Place, shown
+from gaverify.tracebacks import LineHunt, Owner, Place, display_path
 
 _MOST_LOOKS = 20_000  # lines after which the search gives up: each looks at every value
 
@@ -86,24 +86,28 @@ def ask(bench: Bench, facts: Facts) -> Facts:
     changes = read_changes(facts.state.changes if facts.state is not None else ())
     if facts.state is None or not changes:
         return facts
-    tried = bench.attempt("state", lambda: _controlled(bench, facts, changes))
+    tried = bench.attempt("state", lambda: _run_nearest_control(bench, facts, changes))
     if tried is None:
         return facts
-    found, once = tried
-    state = replace(facts.state, control=found)
-    if not found.rounding:
+    control, set_once = tried
+    state = replace(facts.state, control=control)
+    if not control.rounding:
         return replace(facts, state=state)
-    first = tuple(c for c in once if c.place in ("parameter", "buffer")) or once or blamed(bench, changes, facts.left)
-    if found.kind is ControlKind.STATE_HELD:
-        set_first = bench.attempt("state initialised", lambda: _primed_and_held(bench, changes, first))
-        found = set_first or found
-    remedies = () if found.kind is ControlKind.STATE_HELD else (found,)
-    state = replace(state, control=found, blamed=first, remedies=remedies)
-    if found.kind is ControlKind.STATE_HELD:
-        held = StateHeld(bench.task, [change.name for change in changes])
-        apart = bench.possible(lambda: bench.repaired(_WORDS[ControlKind.STATE_HELD], held))
-        state = replace(state, elsewhere=math.nan if apart is None else apart.left)
-    return replace(facts, state=state, left=found.left, cleared=True)
+    first = (
+        tuple(c for c in set_once if c.place in ("parameter", "buffer"))
+        or set_once
+        or find_blamed(bench, changes, facts.left)
+    )
+    if control.kind is ControlKind.STATE_HELD:
+        set_first = bench.attempt("state initialised", lambda: _run_primed_and_held(bench, changes, first))
+        control = set_first or control
+    remedies = () if control.kind is ControlKind.STATE_HELD else (control,)
+    state = replace(state, control=control, blamed=first, remedies=remedies)
+    if control.kind is ControlKind.STATE_HELD:
+        state_probe = StateHeld(bench.task, [change.name for change in changes])
+        held_run = bench.possible(lambda: bench.run_repair(_WORDS[ControlKind.STATE_HELD], state_probe))
+        state = replace(state, elsewhere=math.nan if held_run is None else held_run.left)
+    return replace(facts, state=state, left=control.left, cleared=True)
 
 
 def ask_unnamed(bench: Bench, facts: Facts) -> Facts:
@@ -114,14 +118,17 @@ def ask_unnamed(bench: Bench, facts: Facts) -> Facts:
     if restored is None:
         return facts
     unnamed = StateChange("state", "unnamed")
-    found = State((unnamed,), restored, (unnamed,), (restored,))
+    unnamed_state = State((unnamed,), restored, (unnamed,), (restored,))
     if restored.rounding:
-        return replace(facts, state=found, left=restored.left, cleared=True)
+        return replace(facts, state=unnamed_state, left=restored.left, cleared=True)
     if abs(restored.left - facts.left) > SAME_IN_FLOAT32 * facts.left:
-        there = bench.without(StateRestored(bench.state))
-        fit = weights.weighed(there, facts, restored.fit)
+        restored_bench = bench.without(StateRestored(bench.state))
+        fit = weights.choose_fit(restored_bench, facts, restored.fit)
         if fit is not None:
-            return replace(weights.tried(there, facts, fit), state=replace(found, alone=facts.compared.total))
+            return replace(
+                weights.try_weights(restored_bench, facts, fit),
+                state=replace(unnamed_state, alone=facts.compared.total),
+            )
     return facts
 
 
@@ -140,7 +147,7 @@ def ask_lines(bench: Bench, facts: Facts) -> Facts:
         if change.name in lines:
             file, line = lines[change.name]
             writer = change.writer or Operation("")
-            change = replace(change, writer=replace(writer, file=shown(file), line=line))
+            change = replace(change, writer=replace(writer, file=display_path(file), line=line))
         placed.append(change)
     return replace(facts, state=replace(state, blamed=tuple(placed)))
 
@@ -185,7 +192,7 @@ def run_control(
     if kind in (ControlKind.STATE_PRIMED, ControlKind.STATE_PRIMED_AND_HELD):
         probes.insert(0, _primer(bench))
     if kind is ControlKind.STATE_RESTORED:  # the full batch starts from the restored state anyway
-        return bench.repaired(_WORDS[kind], StateRestored(bench.state), kind, fit=fit)
+        return bench.run_repair(_WORDS[kind], StateRestored(bench.state), kind, fit=fit)
     if kind in (ControlKind.STATE_HELD, ControlKind.STATE_PRIMED_AND_HELD):
         probes.append(StateHeld(bench.task, [change.name for change in changes]))
     return bench.without(*probes).run(_WORDS[kind], fit=fit, kind=kind)
@@ -195,12 +202,12 @@ def _primer(bench: Bench) -> Primed:
     return Primed(bench.task, bench.state, lift=bench.lift)
 
 
-def is_to_blame(bench: Bench, known: State) -> bool:
+def is_to_blame(bench: Bench, state_facts: State) -> bool:
     """Whether holding what was blamed is enough on another bench, too; what is set only once needs no other run."""
-    once = known.control is not None and known.control.kind is ControlKind.STATE_PRIMED
-    if once or len(known.blamed) >= len(read_changes(known.changes)):
+    is_set_once = state_facts.control is not None and state_facts.control.kind is ControlKind.STATE_PRIMED
+    if is_set_once or len(state_facts.blamed) >= len(read_changes(state_facts.changes)):
         return True
-    return _is_enough(_held_or_none(bench, known.blamed))
+    return _is_enough(_run_held(bench, state_facts.blamed))
 
 
 def probe_of(bench: Bench, facts: Facts) -> PassProbe | None:
@@ -212,21 +219,21 @@ def probe_of(bench: Bench, facts: Facts) -> PassProbe | None:
     return StateHeld(bench.task, [change.name for change in read_changes(facts.state.changes)])
 
 
-def blamed_beside(bench: Bench, known: State) -> State:
+def blamed_beside(bench: Bench, state_facts: State) -> State:
     """Blames state that moves beside a control in which it cannot show: a loss computed once, held statistics of it."""
     moved = bench.attempt("state beside", lambda: moved_beside(bench))
     if moved is None or not bench.rounding < moved < math.inf:  # infinite: without gradients nothing is compared
-        return known
-    read = read_changes(known.changes)
+        return state_facts
+    read = read_changes(state_facts.changes)
     named = tuple(change for change in read if change.place in ("parameter", "buffer")) or read
-    return replace(known, blamed=named, beside=moved)
+    return replace(state_facts, blamed=named, beside=moved)
 
 
 def moved_beside(bench: Bench) -> float:
     """How far restoring the state before each micro-batch moves the accumulated gradient, everything else as it is."""
     full = bench.full_batch()
-    moving = bench.accumulated(full).gradients
-    still = bench.accumulated(full, StateRestored(bench.state)).gradients
+    moving = bench.run_micro_batches(full).gradients
+    still = bench.run_micro_batches(full, StateRestored(bench.state)).gradients
     return relative_difference(moving, still)
 
 
@@ -236,7 +243,7 @@ def read_changes(changes: tuple[StateChange, ...]) -> tuple[StateChange, ...]:
     return tuple(c for c in read if not c.name.endswith("num_batches_tracked"))
 
 
-def blamed(bench: Bench, changes: tuple[StateChange, ...], left: float) -> tuple[StateChange, ...]:
+def find_blamed(bench: Bench, changes: tuple[StateChange, ...], left: float) -> tuple[StateChange, ...]:
     """The changes that matter: one that is enough to hold, else those that have to be held together.
 
     One that is enough alone is what the others are worked out from. Parameters and buffers are blamed first: what the
@@ -251,25 +258,25 @@ def blamed(bench: Bench, changes: tuple[StateChange, ...], left: float) -> tuple
         kinds = {change.place: tuple(c for c in changes if c.place == change.place) for change in changes}
         written = tuple(c for c in changes if c.writer is not None and c.writer.name)
         for some in (written, *kinds.values()):
-            if 0 < len(some) < len(changes) and _is_enough(_held_or_none(bench, some)):
-                return blamed(bench, some, left)
+            if 0 < len(some) < len(changes) and _is_enough(_run_held(bench, some)):
+                return find_blamed(bench, some, left)
     if len(changes) < 2:
         return changes
     ordered = sorted(changes, key=lambda c: (c.writer is not None, c.place in ("parameter", "buffer")))
     if len(changes) <= _MANY:
         runs = {}
         for change in reversed(ordered):
-            runs[change] = _held_or_none(bench, [change])
+            runs[change] = _run_held(bench, [change])
             if _is_enough(runs[change]):
                 return (change,)
         ordered = [c for c in ordered if (run := runs[c]) is None or abs(run.left - left) > SAME_IN_FLOAT32 * left]
-    if not ordered or not _is_enough(_held_or_none(bench, ordered)):
+    if not ordered or not _is_enough(_run_held(bench, ordered)):
         return tuple(change for change in changes if change in ordered) or changes
-    needed = [entry.item for entry in released(ordered, lambda some: _held_or_none(bench, some))]
+    needed = [entry.item for entry in find_needed(ordered, lambda some: _run_held(bench, some))]
     return tuple(change for change in changes if change in needed)
 
 
-def _controlled(
+def _run_nearest_control(
     bench: Bench, facts: Facts, changes: Sequence[StateChange]
 ) -> tuple[ControlRun, tuple[StateChange, ...]]:
     """The control run with the state initialised once, restored, or held where that comes nearer.
@@ -277,21 +284,23 @@ def _controlled(
     Where weights leave nothing of either, it is nearer where they have a meaning. Beside it, what is set only once
     where that is enough: it is blamed without further runs.
     """
-    primed, once = _primed(bench, changes)
-    if primed is not None and primed.rounding and once:
-        return primed, once
+    primed, set_once = _run_primed(bench, changes)
+    if primed is not None and primed.rounding and set_once:
+        return primed, set_once
     restored = run_control(bench, ControlKind.STATE_RESTORED, fit=True)
     if restored.rounding:
         return restored, ()
     # a counter that stays at zero stops the model
-    held = bench.possible(lambda: run_control(bench, ControlKind.STATE_HELD, changes, fit=True))
-    if held is None:
+    held_run = bench.possible(lambda: run_control(bench, ControlKind.STATE_HELD, changes, fit=True))
+    if held_run is None:
         return restored, ()
-    nearer = held.rounding or weights.means(bench, facts, held.fit)
-    return held if nearer or _unexplained(held) < HELPS * _unexplained(restored) else restored, ()
+    nearer = held_run.rounding or weights.means(bench, facts, held_run.fit)
+    return held_run if nearer or _unexplained_difference(held_run) < HELPS * _unexplained_difference(
+        restored
+    ) else restored, ()
 
 
-def _primed(bench: Bench, changes: Sequence[StateChange]) -> tuple[ControlRun | None, tuple[StateChange, ...]]:
+def _run_primed(bench: Bench, changes: Sequence[StateChange]) -> tuple[ControlRun | None, tuple[StateChange, ...]]:
     """Lets both runs start from what one forward of the full batch leaves; no run where that does not go.
 
     State that initialises itself from the first batch (scales, a codebook) agrees then. What later forwards still
@@ -299,16 +308,18 @@ def _primed(bench: Bench, changes: Sequence[StateChange]) -> tuple[ControlRun | 
     """
     watch = StateWatch(bench.task, bench.state)
 
-    def once() -> tuple[StateChange, ...]:
+    def find_set_once() -> tuple[StateChange, ...]:
         moving = {change.name for change in watch.changes()}
         return tuple(change for change in changes if change.name not in moving)
 
     bench.possible(lambda: bench.without(_primer(bench)).forward(watch))  # cheap, and mostly everything moves again
-    run = bench.possible(lambda: run_control(bench, ControlKind.STATE_PRIMED, watch=watch)) if once() else None
-    return run, once()
+    run = bench.possible(lambda: run_control(bench, ControlKind.STATE_PRIMED, watch=watch)) if find_set_once() else None
+    return run, find_set_once()
 
 
-def _primed_and_held(bench: Bench, changes: Sequence[StateChange], first: Sequence[StateChange]) -> ControlRun | None:
+def _run_primed_and_held(
+    bench: Bench, changes: Sequence[StateChange], first: Sequence[StateChange]
+) -> ControlRun | None:
     """Lets both runs start from one forward of the full batch, and holds the state still from there on.
 
     State that is held from the beginning is never initialised: a codebook that k-means sets from the first batch, and a
@@ -324,9 +335,9 @@ def _primed_and_held(bench: Bench, changes: Sequence[StateChange], first: Sequen
     """
     names = {change.name for change in first}
 
-    def writes(there: Bench) -> Counter[tuple[str, str, Frame]]:
-        watch = StateWatch(there.task, there.state)
-        there.forward(watch)
+    def writes(watched_bench: Bench) -> Counter[tuple[str, str, Frame]]:
+        watch = StateWatch(watched_bench.task, watched_bench.state)
+        watched_bench.forward(watch)
         return Counter({key: count for key, count in watch.writes.items() if key[0] in names})
 
     if not writes(bench) - writes(bench.without(_primer(bench))):
@@ -335,7 +346,7 @@ def _primed_and_held(bench: Bench, changes: Sequence[StateChange], first: Sequen
     return run if run.rounding else None
 
 
-def _unexplained(control: ControlRun) -> float:
+def _unexplained_difference(control: ControlRun) -> float:
     """What a control leaves over, with the best weights."""
     return control.left if control.fit is None or control.fit.vacuous else control.fit.residual
 
@@ -344,7 +355,7 @@ def _is_enough(run: ControlRun | None) -> bool:
     return run is not None and run.rounding
 
 
-def _held_or_none(bench: Bench, changes: Sequence[StateChange]) -> ControlRun | None:
+def _run_held(bench: Bench, changes: Sequence[StateChange]) -> ControlRun | None:
     """The control run with these values held; None where there are none, or where that stops the model.
 
     A step counter that stays at zero may.

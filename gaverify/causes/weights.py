@@ -16,33 +16,33 @@ from gaverify.causes.trace.first_divergence import branches_part, reweighted_ope
 from gaverify.causes.trace.state import StateWatch
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import ModelState
-from gaverify.passes.precision import moved
+from gaverify.passes.precision import move_weights
 from gaverify.passes.sketches import sketch
 from gaverify.records.experiment import ControlKind, ControlRun, WeightFit, are_ones, are_shares, is_constant
 from gaverify.records.facts import Facts, Repeatability, State, Weights
 from gaverify.thresholds import FIT_FLOAT32, FIT_FLOAT64, MOVED_SHARES, NO_WEIGHT, SAME_IN_FLOAT32, SMALL_PART, TINY
-from gaverify.verdict.sketches import Earlier, fitted, kept
+from gaverify.verdict.sketches import Earlier, fit_runs, keep_sketch
 
 
 def ask(bench: Bench, facts: Facts) -> Facts:
     """Fits the weights, sees whether the full batch repeats and what state moves, and tries weights with a meaning."""
     watch = StateWatch(bench.task, bench.state)
-    found = bench.attempt("micro-batch weights", lambda: _fitted(bench, facts, watch))
+    fit_and_repeats = bench.attempt("micro-batch weights", lambda: _fit_and_repeat(bench, facts, watch))
     facts = replace(facts, state=State(watch.changes()))
     if watch.clears_gradients:
         return _with_gradients_kept(bench, replace(facts, backward=replace(facts.backward, clearing=watch.clearing)))
-    if found is None:
+    if fit_and_repeats is None:
         return facts
-    fit, twice = found
+    fit, twice = fit_and_repeats
     facts = replace(facts, repeatability=twice, weights=replace(facts.weights, fit=fit))
-    return tried(bench, facts, fit) if facts.repeats_itself and means(bench, facts, fit) else facts
+    return try_weights(bench, facts, fit) if facts.repeats_itself and means(bench, facts, fit) else facts
 
 
 def _with_gradients_kept(bench: Bench, facts: Facts) -> Facts:
     """Puts back the gradients that a forward clears: without earlier ones no weights mean anything."""
-    kept = GradientsKept(bench.task.parameters)
+    probe = GradientsKept(bench.task.parameters)
     what = "the gradients that the forward clears put back"
-    control = bench.attempt("gradients kept", lambda: bench.run(what, kept, kind=ControlKind.GRADIENTS_KEPT))
+    control = bench.attempt("gradients kept", lambda: bench.run(what, probe, kind=ControlKind.GRADIENTS_KEPT))
     if control is None:
         return facts
     facts = replace(facts, backward=replace(facts.backward, kept=control))
@@ -57,16 +57,16 @@ def ask_at_moved_parameters(bench: Bench, facts: Facts) -> Facts:
     """
     if facts.weights_first:
         return facts
-    held = facts.state.control.fit if facts.state is not None and facts.state.control is not None else None
-    if held is not None and explains(bench, facts, held):
+    held_fit = facts.state.control.fit if facts.state is not None and facts.state.control is not None else None
+    if held_fit is not None and explains(bench, facts, held_fit):
         return facts
     fit = _joint(bench, facts, facts.weights.fit)
-    return tried(bench, facts, fit) if fit is not None else facts
+    return try_weights(bench, facts, fit) if fit is not None else facts
 
 
-def tried(bench: Bench, facts: Facts, fit: WeightFit) -> Facts:
+def try_weights(bench: Bench, facts: Facts, fit: WeightFit) -> Facts:
     """Runs the accumulation with fitted weights; where that is impossible, they stay suspected."""
-    remedy = bench.attempt("weights", lambda: remedied(bench, fit))
+    remedy = bench.attempt("weights", lambda: run_fitted_weights(bench, fit))
     weights = replace(facts.weights, fit=fit, remedy=remedy, failure=bench.failures.pop("weights", ""))
     if remedy is None:
         return replace(facts, weights=weights)
@@ -75,20 +75,26 @@ def tried(bench: Bench, facts: Facts, fit: WeightFit) -> Facts:
 
 def ask_place(bench: Bench, facts: Facts) -> Facts:
     """Finds the loss call or division that counts otherwise than the micro-batches are weighted."""
-    known = facts.weights
-    if not known.blamed or known.fit is None or not facts.cleared or facts.forward.causes or known.given_wrong:
+    weight_facts = facts.weights
+    if (
+        not weight_facts.blamed
+        or weight_facts.fit is None
+        or not facts.cleared
+        or facts.forward.causes
+        or weight_facts.given_wrong
+    ):
         return facts
-    fitted = known.fit.weights
-    place = bench.attempt("line of the weights", lambda: reweighted_operation(bench, known.used, fitted))
-    return replace(facts, weights=replace(known, place=place))
+    fitted = weight_facts.fit.weights
+    place = bench.attempt("line of the weights", lambda: reweighted_operation(bench, weight_facts.used, fitted))
+    return replace(facts, weights=replace(weight_facts, place=place))
 
 
-def remedied(bench: Bench, fit: WeightFit) -> ControlRun:
+def run_fitted_weights(bench: Bench, fit: WeightFit) -> ControlRun:
     """Runs the accumulation with the fitted weights."""
-    return bench.weighted(fit.weights).repaired("with these weights", kind=ControlKind.WEIGHTS)
+    return bench.with_weights(fit.weights).run_repair("with these weights", kind=ControlKind.WEIGHTS)
 
 
-def weighed(bench: Bench, facts: Facts, fit: WeightFit | None) -> WeightFit | None:
+def choose_fit(bench: Bench, facts: Facts, fit: WeightFit | None) -> WeightFit | None:
     """The fitted weights, where they explain everything and are more than a coincidence of these parameters."""
     return fit if means(bench, facts, fit) else _joint(bench, facts, fit)
 
@@ -104,8 +110,8 @@ def have_meaning(weights: Weights, fit: WeightFit) -> bool:
     """Whether fitted weights are shares of samples or valid targets, all 1, or one factor of those that are used."""
     factor = [c / w for c, w in zip(fit.weights, weights.used, strict=True) if w]
     shares = [weights.valid_targets, tuple(map(float, weights.sizes))]
-    known = any(are_shares(fit.weights, share) for share in shares if share)
-    return known or are_ones(fit.weights, fit.residual) or is_constant(factor, fit.residual)
+    is_share = any(are_shares(fit.weights, share) for share in shares if share)
+    return is_share or are_ones(fit.weights, fit.residual) or is_constant(factor, fit.residual)
 
 
 def explains(bench: Bench, facts: Facts, fit: WeightFit) -> bool:
@@ -172,53 +178,59 @@ def joint_fit(bench: Bench) -> WeightFit:
     itself, such as 1/√L_k of a root mean squared error, change with its parameters.
     """
     earlier = bench.earlier if not bench.neutral else None
-    here = earlier.shares if earlier is not None else None
-    runs = [here] if here is not None else []
+    sketches_before = earlier.shares if earlier is not None else None
+    runs = [sketches_before] if sketches_before is not None else []
     weights = list(bench.task.parameters.values())
-    for share in MOVED_SHARES if here is None else MOVED_SHARES[1:]:
-        with moved(weights, [share] * len(weights)) if share else nullcontext():
-            there = replace(bench, state=ModelState(bench.task.modules, (bench.task.problem.loss,)))
-            sketches = there.sketched(there.full_batch())[0]
+    for share in MOVED_SHARES if sketches_before is None else MOVED_SHARES[1:]:
+        with move_weights(weights, [share] * len(weights)) if share else nullcontext():
+            moved_bench = replace(bench, state=ModelState(bench.task.modules, (bench.task.problem.loss,)))
+            sketches = moved_bench.sketch_micro_batches(moved_bench.full_batch())[0]
             if bool(sketches.full.isfinite().all()) and bool(sketches.columns.isfinite().all()):
                 runs.append(sketches)
-    return fitted(runs)
+    return fit_runs(runs)
 
 
-def _fitted(bench: Bench, facts: Facts, watch: StateWatch) -> tuple[WeightFit, Repeatability]:
+def _fit_and_repeat(bench: Bench, facts: Facts, watch: StateWatch) -> tuple[WeightFit, Repeatability]:
     """Fits the weights, and runs something again, which tells whether it repeats: the first micro-batch, if it does."""
-    earlier = bench.earlier or kept(bench.full_batch(watch))
+    earlier = bench.earlier or keep_sketch(bench.full_batch(watch))
     if earlier.shares is not None and isinstance(earlier.watch, StateWatch):
-        fit = fitted([earlier.shares])
+        fit = fit_runs([earlier.shares])
         # what the micro-batches add up to exactly repeats itself
         exactly = means(bench, facts, fit) and fit.residual <= facts.repeats
-        twice = Repeatability(fit.residual, fit.residual) if exactly else _first_again(bench, earlier)
+        twice = Repeatability(fit.residual, fit.residual) if exactly else _repeat_first(bench, earlier)
         if max(twice.forward, twice.backward) <= facts.repeats:
             watch.absorb(earlier.watch)
             return fit, twice
     full = bench.full_batch(watch)
     if isinstance(earlier.watch, StateWatch):
         watch.absorb(earlier.watch)
-    again = sketch(list(full.gradients.values()))
-    twice = Repeatability(_apart(full.loss, earlier.full.loss), _far(again, earlier.gradient))
-    shares = earlier.shares or bench.sketched(full, watch, target=again)[0]
-    return fitted([shares]), twice
+    second_sketch = sketch(list(full.gradients.values()))
+    twice = Repeatability(
+        _loss_difference(full.loss, earlier.full.loss), _sketch_difference(second_sketch, earlier.gradient)
+    )
+    shares = earlier.shares or bench.sketch_micro_batches(full, watch, target=second_sketch)[0]
+    return fit_runs([shares]), twice
 
 
-def _first_again(bench: Bench, earlier: Earlier) -> Repeatability:
+def _repeat_first(bench: Bench, earlier: Earlier) -> Repeatability:
     """How far the first micro-batch is from itself; infinitely where it cannot be run again, or has no gradient."""
     assert earlier.shares is not None
     task = replace(bench.task, sizes=bench.task.sizes[:1], weighting=[1.0], strategy="accumulate")
-    found = bench.possible(lambda: replace(bench, task=task).accumulated(earlier.full))
+    second_pass = bench.possible(lambda: replace(bench, task=task).run_micro_batches(earlier.full))
     before = earlier.shares.columns[:, 0]
-    if found is None or not before.any():
+    if second_pass is None or not before.any():
         return Repeatability(math.inf, math.inf)
-    again = sketch(list(found.gradients.values()))
-    return Repeatability(_apart(found.micro_losses[0], earlier.losses[0]), _far(again, before))
+    second_sketch = sketch(list(second_pass.gradients.values()))
+    return Repeatability(
+        _loss_difference(second_pass.micro_losses[0], earlier.losses[0]), _sketch_difference(second_sketch, before)
+    )
 
 
-def _apart(loss: float, before: float) -> float:
+def _loss_difference(loss: float, before: float) -> float:
     return abs(loss - before) / max(abs(before), TINY)
 
 
-def _far(again: torch.Tensor, before: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(again.to(before.device) - before) / (torch.linalg.vector_norm(before) or 1.0))
+def _sketch_difference(second_sketch: torch.Tensor, before: torch.Tensor) -> float:
+    return float(
+        torch.linalg.vector_norm(second_sketch.to(before.device) - before) / (torch.linalg.vector_norm(before) or 1.0)
+    )

@@ -33,7 +33,7 @@ def main(words: list[str]) -> None:
     os.set_blocking(wakes, False)
     signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    child = subprocess.Popen(command, start_new_session=True, preexec_fn=_prepared)
+    child = subprocess.Popen(command, start_new_session=True, preexec_fn=_prepare_child)
     for stream in (0, 1, 2):  # a reader of the child's output waits for its end, and must not wait for ours
         os.close(stream)
     while child.poll() is None:
@@ -46,7 +46,7 @@ def main(words: list[str]) -> None:
     _leave(child.returncode)
 
 
-def _prepared() -> None:
+def _prepare_child() -> None:
     """In the child, before its program starts: signals as they were, and a second guard should the keeper be killed."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)

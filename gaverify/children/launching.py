@@ -66,7 +66,7 @@ class Kept:
                     stream.close()
 
 
-def given(module: str, job: Mapping[str, Any], **options: Any) -> Kept:
+def start_with_job(module: str, job: Mapping[str, Any], **options: Any) -> Kept:
     """Starts `main()` of a module of gaverify's in a fresh process, whose stdout is a pipe, and hands it its job.
 
     Args:
@@ -77,16 +77,16 @@ def given(module: str, job: Mapping[str, Any], **options: Any) -> Kept:
     Raises:
         OSError: It cannot be started.
     """
-    kept = start_module(module, **options)
-    assert kept.process.stdin is not None
+    child = start_module(module, **options)
+    assert child.process.stdin is not None
     try:
         with suppress(BrokenPipeError):  # it died at once; its exit code says how
-            kept.process.stdin.write(json.dumps(job).encode())
-            kept.process.stdin.close()
+            child.process.stdin.write(json.dumps(job).encode())
+            child.process.stdin.close()
     except BaseException:
-        kept.end()
+        child.end()
         raise
-    return kept
+    return child
 
 
 def start_module(module: str, **options: Any) -> Kept:
@@ -96,10 +96,10 @@ def start_module(module: str, **options: Any) -> Kept:
         OSError: It cannot be started.
     """
     command = [sys.executable, "-P", "-c", _START.format(module), *sys.path]
-    return started(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **options)
+    return start_command(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **options)
 
 
-def started(command: Sequence[str], **options: Any) -> Kept:
+def start_command(command: Sequence[str], **options: Any) -> Kept:
     """Starts a command.
 
     Args:
@@ -160,7 +160,7 @@ def working_folder(prefix: str) -> Iterator[Path]:
     remove_abandoned(prefix)
     folder = Path(tempfile.mkdtemp(prefix=prefix))
     try:
-        with _owned(folder), told_where_full(folder):
+        with _lock_owner_file(folder), told_where_full(folder):
             yield folder
     finally:
         remove(folder)
@@ -195,7 +195,7 @@ def remove_abandoned(prefix: str) -> None:
 
 
 @contextmanager
-def _owned(folder: Path) -> Iterator[None]:
+def _lock_owner_file(folder: Path) -> Iterator[None]:
     new = folder / f"{_OWNER}.new"
     with new.open("wb") as lock:
         _lock(lock)
@@ -206,7 +206,7 @@ def _owned(folder: Path) -> Iterator[None]:
 def remove(folder: Path) -> None:
     """Removes a file, or a folder with all that it holds, also what an overlay leaves without permissions."""
 
-    def again(function: Callable[[str], object], path: str, error: object) -> None:
+    def retry_with_permissions(function: Callable[[str], object], path: str, error: object) -> None:
         with suppress(OSError):
             os.chmod(os.path.dirname(path), 0o700)
             os.chmod(path, 0o700)
@@ -216,7 +216,7 @@ def remove(folder: Path) -> None:
                 function(path)
 
     if folder.is_dir() and not folder.is_symlink():
-        shutil.rmtree(folder, onerror=again)
+        shutil.rmtree(folder, onerror=retry_with_permissions)
     else:
         folder.unlink(missing_ok=True)
 
@@ -249,14 +249,14 @@ def _without_numpy(lines: list[str]) -> list[str]:
 
     Python prints a warning as its text and, indented below, the line of source that it comes from.
     """
-    kept: list[str] = []
+    other_lines: list[str] = []
     warned = False
     for line in lines:
         source = warned and line.startswith("  ")
         warned = _NO_NUMPY in line
         if not warned and not source:
-            kept.append(line)
-    return kept
+            other_lines.append(line)
+    return other_lines
 
 
 def signal_name(number: int) -> str:

@@ -55,8 +55,8 @@ class _Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args[0] not in self.commands and not args[0].startswith("-"):
             near = _OTHER_WORDS.get(args[0], "") or nearest(args[0], self.commands)
-            known = ", ".join(self.commands)
-            advice = f"did you mean `{near}`?" if near else f"the commands are {known}"
+            command_names = ", ".join(self.commands)
+            advice = f"did you mean `{near}`?" if near else f"the commands are {command_names}"
             ctx.fail(f"there is no command `{args[0]}`; {advice}")
         return super().resolve_command(ctx, args)
 
@@ -66,9 +66,9 @@ def _print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None
         return
     import platform
 
-    from gaverify.version import __version__, installed
+    from gaverify.version import __version__, installed_version
 
-    click.echo(f"gaverify {__version__} (torch {installed('torch')}, Python {platform.python_version()})")
+    click.echo(f"gaverify {__version__} (torch {installed_version('torch')}, Python {platform.python_version()})")
     ctx.exit()
 
 

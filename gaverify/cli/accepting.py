@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gaverify.acceptance import entries_for, settled
+from gaverify.acceptance import entries_for, mark_accepted
 from gaverify.cli.showing import debug_option, exit_code_of
 from gaverify.cli.streams import Failure, Invocation, failures_of, say
 from gaverify.errors import INTERRUPTED, GaverifyError, SpecError
@@ -35,7 +35,7 @@ def baseline(invocation: Invocation | None, /, specs: tuple[Path, ...], reason: 
     A divergence without a known cause, and what could not be decided, are told and not accepted. A spec that cannot be
     verified is told, too, and does not stop the others. The exit code is that of `gaverify run` with the new entries.
     """
-    from gaverify.cli.running import package_failure, verified
+    from gaverify.cli.running import package_failure, verify_job
 
     if not reason.strip():
         raise SpecError("--reason: must be text that is not empty")
@@ -47,7 +47,7 @@ def baseline(invocation: Invocation | None, /, specs: tuple[Path, ...], reason: 
         try:
             if isinstance(spec, SpecError):
                 raise spec
-            verdict = verified(spec, project, str(file))
+            verdict = verify_job(spec, project, str(file))
             entries = _accept_causes(file, spec, verdict, reason, only_print=only_print)
         except (Exception, SystemExit) as error:
             if file not in specs and (missing := package_failure(error, str(file))):
@@ -58,7 +58,7 @@ def baseline(invocation: Invocation | None, /, specs: tuple[Path, ...], reason: 
                 break
             continue
         accepted = (*spec.accept, *entries)
-        verdicts.append(settled(verdict, accepted, project, expect=spec.expect) if entries else verdict)
+        verdicts.append(mark_accepted(verdict, accepted, project, expect=spec.expect) if entries else verdict)
     if not verdicts and not failures:
         failures = skipped
     return exit_code_of(verdicts, project, failures, strict=False)

@@ -79,15 +79,15 @@ def read_options(file: Path, params: Sequence[click.Parameter]) -> AuditFile:
         SpecError: With every problem of the file.
     """
     table = table_of_file(file, "file of an audit")
-    known = {_key(param): param for param in params if param.name not in _NOT_KEYS}
+    by_key = {_key(param): param for param in params if param.name not in _NOT_KEYS}
     if "model" in table and "script" not in table and "module" not in table:
         raise SpecError("is a spec, not the options of an audit; run it with `gaverify run`", str(file))
-    keys = [*known, "accept", "expect"]
+    keys = [*by_key, "accept", "expect"]
     problems = [f"$.{key}: {unknown_key(key, keys)}" for key in table if key not in keys]
-    given = {str(param.name): _unset(param) for param in known.values()}
-    for key, param in known.items():
+    values = {str(param.name): _unset(param) for param in by_key.values()}
+    for key, param in by_key.items():
         if key in table:
-            given[str(param.name)] = _value(key, table[key], param, problems)
+            values[str(param.name)] = _value(key, table[key], param, problems)
     if "script" not in table and "module" not in table:
         problems.append(f"$.script: is missing; write `{_EXAMPLE}`")
     accept = read_entries(table.get("accept", []), "$.accept", problems)
@@ -97,9 +97,9 @@ def read_options(file: Path, params: Sequence[click.Parameter]) -> AuditFile:
     if problems:
         raise SpecError(problems, str(file))
     for name in ("script", "full_script"):  # beside the file, as with a spec's model; else from where the command runs
-        if given.get(name) and (file.parent / given[name]).exists():
-            given[name] = str(file.parent / given[name])
-    return AuditFile(file, given, accept, expect)
+        if values.get(name) and (file.parent / values[name]).exists():
+            values[name] = str(file.parent / values[name])
+    return AuditFile(file, values, accept, expect)
 
 
 def _key(param: click.Parameter) -> str:
@@ -163,7 +163,7 @@ _EVENTS = (
 )
 
 
-def _repeated(option: str, name: str, metavar: str, text: str) -> Callable[[_Command], _Command]:
+def _repeated_option(option: str, name: str, metavar: str, text: str) -> Callable[[_Command], _Command]:
     return click.option(option, name, metavar=metavar, multiple=True, help=text)
 
 
@@ -174,11 +174,13 @@ def _repeated(option: str, name: str, metavar: str, text: str) -> Callable[[_Com
 @click.option("--full", metavar='"ARGS"', help="Arguments of the full-batch run alone.")
 @click.option("--accumulated", metavar='"ARGS"', help="Arguments of the accumulated run alone.")
 @click.option("--full-script", metavar="FILE", help="Another script for the full-batch run.")
-@_repeated("--full-env", "full_env", "K=V", "A variable of the full-batch run's environment; repeatable.")
-@_repeated("--accumulated-env", "accumulated_env", "K=V", "The same for the accumulated run.")
-@_repeated("--full-set", "full_set", "NAME=VALUE", "A constant or default (argparse's, too) of the full-batch run.")
-@_repeated("--accumulated-set", "accumulated_set", "NAME=VALUE", "The same for the accumulated run.")
-@_repeated("--set", "both_set", "NAME=VALUE", "The same for every run.")
+@_repeated_option("--full-env", "full_env", "K=V", "A variable of the full-batch run's environment; repeatable.")
+@_repeated_option("--accumulated-env", "accumulated_env", "K=V", "The same for the accumulated run.")
+@_repeated_option(
+    "--full-set", "full_set", "NAME=VALUE", "A constant or default (argparse's, too) of the full-batch run."
+)
+@_repeated_option("--accumulated-set", "accumulated_set", "NAME=VALUE", "The same for the accumulated run.")
+@_repeated_option("--set", "both_set", "NAME=VALUE", "The same for every run.")
 @click.option("--seed", metavar="N", help="Seed Python, NumPy and torch before the script starts.")
 @click.option("--updates", metavar="M", help=f"Optimizer updates to record.  [{_UPDATES}]")
 @click.option("--steps", metavar="K", help="Backward passes that each update should have.  [found out]")
@@ -218,7 +220,7 @@ def audit(
       gaverify audit audit.toml                  # these options in a file; or folders
       gaverify audit -m package.train --events-only -- --accum 4
     """
-    from gaverify.acceptance import settled
+    from gaverify.acceptance import mark_accepted
 
     project = project_settings()
     if kept is None and given["module"] is None:
@@ -234,8 +236,8 @@ def audit(
     check_outputs(outputs)
     from gaverify.audit.flow import audit_again
 
-    report = _audited(request, quiet=quiet) if request is not None else audit_again(kept or "")
-    report = settled(replace(report, name=name or ""), (), project, strict=strict)
+    report = _run_audit(request, quiet=quiet) if request is not None else audit_again(kept or "")
+    report = mark_accepted(replace(report, name=name or ""), (), project, strict=strict)
     show([report], form, outputs, show_all=show_all, quiet=quiet)
     return report.exit_code
 
@@ -259,7 +261,7 @@ def _audit_files(
     strict: bool,
 ) -> int:
     """Audits one file after the other; one that cannot be audited is an error of the report and stops no other."""
-    from gaverify.acceptance import settled
+    from gaverify.acceptance import mark_accepted
     from gaverify.report import print_line
 
     invocation = click.get_current_context().find_object(Invocation) or Invocation()
@@ -271,7 +273,7 @@ def _audit_files(
             if missing:
                 raise SpecError(missing)
             options = read_options(file, audit.params)
-            report = _audited(_request(options.given), number, len(files), quiet=quiet)
+            report = _run_audit(_request(options.given), number, len(files), quiet=quiet)
         except SpecError as error:  # of options that stand in the file, wherever they were checked
             named = SpecError(error.problems, str(file))
             failures += failures_of(named, str(file), invocation, as_rows=as_rows)
@@ -279,8 +281,8 @@ def _audit_files(
         except (Exception, SystemExit) as error:  # Ctrl-C ends them all
             failures += failures_of(error, str(file), invocation, as_rows=as_rows)
             continue
-        made = settled(report, options.accept, project, expect=options.expect, strict=strict)
-        reports.append(replace(made, source=str(file), name=options.given["name"] or ""))
+        final_report = mark_accepted(report, options.accept, project, expect=options.expect, strict=strict)
+        reports.append(replace(final_report, source=str(file), name=options.given["name"] or ""))
         if as_rows:
             print_line(reports[-1])
     code = exit_code_of(reports, project, failures, strict=strict)
@@ -311,11 +313,11 @@ def _request(given: dict[str, Any]) -> Request:
     asked |= {
         name: _words(name, given[name], problems) for name in ("full", "accumulated", "launcher", "full_launcher")
     }
-    both = _pairs("--set", given["both_set"], problems)
+    shared_values = _pairs("--set", given["both_set"], problems)
     for run, own_script in (("full", given["full_script"]), ("accumulated", None)):
         variables = _pairs(f"--{run}-env", given[f"{run}_env"], problems)
         values = _pairs(f"--{run}-set", given[f"{run}_set"], problems)
-        asked[f"{run}_setting"] = Setting(own_script, variables, (*both, *values))
+        asked[f"{run}_setting"] = Setting(own_script, variables, (*shared_values, *values))
     asked |= _numbers(given, problems)
     return Request(module or script, common=arguments, module=module is not None, problems=tuple(problems), **asked)
 
@@ -323,15 +325,17 @@ def _request(given: dict[str, Any]) -> Request:
 def _conflicts(given: dict[str, Any]) -> Iterator[str]:
     """Options that do not go together, or lack their partner."""
     full, accumulated = given["full"], given["accumulated"]
-    own = given["full_script"] is not None
-    own = own or any(given[name] for name in ("full_env", "accumulated_env", "full_set", "accumulated_set"))
+    has_own_run = given["full_script"] is not None
+    has_own_run = has_own_run or any(
+        given[name] for name in ("full_env", "accumulated_env", "full_set", "accumulated_set")
+    )
     if given["events_only"]:
-        if own or full is not None or accumulated is not None:
+        if has_own_run or full is not None or accumulated is not None:
             yield (
                 "--events-only makes one run: give its arguments behind `--` and its values with --set, "
                 "not in --full or --accumulated"
             )
-    elif not own:
+    elif not has_own_run:
         if full is None and accumulated is not None:
             yield "--full is missing: the arguments that make the large batch, without accumulation"
         if accumulated is None and full is not None:
@@ -382,7 +386,7 @@ def _pairs(option: str, words: Sequence[str], problems: list[str]) -> tuple[tupl
     return tuple(pairs.items())
 
 
-def _audited(request: Request, number: int = 0, count: int = 1, *, quiet: bool) -> AuditReport:
+def _run_audit(request: Request, number: int = 0, count: int = 1, *, quiet: bool) -> AuditReport:
     from gaverify.audit.flow import audit as run
 
     with DelayedProgress(request.script, number, count, quiet=quiet, noun="audit") as progress:

@@ -39,9 +39,9 @@ def doctor(device: str | None) -> int:
             lines = list(checkup.support(examined))
         click.echo()
         wrong += _print(lines)
-        for known in checkup.KNOWN:
-            with guests(), DelayedProgress(str(known)):
-                line = checkup.verified(known, examined)
+        for check in checkup.KNOWN:
+            with guests(), DelayedProgress(str(check)):
+                line = checkup.verify_builtin(check, examined)
             wrong += _print([line])
     click.echo()
     if wrong:
@@ -59,7 +59,7 @@ def _print(lines: Iterable[tuple[str, str, bool | None]]) -> int:
 
     layout = Layout(width=max(60, min(shutil.get_terminal_size((80, 24)).columns, 120)))
     wrong = 0
-    for subject, found, fine in lines:
+    for subject, answer, fine in lines:
         wrong += fine is False
-        click.echo(plain(layout.wrap(found, first=f"  {subject:<29}{_MARKS[fine]}", indent=38)), nl=False)
+        click.echo(plain(layout.wrap(answer, first=f"  {subject:<29}{_MARKS[fine]}", indent=38)), nl=False)
     return wrong

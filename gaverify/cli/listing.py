@@ -169,7 +169,7 @@ def _print_page(to: Console, page: RulePage) -> None:
     for heading, text in page.sections.items():
         to.print()
         to.print(Text(heading, "bold cyan"))
-        shown = Text(text)
-        shown.highlight_regex(r"`[^`]+`", "bold")
-        shown.highlight_regex(r"https?://\S+", "underline")
-        to.print(shown, soft_wrap=True)
+        styled = Text(text)
+        styled.highlight_regex(r"`[^`]+`", "bold")
+        styled.highlight_regex(r"https?://\S+", "underline")
+        to.print(styled, soft_wrap=True)

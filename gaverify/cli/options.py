@@ -117,16 +117,16 @@ def _paths(start: str, ending: str) -> list[CompletionItem]:
         names = sorted(os.listdir(folder or "."))
     except OSError:
         return []
-    found = [os.path.join(folder, name) for name in names if os.path.join(folder, name).startswith(start)]
-    shown = [path for path in found if start.rpartition("/")[2].startswith(".") or not _hidden(path)]
+    candidates = [os.path.join(folder, name) for name in names if os.path.join(folder, name).startswith(start)]
+    visible = [path for path in candidates if start.rpartition("/")[2].startswith(".") or not _is_hidden(path)]
     return [
         CompletionItem(path + ("/" if os.path.isdir(path) else ""), type="plain")
-        for path in shown
+        for path in visible
         if path.endswith(ending) or os.path.isdir(path)
     ]
 
 
-def _hidden(path: str) -> bool:
+def _is_hidden(path: str) -> bool:
     return os.path.basename(path).startswith((".", "__"))
 
 

@@ -97,16 +97,16 @@ def profile(
         problems.append(f"--repeats: takes one number, got {len(count)}")
     problems += _output_problems(outputs)
     spec = _spec(spec_file, overrides_from(words), problems)
-    found = _measured(spec, chosen, ks, repeats=count[0], optimizer=optimizer)
-    found = replace(found, source=str(spec_file or ""))
-    code = INTERRUPTED if found.interrupted else found.exit_code
-    show([found], form, outputs, exit_code=code)
-    if found.interrupted:
+    measured_profile = _measure_profile(spec, chosen, ks, repeats=count[0], optimizer=optimizer)
+    measured_profile = replace(measured_profile, source=str(spec_file or ""))
+    code = INTERRUPTED if measured_profile.interrupted else measured_profile.exit_code
+    show([measured_profile], form, outputs, exit_code=code)
+    if measured_profile.interrupted:
         tell("gaverify: interrupted; the report holds the rows that were done")
     return code
 
 
-def _measured(spec: Spec, strategies: Sequence[Strategy], steps: Sequence[int], **options: Any) -> Profile:
+def _measure_profile(spec: Spec, strategies: Sequence[Strategy], steps: Sequence[int], **options: Any) -> Profile:
     from gaverify.loading.naming import check_name
     from gaverify.profiling.launching import profile_spec
     from gaverify.records.profile import plans
@@ -161,12 +161,14 @@ def _numbers(option: str, word: str, example: str, problems: list[str]) -> tuple
 def _strategies(words: Sequence[str], problems: list[str]) -> tuple[Strategy, ...]:
     from gaverify.records.profile import STRATEGIES
 
-    given = [part.strip() for word in words for part in word.split(",")]
-    unknown = [word for word in given if word not in STRATEGIES]
+    names = [part.strip() for word in words for part in word.split(",")]
+    unknown = [word for word in names if word not in STRATEGIES]
     if unknown:
-        known = ", ".join(f"`{name}`" for name in STRATEGIES)
-        problems.append(f"--strategy: unknown strategy {', '.join(f'`{word}`' for word in unknown)}; known are {known}")
-    return tuple(name for name in STRATEGIES if name in given or not given)
+        strategy_names = ", ".join(f"`{name}`" for name in STRATEGIES)
+        problems.append(
+            f"--strategy: unknown strategy {', '.join(f'`{word}`' for word in unknown)}; known are {strategy_names}"
+        )
+    return tuple(name for name in STRATEGIES if name in names or not names)
 
 
 def _output_problems(outputs: Sequence[Path]) -> Sequence[str]:

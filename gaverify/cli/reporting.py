@@ -31,9 +31,9 @@ def report(documents: tuple[Path, ...], show_all: bool, form: str, outputs: tupl
     if len(documents) != 1:
         raise click.UsageError("name one JSON document: `gaverify report verdict.json`")
     _check(documents[0], outputs)
-    whole = _read(documents[0], show_all)
-    _show(whole, form, outputs)
-    return whole.code
+    full_report = _read(documents[0], show_all)
+    _show(full_report, form, outputs)
+    return full_report.code
 
 
 def _check(document: Path, outputs: tuple[Path, ...]) -> None:

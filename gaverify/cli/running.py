@@ -24,13 +24,13 @@ from gaverify.cli.streams import (
     failures_of,
     guests,
     note_answers,
-    paused,
+    pause_collector,
     report_failure,
     say,
 )
 from gaverify.cli.workers import needs_worker, verify_in_workers
 from gaverify.errors import INTERRUPTED, MissingPackage, SpecError
-from gaverify.launched import await_first, is_first, launched
+from gaverify.launched import await_first, is_first, read_launcher
 from gaverify.spec import Spec, parse_spec, read_specs
 from gaverify.spec.accepting import Project, code_problems, project_settings
 from gaverify.spec.kinds import whole
@@ -116,11 +116,11 @@ def run(
             check_outputs(outputs)
         if not specs and "model" not in overrides:
             specs = tuple(map(Path, project.paths))
-        found = _jobs(specs, overrides, project, (*exclude, *project.exclude), choice)
-        if form == "text" and is_first() and (len(found) > 1 or quiet):
+        found_jobs = _jobs(specs, overrides, project, (*exclude, *project.exclude), choice)
+        if form == "text" and is_first() and (len(found_jobs) > 1 or quiet):
             print_each = _print_row if quiet else partial(_print_table, show_all=show_all)
         named = {_COMMAND_LINE, *map(str, specs)}
-        _verify_all(found, named, invocation, verdicts, failures, project, print_each, gate)
+        _verify_all(found_jobs, named, invocation, verdicts, failures, project, print_each, gate)
     except SpecError as error:  # no spec can run; a report of an earlier call must not stand for this one
         code = report_failure(error, invocation)
         failures += [Failure(error.source, sentence, code) for sentence in error.problems]
@@ -179,11 +179,11 @@ def _jobs(
     if not paths and "model" not in overrides:
         raise click.UsageError("nothing to verify: name a model (see `gaverify models`) or spec files")
     models = [] if "model" in overrides else list(filter(names_a_model, paths))
-    given = [overrides] if not paths else [{**overrides, "model": str(model)} for model in models]
+    settings = [overrides] if not paths else [{**overrides, "model": str(model)} for model in models]
     files = [path for path in paths if path not in models]
     entries = read_specs(files, overrides, project, exclude) if files else ()
     jobs: list[tuple[str, Spec | SpecError]] = []
-    jobs += [(_COMMAND_LINE, parse_spec({}, _COMMAND_LINE, options, project)) for options in given]
+    jobs += [(_COMMAND_LINE, parse_spec({}, _COMMAND_LINE, options, project)) for options in settings]
     jobs += [(str(path), entry) for path, entry in entries]
     if choice is None:
         return jobs
@@ -241,8 +241,8 @@ def _verify_all(
                 if print_each is not None:
                     print_each(verdict)
             if failed == gate.most_failures and at + 1 < len(jobs):
-                rest = count_text(len(jobs) - at - 1, "spec")
-                say(f"{count_text(failed, 'failure')}; {rest} behind {source} not verified", "stopped")
+                remaining = count_text(len(jobs) - at - 1, "spec")
+                say(f"{count_text(failed, 'failure')}; {remaining} behind {source} not verified", "stopped")
                 return
     if not verdicts and not failures:
         failures += skipped
@@ -253,8 +253,8 @@ def _answers(jobs: Sequence[tuple[str, Spec | SpecError]], gate: Gate, *, debug:
     specs = [spec for _, spec in jobs if isinstance(spec, Spec)]
     count = min(gate.processes, len(specs))
     # ranks of a launcher have to stay the processes that it started, and end windows that hang themselves
-    apart = launched() is None and (count > 1 or any(needs_worker(spec) for spec in specs))
-    if not apart:
+    in_workers = read_launcher() is None and (count > 1 or any(needs_worker(spec) for spec in specs))
+    if not in_workers:
         for number, spec in enumerate(specs):
             try:
                 yield _verify_one(spec, number, len(specs), quiet=gate.quiet)
@@ -265,11 +265,13 @@ def _answers(jobs: Sequence[tuple[str, Spec | SpecError]], gate: Gate, *, debug:
     numbers = [number for number, error in enumerate(checked) if error is None]
     answers: dict[int, Any] = {number: error for number, error in enumerate(checked) if error is not None}
     with SeveralProgress([spec.model for spec in specs], quiet=gate.quiet) as progress:
-        found = verify_in_workers([specs[number] for number in numbers], count, progress.report_of, debug=debug)
-        with closing(found):
+        worker_answers = verify_in_workers(
+            [specs[number] for number in numbers], count, progress.report_of, debug=debug
+        )
+        with closing(worker_answers):
             for number in range(len(specs)):
                 while number not in answers:  # those behind it may be done before
-                    at, answer = next(found)
+                    at, answer = next(worker_answers)
                     answers[numbers[at]] = answer
                     progress.finish()
                 with progress.hidden():
@@ -278,12 +280,12 @@ def _answers(jobs: Sequence[tuple[str, Spec | SpecError]], gate: Gate, *, debug:
 
 def _settle(answer: Any, spec: Spec, project: Project, source: str, gate: Gate) -> Verdict:
     """Returns the verdict with what its entries and the project's accept, or raises what came in its place."""
-    from gaverify.acceptance import settled
+    from gaverify.acceptance import mark_accepted
 
     if isinstance(answer, BaseException):
         raise answer
     file = "" if source == _COMMAND_LINE else source
-    verdict: Verdict = settled(answer, spec.accept, project, expect=spec.expect, strict=gate.strict)
+    verdict: Verdict = mark_accepted(answer, spec.accept, project, expect=spec.expect, strict=gate.strict)
     return replace(verdict, source=file)
 
 
@@ -320,7 +322,7 @@ def _print_table(verdict: Verdict, show_all: bool) -> None:
     click.echo()  # before the next table or the summary; flushes
 
 
-def verified(spec: Spec, project: Project, source: str) -> Verdict:
+def verify_job(spec: Spec, project: Project, source: str) -> Verdict:
     """Returns the verdict of a spec, with what its entries and the project's accept; `source` is its file."""
     with closing(_answers([(source, spec)], Gate(), debug=False)) as answers:
         return _settle(next(answers), spec, project, source, Gate())
@@ -332,7 +334,7 @@ def _verify_one(spec: Spec, number: int, count: int, *, quiet: bool) -> Verdict:
         if error is not None:
             raise error
     with guests(), DelayedProgress(spec.model, number, count, quiet=quiet) as progress:
-        with paused():
+        with pause_collector():
             from gaverify.verification import verify_spec  # inside, as importing torch may warn
 
         return verify_spec(spec, progress=progress.report)

@@ -58,7 +58,9 @@ def scaffold(model: str | None, kind: str | None, spec: Path, factory: Path) -> 
     """
     if model is None:
         return (
-            _filled(kind or "module", spec, factory, {}, "put your own model and batch in") if kind else Scaffold("mlp")
+            _fill_template(kind or "module", spec, factory, {}, "put your own model and batch in")
+            if kind
+            else Scaffold("mlp")
         )
     if os.path.isfile(model) and not model.endswith((".py", ".toml", ".ipynb")):
         return _of_checkpoint(model, spec, factory)
@@ -82,7 +84,7 @@ def scaffold(model: str | None, kind: str | None, spec: Path, factory: Path) -> 
         raise SpecError(
             f"--kind {chosen}: `{model}` is a class; give `--model` the folder that `save_pretrained` wrote"
         )
-    return _filled(chosen, spec, factory, _gaps(model, drawn, spec), _advice(drawn, chosen))
+    return _fill_template(chosen, spec, factory, _gaps(model, drawn, spec), _advice(drawn, chosen))
 
 
 def template(name: str) -> str:
@@ -90,7 +92,7 @@ def template(name: str) -> str:
     return files("gaverify.cli").joinpath(f"{name}.txt").read_text(encoding="utf-8")
 
 
-def _filled(kind: str, spec: Path, factory: Path, gaps: dict[str, str], advice: str) -> Scaffold:
+def _fill_template(kind: str, spec: Path, factory: Path, gaps: dict[str, str], advice: str) -> Scaffold:
     from gaverify.loading.texts import GUESS
 
     notes = {part: f"  # {GUESS.format(part=f'the {part.lower()}')}" for part in ("LOSS", "INPUTS", "TARGETS")}
@@ -161,12 +163,12 @@ def _advice(drawn: Sketch, kind: str) -> str:
 
 def _classes_to_name(model: str) -> str:
     """The sentence for a file or a module without a class behind a colon; "" for every other name."""
-    from gaverify.loading.texts import module_classes, parsed
+    from gaverify.loading.texts import module_classes, parse_file
 
     file = model if model.endswith(".py") else f"{model.replace('.', os.sep)}.py"
     if ":" in model or "." not in model or not os.path.isfile(file):
         return ""
-    classes = module_classes(parsed(Path(file)))
+    classes = module_classes(parse_file(Path(file)))
     if not classes:
         return ""
     named = f"`{model}` has the class" + ("es" if len(classes) > 1 else "")
@@ -178,7 +180,7 @@ def _of_checkpoint(path: str, spec: Path, factory: Path) -> Scaffold:
 
     tensors = "It holds:\n" + "\n".join(f"    {line}" for line in tensors_of(path))
     relative = os.path.relpath(path)
-    return _filled(
+    return _fill_template(
         "checkpoint",
         spec,
         factory,
@@ -199,7 +201,9 @@ def _of_folder(name: str, spec: Path, factory: Path) -> Scaffold:
         except (OSError, ValueError, AttributeError) as error:
             raise SpecError(f"`{name}/config.json` cannot be read: {error}") from error
         architecture = str(named[0]) if named else architecture
-    return _filled("transformers", spec, factory, {"CLASS": architecture, "FOLDER": json.dumps(name), "NAME": name}, "")
+    return _fill_template(
+        "transformers", spec, factory, {"CLASS": architecture, "FOLDER": json.dumps(name), "NAME": name}, ""
+    )
 
 
 @click.command(short_help="Write a spec, and a factory for your model.")
@@ -228,18 +232,20 @@ def init(file: Path | None, model: str | None, kind: str | None, force: bool) ->
         raise SpecError(_python_for_spec(file))
     factory = file.with_name(f"{re.sub(r'[^0-9A-Za-z_]', '_', file.stem)}_model.py")
     with guests():
-        made = scaffold(model, kind, file, factory)
+        written_scaffold = scaffold(model, kind, file, factory)
     text = (
         template("parts/spec")
         .replace("{name}", str(file))
-        .replace('model = "mlp"', f"model = {json.dumps(made.model)}")
+        .replace('model = "mlp"', f"model = {json.dumps(written_scaffold.model)}")
     )
-    texts = {file: text} | ({factory: made.text} if made.text else {})
+    texts = {file: text} | ({factory: written_scaffold.text} if written_scaffold.text else {})
     _check_absent(texts, force)
     for path, content in texts.items():
         _write(path, content, force)
-        click.echo(f"Wrote {path}{f': {made.advice}' if path is factory and made.advice else ''}.")
-    _show_guesses(made.text)
+        click.echo(
+            f"Wrote {path}{f': {written_scaffold.advice}' if path is factory and written_scaffold.advice else ''}."
+        )
+    _show_guesses(written_scaffold.text)
     click.echo(f"Next: gaverify run {shlex.quote(str(file))}")
     return 0
 

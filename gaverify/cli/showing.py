@@ -103,9 +103,9 @@ def exit_code_of(
 
     One spec alone says nothing about entries that may fit another: they are judged where several answers are.
     """
-    from gaverify.acceptance import unused
+    from gaverify.acceptance import describe_unused_entries
 
-    stale = unused(answers, project) if project is not None and len(answers) > 1 else ()
+    stale = describe_unused_entries(answers, project) if project is not None and len(answers) > 1 else ()
     for sentence in stale:
         say(sentence, "warning")
     codes = [answer.exit_code for answer in answers] + [failure.code for failure in failures]
@@ -144,7 +144,7 @@ def show(
     invocation = context.find_object(Invocation) if context is not None else None
     # the words of the call stand in reports, so that a reader can run it again
     command = shlex.join(["gaverify", *invocation.words]) if invocation is not None else ""
-    made = report.Report(
+    shown_report = report.Report(
         tuple(replace(answer, command=command) for answer in answers),
         tuple(failure[:2] for failure in failures),
         show_all,
@@ -153,22 +153,22 @@ def show(
     )
     try:  # files first: a reader of stdout that leaves must not cost them
         outputs = tuple(outputs)
-        report.write_all(made, outputs)
+        report.write_all(shown_report, outputs)
         for path in outputs:
             tell(f"gaverify: wrote {path}")
     finally:  # and a disk that filled up must not cost the table
         if form != "text":
-            click.echo(report.format_named(form).render(made), nl=False)
+            click.echo(report.format_named(form).render(shown_report), nl=False)
         elif quiet:
-            for answer in () if printed else made.answers:
+            for answer in () if printed else shown_report.answers:
                 report.print_line(answer)
         elif printed:
-            report.print_summary(made.answers, made.errors)
-        elif len(made.answers) == 1 and not made.errors:
-            report.print_answer(made.answers[0], show_all=show_all)
-        elif made.answers:
-            report.print_report(made)
-        _tell_github(made, form)
+            report.print_summary(shown_report.answers, shown_report.errors)
+        elif len(shown_report.answers) == 1 and not shown_report.errors:
+            report.print_answer(shown_report.answers[0], show_all=show_all)
+        elif shown_report.answers:
+            report.print_report(shown_report)
+        _tell_github(shown_report, form)
 
 
 def _tell_github(made: Report, form: str) -> None:

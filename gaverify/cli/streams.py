@@ -26,9 +26,9 @@ import click
 
 from gaverify.amounts import count_text
 from gaverify.errors import INTERNAL, INTERRUPTED, USAGE, Agreed, InternalError, SpecError, as_foreseen, text_of
-from gaverify.guarding import guarded
+from gaverify.guarding import guard_process
 from gaverify.launched import is_first
-from gaverify.tracebacks import Owner, calling_frame, owner_of, shown
+from gaverify.tracebacks import Owner, calling_frame, display_path, owner_of
 
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), 127, *range(128, 160))}
 """Control characters, all but tab and newline, as Python writes them: a terminal would obey them."""
@@ -75,7 +75,7 @@ def guests() -> Iterator[None]:
         stack.enter_context(redirect_stdout(sys.stderr))
         stack.enter_context(_descriptor_redirected())
         stack.enter_context(_each_warning_once())
-        stack.enter_context(guarded())
+        stack.enter_context(guard_process())
         yield
 
 
@@ -83,7 +83,7 @@ def guests() -> Iterator[None]:
 def _descriptor_redirected() -> Iterator[None]:
     """Points descriptor 1 at stderr: libraries in C and child processes write to it without asking Python."""
     try:
-        kept = os.dup(1)
+        saved_descriptor = os.dup(1)
     except OSError:
         yield
         return
@@ -93,8 +93,8 @@ def _descriptor_redirected() -> Iterator[None]:
         yield
     finally:
         _flush_c_streams()
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(saved_descriptor, 1)
+        os.close(saved_descriptor)
 
 
 def _flush_c_streams() -> None:
@@ -108,7 +108,7 @@ def _flush_c_streams() -> None:
 @contextmanager
 def _each_warning_once() -> Iterator[None]:
     """Prints each warning once, with the user's line that was running where Python would name one of gaverify's."""
-    told: set[tuple[str, str]] = set()
+    warned: set[tuple[str, str]] = set()
 
     def show(
         message: Warning | str,
@@ -120,11 +120,11 @@ def _each_warning_once() -> Iterator[None]:
     ) -> None:
         said = str(message).strip()
         key = category.__name__, re.sub(r"\d+", "#", said)  # a shape differs from micro-batch to micro-batch
-        if key in told:
+        if key in warned:
             return
-        told.add(key)
+        warned.add(key)
         place = (filename, lineno) if owner_of(filename) > Owner.MACHINERY else calling_frame()
-        tell(f"{f'{shown(place[0])}:{place[1]}: ' if place else ''}{category.__name__}: {said}")
+        tell(f"{f'{display_path(place[0])}:{place[1]}: ' if place else ''}{category.__name__}: {said}")
 
     before = warnings.showwarning
     warnings.showwarning = show
@@ -243,10 +243,10 @@ def report_failure(error: BaseException, invocation: Invocation, source: str = "
         say("\n".join(where + line for line in message.splitlines() or [type(error).__name__]))
         return foreseen.exit_code
     say(where + message, "internal error")
-    shown = "above" if invocation.debug else "that `--debug` prints"
+    traceback_place = "above" if invocation.debug else "that `--debug` prints"
     tell(
         "This is a fault in gaverify, not in your model; nothing was decided. Please report it on gaverify's issue\n"
-        f"tracker with the traceback {shown}, the line that `gaverify --version` prints, and this command:\n"
+        f"tracker with the traceback {traceback_place}, the line that `gaverify --version` prints, and this command:\n"
         f"    gaverify {shlex.join(invocation.words)}"
     )
     return INTERNAL
@@ -270,7 +270,7 @@ def _report_usage(error: click.ClickException) -> int:
 
 
 @contextmanager
-def paused() -> Iterator[None]:
+def pause_collector() -> Iterator[None]:
     """Switches the garbage collector off inside the block, and on again behind it if it was on.
 
     While torch is imported it looks through every object again and again, and finds nothing: for a small model that

@@ -182,10 +182,10 @@ def _start_worker(folder: str, count: int, *, debug: bool) -> _Worker:
     if count > 1:
         environment.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // count, 1)))
     environment["GAVERIFY_DEBUG"] = "1" if debug else ""
-    kept = start_module("gaverify.cli.workers", env=environment)
-    assert kept.process.stdin is not None and kept.process.stdout is not None
-    answers = Connection(os.dup(kept.process.stdout.fileno()), writable=False)
-    return _Worker(kept, answers, Connection(os.dup(kept.process.stdin.fileno()), readable=False))
+    worker = start_module("gaverify.cli.workers", env=environment)
+    assert worker.process.stdin is not None and worker.process.stdout is not None
+    answers = Connection(os.dup(worker.process.stdout.fileno()), writable=False)
+    return _Worker(worker, answers, Connection(os.dup(worker.process.stdin.fileno()), readable=False))
 
 
 def main() -> None:

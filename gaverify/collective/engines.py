@@ -27,7 +27,7 @@ _LOOPBACK = "lo"
 
 
 @contextmanager
-def joined(rank: int, ranks: int, store: Path, backend: str = "gloo") -> Iterator[None]:
+def join_group(rank: int, ranks: int, store: Path, backend: str = "gloo") -> Iterator[None]:
     """Enters the process group of the ranks on this machine, through a file: no port can be taken.
 
     Args:
@@ -57,24 +57,24 @@ def joined(rank: int, ranks: int, store: Path, backend: str = "gloo") -> Iterato
 @contextmanager
 def alone() -> Iterator[None]:
     """Joins a group of world size 1."""
-    with working_folder("gaverify-ranks-") as folder, joined(0, 1, folder / "store"):
+    with working_folder("gaverify-ranks-") as folder, join_group(0, 1, folder / "store"):
         yield
 
 
-def of_every_rank(own: Any, ranks: int, device: torch.device | None = None) -> list[Any]:
+def of_every_rank(value: Any, ranks: int, device: torch.device | None = None) -> list[Any]:
     """Returns what each rank gives; torch's own exchange of objects needs NumPy.
 
     Args:
-        own: What this rank gives; picklable.
+        value: What this rank gives; picklable.
         ranks: R.
         device: One that the group's backend knows; None: the CPU.
     """
-    there = device or torch.device("cpu")
-    packed = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8).to(there)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=there) for _ in range(ranks)]
-    dist.all_gather(sizes, torch.tensor([len(packed)], dtype=torch.int64, device=there))
+    exchange_device = device or torch.device("cpu")
+    packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(exchange_device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=exchange_device) for _ in range(ranks)]
+    dist.all_gather(sizes, torch.tensor([len(packed)], dtype=torch.int64, device=exchange_device))
     most = max(int(size) for size in sizes)
-    parts = [torch.zeros(most, dtype=torch.uint8, device=there) for _ in range(ranks)]
+    parts = [torch.zeros(most, dtype=torch.uint8, device=exchange_device) for _ in range(ranks)]
     dist.all_gather(parts, torch.nn.functional.pad(packed, (0, most - len(packed))))
     return [pickle.loads(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes, strict=True)]
 
@@ -103,11 +103,11 @@ def of_all(reaches: Sequence[Reach]) -> Reach:
         calls if all(reach.calls[at] == calls for reach in reaches) else (0,) for at, calls in enumerate(first)
     )
     left_out = [reach.left_out for reach in reaches]
-    apart = frozenset.union(*left_out) - frozenset.intersection(*left_out)
-    return Reach(any(reach.unused for reach in reaches), agreed, apart)
+    on_some_ranks = frozenset.union(*left_out) - frozenset.intersection(*left_out)
+    return Reach(any(reach.unused for reach in reaches), agreed, on_some_ranks)
 
 
-def wrapped(task: Task, engine: Engine, reach: Reach) -> Task:
+def wrap_model(task: Task, engine: Engine, reach: Reach) -> Task:
     """Returns the task with its model, and a loss that has parameters, under the engine; the process group is there.
 
     Args:
@@ -118,7 +118,7 @@ def wrapped(task: Task, engine: Engine, reach: Reach) -> Task:
     Raises:
         ProblemError: The engine refuses the model.
     """
-    wrap = _replicated if engine is Engine.DDP else _sharded
+    wrap = _wrap_in_ddp if engine is Engine.DDP else _shard_fsdp2
     try:
         return wrap(task, reach)
     except ProblemError:
@@ -127,7 +127,7 @@ def wrapped(task: Task, engine: Engine, reach: Reach) -> Task:
         raise ProblemError(f"{engine.value} refuses the model: {type(error).__name__}: {error}") from error
 
 
-def _replicated(task: Task, reach: Reach) -> Task:
+def _wrap_in_ddp(task: Task, reach: Reach) -> Task:
     def under_ddp(module: nn.Module) -> nn.Module:
         return nn.parallel.DistributedDataParallel(module, find_unused_parameters=reach.unused)
 
@@ -139,11 +139,11 @@ def _replicated(task: Task, reach: Reach) -> Task:
 
 def _trains_more(loss: nn.Module, model: nn.Module) -> bool:
     """Whether a loss has trainable parameters that are not the model's."""
-    own = {id(parameter) for parameter in model.parameters()}
-    return any(parameter.requires_grad and id(parameter) not in own for parameter in loss.parameters())
+    model_parameters = {id(parameter) for parameter in model.parameters()}
+    return any(parameter.requires_grad and id(parameter) not in model_parameters for parameter in loss.parameters())
 
 
-def _sharded(task: Task, reach: Reach) -> Task:
+def _shard_fsdp2(task: Task, reach: Reach) -> Task:
     if reach.left_out:
         names = ", ".join(f"`{name}`" for name in task.parameters if name in reach.left_out)
         raise ProblemError(
@@ -170,11 +170,11 @@ def blocks(model: nn.Module) -> Iterator[nn.Module]:
 
     FSDP2 gathers a group of parameters when its module runs, so a parameter that two groups share has no owner.
     """
-    seen: set[int] = set()
+    visited: set[int] = set()
     for parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter[1]) in seen:
+        if id(parameter[1]) in visited:
             return
-        seen.add(id(parameter[1]))
+        visited.add(id(parameter[1]))
     for module in model.modules():
         if isinstance(module, nn.ModuleList):
             yield from (child for child in module if any(True for _ in child.parameters()))
@@ -189,8 +189,8 @@ def engine_of_word(word: str | Engine) -> Engine:
     try:
         return Engine(word)
     except ValueError:
-        known = " or ".join(f'"{engine.value}"' for engine in Engine)
-        raise ProblemError(f"unknown engine {word!r}; write {known}") from None
+        engine_names = " or ".join(f'"{engine.value}"' for engine in Engine)
+        raise ProblemError(f"unknown engine {word!r}; write {engine_names}") from None
 
 
 class Scaled(PassProbe):

@@ -62,15 +62,15 @@ def facts_of_reports(
         unit: Unit roundoff u of the arithmetic that they trained in.
     """
     alike = len({report.digest for report in reports}) == 1
-    apart = 0.0 if alike else apart_by([report.reduced for report in reports])
+    replica_difference = 0.0 if alike else apart_by([report.reduced for report in reports])
     return facts_of(
         rows,
         ranks=len(reports),
         engine=engine,
-        apart=math.nan if engine is Engine.FSDP2 else apart,
+        apart=math.nan if engine is Engine.FSDP2 else replica_difference,
         window=max((report.window for report in reports), key=Traffic.count),
         own=max((report.calls for report in reports), key=Traffic.count),
-        weights=fitted([report.own for report in reports], together, gradients),
+        weights=fit_rank_weights([report.before_reduction for report in reports], together, gradients),
         from_one_process=left_between(gradients, together),
         unit=unit,
         buffers_apart=buffers_apart([report.buffers for report in reports], unit),
@@ -79,17 +79,17 @@ def facts_of_reports(
 
 def apart_by(sketches: Sequence[torch.Tensor]) -> float:
     """Returns the largest difference of the ranks' gradients from the first one's, relative to its norm."""
-    first, *others = sketches
+    first, *other_sketches = sketches
     norm = float(torch.linalg.vector_norm(first))
-    far = max(float(torch.linalg.vector_norm(other - first)) for other in others)
+    far = max(float(torch.linalg.vector_norm(other_sketch - first)) for other_sketch in other_sketches)
     return far / norm if norm else math.inf if far else 0.0
 
 
-def fitted(own: Sequence[torch.Tensor], target: Gradients, used: Gradients) -> WeightFit | None:
+def fit_rank_weights(rank_sketches: Sequence[torch.Tensor], target: Gradients, used: Gradients) -> WeightFit | None:
     """Fits the ranks' own gradients to the one of one process, and to the one that they ended up with.
 
     Args:
-        own: The sketch of each rank's own, before a reduction.
+        rank_sketches: The sketch of each rank's own, before a reduction.
         target: Of one process that ran the same micro-batches.
         used: What the ranks ended up with.
 
@@ -100,21 +100,21 @@ def fitted(own: Sequence[torch.Tensor], target: Gradients, used: Gradients) -> W
         return None
     shards = any(gradient is not None and is_sharded(gradient) for gradient in target.values())
     wanted = sketch(list(target.values())) if shards else own_sketch(target)
-    sides = [torch.stack(list(own), dim=1), wanted.cpu(), sketch(list(used.values())).cpu()]
+    sides = [torch.stack(list(rank_sketches), dim=1), wanted.cpu(), sketch(list(used.values())).cpu()]
     if not all(bool(numbers.isfinite().all()) for numbers in sides) or not bool(sides[1].any()):
         return None
     return fit_weights(sides[0], sides[1], used=sides[2], singular=SINGULAR_FLOAT32)
 
 
-def with_shares(facts: RankFacts, left: Callable[[Shares], float]) -> RankFacts:
+def with_shares(facts: RankFacts, difference_left: Callable[[Shares], float]) -> RankFacts:
     """Returns the facts with the control of each rank's share: the first that leaves rounding, or the last tried.
 
     Args:
         facts: What was measured.
-        left: What such a window differs by from the right one, relative.
+        difference_left: What such a window differs by from the right one, relative.
     """
     for shares in facts.shares_to_try:
-        facts = replace(facts, weights_control=left(shares), shares_tried=shares)
+        facts = replace(facts, weights_control=difference_left(shares), shares_tried=shares)
         if facts.is_rounding(facts.weights_control):
             break
     return facts
@@ -147,7 +147,7 @@ def facts_of_ranks(
         judgement.rows,
         ranks=member.count,
         engine=engine,
-        apart=_apart(trained, window.gradients),
+        apart=_replica_difference(trained, window.gradients),
         window=meter.traffic,
         own=Traffic(),
         weights=None,
@@ -166,20 +166,20 @@ def facts_of_ranks(
     facts = replace(facts, from_one_process=left_between(window.gradients, together))
     if trained.strategy is not None:
         together = judgement.full.gradients  # the loop counts its losses itself, and better than one process may
-        own_of_each, counted = _own_of_strategy(task, trained, judgement)
-        weights = fitted(own_of_each, together, window.gradients)
+        own_of_each, counted = _rank_sketches_of_strategy(task, trained, judgement)
+        weights = fit_rank_weights(own_of_each, together, window.gradients)
         facts = _of_strategy(task, trained, judgement, replace(facts, weights=weights, counted=counted))
     else:
-        own = [trained.own(task, rank) for rank in range(member.count)]
-        weights = fitted(_own_gradients(task, trained, judgement, own), together, window.gradients)
+        rank_ranges = [trained.own(task, rank) for rank in range(member.count)]
+        weights = fit_rank_weights(_sketch_groups(task, trained, judgement, rank_ranges), together, window.gradients)
         facts = replace(facts, weights=weights)
 
-    def left(shares: Shares) -> float:
-        own = replace(trained, shares=shares[member.rank])
-        repaired, _ = own.window(task, judgement.state, judgement.record, judgement.full)
+    def difference_left(shares: Shares) -> float:
+        repaired_training = replace(trained, shares=shares[member.rank])
+        repaired, _ = repaired_training.window(task, judgement.state, judgement.record, judgement.full)
         return left_between(repaired.gradients, together)
 
-    return with_shares(facts, left) if facts.at_fault and not facts.apart > facts.rounding else facts
+    return with_shares(facts, difference_left) if facts.at_fault and not facts.apart > facts.rounding else facts
 
 
 def _of_strategy(task: Task, trained: Trained, judgement: Judgement, facts: RankFacts) -> RankFacts:
@@ -194,33 +194,36 @@ def _of_strategy(task: Task, trained: Trained, judgement: Judgement, facts: Rank
             reduced, _ = trained.window(task, judgement.state, judgement.record, judgement.full)
         facts = replace(facts, sync_control=left_between(reduced.gradients, full))
         if facts.apart > 0.0:
-            held, right = (sketch(list(found.values())) for found in (judgement.accumulated.gradients, full))
-            mean_left = torch.linalg.vector_norm(held - right) / torch.linalg.vector_norm(right)
+            accumulated, right = (
+                sketch(list(gradients.values())) for gradients in (judgement.accumulated.gradients, full)
+            )
+            mean_left = torch.linalg.vector_norm(accumulated - right) / torch.linalg.vector_norm(right)
             facts = replace(facts, mean_left=float(mean_left))
         return facts
-    factor, rest = facts.one_factor
+    factor, residual = facts.one_factor
     of_ranks = any(math.isclose(factor, value, rel_tol=COMPUTED_FLOAT32) for value in (facts.ranks, 1.0 / facts.ranks))
-    if rest <= facts.rounding and not of_ranks:
+    if residual <= facts.rounding and not of_ranks:
         return replace(facts, from_one_process=0.0)
     among_ranks = facts.weights is not None and facts.is_rounding(facts.weights.residual)
     of_loop = facts.counted is not None and facts.is_rounding(facts.counted.residual) and not among_ranks
     return replace(facts, from_one_process=0.0) if of_loop else facts
 
 
-def _apart(trained: Trained, gradients: Gradients) -> float:
+def _replica_difference(trained: Trained, gradients: Gradients) -> float:
     """How far ranks that hold the same parts are apart, relative; 0 where all bits agree, NaN where there are none."""
-    member, held = trained.member, {name: None if g is None else local(g) for name, g in gradients.items()}
+    member, local_gradients = trained.member, {name: None if g is None else local(g) for name, g in gradients.items()}
     parts = tuple(shard_number(gradient) for gradient in gradients.values())
-    said = member.everyones("replicas", (parts, digest_of(held)))
+    said = member.everyones("replicas", (parts, digest_of(local_gradients)))
     alike = [
-        [at for at, (held_by, _) in enumerate(said) if held_by == own] for own in dict.fromkeys(s[0] for s in said)
+        [at for at, (held_by, _) in enumerate(said) if held_by == shard_numbers]
+        for shard_numbers in dict.fromkeys(s[0] for s in said)
     ]
     copies = [ranks for ranks in alike if len(ranks) > 1]
     if not copies or all(gradient is None for gradient in gradients.values()):
         return math.nan
     if all(len({said[rank][1] for rank in ranks}) == 1 for ranks in copies):
         return 0.0
-    sketches = of_every_rank(own_sketch(held), member.count, member.device)
+    sketches = of_every_rank(own_sketch(local_gradients), member.count, member.device)
     return max(apart_by([sketches[rank] for rank in ranks]) for ranks in copies)
 
 
@@ -230,40 +233,44 @@ def _update_bytes(task: Task, reduced_in: set[torch.dtype]) -> int:
     return each * sum(parameter.numel() for parameter in task.parameters.values())
 
 
-def _own_gradients(task: Task, trained: Trained, judgement: Judgement, each: Sequence[range]) -> list[torch.Tensor]:
+def _sketch_groups(task: Task, trained: Trained, judgement: Judgement, each: Sequence[range]) -> list[torch.Tensor]:
     """The sketches of what some groups of micro-batches give, R times: as many of them on each rank, in its order."""
     member, sharded = trained.member, trained.engine is Engine.FSDP2
-    here = task if sharded else bare(task)
+    rank_task = task if sharded else bare(task)
 
-    def gradients(own: range) -> Gradients:
+    def gradients(group: range) -> Gradients:
         started = judgement.state, judgement.record, judgement.full
-        return accumulated_gradients(here, *started, probe=Scaled(member.count), own=own).gradients
+        return accumulated_gradients(rank_task, *started, probe=Scaled(member.count), own=group).gradients
 
     if sharded:  # a shard of it needs all ranks: every one runs each one's micro-batches
-        return [sketch(list(gradients(own).values())) for own in each]
+        return [sketch(list(gradients(group).values())) for group in each]
     count = len(each) // member.count
-    mine = [own_sketch(gradients(own)) for own in each[member.rank * count : (member.rank + 1) * count]]
-    return [found for rank in of_every_rank(mine, member.count, member.device) for found in rank]
+    mine = [own_sketch(gradients(group)) for group in each[member.rank * count : (member.rank + 1) * count]]
+    return [gradient_sketch for rank in of_every_rank(mine, member.count, member.device) for gradient_sketch in rank]
 
 
-def _own_of_strategy(task: Task, trained: Trained, judgement: Judgement) -> tuple[list[torch.Tensor], WeightFit | None]:
+def _rank_sketches_of_strategy(
+    task: Task, trained: Trained, judgement: Judgement
+) -> tuple[list[torch.Tensor], WeightFit | None]:
     """The sketch of what each rank's micro-batches give, counted as the user's loop does, by rank; and that count.
 
     What each of them counts is fitted; where no weights make the loop's gradient, or several do, they count as given.
     """
     each = [range(k, k + 1) for k in range(task.steps)]
-    columns = _own_gradients(task, trained, judgement, each)
-    found = fitted(columns, judgement.full.gradients, judgement.accumulated.gradients)
+    columns = _sketch_groups(task, trained, judgement, each)
+    weight_fit = fit_rank_weights(columns, judgement.full.gradients, judgement.accumulated.gradients)
     unit = working_unit(task, judgement.full, judgement.accumulated)
-    if found is None or not found.determined or found.used_residual > rounding_of(unit):
-        found = None
-    counted = [1.0] * task.steps if found is None else [trained.member.count * used for used in found.used]
+    if weight_fit is None or not weight_fit.determined or weight_fit.used_residual > rounding_of(unit):
+        weight_fit = None
+    counted = [1.0] * task.steps if weight_fit is None else [trained.member.count * used for used in weight_fit.used]
     pairs = list(zip(columns, counted, strict=True))
-    own = (trained.own(task, rank) for rank in range(trained.member.count))
-    return [sum((pairs[k][0] * pairs[k][1] for k in mine), torch.zeros((), device="cpu")) for mine in own], found
+    rank_ranges = (trained.own(task, rank) for rank in range(trained.member.count))
+    return [
+        sum((pairs[k][0] * pairs[k][1] for k in mine), torch.zeros((), device="cpu")) for mine in rank_ranges
+    ], weight_fit
 
 
-def weights_of_strategy(task: Task, trained: Trained, judgement: Judgement, known: Weights, fit: WeightFit) -> Weights:
+def weights_of_strategy(task: Task, trained: Trained, judgement: Judgement, single: Weights, fit: WeightFit) -> Weights:
     """Returns what the micro-batches of the user's own loop count, tried in it: with the right weights.
 
     Where some never reach its gradient, the loop ends with the same one without their losses.
@@ -272,23 +279,25 @@ def weights_of_strategy(task: Task, trained: Trained, judgement: Judgement, know
         task: What was run.
         trained: How the ranks train.
         judgement: What was decided about their window.
-        known: What one process that trains the same micro-batches counts, and what is wrong with that; returned where
+        single: What one process that trains the same micro-batches counts, and what is wrong with that; returned where
             the loop counts alike, or no weights are what is wrong with it.
         fit: The weights that make the loop's gradient.
     """
     count, rounding = trained.member.count, rounding_of(working_unit(task, judgement.full, judgement.accumulated))
-    each = [count**2 * weight for weight in known.used]  # of one process's, in the loop of a rank
+    each = [count**2 * weight for weight in single.used]  # of one process's, in the loop of a rank
     used, right = (tuple(map(operator.mul, each, weights)) for weights in (fit.used, fit.weights))
-    weights = replace(known, used=used, weighting=SCRIPT, counts=(), place=None)
+    weights = replace(single, used=used, weighting=SCRIPT, counts=(), place=None)
     as_one = all(math.isclose(count * weight, 1.0, rel_tol=max(rounding, COMPUTED_FLOAT32)) for weight in fit.used)
     if as_one or (fit.residual > rounding and not weights.lost):
-        return known
+        return single
     fit = replace(fit, used=used, weights=right)
     what, kind, wanted = "these weights in the loop", ControlKind.WEIGHTS, judgement.full.gradients
     factors = [float(k not in weights.lost) for k in range(task.steps)] if weights.lost else fit.multipliers
     if weights.lost:
         what, kind, wanted = "their losses taken as zero", ControlKind.LOST, judgement.accumulated.gradients
-    own = replace(trained, shares=tuple(factors[k] for k in trained.own(task)))
-    again, _ = own.window(task, judgement.state, judgement.record, judgement.full)
-    left = left_between(again.gradients, wanted)
-    return replace(weights, fit=fit, remedy=ControlRun(what, left, left <= rounding, fit=fit, kind=kind))
+    reweighted = replace(trained, shares=tuple(factors[k] for k in trained.own(task)))
+    repaired, _ = reweighted.window(task, judgement.state, judgement.record, judgement.full)
+    difference_left = left_between(repaired.gradients, wanted)
+    return replace(
+        weights, fit=fit, remedy=ControlRun(what, difference_left, difference_left <= rounding, fit=fit, kind=kind)
+    )

@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
-from gaverify.causes.investigation import collected, investigate
+from gaverify.causes.investigation import collect_facts, investigate
 from gaverify.children.launching import working_folder
 from gaverify.collective.engines import alone
 from gaverify.collective.facts import facts_of_ranks, facts_of_reports, weights_of_strategy, with_shares
 from gaverify.collective.membership import is_lost
-from gaverify.collective.processes import RankReport, Ranks, on_ranks, reported, window_of
+from gaverify.collective.processes import RankReport, Ranks, on_ranks, run_rank, window_of
 from gaverify.collective.traffic import gathers_with_gradient
 from gaverify.collective.window import Moved, OwnCollectives, Trained, bare, cut_by_clipping
 from gaverify.errors import Agreed, ProblemError
@@ -81,16 +81,18 @@ def judge_together(task: Task, trained: Trained, *, diagnose: bool, exact: bool)
         unclipped = math.nan
         # float16 has no room for losses so small
         if trained.strategy is not None and judgement.is_divergent and judgement.dtype is not torch.float16:
-            small, unclipped = _unclipped(task, trained, judgement, moved)
+            small, unclipped = _judge_unclipped(task, trained, judgement, moved)
             if small is not None:
                 trained, judgement = replace(trained, scale=TOO_SMALL_TO_CLIP), small
                 _decide(task, trained, judgement, exact)
         judgement.timings = {"passes": passed - started, "control": time.perf_counter() - passed}
         divergent = judgement.is_divergent
-        own = replace(task, sizes=tuple(task.sizes[k] for k in trained.own(task)))
+        rank_task = replace(task, sizes=tuple(task.sizes[k] for k in trained.own(task)))
         if not divergent:
-            return judgement, replace(collected(own, judgement), ranks=facts_of_ranks(task, trained, judgement, moved))
-        one, facts = _searched(task, trained, diagnose)
+            return judgement, replace(
+                collect_facts(rank_task, judgement), ranks=facts_of_ranks(task, trained, judgement, moved)
+            )
+        one, facts = _search_cause(task, trained, diagnose)
         ranks = facts_of_ranks(task, trained, judgement, moved, one, unclipped)
         if diagnose and ranks.counted is not None and not ranks.at_fault:
             weights = weights_of_strategy(task, trained, judgement, facts.weights, ranks.counted)
@@ -137,11 +139,13 @@ def _decide(task: Task, trained: Trained, judgement: Judgement, exact: bool) -> 
     # each rank has seen its own micro-batches alone: what decides is the coarsest that any has seen
     unit = max(trained.member.everyones("unit", working_unit(task, judgement.full, judgement.accumulated)))
     decide_window(task, judgement, unit, exact, lambda: _control(task, trained, judgement))
-    if judgement.control is not None and trained.hooked(task):
+    if judgement.control is not None and trained.has_own_hooks(task):
         _decide_hooks(task, trained, judgement)
 
 
-def _unclipped(task: Task, trained: Trained, judgement: Judgement, moved: Moved) -> tuple[Judgement | None, float]:
+def _judge_unclipped(
+    task: Task, trained: Trained, judgement: Judgement, moved: Moved
+) -> tuple[Judgement | None, float]:
     """What a window shows whose losses are too small to be clipped.
 
     Returns:
@@ -149,15 +153,15 @@ def _unclipped(task: Task, trained: Trained, judgement: Judgement, moved: Moved)
         where it does not. And what it leaves of the difference, where something is clipped before that; else NaN.
     """
     window, small = judgement.accumulated, replace(trained, scale=TOO_SMALL_TO_CLIP)
-    other, _ = small.window(task, judgement.state, judgement.record, judgement.full)
+    unclipped, _ = small.window(task, judgement.state, judgement.record, judgement.full)
     rounding = rounding_of(working_unit(task, judgement.full, window))
-    if left_between(other.gradients, window.gradients) <= rounding:
+    if left_between(unclipped.gradients, window.gradients) <= rounding:
         return None, math.nan
     early = any(trained.member.everyones("clipped", moved.clipped_early(window.gradients)))
-    if early or cut_by_clipping(other.gradients, window.gradients) > rounding:
-        return None, left_between(other.gradients, judgement.full.gradients)
-    working = {row.name: row for row in measure(other.gradients, judgement.full.gradients)}
-    return replace(judgement, accumulated=other, working=working, control=None, control_failure=""), math.nan
+    if early or cut_by_clipping(unclipped.gradients, window.gradients) > rounding:
+        return None, left_between(unclipped.gradients, judgement.full.gradients)
+    working = {row.name: row for row in measure(unclipped.gradients, judgement.full.gradients)}
+    return replace(judgement, accumulated=unclipped, working=working, control=None, control_failure=""), math.nan
 
 
 def decide_window(
@@ -173,15 +177,15 @@ def decide_window(
         controlled: Runs full batch and window in float64; None where that was impossible.
     """
     judgement.rows = decide_at_once(judgement.working.values(), unit, judgement.scales)
-    left = any(row.outcome is Outcome.INCONCLUSIVE and row.why is None for row in judgement.rows)
-    if not left and (unit <= U64 or (unit <= U32 and not exact)):
+    is_undecided = any(row.outcome is Outcome.INCONCLUSIVE and row.why is None for row in judgement.rows)
+    if not is_undecided and (unit <= U64 or (unit <= U32 and not exact)):
         return
     control = controlled() if unit > U64 else None
     with nullcontext() if over_ranks() else alone():  # `alone` where this process stands beside the ranks
         if control is not None:
             decide_by_control(task, judgement, control, unit)
             return
-        if not left and unit <= U32:  # `exact` alone asked for float64
+        if not is_undecided and unit <= U32:  # `exact` alone asked for float64
             return
         floor = noise_floor(task, judgement.state, judgement.record, judgement.full, unit)
     judgement.rows = judge_by_floor(judgement.working, floor, judgement.scales, unit)
@@ -229,24 +233,24 @@ def _control(task: Task, trained: Trained, judgement: Judgement) -> Control | No
             raise
         failure = failure_sentence(error)
     within = 2 * (time.monotonic() - begun) + _PATIENCE if failure else None
-    here = f"the float64 control failed on this rank alone: {failure}" if failure else ""
-    failures = [said for said in trained.member.everyones("control", failure, within, here) if said]
+    own_failure = f"the float64 control failed on this rank alone: {failure}" if failure else ""
+    failures = [said for said in trained.member.everyones("control", failure, within, own_failure) if said]
     if failures or control is None:
         judgement.control_failure = failures[0]
         return None
     return control
 
 
-def _searched(task: Task, trained: Trained, diagnose: bool) -> tuple[Judgement, Facts]:
+def _search_cause(task: Task, trained: Trained, diagnose: bool) -> tuple[Judgement, Facts]:
     """What the micro-batches of all ranks show where each rank runs all of them, as one process would.
 
     Under DDP every rank has the whole model and needs no other one for it; sharded ones run in step.
     """
     sharded = trained.engine is Engine.FSDP2
     with nullcontext() if sharded else summed_over(1, lambda numbers: numbers):
-        here = task if sharded else bare(task)
-        one = judge(here, rtol=None, atol=None, keep_gradients=True, exact=True)
-        return one, investigate(here, one, diagnose=diagnose)
+        rank_task = task if sharded else bare(task)
+        one = judge(rank_task, rtol=None, atol=None, keep_gradients=True, exact=True)
+        return one, investigate(rank_task, one, diagnose=diagnose)
 
 
 _Ran = tuple[list[RankReport], Gradients]
@@ -280,23 +284,23 @@ def judge_on_ranks(task: Task, ranks: Ranks, *, diagnose: bool, exact: bool = Fa
     ran = _window_run(on_each, judgement.record, judgement.full, ranks)
     took = time.perf_counter() - begun
     asked = _of_one_process(task, judgement, ranks, talked=any(report.calls.count() for report in ran[0]))
-    whole = judgement
+    one_process = judgement
     if asked is not task:
         with alone():
-            whole = judge(asked, rtol=None, atol=None, keep_gradients=True, exact=exact)
+            one_process = judge(asked, rtol=None, atol=None, keep_gradients=True, exact=exact)
     begun = time.perf_counter()
-    confirmed, found = _confirmed(on_each, judgement, ran, whole, ranks, exact)
+    confirmed, rank_facts = _confirm_on_ranks(on_each, judgement, ran, one_process, ranks, exact)
     took += time.perf_counter() - begun
     with alone():  # ranks that all agree with the full batch leave nothing to look for
         agree = all(row.outcome is Outcome.EQUIVALENT for row in confirmed.rows)
-        facts = investigate(asked, whole, diagnose=diagnose and not agree)
+        facts = investigate(asked, one_process, diagnose=diagnose and not agree)
     confirmed.timings = {**judgement.timings, "ranks": took}
-    if not found.divergent:
+    if not rank_facts.divergent:
         facts = replace(facts, compared=replace(facts.compared, rows=tuple(confirmed.rows), method=confirmed.method))
-    return confirmed, replace(facts, ranks=found)
+    return confirmed, replace(facts, ranks=rank_facts)
 
 
-def _confirmed(
+def _confirm_on_ranks(
     task: Task, judgement: Judgement, ran: _Ran, one: Judgement, ranks: Ranks, exact: bool
 ) -> tuple[Judgement, RankFacts]:
     """Decides every parameter of the ranks' gradient as one process does, and runs the controls that it calls for.
@@ -323,14 +327,14 @@ def _confirmed(
     decide_window(task, decided, unit, exact, lambda: _in_float64(task, decided, ranks))
     facts = facts_of_reports(decided.rows, ranks.engine, reports, gradients, together, unit)
 
-    def left(**differing: Any) -> float:
+    def difference_left(**differing: Any) -> float:
         _, repaired = _window_run(task, judgement.record, judgement.full, ranks, **differing)
         return left_between(repaired, together)
 
     if facts.at_fault and facts.gathers:
-        facts = replace(facts, gather_control=left(around=gathers_with_gradient))
+        facts = replace(facts, gather_control=difference_left(around=gathers_with_gradient))
     if facts.at_fault:
-        facts = with_shares(facts, lambda shares: left(shares=shares))
+        facts = with_shares(facts, lambda shares: difference_left(shares=shares))
     return decided, facts
 
 
@@ -349,7 +353,7 @@ def _window_run(task: Task, record: DrawRecord, full: PassResult, ranks: Ranks, 
     """
     with working_folder("gaverify-ranks-") as folder:
         window = replace(window_of(task, record, full, ranks, folder), **differing)
-        reports = on_ranks(reported, window)
+        reports = on_ranks(run_rank, window)
         return reports, torch.load(window.gradients, map_location=task.device, weights_only=False)
 
 

@@ -29,7 +29,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from gaverify.children.launching import Kept, ended_as_interrupted, given, private_stdout, signal_name, working_folder
+from gaverify.children.launching import (
+    Kept,
+    ended_as_interrupted,
+    private_stdout,
+    signal_name,
+    start_with_job,
+    working_folder,
+)
 from gaverify.errors import GaverifyError, InternalError, ProblemError
 from gaverify.passes.devices import select_device
 from gaverify.torch_internals import import_compiler
@@ -55,9 +62,9 @@ _places: dict[str, str] = {}
 
 @dataclass(frozen=True)
 class Fresh:
-    """Where fresh processes compute: the tensors of their jobs lie `there`, and each shall find them on its device."""
+    """Where fresh processes compute: the tensors of their jobs lie `source`, and each shall find them on its device."""
 
-    there: torch.device
+    source: torch.device
     devices: Sequence[torch.device]
 
 
@@ -70,7 +77,7 @@ class _Outcome:
     error: GaverifyError | None = None
 
 
-def told(*words: Any) -> None:
+def report_upwards(*words: Any) -> None:
     """Tells whoever started this process something while its job runs; nobody where `run` did not start it."""
     for pipe in _upwards:  # not `send`: torch would hand tensors over in memory that ends with this process
         pipe.send_bytes(pickle.dumps(words))
@@ -79,7 +86,7 @@ def told(*words: Any) -> None:
 def run(
     jobs: Sequence[Job],
     timeout: float | None = None,
-    heard: Callable[..., None] = told,
+    heard: Callable[..., None] = report_upwards,
     fresh: Fresh | None = None,
 ) -> list[Any]:
     """Runs each job in a process and returns their results in order; no process is left when it returns or raises.
@@ -170,15 +177,15 @@ def _answer(pipe: Connection, name: str, call: Callable[[], Any]) -> None:
     """What every process does: runs its job, and sends the outcome through its pipe."""
     _upwards[:] = [pipe]
     try:
-        found = _Outcome(time.monotonic(), call())
+        outcome = _Outcome(time.monotonic(), call())
     except GaverifyError as error:
         kind = InternalError if isinstance(error, InternalError) else ProblemError
-        found = _Outcome(time.monotonic(), error=kind(str(error)))
+        outcome = _Outcome(time.monotonic(), error=kind(str(error)))
     except BaseException as error:
         # what the user's code raises is a ProblemError by then; anything else is a fault of ours
         lines = "".join(traceback.format_exception(error)).rstrip().splitlines()[-_KEPT_LINES:]
-        found = _Outcome(time.monotonic(), error=InternalError("\n".join([f"{name} raised:", *lines])))
-    pipe.send_bytes(pickle.dumps(found))
+        outcome = _Outcome(time.monotonic(), error=InternalError("\n".join([f"{name} raised:", *lines])))
+    pipe.send_bytes(pickle.dumps(outcome))
 
 
 class _Forked:
@@ -240,15 +247,15 @@ def _settle(parent: int) -> None:
 
 def _starts(jobs: Sequence[Job], fresh: Fresh, stack: ExitStack) -> Iterator[_Child]:
     file = stack.enter_context(working_folder("gaverify-ranks-")) / "jobs.pt"
-    saved(jobs, file)
+    save_for_fresh(jobs, file)
     for number, ((name, _), device) in enumerate(zip(jobs, fresh.devices, strict=True)):
-        asked = {"file": str(file), "there": str(fresh.there), "number": number, "device": str(device)}
-        kept = given("gaverify.collective.launching", {"name": name, "job": asked})
-        assert kept.process.stdout is not None
-        yield _Child(name, Connection(os.dup(kept.process.stdout.fileno()), writable=False), kept)
+        asked = {"file": str(file), "there": str(fresh.source), "number": number, "device": str(device)}
+        keeper = start_with_job("gaverify.collective.launching", {"name": name, "job": asked})
+        assert keeper.process.stdout is not None
+        yield _Child(name, Connection(os.dup(keeper.process.stdout.fileno()), writable=False), keeper)
 
 
-def saved(value: Any, file: Path) -> None:
+def save_for_fresh(value: Any, file: Path) -> None:
     """Writes what a fresh process shall load.
 
     Raises:
@@ -260,8 +267,8 @@ def saved(value: Any, file: Path) -> None:
         raise ProblemError(f"{_FRESH}, to which model, loss and batch cannot be handed: {error}; {_ADVICE}") from error
 
 
-def loaded(file: Path) -> Any:
-    """Returns, in a fresh process, what was `saved` for it, on its own device.
+def load_in_fresh(file: Path) -> Any:
+    """Returns, in a fresh process, what was `save_for_fresh` for it, on its own device.
 
     Raises:
         ProblemError: A class or function in it cannot be found here.
@@ -275,16 +282,16 @@ def loaded(file: Path) -> Any:
 def main() -> None:
     """Runs the job that stdin names, and writes its outcome to stdout."""
     asked = json.load(sys.stdin)
-    _answer(Connection(private_stdout(), readable=False), asked["name"], lambda: _done(**asked["job"]))
+    _answer(Connection(private_stdout(), readable=False), asked["name"], lambda: _run_job(**asked["job"]))
     sys.stderr.flush()
     os._exit(0)  # what was started in this process, such as a process group after a failure, is not waited for
 
 
-def _done(file: str, number: int, there: str, device: str) -> Any:
+def _run_job(file: str, number: int, there: str, device: str) -> Any:
     torch.set_num_threads(1)  # as launchers set it: the ranks share the processor
     select_device(torch.device(device))
     _places[there] = device
-    return loaded(Path(file))[number][1]()
+    return load_in_fresh(Path(file))[number][1]()
 
 
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
@@ -292,7 +299,7 @@ Answer = TypeVar("Answer")
 Progress = Callable[[str, int, int], None]
 
 
-def coordinated(
+def run_in_process(
     work: Callable[[Progress], Answer], progress: Progress | None, afresh: torch.device | None = None
 ) -> Answer:
     """Returns what `work` returns in a process of its own; it is given a `progress` that reports in this one.
@@ -308,7 +315,7 @@ def coordinated(
     if afresh is None:
         _import_compiler()
     with ended_as_interrupted(), working_folder("gaverify-ranks-") as folder:
-        job = "the verification", partial(_judged, work, folder)
+        job = "the verification", partial(_work_in_folder, work, folder)
         fresh = Fresh(afresh, [afresh]) if afresh is not None else None
         (answer,) = run([job], heard=progress or (lambda *words: None), fresh=fresh)
     return answer  # type: ignore[no-any-return]
@@ -319,17 +326,17 @@ def _import_compiler() -> None:
 
     The import makes a folder for what is compiled and notes it in the environment; here nothing is compiled.
     """
-    known = os.environ.get(_COMPILED)
+    cache_before = os.environ.get(_COMPILED)
     import_compiler()
 
-    made = os.environ.get(_COMPILED)
-    if known is None and made is not None:
+    cache_folder = os.environ.get(_COMPILED)
+    if cache_before is None and cache_folder is not None:
         del os.environ[_COMPILED]
         with suppress(OSError):  # not empty: it was there before
-            os.rmdir(made)
+            os.rmdir(cache_folder)
 
 
-def _judged(work: Callable[[Progress], Answer], folder: Path) -> Answer:
+def _work_in_folder(work: Callable[[Progress], Answer], folder: Path) -> Answer:
     # temporary files of a process that is killed would stay; the folder around them goes with this one
     tempfile.tempdir = str(folder)
-    return work(told)
+    return work(report_upwards)

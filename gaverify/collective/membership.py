@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from gaverify.amounts import count_text
 from gaverify.errors import Agreed, GaverifyError, ProblemError
-from gaverify.launched import launched, leave, note_first, this_process
+from gaverify.launched import leave, note_first, read_launcher, this_process
 from gaverify.passes.devices import RANKED, backend_of, devices_of_ranks, resolve_device, select_device, with_number
 from gaverify.tracebacks import is_own_fault
 
@@ -41,10 +41,10 @@ _calls = 0
 
 
 class Said(NamedTuple):
-    """What a rank that cannot go on says: "" where it knows nothing; `own`: it is about itself."""
+    """What a rank that cannot go on says: "" where it knows nothing; `about_itself`: it is about itself."""
 
     sentence: str
-    own: bool
+    about_itself: bool
 
 
 @dataclass
@@ -83,19 +83,19 @@ class Member:
         self.store.set(f"{stage}/{self.rank}", pickle.dumps(value))
         self.further(self._at[0])  # whom it waits for here is told by the limit below
         limit = time.monotonic() + min(self.timeout, within or self.timeout)
-        found: dict[int, Any] = {}
-        while len(found) < self.count:
+        received: dict[int, Any] = {}
+        while len(received) < self.count:
             for rank in range(self.count):
-                if rank not in found and self.store.check([f"{stage}/{rank}"]):
-                    found[rank] = pickle.loads(self.store.get(f"{stage}/{rank}"))
-            if len(found) < self.count:
-                if self._said():
-                    raise self.failed(Said("", own=False))
+                if rank not in received and self.store.check([f"{stage}/{rank}"]):
+                    received[rank] = pickle.loads(self.store.get(f"{stage}/{rank}"))
+            if len(received) < self.count:
+                if self._failures_of_ranks():
+                    raise self.report_failure(Said("", about_itself=False))
                 if time.monotonic() > limit:
-                    missing = [rank for rank in range(self.count) if rank not in found]
-                    raise self.failed(Said(alone or self._late(missing), own=bool(alone)))
+                    missing = [rank for rank in range(self.count) if rank not in received]
+                    raise self.report_failure(Said(alone or self._late(missing), about_itself=bool(alone)))
                 time.sleep(_POLL)
-        return [found[rank] for rank in range(self.count)]
+        return [received[rank] for rank in range(self.count)]
 
     @contextmanager
     def at(self, what: str) -> Iterator[None]:
@@ -124,19 +124,19 @@ class Member:
     def _late(self, missing: Sequence[int]) -> str:
         if not self._at[0]:
             return f"{_ranks(missing)} did not arrive within {self.timeout:g} s: every rank has to call this"
-        where = self._told_places()
+        where = self._describe_places()
         return (
             f"{_ranks(missing)} did not come as far as the others within {self.timeout:g} s ({where}): {_SAME_PASSES}"
         )
 
     def _stuck(self) -> str:
-        return f"rank {self.rank} got no further in {self.timeout:g} s ({self._told_places()}): {_SAME_PASSES}"
+        return f"rank {self.rank} got no further in {self.timeout:g} s ({self._describe_places()}): {_SAME_PASSES}"
 
-    def _told_places(self) -> str:
+    def _describe_places(self) -> str:
         """How far the ranks came, as their watchers have said it."""
         keys = [f"at/{rank}" for rank in range(self.count)]
-        told = [self.store.get(key).decode() if self.store.check([key]) else "" for key in keys]
-        return "; ".join(f"rank {rank}: {what or 'elsewhere'}" for rank, what in enumerate(told))
+        places = [self.store.get(key).decode() if self.store.check([key]) else "" for key in keys]
+        return "; ".join(f"rank {rank}: {what or 'elsewhere'}" for rank, what in enumerate(places))
 
     @property
     def device(self) -> torch.device:
@@ -147,9 +147,9 @@ class Member:
 
     def total(self, numbers: torch.Tensor) -> torch.Tensor:
         """Returns the sum of some numbers over the ranks, the same bits on each, on the CPU."""
-        there = numbers.to(self.device)
-        dist.all_reduce(there)
-        return there.to("cpu")
+        summed = numbers.to(self.device)
+        dist.all_reduce(summed)
+        return summed.to("cpu")
 
     def agree(self, stage: str, problem: str) -> None:
         """Raises on every rank what any of them found wrong; "" where nothing is.
@@ -161,17 +161,17 @@ class Member:
         if any(said):
             raise Agreed(_sentence(dict(enumerate(said)), self.count))
 
-    def failed(self, said: Said) -> GaverifyError:
+    def report_failure(self, said: Said) -> GaverifyError:
         """Returns what every rank raises where this one cannot go on: the reason, from the rank that knows it."""
         self._failing.set()
         self.store.set(f"failed/{self.rank}", pickle.dumps(said))
         limit = time.monotonic() + _LINGER
-        while len(self._said()) < self.count and time.monotonic() < limit:
+        while len(self._failures_of_ranks()) < self.count and time.monotonic() < limit:
             time.sleep(_POLL)
         self._over.set()
         return Agreed(self._reason())
 
-    def _said(self) -> dict[int, Said]:
+    def _failures_of_ranks(self) -> dict[int, Said]:
         """What the ranks that failed have said."""
         with suppress(RuntimeError):  # whoever holds the store may have ended already
             for rank in range(self.count):
@@ -191,15 +191,15 @@ class Member:
                 time.sleep(_POLL)
 
     def _reason(self) -> str:
-        said = self._said()
-        others = [words.sentence for words in said.values() if words.sentence and not words.own]
-        own = {rank: words.sentence for rank, words in said.items() if words.own}
-        if any(own.values()) or others:
-            return _sentence(own, self.count) or others[0]
+        said = self._failures_of_ranks()
+        hearsay = [words.sentence for words in said.values() if words.sentence and not words.about_itself]
+        by_rank = {rank: words.sentence for rank, words in said.items() if words.about_itself}
+        if any(by_rank.values()) or hearsay:
+            return _sentence(by_rank, self.count) or hearsay[0]
         missing = [rank for rank in range(self.count) if rank not in said]
         if missing:
             return f"{_ranks(missing)} ended before there was a verdict"
-        return f"the ranks lost each other ({self._told_places()}): {_SAME_PASSES}, none longer than the timeout"
+        return f"the ranks lost each other ({self._describe_places()}): {_SAME_PASSES}, none longer than the timeout"
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -223,26 +223,26 @@ class Member:
             except Agreed:
                 raise
             except Exception as error:
-                told = self.failed(Said("" if is_lost(error) else str(error), own=True))
+                agreed_error = self.report_failure(Said("" if is_lost(error) else str(error), about_itself=True))
                 if is_own_fault(error) and not is_lost(error):
                     raise
-                raise told from error
+                raise agreed_error from error
 
     def _watch(self) -> None:
         """Ends the process where its main thread waits for ranks that have failed, or for ones that wait as well."""
-        told = ""
+        last_place = ""
         while not self._over.wait(_LINGER / 10):
             with suppress(Exception):
                 what, since = self._at
-                if what and what != told:
+                if what and what != last_place:
                     self.store.set(f"at/{self.rank}", what)
-                    told = what
+                    last_place = what
                 stuck = time.monotonic() - since > self.timeout + _LINGER
-                if (self._said() or stuck) and not self._over.wait(_LINGER / 2):
+                if (self._failures_of_ranks() or stuck) and not self._over.wait(_LINGER / 2):
                     if self.store.check([f"failed/{self.rank}"]):
                         continue
-                    said = "" if self._said() else self._stuck()
-                    self.store.set(f"failed/{self.rank}", pickle.dumps(Said(said, own=False)))
+                    said = "" if self._failures_of_ranks() else self._stuck()
+                    self.store.set(f"failed/{self.rank}", pickle.dumps(Said(said, about_itself=False)))
                     if self.rank == 0:
                         print(f"gaverify: error: {self._reason()}", file=sys.__stderr__, flush=True)
                     self._leave()
@@ -260,11 +260,11 @@ def _terminations_raised(failing: threading.Event) -> Iterator[None]:
         yield
         return
 
-    def ended(number: int, frame: FrameType | None) -> None:
+    def raise_termination(number: int, frame: FrameType | None) -> None:
         if not failing.is_set():
             raise ProblemError("Connection closed by peer: the launcher ended this rank")
 
-    signal.signal(signal.SIGTERM, ended)
+    signal.signal(signal.SIGTERM, raise_termination)
     try:
         yield
     finally:
@@ -287,11 +287,11 @@ def _ranks(numbers: Sequence[int]) -> str:
 def _sentence(said: dict[int, str], count: int) -> str:
     """One sentence of each kind, with the ranks that say it; without them where all do."""
     sentences = dict.fromkeys(filter(None, said.values()))
-    told = []
+    sentence_parts = []
     for sentence in sentences:
         who = [rank for rank, words in said.items() if words == sentence]
-        told.append(sentence if len(who) == count else f"{_ranks(who)}: {sentence}")
-    return "; ".join(told)
+        sentence_parts.append(sentence if len(who) == count else f"{_ranks(who)}: {sentence}")
+    return "; ".join(sentence_parts)
 
 
 @contextmanager
@@ -301,7 +301,7 @@ def membership(timeout: float | None) -> Iterator[Member | None]:
     Args:
         timeout: Seconds that one rank waits for another; None: torch's own limit for collectives.
     """
-    if not dist.is_available() or not (dist.is_initialized() or launched()):
+    if not dist.is_available() or not (dist.is_initialized() or read_launcher()):
         yield None
         return
     with ExitStack() as stack:
@@ -319,14 +319,14 @@ def membership(timeout: float | None) -> Iterator[Member | None]:
 
 
 def _join(limit: float) -> None:
-    found = resolve_device("auto") or torch.device("cpu")
-    if found.type in RANKED:
-        found = devices_of_ranks(found.type, int(os.environ.get("LOCAL_RANK", "0")) + 1)[-1]
-        select_device(found)
+    rank_device = resolve_device("auto") or torch.device("cpu")
+    if rank_device.type in RANKED:
+        rank_device = devices_of_ranks(rank_device.type, int(os.environ.get("LOCAL_RANK", "0")) + 1)[-1]
+        select_device(rank_device)
     try:
-        dist.init_process_group(backend_of([found]), timeout=timedelta(seconds=limit))
+        dist.init_process_group(backend_of([rank_device]), timeout=timedelta(seconds=limit))
     except Exception as error:
-        rank, count = launched() or (0, 1)
+        rank, count = read_launcher() or (0, 1)
         raise ProblemError(f"rank {rank} of {count} cannot join the others: {str(error).splitlines()[0]}") from error
 
 

@@ -19,10 +19,10 @@ from gaverify.collective.engines import (
     Alone,
     Synchronised,
     engine_of_word,
-    joined,
+    join_group,
     of_all,
     of_every_rank,
-    wrapped,
+    wrap_model,
 )
 from gaverify.collective.launching import Fresh, run
 from gaverify.collective.traffic import TrafficMeter
@@ -76,11 +76,12 @@ class Ranks:
 class Window:
     """What every rank is told: the problem, what the full batch drew and showed, and what is entered around its window.
 
-    `made` is the task in the process that judges, which forked ranks have as well; fresh ones make theirs. `lifted`:
+    `built_task` is the task in the process that judges, which forked ranks have as well; fresh ones make theirs.
+    `lifted`:
     it is that of the float64 control.
     """
 
-    made: Task | None
+    built_task: Task | None
     record: DrawRecord
     reference: PassResult
     ranks: Ranks
@@ -98,8 +99,8 @@ class Window:
     @contextmanager
     def task(self, rank: int) -> Iterator[Task]:
         """Gives the task of a rank, where it computes."""
-        if self.made is not None:
-            yield self.made
+        if self.built_task is not None:
+            yield self.built_task
             return
         assert self.ranks.origin is not None
         with ExitStack() as stack:
@@ -112,8 +113,8 @@ class Window:
 
 def window_of(task: Task, record: DrawRecord, full: PassResult, ranks: Ranks, folder: Path) -> Window:
     """Returns the window of a task, without what no rank asks for: the full batch's gradients and the sums in them."""
-    shown = Observed(target_counts=full.observed[0].target_counts)
-    reference = PassResult({}, full.loss, observed=(shown,), foreign=full.foreign)
+    observed = Observed(target_counts=full.observed[0].target_counts)
+    reference = PassResult({}, full.loss, observed=(observed,), foreign=full.foreign)
     return Window(task, record, reference, ranks, folder, task.math_kernels)
 
 
@@ -129,10 +130,10 @@ def on_ranks(work: Callable[[Window, int], Result], window: Window) -> list[Resu
     """
     ranks, fresh = window.ranks, None
     if ranks.fresh:
-        assert window.made is not None
-        fresh = Fresh(window.made.device, ranks.devices)
-        release_memory(fresh.there)
-        window = replace(window, made=None)
+        assert window.built_task is not None
+        fresh = Fresh(window.built_task.device, ranks.devices)
+        release_memory(fresh.source)
+        window = replace(window, built_task=None)
     jobs = [(f"rank {rank} of {ranks.count}", partial(work, window, rank)) for rank in range(ranks.count)]
     return run(jobs, ranks.timeout, fresh=fresh)
 
@@ -141,35 +142,35 @@ def on_ranks(work: Callable[[Window, int], Result], window: Window) -> list[Resu
 class RankReport:
     """What one rank tells its parent.
 
-    `digest` is of all bits of its reduced gradients, and `reduced` their sketch; `own` is the sketch of its gradients
+    `digest` is of all bits of its reduced gradients, and `reduced` their sketch; `before_reduction` is that of its own
     before the reduction.
     """
 
     digest: str
     reduced: torch.Tensor
-    own: torch.Tensor
+    before_reduction: torch.Tensor
     window: Traffic
     calls: Traffic
     buffers: dict[str, torch.Tensor]
 
 
-def reported(window: Window, rank: int) -> RankReport:
+def run_rank(window: Window, rank: int) -> RankReport:
     """What the process of a rank does: join the group, run its window, leave the group."""
     traffic = TrafficMeter()
 
-    def reduced(task: Task, own: range) -> tuple[dict[str, torch.Tensor | None], PassResult]:
+    def accumulate_reduced(task: Task, own: range) -> tuple[dict[str, torch.Tensor | None], PassResult]:
         with traffic.counting():
             share = window.shares[rank][0] if window.shares else 1.0
             probe = Synchronised(task, window.ranks.engine, own[-1], window.ranks.count * share)
-            together = accumulated(window, task, own, probe)
+            together = accumulate_rank(window, task, own, probe)
         return {name: _whole(gradient) for name, gradient in together.gradients.items()}, together
 
-    (whole, together), alone, calls = under_engine(window, rank, reduced)
+    (full_gradients, together), alone, calls = under_engine(window, rank, accumulate_reduced)
     if rank == 0:
-        torch.save(whole, window.gradients)
+        torch.save(full_gradients, window.gradients)
     return RankReport(
-        digest_of(whole),
-        sketch(list(whole.values())).cpu(),
+        digest_of(full_gradients),
+        sketch(list(full_gradients.values())).cpu(),
         sketch(list(alone.gradients.values())).cpu(),
         traffic.traffic,
         calls,
@@ -196,19 +197,19 @@ def under_engine(
     count, calls = window.ranks.count, TrafficMeter()
     with (
         window.task(rank) as bare,
-        joined(rank, count, window.folder / "store", backend_of(window.ranks.devices)),
+        join_group(rank, count, window.folder / "store", backend_of(window.ranks.devices)),
         warnings.catch_warnings(),
         window.around(),
     ):
         warnings.simplefilter("ignore")
-        own, probe = range(rank, len(bare.sizes), count), Alone(bare, count)
+        rank_range, probe = range(rank, len(bare.sizes), count), Alone(bare, count)
         with calls.counting():
-            alone = accumulated(window, bare, own, probe)
+            alone = accumulate_rank(window, bare, rank_range, probe)
         reach = of_all(of_every_rank(probe.reach, count))
-        return work(wrapped(bare, window.ranks.engine, reach), own), alone, calls.traffic
+        return work(wrap_model(bare, window.ranks.engine, reach), rank_range), alone, calls.traffic
 
 
-def accumulated(window: Window, task: Task, own: range, probe: PassProbe) -> PassResult:
+def accumulate_rank(window: Window, task: Task, own: range, probe: PassProbe) -> PassResult:
     """Returns the gradient of a rank's own micro-batches.
 
     Raises:
@@ -260,8 +261,8 @@ def ranks_wanted(
     if count < 2:
         raise ProblemError(f"ranks = {count}: one rank is what a run without `ranks` verifies; write ranks = 2 or more")
     if settings.strategy != "accumulate" or settings.rtol is not None:
-        other = "rtol and atol" if settings.rtol is not None else f"strategy {settings.strategy!r}"
-        raise ProblemError(f"{other} cannot be combined with ranks; leave one of them out")
+        excluded = "rtol and atol" if settings.rtol is not None else f"strategy {settings.strategy!r}"
+        raise ProblemError(f"{excluded} cannot be combined with ranks; leave one of them out")
     where = device or next((p.device for p in problem.model.parameters()), torch.device("cpu"))
     if where.type not in RANKED:
         raise ProblemError(

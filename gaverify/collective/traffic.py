@@ -88,7 +88,7 @@ def gathers_with_gradient() -> Iterator[None]:
 
     What is gathered keeps its values; only the backward changes. Tensors that need no gradient are gathered as before.
     """
-    plain = _known()
+    plain = _find_gathers()
     try:
         _put(_with_gradient(plain))
         yield
@@ -103,15 +103,15 @@ def watch_gathers(note: Callable[[], None], *, with_gradient: bool) -> None:
         note: Told that a gather begins, on the stack of its caller.
         with_gradient: Let them hand gradients back, as `gathers_with_gradient` does.
     """
-    plain, running = _known(), [False]
+    plain, running = _find_gathers(), [False]
     inner = _with_gradient(plain) if with_gradient else plain
 
-    def watched(name: str) -> Gather:
+    def wrap_gather(name: str) -> Gather:
         @functools.wraps(plain[name])
         def gather(*args: Any, **kwargs: Any) -> Any:
             tensors = [*args[1:2], *(kwargs.get(key) for key in ("tensor", "input_tensor"))]
             outermost = not running[0]  # the old name calls the new one
-            if outermost and any(isinstance(given, torch.Tensor) and given.requires_grad for given in tensors):
+            if outermost and any(isinstance(argument, torch.Tensor) and argument.requires_grad for argument in tensors):
                 note()
             running[0] = True
             try:
@@ -121,10 +121,10 @@ def watch_gathers(note: Callable[[], None], *, with_gradient: bool) -> None:
 
         return gather
 
-    _put({name: watched(name) for name in plain})
+    _put({name: wrap_gather(name) for name in plain})
 
 
-def _known() -> dict[str, Gather]:
+def _find_gathers() -> dict[str, Gather]:
     return {name: getattr(dist, name) for name in _NAMES if hasattr(dist, name)}
 
 

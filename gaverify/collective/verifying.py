@@ -21,7 +21,7 @@ from gaverify.passes.gradients import Strategy
 from gaverify.passes.nesting import children, leaves, with_children
 from gaverify.passes.problem import Problem
 from gaverify.passes.task import Task
-from gaverify.preparation import Progress, prepared, reporter
+from gaverify.preparation import Progress, prepare_task, reporter
 from gaverify.records.facts import Facts
 from gaverify.records.ranks import Engine
 from gaverify.verdict.judging import Judgement
@@ -41,7 +41,7 @@ class Asked:
     fresh: bool = False
 
 
-def verified_together(
+def verify_together(
     asked: Asked, member: Member, progress: Progress | None, answer: Callable[[Task, Judgement, Facts], Answer]
 ) -> Answer:
     """Returns rank 0's answer on every rank.
@@ -56,46 +56,48 @@ def verified_together(
         ProblemError: On every rank: it cannot be verified, or a rank failed, whose number the sentence says.
     """
     settings = asked.settings
-    member.agree("settings", _refused(settings))
+    member.agree("settings", _explain_refusal(settings))
     problem, sizes = batch_of_all(asked.problem, settings.steps, member)
     with ExitStack() as stack:
         weighting = settings.weighting
         if isinstance(weighting, list | tuple):  # those of one rank: each counts its share of the mean over the ranks
             weighting = [weight / member.count for weight in weighting] * member.count
-        task = prepared(stack, problem, replace(settings, steps=len(sizes), weighting=weighting))
+        task = prepare_task(stack, problem, replace(settings, steps=len(sizes), weighting=weighting))
         report = reporter(progress if member.rank == 0 else None, len(sizes))
 
-        def reported(what: str) -> None:
+        def report_progress(what: str) -> None:
             member.further(f"at {what}")
             report(what)
 
-        task = replace(task, sizes=sizes, progress=reported)
+        task = replace(task, sizes=sizes, progress=report_progress)
         engine = users_engine(task.modules)
         described = member.everyones("model", (tuple(task.parameters), description(task), settings.seed))
-        odd = next((rank for rank, found in enumerate(described) if found != described[0]), None)
-        member.agree("alike", _other_model(odd, described) if odd is not None else "")
+        odd = next(
+            (rank for rank, description_of_rank in enumerate(described) if description_of_rank != described[0]), None
+        )
+        member.agree("alike", _describe_mismatch(odd, described) if odd is not None else "")
         if engine is None and asked.strategy is None:
             engine = asked.engine
             member.agree("wrapping", "" if asked.fresh or engine is Engine.DDP else _WRAP_IT)
             task = under(task, engine)
         trained = Trained(member, engine, asked.strategy)
         judgement, facts = judge_together(task, trained, diagnose=settings.diagnose, exact=settings.exact)
-        made = answer(task, judgement, facts)
-    return member.everyones("answer", made if member.rank == 0 else None)[0]  # type: ignore[no-any-return]
+        rank_answer = answer(task, judgement, facts)
+    return member.everyones("answer", rank_answer if member.rank == 0 else None)[0]  # type: ignore[no-any-return]
 
 
 _WRAP_IT = "`engine` fsdp2 would shard your live model for good: call `fully_shard` on it as your training does"
 
 
-def _other_model(odd: int, described: list[tuple[tuple[str, ...], str, int]]) -> str:
-    first, other = described[0], described[odd]
-    if first[2] != other[2]:
-        return f"rank {odd} has seed {other[2]}, rank 0 has {first[2]}: give every rank the same"
-    what = "other weights" if first[0] == other[0] else "another model"
+def _describe_mismatch(odd: int, described: list[tuple[tuple[str, ...], str, int]]) -> str:
+    first, mismatched = described[0], described[odd]
+    if first[2] != mismatched[2]:
+        return f"rank {odd} has seed {mismatched[2]}, rank 0 has {first[2]}: give every rank the same"
+    what = "other weights" if first[0] == mismatched[0] else "another model"
     return f"rank {odd} has {what} than rank 0: give every rank the same, for example by one seed"
 
 
-def _refused(settings: Settings) -> str:
+def _explain_refusal(settings: Settings) -> str:
     """What ranks cannot do together; "" where they can."""
     if settings.strategy != "accumulate":
         return f"strategy {settings.strategy!r} is not what ranks run; give a function, or leave it out"
@@ -134,11 +136,13 @@ def batch_of_all(problem: Problem, steps: int, member: Member) -> tuple[Problem,
     if problem.split is not None:
         problem_here = "the ranks' batches differ and are cut by a `split`: give every rank the whole batch"
     member.agree("cuts", problem_here)
-    whole = _joined(of_every_rank(problem.batch, member.count, member.device), size)
-    return replace(problem, batch=whole, batch_size=size * member.count), micro_batch_sizes(size, steps) * member.count
+    full_batch = _join_batches(of_every_rank(problem.batch, member.count, member.device), size)
+    return replace(problem, batch=full_batch, batch_size=size * member.count), micro_batch_sizes(
+        size, steps
+    ) * member.count
 
 
-def _joined(batches: list[Any], size: int) -> Any:
+def _join_batches(batches: list[Any], size: int) -> Any:
     """Returns one batch with the samples of several of a size, in order; what carries none is the first one's."""
     first = batches[0]
     entries = children(first)
@@ -148,7 +152,7 @@ def _joined(batches: list[Any], size: int) -> Any:
     if isinstance(first, list) and len(first) == size and not _carries(first[0], size):
         return [sample for batch in batches for sample in batch]
     parts = zip(*([child for _, child in children(batch) or []] for batch in batches), strict=True)
-    return with_children(first, [_joined(list(part), size) for part in parts])
+    return with_children(first, [_join_batches(list(part), size) for part in parts])
 
 
 def _carries(node: Any, size: int) -> bool:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.utils import clip_grad
 
 from gaverify.amounts import count_text
-from gaverify.collective.engines import Reach, Scaled, Synchronised, blocks, wrapped
+from gaverify.collective.engines import Reach, Scaled, Synchronised, blocks, wrap_model
 from gaverify.collective.membership import Member
 from gaverify.collective.traffic import TrafficMeter
 from gaverify.errors import ProblemError
@@ -34,10 +34,10 @@ from gaverify.passes.isolation import ModelState
 from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.sketches import sketch
 from gaverify.passes.task import Task
-from gaverify.passes.wrappers import dividing, engine_of, flattened, is_sharded, local, summed_over, tensor_parallel
+from gaverify.passes.wrappers import dividing, engine_of, is_flattened, is_sharded, local, summed_over, tensor_parallel
 from gaverify.records.ranks import Collective, Engine
 from gaverify.torch_internals import SYNC_BATCH_NORM_MODULE, no_dispatch_modes
-from gaverify.tracebacks import Owner, hands_over, owner_of, shown
+from gaverify.tracebacks import Owner, display_path, hands_over, owner_of
 from gaverify.verdict.comparison import left_between, measure
 
 _CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
@@ -51,7 +51,7 @@ def users_engine(modules: list[nn.Module]) -> Engine | None:
     Raises:
         ProblemError: Another one did.
     """
-    if flattened(modules):
+    if is_flattened(modules):
         raise ProblemError(
             "the model is under FullyShardedDataParallel (FSDP1), whose flat parameters are not compared shard by "
             "shard; use `fully_shard` (FSDP2), or give the plain model"
@@ -70,7 +70,7 @@ def under(task: Task, engine: Engine) -> Task:
     What a micro-batch leaves out is not known yet: DDP is told to expect it.
     """
     model = task.problem.model
-    return wrapped(task, engine, Reach(True, ((0,),) * len(list(blocks(model)))))
+    return wrap_model(task, engine, Reach(True, ((0,),) * len(list(blocks(model)))))
 
 
 def bare(task: Task) -> Task:
@@ -130,7 +130,7 @@ class Trained:
         """The task that runs the whole batch on every rank: without DDP, so that nothing it does is taken for right."""
         return bare(task) if self.engine is Engine.DDP else task
 
-    def hooked(self, task: Task) -> bool:
+    def has_own_hooks(self, task: Task) -> bool:
         """Whether the user's code put hooks of its own in the place of DDP's mean over the ranks."""
         return any(getattr(module, "_comm_hooks", None) for root in task.modules for module in root.modules())
 
@@ -144,18 +144,18 @@ class Trained:
         self, task: Task, state: ModelState, record: DrawRecord, full: PassResult, *, lift: bool = False
     ) -> tuple[PassResult, Moved]:
         """Returns the gradient that the ranks end up with, and what the window moved."""
-        moved, own = Moved(TrafficMeter(), [], []), self.own(task)
+        moved, rank_range = Moved(TrafficMeter(), [], []), self.own(task)
         noting = _backwards_noted(moved, [share * self.scale for share in self.shares], self.member)
         with moved.meter.counting(), noting, dividing(task.modules, self.factors):
             if self.strategy is not None:
                 with _clipping_noted(moved, task):
-                    result = gradients_of_strategy(task, state, record, self.strategy, own)
+                    result = gradients_of_strategy(task, state, record, self.strategy, rank_range)
             else:
                 ranks = self.member.count
                 probe: PassProbe = Scaled(ranks)
                 if self.engine is not None:
-                    probe = Synchronised(task, self.engine, own[-1], ranks)
-                result = accumulated_gradients(task, state, record, full, lift=lift, probe=probe, own=own)
+                    probe = Synchronised(task, self.engine, rank_range[-1], ranks)
+                result = accumulated_gradients(task, state, record, full, lift=lift, probe=probe, own=rank_range)
         self.member.window_ended(len(moved.reduced))
         if self.strategy is not None and not moved.reduced:
             raise ProblemError("the strategy never calls backward: no gradient is there to compare")
@@ -215,7 +215,7 @@ def _backwards_noted(moved: Moved, shares: Sequence[float], member: Member) -> I
     plain = torch.autograd.backward
 
     @hands_over
-    def noted(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    def noted_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         share = shares[min(len(moved.reduced), len(shares) - 1)]
         if share != 1.0:
             tensors = tensors * share if isinstance(tensors, torch.Tensor) else [tensor * share for tensor in tensors]
@@ -226,7 +226,7 @@ def _backwards_noted(moved: Moved, shares: Sequence[float], member: Member) -> I
             moved.reduced.append(_bytes_reduced(moved.meter) - before)
             member.further(f"in the window after {count_text(len(moved.reduced), 'backward pass')}")
 
-    torch.autograd.backward = noted  # type: ignore[assignment]
+    torch.autograd.backward = noted_backward  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -240,19 +240,19 @@ def _clipping_noted(moved: Moved, task: Task) -> Iterator[None]:
     cells = [wrapper.__closure__[0] for wrapper in wrappers if wrapper.__closure__]
     plain = [cell.cell_contents for cell in cells]
 
-    def noted(run: Any) -> Any:
+    def wrap_clipping(run: Any) -> Any:
         @hands_over
         def clip(*args: Any, **kwargs: Any) -> Any:
             norm = run(*args, **kwargs)
             with no_dispatch_modes(), torch.no_grad():
-                left = own_sketch({name: parameter.grad for name, parameter in task.parameters.items()})
-            moved.clips.append((len(moved.reduced), left))
+                clipped_sketch = own_sketch({name: parameter.grad for name, parameter in task.parameters.items()})
+            moved.clips.append((len(moved.reduced), clipped_sketch))
             return norm
 
         return clip
 
     for cell, run in zip(cells, plain, strict=True):
-        cell.cell_contents = noted(run)
+        cell.cell_contents = wrap_clipping(run)
     try:
         yield
     finally:
@@ -295,4 +295,4 @@ def _caller() -> str:
         if frame.f_globals.get("__name__", "").startswith(_ENGINES):
             return ""
         frame = frame.f_back
-    return f"{shown(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else ""
+    return f"{display_path(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else ""

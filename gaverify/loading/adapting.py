@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from gaverify.errors import GaverifyError, ProblemError
-from gaverify.loading.importing import described
+from gaverify.loading.importing import describe_error
 from gaverify.passes.problem import Loss
 from gaverify.torch_internals import BUILTIN_FUNCTIONS_MODULE, CriterionModule
 
@@ -69,7 +69,7 @@ def first_batch(batch: Any) -> Any:
     except (GaverifyError, KeyboardInterrupt):
         raise
     except Exception as error:
-        raise ProblemError(f"the {kind} raised on its first batch: {described(error)}") from error
+        raise ProblemError(f"the {kind} raised on its first batch: {describe_error(error)}") from error
 
 
 def has_training_step(model: Any) -> bool:

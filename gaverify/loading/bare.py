@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from gaverify.errors import ProblemError
 from gaverify.loading.guessing import Output, evaluate, find_loss, first_input, tensors_in
-from gaverify.loading.importing import described
+from gaverify.loading.importing import describe_error
 from gaverify.passes.isolation import eager_when_compiled, mode_set
 from gaverify.passes.problem import Problem
 
@@ -101,13 +101,13 @@ def _inputs(model: nn.Module, shape: tuple[int, ...], batch_size: int) -> torch.
 def _output(model: nn.Module, name: str, inputs: torch.Tensor) -> torch.Tensor:
     lazy = any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers()))
     # lazy layers take their shapes from this very call; anything else must not notice it
-    tried = model if lazy else _copied(model)
+    tried = model if lazy else _copy_model(model)
     try:
         with mode_set([tried], "eval"), eager_when_compiled([tried]), torch.no_grad():
             returned = tried(inputs.clone())
     except (Exception, SystemExit) as error:
         raise ProblemError(
-            f"`{name}`: its forward on inputs of shape {list(inputs.shape)} raised {described(error)}; "
+            f"`{name}`: its forward on inputs of shape {list(inputs.shape)} raised {describe_error(error)}; "
             "--input-shape is the shape of one sample, without the batch"
         ) from error
     output = first_tensor(returned)
@@ -124,7 +124,7 @@ def _output(model: nn.Module, name: str, inputs: torch.Tensor) -> torch.Tensor:
     return output
 
 
-def _copied(model: nn.Module) -> nn.Module:
+def _copy_model(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model)
     except Exception:  # some modules hold what cannot be copied; they see one forward more
@@ -138,6 +138,6 @@ def _try(loss: NamedLoss, name: str, output: torch.Tensor, targets: torch.Tensor
     except Exception as error:
         hint = "; --loss binary_cross_entropy_with_logits takes any numbers"
         raise ProblemError(
-            f"--loss {loss.name} does not take the output of `{name}`, shape {list(output.shape)}: {described(error)}"
-            + hint * (loss.name == "binary_cross_entropy")
+            f"--loss {loss.name} does not take the output of `{name}`, "
+            f"shape {list(output.shape)}: {describe_error(error)}" + hint * (loss.name == "binary_cross_entropy")
         ) from error

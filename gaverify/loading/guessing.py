@@ -65,15 +65,15 @@ def guess_batch_and_loss(model: nn.Module, said_inputs: Callable[[int], Iterable
         said_inputs: Gives what the file of the model says of the argument at a place of the forward.
     """
     parameters = list(inspect.signature(model.forward).parameters)
-    own = next((name for name in parameters if name in _OWN_TARGETS and len(parameters) > 1), None)
-    names = [parameter.name for parameter in needed_parameters(model.forward) if parameter.name != own]
+    own_target = next((name for name in parameters if name in _OWN_TARGETS and len(parameters) > 1), None)
+    names = [parameter.name for parameter in needed_parameters(model.forward) if parameter.name != own_target]
     said = [list(said_inputs(at)) for at in range(len(names))]
     choices = [[*texts, *_input_texts(model, name)] for texts, name in zip(said, names, strict=True)]
     for inputs in islice(product(*choices), _MOST_FORWARDS):
         written = inputs[0] if len(inputs) == 1 else f"({', '.join(inputs)})"
         call = "*inputs" if len(inputs) > 1 else "inputs"
         are_said = all(text in texts for text, texts in zip(inputs, said, strict=True))
-        for loss, targets, is_own in _losses_that_run(model, written, call, own):
+        for loss, targets, is_own in _losses_that_run(model, written, call, own_target):
             return Guess(written, len(inputs) > 1, loss, targets, are_said, is_own)
     return None
 
@@ -284,23 +284,25 @@ def find_loss(name: str) -> LossKind:
             "loss",
         )
     word = name.lower().removesuffix("loss").strip("_")
-    short = {known.removesuffix("_loss").replace("_", ""): known for known in _LOSSES}
+    short = {loss_name.removesuffix("_loss").replace("_", ""): loss_name for loss_name in _LOSSES}
     near = nearest(word.replace("_", ""), short)
     advice = f"did you mean `{short[near]}`?" if near else f"they are {', '.join(_LOSSES)}"
     raise SpecError(f"torch.nn.functional has no loss `{name}` of an input and a target; {advice}", "loss")
 
 
-def _losses_that_run(model: nn.Module, inputs: str, call: str, own: str | None) -> Iterator[tuple[str, str, bool]]:
+def _losses_that_run(
+    model: nn.Module, inputs: str, call: str, own_target: str | None
+) -> Iterator[tuple[str, str, bool]]:
     """Yields losses with their targets, and whether each is the model's own: that comes first."""
-    given = _value_of(inputs, None)
-    first = given[0] if isinstance(given, tuple) else given
+    input_value = _value_of(inputs, None)
+    first = input_value[0] if isinstance(input_value, tuple) else input_value
     if first is None:
         return
-    if own is not None:
+    if own_target is not None:
         for targets in _targets_of_own_loss(model, first):
-            for part, tensor in tensors_in(_value_of(f"model({call}, {own}=targets)", model, inputs, targets)):
+            for part, tensor in tensors_in(_value_of(f"model({call}, {own_target}=targets)", model, inputs, targets)):
                 if tensor.dim() == 0 and tensor.is_floating_point():
-                    yield f"model({call}, {own}=targets){part}", targets, True
+                    yield f"model({call}, {own_target}=targets){part}", targets, True
     for part, tensor in tensors_in(_value_of(f"model({call})", model, inputs)):
         if tensor.dim() and tensor.shape[0] == _ROWS:
             loss, targets = _loss_for(f"model({call}){part}", tensor, first)

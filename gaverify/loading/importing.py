@@ -23,8 +23,8 @@ from types import ModuleType
 from typing import Any
 
 from gaverify.errors import MissingPackage, ProblemError, SpecError, exit_call, nearest, text_of
-from gaverify.loading.texts import first_function, no_attribute, parsed
-from gaverify.tracebacks import repository_of, shown, user_frame
+from gaverify.loading.texts import first_function, no_attribute, parse_file
+from gaverify.tracebacks import display_path, repository_of, user_frame
 
 __path__: list[str] = []  # the import system asks only packages for submodules
 
@@ -76,7 +76,7 @@ def import_factory(name: str) -> Any:
         raise SpecError(f"`{place}` is neither a module nor a .py file; write `{place}.py:{attribute}`", "model")
     else:
         module = _import_module(place)
-    return _attribute(module, place, attribute)
+    return _find_attribute(module, place, attribute)
 
 
 def _import_module(name: str) -> ModuleType:
@@ -87,12 +87,12 @@ def _import_module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise _failed(name, error) from error  # the module is there; it imports one that is not
+            raise _make_import_error(name, error) from error  # the module is there; it imports one that is not
         raise SpecError(no_module(name, error.name), "model") from error
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        raise _failed(name, error) from error
+        raise _make_import_error(name, error) from error
 
 
 def no_module(name: str, missing: str) -> str:
@@ -137,7 +137,7 @@ def _import_file(file: Path) -> ModuleType:
     except (KeyboardInterrupt, SpecError):
         raise
     except BaseException as error:
-        raise _failed(str(file), error) from error
+        raise _make_import_error(str(file), error) from error
     return module
 
 
@@ -151,7 +151,7 @@ def check_file(file: Path) -> None:
 
 def _package_depth(file: Path) -> int:
     """How many folders above a file are packages for it: 0 unless it has relative imports (`from .layers import …`)."""
-    levels = [node.level for node in ast.walk(parsed(file)) if isinstance(node, ast.ImportFrom)]
+    levels = [node.level for node in ast.walk(parse_file(file)) if isinstance(node, ast.ImportFrom)]
     needed = max(levels, default=0)
     if not needed:
         return 0
@@ -174,8 +174,8 @@ def _module_name(file: Path, depth: int) -> str:
     if name in sys.modules:
         return name if getattr(sys.modules[name], "__file__", None) == path else alias(file)
     installed = [entry for entry in sys.path if entry not in _FOLDERS]
-    found = importlib.machinery.PathFinder.find_spec(name, installed)
-    return name if found is None or found.origin == path else alias(file)
+    module_spec = importlib.machinery.PathFinder.find_spec(name, installed)
+    return name if module_spec is None or module_spec.origin == path else alias(file)
 
 
 def _put_first(folder: str) -> None:
@@ -215,17 +215,17 @@ def _has(folder: str, name: str) -> bool:
     return os.path.isfile(os.path.join(folder, f"{name}.py")) or os.path.isdir(os.path.join(folder, name))
 
 
-def _failed(place: str, error: BaseException) -> ProblemError:
+def _make_import_error(place: str, error: BaseException) -> ProblemError:
     """The sentence for user code that raised while it was imported."""
     if isinstance(error, SystemExit):
         return ProblemError(
             f"importing `{place}` left Python with {exit_call(error)}{raised_at(error)}; "
             'put what the script runs under `if __name__ == "__main__":`'
         )
-    text = f"importing `{place}` raised {described(error)}"
+    text = f"importing `{place}` raised {describe_error(error)}"
     if missing := missing_package(error):
         return MissingPackage(f"{text}; install the package that has `{missing}`")
-    return ProblemError(text + _hidden(error))
+    return ProblemError(text + _hint_at_shadowing(error))
 
 
 def missing_package(error: BaseException) -> str:
@@ -257,14 +257,18 @@ def _can_be_found(name: str) -> bool:
     return False
 
 
-def _hidden(error: BaseException) -> str:
+def _hint_at_shadowing(error: BaseException) -> str:
     """A hint where the user's own file has the name of a package that gaverify uses, and so is not what is imported."""
     name = (error.name or "").partition(".")[0] if isinstance(error, ImportError) else ""
     folder = next((folder for folder in _FOLDERS if name in _NEEDED and _has(folder, name)), "")
-    return f"; `{name}` in `{shown(folder)}` has the name of a package that gaverify needs: rename it" if folder else ""
+    return (
+        f"; `{name}` in `{display_path(folder)}` has the name of a package that gaverify needs: rename it"
+        if folder
+        else ""
+    )
 
 
-def described(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Returns an exception as `Type at file:line: text`; the place comes first as a text may have many lines."""
     text = error.msg if isinstance(error, SyntaxError) else text_of(error)
     return f"{type(error).__name__}{raised_at(error)}{': ' if text else ''}{text}"
@@ -278,17 +282,17 @@ def raised_at(error: BaseException) -> str:
     return f" at {frame}" if frame else ""
 
 
-def _attribute(module: ModuleType, place: str, dotted: str) -> Any:
-    found: Any = module
+def _find_attribute(module: ModuleType, place: str, dotted: str) -> Any:
+    value: Any = module
     path = place
     for name in dotted.split("."):
         try:
-            found = getattr(found, name)
+            value = getattr(value, name)
         except AttributeError as error:
-            own = [entry for entry in dir(found) if not entry.startswith("_")]
-            raise SpecError(no_attribute(path, name, own, _likely(found, own)), "model") from error
+            public_names = [entry for entry in dir(value) if not entry.startswith("_")]
+            raise SpecError(no_attribute(path, name, public_names, _likely(value, public_names)), "model") from error
         path = f"{path}:{name}" if path == place else f"{path}.{name}"
-    return found
+    return value
 
 
 def _likely(owner: Any, names: list[str]) -> list[str]:

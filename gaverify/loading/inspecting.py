@@ -19,7 +19,7 @@ from torch import nn
 from gaverify.errors import ProblemError, kind_of_value
 from gaverify.loading.guessing import Guess, guess_batch_and_loss, needed_parameters
 from gaverify.loading.importing import import_factory
-from gaverify.loading.texts import parsed
+from gaverify.loading.texts import parse_file
 from gaverify.passes.isolation import isolated_generators
 
 _SIZES = {"vocab": 100, "class": 10, "out": 10, "head": 2, "layer": 2, "depth": 2, "block": 64, "context": 64, "": 16}
@@ -67,7 +67,7 @@ def sketch(name: str) -> Sketch | None:
         try:
             with isolated_generators():
                 model = eval(f"made({arguments})", {**text.scope, "made": named})
-                guess = guess_batch_and_loss(model, text.fed)
+                guess = guess_batch_and_loss(model, text.tensors_for_argument)
         except Exception:  # it wants something else; its owner writes it where nothing else does
             continue
         if guess is not None or (are_said and "..." in best.arguments):
@@ -85,7 +85,7 @@ class _Text:
         self._made = made
         module = sys.modules[made.__module__]
         self.scope = dict(vars(module))
-        self._nodes = list(ast.walk(parsed(Path(getattr(module, "__file__", None) or ""))))
+        self._nodes = list(ast.walk(parse_file(Path(getattr(module, "__file__", None) or ""))))
 
     def arguments(self) -> Iterator[tuple[str, bool]]:
         """Yields what the class may be called with, and whether the file (or the lack of a need) says so."""
@@ -99,7 +99,7 @@ class _Text:
         if needed:
             yield ", ".join(f"{parameter.name}={self._size_of(parameter)}" for parameter in needed), False
 
-    def fed(self, at: int) -> Iterator[str]:
+    def tensors_for_argument(self, at: int) -> Iterator[str]:
         """Yields tensors that the file makes for an argument of the model, with `batch_size` rows."""
         values = [
             node for node in self._nodes if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
@@ -107,11 +107,13 @@ class _Text:
         models = {ast.unparse(node.targets[0]) for node in values if node.value in self._calls()}
         for node in self._nodes:
             if isinstance(node, ast.Call) and (ast.unparse(node.func) in models or node.func in self._calls()):
-                given = node.args[at] if at < len(node.args) else None
+                argument = node.args[at] if at < len(node.args) else None
                 named = [
-                    value.value for value in values if given and ast.unparse(value.targets[0]) == ast.unparse(given)
+                    value.value
+                    for value in values
+                    if argument and ast.unparse(value.targets[0]) == ast.unparse(argument)
                 ]
-                for maker in (given, *named):
+                for maker in (argument, *named):
                     if isinstance(maker, ast.Call) and ast.unparse(maker.func) in {f"torch.{word}" for word in _MAKERS}:
                         yield self._with_rows(maker)
 
@@ -128,7 +130,7 @@ class _Text:
         nodes = list(ast.walk(word))
         names = [node.id for node in nodes if isinstance(node, ast.Name)]
         called = [self.scope.get(ast.unparse(node.func)) for node in nodes if isinstance(node, ast.Call)]
-        return all(name in self.scope for name in names) and all(inspect.isclass(made) for made in called)
+        return all(name in self.scope for name in names) and all(inspect.isclass(callee) for callee in called)
 
     def _size_of(self, parameter: inspect.Parameter) -> str:
         kind: Any = parameter.annotation

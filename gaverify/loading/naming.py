@@ -12,7 +12,7 @@ from pathlib import Path
 
 from gaverify.errors import SpecError
 from gaverify.loading.importing import check_file, no_module
-from gaverify.loading.texts import check_attribute, first_function, parsed
+from gaverify.loading.texts import check_attribute, first_function, parse_file
 from gaverify.zoo import BUILTINS, find_builtin
 
 WEIGHTS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".pt2", ".onnx")
@@ -47,12 +47,12 @@ def kind_of(name: str) -> Kind:
             return Kind.TRANSFORMERS
         raise SpecError(_folder_that_is_no_model(name, place), "model")
     if ":" in name or name.endswith(".py"):
-        if wrong := _malformed(name):
+        if wrong := _describe_malformed(name):
             raise SpecError(wrong, "model")
         return Kind.FACTORY
     if _HUB.fullmatch(name) and not os.path.exists(place.parent):
         return Kind.TRANSFORMERS
-    raise SpecError(_nothing(name), "model")
+    raise SpecError(_describe_unknown_name(name), "model")
 
 
 def check_name(name: str) -> None:
@@ -67,19 +67,19 @@ def check_name(name: str) -> None:
         return
     if place.endswith(".py"):
         check_file(Path(place))
-        check_attribute(parsed(Path(place)), place, attribute)
+        check_attribute(parse_file(Path(place)), place, attribute)
         return
     top = place.partition(".")[0]
     if os.sep in place or "/" in place or top in sys.modules:
         return
-    found = importlib.machinery.PathFinder.find_spec(top, [os.getcwd()]) or importlib.util.find_spec(top)
-    if found is None:
+    module_spec = importlib.machinery.PathFinder.find_spec(top, [os.getcwd()]) or importlib.util.find_spec(top)
+    if module_spec is None:
         raise SpecError(no_module(place, top), "model")
-    if top == place and not found.submodule_search_locations:
-        check_attribute(parsed(Path(found.origin or "")), place, attribute)
+    if top == place and not module_spec.submodule_search_locations:
+        check_attribute(parse_file(Path(module_spec.origin or "")), place, attribute)
 
 
-def _malformed(name: str) -> str:
+def _describe_malformed(name: str) -> str:
     """What is wrong with a name that has a colon; "" where only the import can tell."""
     place, _, attribute = os.path.splitdrive(name)[1].rpartition(":")
     if ":" in place:
@@ -116,14 +116,14 @@ def _folder_that_is_no_model(name: str, folder: Path) -> str:
     return f"`{name}` is a folder without `config.json`, `*.py` or `*.toml`; write `file.py:factory`"
 
 
-def _nothing(name: str) -> str:
+def _describe_unknown_name(name: str) -> str:
     """The sentence for a word without a colon: a built-in that is misspelt, or a factory with a dot for the colon."""
     place, dot, attribute = name.rpartition(".")
     if dot and attribute and all(part.isidentifier() for part in place.split(".")):
         file = os.path.join(*place.split("."))
         top = place.partition(".")[0]
-        known = top in sys.modules or importlib.util.find_spec(top) is not None
-        if known or os.path.isfile(f"{file}.py") or os.path.isdir(file):
+        is_module = top in sys.modules or importlib.util.find_spec(top) is not None
+        if is_module or os.path.isfile(f"{file}.py") or os.path.isdir(file):
             return f"there is no built-in `{name}`; a factory follows a colon: `{place}:{attribute}`"
     if os.path.isfile(file := f"{name}.py"):
         return f"`{name}` names a module without a factory; write `{file}:{first_function(file)}`"

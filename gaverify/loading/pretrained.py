@@ -52,7 +52,7 @@ def random_batch(model: nn.Module, name: str, batch_size: int) -> Batch:
     )
 
 
-def pretrained(name: str) -> Any:
+def load_pretrained(name: str) -> Any:
     """Returns the model of a folder that `save_pretrained` wrote, or of a name on the hub.
 
     A folder with a configuration and no weights gives a model with random ones.

@@ -32,9 +32,9 @@ from gaverify.loading.adapting import (
     training_step_loss,
 )
 from gaverify.loading.bare import DEFAULT_BATCH_SIZE, bare_problem
-from gaverify.loading.importing import described, import_factory, missing_package, raised_at
+from gaverify.loading.importing import describe_error, import_factory, missing_package, raised_at
 from gaverify.loading.naming import Kind, kind_of
-from gaverify.loading.pretrained import pretrained, random_batch, speaks_transformers
+from gaverify.loading.pretrained import load_pretrained, random_batch, speaks_transformers
 from gaverify.passes.isolation import isolated_generators
 from gaverify.passes.problem import Problem
 from gaverify.zoo import find_builtin
@@ -73,7 +73,9 @@ def call_factory(
     problems = (
         [] if anything else [_unknown(argument, name, accepted) for argument in arguments if argument not in accepted]
     )
-    problems += [_unused(option, name) for option in options if option not in accepted and option != "batch_size"]
+    problems += [
+        _describe_unused_option(option, name) for option in options if option not in accepted and option != "batch_size"
+    ]
     problems += [
         f"`{name}` needs the argument `{parameter}`; give `--model-arg {parameter}=…`"
         for parameter in required
@@ -91,9 +93,9 @@ def call_factory(
         if isinstance(error, SystemExit):
             raise ProblemError(f"`{name}` left Python with {exit_call(error)}{raised_at(error)}") from error
         if missing := missing_package(error):
-            text = f"`{name}` raised {described(error)}; install the package that has `{missing}`"
+            text = f"`{name}` raised {describe_error(error)}; install the package that has `{missing}`"
             raise MissingPackage(text) from error
-        raise ProblemError(f"`{name}` raised {described(error)}") from error
+        raise ProblemError(f"`{name}` raised {describe_error(error)}") from error
 
 
 def check_types(build: Callable[..., Any], name: str, arguments: Mapping[str, Any]) -> None:
@@ -131,7 +133,7 @@ def _unknown(argument: str, name: str, accepted: list[str]) -> str:
     return f"`{name}` takes no argument `{argument}`; {advice} takes {', '.join(f'`{word}`' for word in accepted)}"
 
 
-def _unused(option: str, name: str) -> str:
+def _describe_unused_option(option: str, name: str) -> str:
     word = option.replace("_", "-")
     return f"--{word}: `{name}` has no parameter `{option}` that could take it; leave it out"
 
@@ -153,11 +155,11 @@ def load_problem(spec: Spec) -> Problem:
         if kind is Kind.BUILTIN:
             problem = _builtin(spec)
         elif kind is Kind.TRANSFORMERS:
-            problem = _pretrained(spec)
+            problem = _problem_of_pretrained(spec)
         else:
             factory = import_factory(spec.model)
             _seed(spec.seed)  # what the import drew, or NumPy's arrival, must not change what the factory builds
-            problem = _problem(_built(factory, spec), spec)
+            problem = _problem(_build_from_factory(factory, spec), spec)
     return replace(problem, name=problem.name or spec.model)
 
 
@@ -182,13 +184,13 @@ def _builtin(spec: Spec) -> Problem:
     return problem
 
 
-def _built(factory: Any, spec: Spec) -> Any:
+def _build_from_factory(factory: Any, spec: Spec) -> Any:
     """What the factory returns; an object that is built already comes back as it is."""
     if isinstance(factory, Problem | nn.Module | tuple):
-        given = [f"`--model-arg {name}`" for name in spec.model_args]
-        given += [f"`--{name.replace('_', '-')}`" for name in _options(spec) if name != "batch_size"]
-        if given:
-            raise ProblemError(f"`{spec.model}` is built already and cannot take {', '.join(given)}; name a function")
+        refused = [f"`--model-arg {name}`" for name in spec.model_args]
+        refused += [f"`--{name.replace('_', '-')}`" for name in _options(spec) if name != "batch_size"]
+        if refused:
+            raise ProblemError(f"`{spec.model}` is built already and cannot take {', '.join(refused)}; name a function")
         return factory
     if not callable(factory):
         raise ProblemError(f"`{spec.model}` is {kind_of_value(factory)}, not a factory; {_EXPECTED}")
@@ -269,23 +271,23 @@ def _advice(built: Any) -> str:
     return ""
 
 
-def _pretrained(spec: Spec) -> Problem:
+def _problem_of_pretrained(spec: Spec) -> Problem:
     _check_bare_options(spec, "is loaded by transformers, with a batch of its own")
-    given = [f"--model-arg {name}" for name in spec.model_args]
-    given += [f"--{name}" for name in _options(spec) if name not in ("batch_size", "ignore_index")]
-    if given:
+    refused = [f"--model-arg {name}" for name in spec.model_args]
+    refused += [f"--{name}" for name in _options(spec) if name not in ("batch_size", "ignore_index")]
+    if refused:
         raise ProblemError(
-            f"`{spec.model}` is loaded by transformers and cannot take {', '.join(given)}; name a function"
+            f"`{spec.model}` is loaded by transformers and cannot take {', '.join(refused)}; name a function"
         )
-    return _of_module(pretrained(spec.model), spec)
+    return _of_module(load_pretrained(spec.model), spec)
 
 
 def _check_bare_options(spec: Spec, reason: str) -> None:
     """Raises for options that only a bare module has a use for, rather than to ignore them."""
     values = {"--input-shape": spec.input_shape, "--loss": spec.loss, "--classes": spec.classes}
-    given = [option for option, value in values.items() if value is not None]
-    if given:
+    refused = [option for option, value in values.items() if value is not None]
+    if refused:
         raise ProblemError(
-            f"`{spec.model}` {reason}; {', '.join(given)} {'is' if len(given) == 1 else 'are'} for a factory that "
+            f"`{spec.model}` {reason}; {', '.join(refused)} {'is' if len(refused) == 1 else 'are'} for a factory that "
             "returns a bare torch.nn.Module: leave it out"
         )

@@ -18,7 +18,7 @@ _MAKERS = ("globals", "exec", "vars", "setattr")
 """Names whose use may define further names of a module while it runs."""
 
 
-def parsed(file: Path) -> ast.Module:
+def parse_file(file: Path) -> ast.Module:
     """Returns the syntax tree of a file; an empty one where it cannot be read: importing it says why."""
     try:
         return ast.parse(file.read_bytes())
@@ -34,11 +34,11 @@ def guesses_in(text: str) -> list[tuple[str, str]]:
     except (tokenize.TokenError, SyntaxError):  # importing it says why
         return []
     for token in tokens:
-        found = _GUESS.match(token.string) if token.type == tokenize.COMMENT else None
-        if found:
+        guess = _GUESS.match(token.string) if token.type == tokenize.COMMENT else None
+        if guess:
             row, column = token.start
             code = token.line[:column].strip() or lines[row].strip()  # alone in its line, it is about the next one
-            guesses.append((found[1].strip(), code))
+            guesses.append((guess[1].strip(), code))
     return guesses
 
 
@@ -70,7 +70,7 @@ def module_classes(tree: ast.Module) -> list[str]:
 
 def first_function(file: str) -> str:
     """Returns the name of the file's first public function, as a suggestion; "factory" if none can be read."""
-    body = parsed(Path(file)).body
+    body = parse_file(Path(file)).body
     names = [node.name for node in body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
     return names[0] if names else "factory"
 
@@ -90,19 +90,19 @@ def check_attribute(tree: ast.Module, place: str, dotted: str) -> None:
     name = dotted.partition(".")[0]
     if not tree.body or name in names or not names.keys().isdisjoint(("*", "__getattr__")):
         return
-    public = sorted(known for known, own in names.items() if own and not known.startswith("_"))
+    public = sorted(public_name for public_name, is_own in names.items() if is_own and not public_name.startswith("_"))
     raise SpecError(no_attribute(place, name, public, public), "model")
 
 
 def no_attribute(path: str, name: str, known: list[str], likely: list[str]) -> str:
     """Returns the sentence about a name that a module or class does not have."""
     near = nearest(name, known)
-    advice = f"did you mean `{near}`?" if near else f"it has {_listed(likely)}"
+    advice = f"did you mean `{near}`?" if near else f"it has {_list_names(likely)}"
     return f"`{path}` has no attribute `{name}`; {advice}"
 
 
-def _listed(names: list[str]) -> str:
+def _list_names(names: list[str]) -> str:
     if not names:
         return "nothing that could be called"
-    shown = ", ".join(f"`{name}`" for name in names[:8])
-    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
+    listed = ", ".join(f"`{name}`" for name in names[:8])
+    return listed if len(names) <= 8 else f"{listed} and {len(names) - 8} more"

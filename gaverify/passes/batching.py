@@ -79,10 +79,10 @@ def _check_nesting(node: Any, path: str = "batch", above: tuple[int, ...] = ()) 
 
 def other_reading(batch: Any, batch_size: int) -> str:
     """Returns a hint where the batch could hold another number of samples than `batch_size`; empty otherwise."""
-    others = [size for size in _candidates(batch) or [] if size != batch_size]
-    if not others or not _may_hold_samples(batch):
+    sizes = [size for size in _candidates(batch) or [] if size != batch_size]
+    if not sizes or not _may_hold_samples(batch):
         return ""
-    return f"; the batch was read as {batch_size} samples: if it holds {others[0]}, say batch_size={others[0]}"
+    return f"; the batch was read as {batch_size} samples: if it holds {sizes[0]}, say batch_size={sizes[0]}"
 
 
 def _may_hold_samples(batch: Any) -> bool:
@@ -131,7 +131,7 @@ def take(batch: Any, start: int, stop: int, batch_size: int, split: Split | None
     return _take(batch, range(start, stop), batch_size)
 
 
-def drawn(batch: Any, batch_size: int, seed: int) -> Any:
+def draw_batch(batch: Any, batch_size: int, seed: int) -> Any:
     """Returns a second batch of as many samples, drawn from this one with replacement; what has none passes through."""
     generator = torch.Generator(device="cpu").manual_seed(seed)
     rows = torch.randint(batch_size, (batch_size,), generator=generator, device="cpu")
@@ -157,7 +157,7 @@ def fresh(batch: Any, device: torch.device | None = None, dtype: torch.dtype | N
     return rebuilt(batch, copy_leaf)
 
 
-def placed(split: Split, device: torch.device | None, dtype: torch.dtype | None) -> Split:
+def move_split(split: Split, device: torch.device | None, dtype: torch.dtype | None) -> Split:
     """Returns a user's split whose micro-batches lie where the batch was moved to: it may make tensors of its own."""
 
     @wraps(split)
@@ -194,7 +194,7 @@ def _candidates(node: Any) -> list[int] | None:
     if entries is None:
         leading = _leading(node)
         return None if leading is None else [leading]
-    structure = _agreed([_candidates(child) for _, child in entries])
+    structure = _common_sizes([_candidates(child) for _, child in entries])
     if not isinstance(node, list | tuple) or is_namedtuple(node):
         return structure
     if structure is None:
@@ -219,7 +219,7 @@ def _fields_disagree(batch: Any) -> bool:
     return len({_leading(entry) for entry in batch} - {None}) > 1
 
 
-def _agreed(options: list[list[int] | None]) -> list[int] | None:
+def _common_sizes(options: list[list[int] | None]) -> list[int] | None:
     constrained = [option for option in options if option is not None]
     if not constrained:
         return None
@@ -231,7 +231,7 @@ def _take(node: Any, rows: Sequence[int], size: int) -> Any:
     if entries is None:
         return _rows(node, rows) if _leading(node) == size else node
     if isinstance(node, list | tuple) and not is_namedtuple(node) and len(node) == size:
-        structure = _agreed([_candidates(child) for _, child in entries])
+        structure = _common_sizes([_candidates(child) for _, child in entries])
         if not structure or size not in structure or _readings(node, structure)[0] == len(node) != structure[0]:
             return type(node)(node[rows.start : rows.stop] if isinstance(rows, range) else [node[row] for row in rows])
     return with_children(node, [_take(child, rows, size) for _, child in entries])

@@ -78,14 +78,14 @@ def listening(
         running.append(Call(module, path, counts[path], next(positions), tuple(running), under, args))
         return begins(running[-1], args, kwargs or {})
 
-    def ended(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def ended(module: nn.Module, args: tuple[Any, ...], output_value: Any) -> Any:
         if not any(call.module is module for call in running):
             return None  # it began before
         while running[-1].module is not module:  # a call that raised has no end
             running.pop()
         running[-1].args = args
         call = running.pop()
-        return None if is_in_functorch_transform() else ends(call, output)
+        return None if is_in_functorch_transform() else ends(call, output_value)
 
     with ExitStack() as hooks:
         if outside is None:

@@ -79,17 +79,17 @@ def resolve_device(word: str | torch.device | None) -> torch.device | None:
     """
     if word is None:
         return None
-    there = available_devices()
+    names = available_devices()
     if word == "auto":
-        return torch.device(there[1] if len(there) > 1 else "cpu")
+        return torch.device(names[1] if len(names) > 1 else "cpu")
     try:
         device = torch.device(word)
     except (RuntimeError, TypeError) as error:
-        raise ProblemError(f"unknown device `{word}`; on this machine there are: {', '.join(there)}, auto") from error
-    if any(name.partition(":")[0] == device.type for name in there):
+        raise ProblemError(f"unknown device `{word}`; on this machine there are: {', '.join(names)}, auto") from error
+    if any(name.partition(":")[0] == device.type for name in names):
         device = with_number(device)
-    if str(device) not in there:
-        raise ProblemError(f"there is no device `{word}` here; on this machine there are: {', '.join(there)}, auto")
+    if str(device) not in names:
+        raise ProblemError(f"there is no device `{word}` here; on this machine there are: {', '.join(names)}, auto")
     return device
 
 
@@ -110,14 +110,14 @@ def devices_of_ranks(kind: str, count: int) -> list[torch.device]:
     """Returns the device of each of R ranks: one of its own, as far as there are enough of the kind."""
     if kind == "cpu":
         return [torch.device(kind)] * count
-    there = _devices_of(kind)
-    return [there[rank % len(there)] for rank in range(count)]
+    available = _devices_of(kind)
+    return [available[rank % len(available)] for rank in range(count)]
 
 
 def backend_of(devices: Sequence[torch.device]) -> str:
     """Returns what ranks on these devices talk through: NCCL, which refuses two of them on one, else gloo."""
-    own = devices[0].type == "cuda" and len(set(devices)) == len(devices) and torch.distributed.is_nccl_available()
-    return "cpu:gloo,cuda:nccl" if own else "gloo"
+    one_each = devices[0].type == "cuda" and len(set(devices)) == len(devices) and torch.distributed.is_nccl_available()
+    return "cpu:gloo,cuda:nccl" if one_each else "gloo"
 
 
 def release_memory(device: torch.device) -> None:

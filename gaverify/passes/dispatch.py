@@ -105,9 +105,9 @@ class PassMode:
     def _handle(self, func: Any, args: Any, kwargs: Any) -> Any:
         plan = _plan(func)
         # A dropout fills a tensor made after its input, in the very next operation; longer, the input is not held.
-        (made, like), self._likened = self._likened, (None, None)
+        (likened, like), self._likened = self._likened, (None, None)
         if self._lift:
-            args, kwargs = _lifted(plan, args, kwargs)
+            args, kwargs = _lift_arguments(plan, args, kwargs)
         self.observed.arithmetic.note(plan.product, args)
         if plan.plain:
             return func(*args, **kwargs)
@@ -115,7 +115,7 @@ class PassMode:
             for tensor in written_tensors(func, args, kwargs):
                 self._state.before_write(tensor)
         if plan.random:
-            return self._random(func, args, kwargs, like if made is not None and args[0] is made else None)
+            return self._random(func, args, kwargs, like if likened is not None and args[0] is likened else None)
         if plan.groups and args[0].dtype is torch.float64:
             named = {name: kwargs[name] for name in ("offs", "bias") if name in kwargs}
             return grouped_product(*args[:4], **named)
@@ -130,12 +130,12 @@ class PassMode:
 
     def _count(self, args: Any, result: Any) -> None:
         """`total_weight` of a negative log-likelihood divides its mean: valid targets, or their class weights."""
-        again = is_in_backward()  # a checkpointed loss that its backward runs once more
-        if args[3] == _MEAN and not again:
+        recomputes = is_in_backward()  # a checkpointed loss that its backward runs once more
+        if args[3] == _MEAN and not recomputes:
             self.observed.target_counts.append((result[1], args[1].numel(), args[4]))
 
 
-def _lifted(plan: _Plan, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _lift_arguments(plan: _Plan, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Raises lower-precision casts, factories and mixed inputs to float64; tensors that are written to stay."""
     if plan.casts and kwargs.get("dtype") in _BELOW_FLOAT64:
         kwargs = {**kwargs, "dtype": torch.float64}

@@ -34,7 +34,7 @@ def real_numbers(tensor: torch.Tensor) -> torch.Tensor:
     return pairs.flatten(-2) if pairs.dim() > 2 else pairs
 
 
-def projected(values: torch.Tensor, count: int = 2) -> torch.Tensor:
+def project_rows(values: torch.Tensor, count: int = 2) -> torch.Tensor:
     """Returns the projections of every row onto `count` fixed directions, 1 or 2, in the precision of `values`.
 
     The directions are cos(j²) and sin(j²): they follow no pattern that a layer would produce. A plain sum would not do:
@@ -59,7 +59,7 @@ def projected(values: torch.Tensor, count: int = 2) -> torch.Tensor:
 
 def summaries(rows: torch.Tensor) -> torch.Tensor:
     """Returns two projections and the norm of every row, of shape (*rows, 3)."""
-    return torch.cat([projected(rows), torch.linalg.vector_norm(rows, dim=-1, keepdim=True)], dim=-1)
+    return torch.cat([project_rows(rows), torch.linalg.vector_norm(rows, dim=-1, keepdim=True)], dim=-1)
 
 
 def digest_of(named: Iterator[tuple[str, Any]] | Mapping[str, torch.Tensor | None]) -> str:
@@ -125,15 +125,15 @@ def layouts_of(full: Sequence[int], micro: Sequence[int], batch_size: int, count
     """
     if len(full) != len(micro):
         return None
-    found = []
-    for dim, (whole, part) in enumerate(zip(full, micro, strict=True)):
-        if whole != part:
-            fold = whole // batch_size
-            found.append(SampleLayout(dim, fold if (whole, part) == (fold * batch_size, fold * count) else 0))
-    return found
+    layouts = []
+    for dim, (full_size, part) in enumerate(zip(full, micro, strict=True)):
+        if full_size != part:
+            fold = full_size // batch_size
+            layouts.append(SampleLayout(dim, fold if (full_size, part) == (fold * batch_size, fold * count) else 0))
+    return layouts
 
 
-def taken(tensor: torch.Tensor, layout: SampleLayout, start: int, stop: int, batch_size: int) -> torch.Tensor:
+def take_samples(tensor: torch.Tensor, layout: SampleLayout, start: int, stop: int, batch_size: int) -> torch.Tensor:
     """Returns the rows of samples `start` to `stop - 1` of B, in a view where that is possible."""
     dim, fold = layout.dimension, layout.fold
     if not layout.inner:

@@ -24,7 +24,7 @@ from gaverify.passes.batching import fresh
 from gaverify.passes.dispatch import Observed, PassMode
 from gaverify.passes.isolation import ModelState, foreign_generator_states, generator_states, seed_torch
 from gaverify.passes.randomness import Dealer, DrawRecord, Recomputing, Recorder, named_modules
-from gaverify.passes.reference import fitted
+from gaverify.passes.reference import fit_memory
 from gaverify.passes.task import Task, loss_of, micro_batch_of, named_parameters, told_as_users
 from gaverify.passes.terms import Terms
 from gaverify.passes.weighting import micro_batch_weight
@@ -113,12 +113,12 @@ def _full_batch(
         known = set(named_parameters(task.problem))
         with told_as_users("the full batch", task):
             batch = fresh(task.problem.batch)
-        fit = fitted(task.fitting, task.modules, task.device)
+        fit = fit_memory(task.fitting, task.modules, task.device)
         with mode, told_as_users("the full batch", task), probe.around(None), fit:
             loss = loss_of(task, batch, "the full batch")
             probe.backward(None, loss, 1.0)
         _check_none_added(task, known)
-        gradients = collected(task)
+        gradients = take_gradients(task)
         terms = _terms(mode.observed, gradients)
         buffers = _buffers(task)
         value, foreign = float(loss.detach()), foreign_generator_states()
@@ -196,7 +196,7 @@ def accumulated_gradients(
         if total is not None:
             with PassMode(state, Recomputing(dealers), lift=lift), told_as_users("the summed loss", task):
                 total.backward()
-        gradients = collected(task)
+        gradients = take_gradients(task)
         buffers = _buffers(task)
     values = torch.stack([loss.double() for loss in losses]).tolist() if losses else []
     value = sum(weight * loss for weight, loss in zip(weights, values, strict=True))
@@ -259,7 +259,7 @@ def one_pass(task: Task, state: ModelState) -> Iterator[None]:
             restore()
 
 
-def collected(task: Task) -> Gradients:
+def take_gradients(task: Task) -> Gradients:
     """Takes the gradients over without a copy: the parameters let go of them right after."""
     return {name: parameter.grad for name, parameter in task.parameters.items()}
 
@@ -276,8 +276,8 @@ def _buffers(task: Task) -> dict[str, torch.Tensor]:
 
 def _terms(observed: Observed, gradients: Gradients) -> dict[str, Terms]:
     """Σ|terms| of the gradients that the backward formed as sums."""
-    found = {name: observed.terms.of(gradient) for name, gradient in gradients.items()}
-    return {name: terms for name, terms in found.items() if terms is not None}
+    by_name = {name: observed.terms.of(gradient) for name, gradient in gradients.items()}
+    return {name: terms for name, terms in by_name.items() if terms is not None}
 
 
 Strategy = Callable[[Any, list[Any]], None]
@@ -320,7 +320,7 @@ def gradients_of_strategy(
                 "the strategy changes parameters, as an optimizer's step does; "
                 "let it end with the gradients in `.grad`, which are what is compared"
             )
-        gradients = collected(task)
+        gradients = take_gradients(task)
     return PassResult(gradients, float("nan"), observed=(mode.observed,))
 
 

@@ -42,9 +42,9 @@ class LiftedWeights(PassProbe):
 
     def __init__(self, task: Task, listen: Listener) -> None:
         places = {id(weight): place for place, weight in enumerate(task.parameters.values())}
-        found = {id(weight): weight for root in task.modules for weight in root.parameters()}
+        weights = {id(weight): weight for root in task.modules for weight in root.parameters()}
         low = (torch.float32, torch.bfloat16, torch.float16)
-        self._weights = [(weight, places.get(key)) for key, weight in found.items() if weight.dtype in low]
+        self._weights = [(weight, places.get(key)) for key, weight in weights.items() if weight.dtype in low]
         for weight, _ in self._weights:
             if type(weight) is not nn.Parameter or has_hooks(weight):
                 raise ProblemError("a weight is no plain parameter, or has hooks")

@@ -28,14 +28,14 @@ def rebuilt(node: Any, change: Callable[[Any], Any]) -> Any:
     return with_children(node, [rebuilt(child, change) for _, child in entries])
 
 
-def changed(node: Any, change: Callable[[str, Any], Any], path: str = "") -> Any:
+def map_leaves(node: Any, change: Callable[[str, Any], Any], path: str = "") -> Any:
     """Returns the same nested containers around `change(path, leaf)`; those in which nothing changes, as they are."""
     entries = children(node)
     if entries is None:
         return change(path, node)
-    found = [changed(child, change, f"{path}{key}") for key, child in entries]
-    same = all(new is old for new, (_, old) in zip(found, entries, strict=True))
-    return node if same else with_children(node, found)
+    mapped = [map_leaves(child, change, f"{path}{key}") for key, child in entries]
+    is_unchanged = all(new is old for new, (_, old) in zip(mapped, entries, strict=True))
+    return node if is_unchanged else with_children(node, mapped)
 
 
 def is_array(leaf: Any) -> bool:

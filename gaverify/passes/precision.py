@@ -65,11 +65,11 @@ def buffers_apart(copies: Sequence[Mapping[str, torch.Tensor]], unit: float) -> 
         copies: The buffers of each rank by name.
         unit: Unit roundoff u of the arithmetic that they were computed in.
     """
-    first, *others = copies
+    first, *later_copies = copies
     return tuple(
         name
         for name, value in first.items()
-        if any(name in other and buffers_differ(other[name], value, unit) for other in others)
+        if any(name in later_copy and buffers_differ(later_copy[name], value, unit) for later_copy in later_copies)
     )
 
 
@@ -122,8 +122,8 @@ def rounded_products(device: torch.device, products: Collection[str]) -> dict[st
     if accessors is None:  # torch before 2.9
         older = {"matmul": torch.backends.cuda.matmul.allow_tf32, "conv": torch.backends.cudnn.allow_tf32}
         return {kind: "tf32" for kind in sorted(products) if device.type == "cuda" and older.get(kind)}
-    found = {kind: str(accessors[0](backend, kind)) for kind in sorted(products)}
-    return {kind: precision for kind, precision in found.items() if precision in _SHORTER}
+    precisions = {kind: str(accessors[0](backend, kind)) for kind in sorted(products)}
+    return {kind: precision for kind, precision in precisions.items() if precision in _SHORTER}
 
 
 def rounded_unit(rounded: Mapping[str, str]) -> float:
@@ -151,7 +151,7 @@ def dtype_like(current: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
 
 @contextmanager
 @hands_over  # tensor subclasses of the user's decide what `to` does
-def converted(
+def convert_weights(
     modules: list[nn.Module],
     *,
     device: torch.device | None = None,
@@ -212,7 +212,7 @@ class Coins:
         self._seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}
 
-    def thrown(self, like: torch.Tensor) -> torch.Tensor:
+    def random_signs(self, like: torch.Tensor) -> torch.Tensor:
         """Returns -1 or 1 for every element of a real tensor."""
         device = like.device
         if device not in self._generators:
@@ -228,11 +228,11 @@ def move(parameter: torch.Tensor, share: float, coins: Coins) -> None:
     if hasattr(data, "to_local"):  # a sharded parameter: each process moves its own part
         data = data.to_local()
     real = torch.view_as_real(data) if data.is_complex() else data
-    real.add_(real * coins.thrown(real), alpha=share)
+    real.add_(real * coins.random_signs(real), alpha=share)
 
 
 @contextmanager
-def moved(parameters: Sequence[torch.Tensor], shares: Sequence[float], seed: int = 0) -> Iterator[None]:
+def move_weights(parameters: Sequence[torch.Tensor], shares: Sequence[float], seed: int = 0) -> Iterator[None]:
     """Holds parameters moved by a share of themselves each, and puts them back bit for bit.
 
     Args:
@@ -240,12 +240,12 @@ def moved(parameters: Sequence[torch.Tensor], shares: Sequence[float], seed: int
         shares: By how much each; `rounding_share` for a noise floor.
         seed: Of the coins.
     """
-    kept = [parameter.detach().clone() for parameter in parameters]
+    saved = [parameter.detach().clone() for parameter in parameters]
     coins = Coins(seed)
     try:
         for parameter, share in zip(parameters, shares, strict=True):
             move(parameter, share, coins)
         yield
     finally:
-        for parameter, value in zip(parameters, kept, strict=True):
+        for parameter, value in zip(parameters, saved, strict=True):
             parameter.data.copy_(value)

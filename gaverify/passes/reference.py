@@ -18,7 +18,7 @@ _SMALL = 1 << 14  # elements that stay where they are: a transfer costs more tha
 
 
 @contextmanager
-def offloaded(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
+def offload_saved(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
     """Moves what autograd saves to the host, and back when the backward asks for it.
 
     What lies on a CPU is there already and is left alone. So are parameters and buffers, which stay on the device
@@ -27,11 +27,11 @@ def offloaded(modules: Sequence[nn.Module], device: torch.device) -> Iterator[No
     if device.type == "cpu":
         yield
         return
-    own = {storage(tensor) for root in modules for tensor in (*root.parameters(), *root.buffers())}
+    weight_storages = {storage(tensor) for root in modules for tensor in (*root.parameters(), *root.buffers())}
 
     def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.device | None]:
         plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type != "cpu"
-        if not plain or tensor.numel() <= _SMALL or storage(tensor) in own:
+        if not plain or tensor.numel() <= _SMALL or storage(tensor) in weight_storages:
             # detached: a node that saves its own output would otherwise keep itself alive
             return tensor.detach(), None
         with no_dispatch_modes(), torch.no_grad():
@@ -78,10 +78,10 @@ class Fitting:
 
 
 @contextmanager
-def fitted(fitting: Fitting, modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
+def fit_memory(fitting: Fitting, modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
     """Runs the forward and the backward inside the way that `fitting` says."""
     if fitting.way is Reference.OFFLOAD:
-        with offloaded(modules, device):
+        with offload_saved(modules, device):
             yield
     else:
         yield

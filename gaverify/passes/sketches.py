@@ -44,8 +44,8 @@ def sketch(tensors: list[torch.Tensor | None]) -> torch.Tensor:
     for place, tensor in enumerate(tensors):
         if tensor is None:
             continue
-        found = sketch_of(tensor, place)
-        totals[found.device] = totals[found.device].add_(found) if found.device in totals else found
+        columns = sketch_of(tensor, place)
+        totals[columns.device] = totals[columns.device].add_(columns) if columns.device in totals else columns
     if len(totals) == 1:
         return next(iter(totals.values()))
     on_host = torch.zeros(SKETCH, dtype=torch.float64, device="cpu")
@@ -54,12 +54,12 @@ def sketch(tensors: list[torch.Tensor | None]) -> torch.Tensor:
 
 def _of_all_ranks(tensors: list[torch.Tensor | None], count: int, total: Sum) -> torch.Tensor:
     """The sketch of what all ranks hold, on each one's host: shards have signs of their own, replicas are averaged."""
-    held = torch.zeros(SKETCH, dtype=torch.float64, device="cpu")
+    summed = torch.zeros(SKETCH, dtype=torch.float64, device="cpu")
     for place, tensor in enumerate(tensors):
         if tensor is not None:
-            found = sketch_of(local(tensor), place + len(tensors) * shard_number(tensor))
-            held += found.to("cpu", torch.float64) * share_of(tensor, count)
-    return total(held)
+            shard_sketch = sketch_of(local(tensor), place + len(tensors) * shard_number(tensor))
+            summed += shard_sketch.to("cpu", torch.float64) * share_of(tensor, count)
+    return total(summed)
 
 
 def sketch_of(tensor: torch.Tensor, place: int) -> torch.Tensor:
@@ -80,10 +80,10 @@ def _buckets(flat: torch.Tensor, place: int) -> torch.Tensor:
     shared = _shared_signs(flat.device, torch.float32 if flat.dtype.itemsize <= 4 else total.dtype)
     summed = torch.float32 if flat.dtype.itemsize == 2 else total.dtype
     if flat.numel() < _TILE * SKETCH:
-        whole = flat.numel() // SKETCH * SKETCH
-        if whole:
-            total += (flat[:whole].view(-1, SKETCH) * shared[: whole // SKETCH]).to(summed).sum(0)
-        total[: flat.numel() - whole] += flat[whole:] * shared[whole // SKETCH, : flat.numel() - whole]
+        tiled = flat.numel() // SKETCH * SKETCH
+        if tiled:
+            total += (flat[:tiled].view(-1, SKETCH) * shared[: tiled // SKETCH]).to(summed).sum(0)
+        total[: flat.numel() - tiled] += flat[tiled:] * shared[tiled // SKETCH, : flat.numel() - tiled]
         return total * _signs_of_a_tile(place, flat.device)
     generator = torch.Generator(flat.device).manual_seed(place)
     for start in range(0, flat.numel(), SKETCH * _CHUNK_ROWS):
@@ -94,8 +94,8 @@ def _buckets(flat: torch.Tensor, place: int) -> torch.Tensor:
         tiles = len(rows) // _TILE * _TILE
         sums = (rows[:tiles].view(-1, _TILE, SKETCH) * shared).to(summed).sum(1)
         if tiles < len(rows):
-            rest = (rows[tiles:] * shared[: len(rows) - tiles]).to(summed)
-            sums = torch.cat([sums, rest.sum(0, keepdim=True)])
+            remainder = (rows[tiles:] * shared[: len(rows) - tiles]).to(summed)
+            sums = torch.cat([sums, remainder.sum(0, keepdim=True)])
         total += (sums.to(total.dtype) * _signs(sums.numel(), generator).view(-1, SKETCH)).sum(0)
     return total
 
@@ -146,8 +146,8 @@ def fit_weights(
         equations: How many numbers the gradients really have, where that is less than S says.
     """
     if not bool(columns.isfinite().all()) or not bool(target.isfinite().all()):  # no weights explain NaN
-        known = tuple(weights.tolist()) if weights is not None else (math.nan,) * columns.shape[1]
-        return WeightFit(known, math.inf, determined=False, used=known, used_residual=math.inf)
+        used_weights = tuple(weights.tolist()) if weights is not None else (math.nan,) * columns.shape[1]
+        return WeightFit(used_weights, math.inf, determined=False, used=used_weights, used_residual=math.inf)
     norm = torch.linalg.vector_norm(target).clamp_min(1e-300)
     used_residual = 0.0
     if used is None:
@@ -157,7 +157,7 @@ def fit_weights(
         weights, used_residual, _, _ = _nearest(columns, used, None, singular)
     best, residual, determined, rank = _nearest(columns, target, weights, singular)
     factor = float(used @ target) / float(norm) ** 2
-    left = float(torch.linalg.vector_norm(used - factor * target) / norm)
+    residual_left = float(torch.linalg.vector_norm(used - factor * target) / norm)
     return WeightFit(
         weights=tuple(best.tolist()),
         residual=residual,
@@ -167,7 +167,7 @@ def fit_weights(
         used=tuple(weights.tolist()),
         used_residual=used_residual,
         factor=factor,
-        factor_residual=left / max(abs(factor), 1e-300),
+        factor_residual=residual_left / max(abs(factor), 1e-300),
     )
 
 
@@ -181,14 +181,14 @@ def _nearest(
         nothing = near if near is not None else columns.new_zeros(count)
         return nothing, 1.0 if bool(norm) else 0.0, False, 0
     u, s, vh = torch.linalg.svd(columns, full_matrices=False)
-    kept = s > s.max() * singular
+    is_kept = s > s.max() * singular
     if near is None:
         total = columns.sum(1)
         near = columns.new_full((count,), float(total @ target) / max(float(total @ total), 1e-300))
-    left = target - columns @ near
-    best = near + vh[kept].T @ ((u[:, kept].T @ left) / s[kept])
+    remainder = target - columns @ near
+    best = near + vh[is_kept].T @ ((u[:, is_kept].T @ remainder) / s[is_kept])
     residual = torch.linalg.vector_norm(target - columns @ best) / norm
-    return best, float(residual), bool(kept.all()), int(kept.sum())
+    return best, float(residual), bool(is_kept.all()), int(is_kept.sum())
 
 
 def gradient_noise(shares: torch.Tensor) -> float:

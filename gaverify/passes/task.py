@@ -140,11 +140,13 @@ def _left_behind(task: Task, text: str) -> str:
         if len(task.devices) == 1:
             return f"; the model lay on {places} and `device` moved it to {task.device}: leave `device` out"
         return f"; gaverify leaves the model on {places} and the batch where it is: the loss has to move the rest"
-    held = [(name, get()) for name, get in variables(task.problem.loss)]
+    owned = [(name, get()) for name, get in variables(task.problem.loss)]
     for root in task.modules:
         for path, module in root.named_modules():
-            held += [(f"{path}.{name}" if path else name, value) for name, value in vars(module).items()]
-    names = [f"`{name}`" for name, value in held if any(leaf.device not in task.devices for leaf in _tensors_in(value))]
+            owned += [(f"{path}.{name}" if path else name, value) for name, value in vars(module).items()]
+    names = [
+        f"`{name}`" for name, value in owned if any(leaf.device not in task.devices for leaf in _tensors_in(value))
+    ]
     what = ", ".join(dict.fromkeys(names)) or "tensors that the loss or the model makes without a device"
     return f"; gaverify moves model and batch to {task.device}; move the rest yourself: {what}"
 

@@ -10,18 +10,18 @@ import torch
 T = TypeVar("T", bound=Hashable)
 
 
-def reached(starts: Iterable[T], onwards: Callable[[T], Iterable[T]]) -> Iterator[T]:
+def walk_from(starts: Iterable[T], onwards: Callable[[T], Iterable[T]]) -> Iterator[T]:
     """Yields everything that a walk from some starts comes to, these among it, each once.
 
     Args:
         starts: Where it begins.
         onwards: What follows one; nothing where the walk ends.
     """
-    queue, seen = list(starts), set[T]()
+    queue, visited = list(starts), set[T]()
     while queue:
         current = queue.pop()
-        if current not in seen:
-            seen.add(current)
+        if current not in visited:
+            visited.add(current)
             yield current
             queue.extend(onwards(current))
 
@@ -32,7 +32,7 @@ _DEEPEST = 64  # operations from the root down to the sum
 Edge = tuple[Any, int]  # a node of the graph, and which of its operands
 
 
-def unscaled(node: Any) -> Any:
+def skip_scaling(node: Any) -> Any:
     """Returns the operation that made a number, behind those that only scale it."""
     for _ in range(_DEEPEST):
         if node is None or not _is_number(node):
@@ -46,7 +46,7 @@ def unscaled(node: Any) -> Any:
 
 def addends(node: Any) -> list[Edge]:
     """Returns the operands of a sum, and of the sums among them in their place; none of another operation."""
-    found: list[Edge] = []
+    operands: list[Edge] = []
     summed = node is not None and node.name() in _SUMS
     waiting = [(node, slot) for slot in reversed(range(len(node.next_functions)))] if summed else []
     while waiting:
@@ -57,8 +57,8 @@ def addends(node: Any) -> list[Edge]:
         if child.name() in _SUMS:
             waiting += [(child, inner) for inner in reversed(range(len(child.next_functions)))]
         else:
-            found.append((holder, slot))
-    return found
+            operands.append((holder, slot))
+    return operands
 
 
 def has_constant_addend(node: Any) -> bool:
@@ -67,7 +67,7 @@ def has_constant_addend(node: Any) -> bool:
     def operands(each: Any) -> list[Any]:
         return [child for child, _ in each.next_functions] if each is not None and each.name() in _SUMS else []
 
-    return None in reached([node], operands)
+    return None in walk_from([node], operands)
 
 
 _VIEWS = (
@@ -97,11 +97,11 @@ def read_by_parameters(starts: Iterable[Any]) -> set[Any]:
         starts: The nodes of a loss.
     """
     read: list[Any] = []
-    for node in reached((start for start in starts if start is not None), _operands):
+    for node in walk_from((start for start in starts if start is not None), _operands):
         operands = _operands(node)
         if len(operands) > 1 and any(map(_is_parameter, operands)):
             read += operands
-    return set(reached(read, _operands))
+    return set(walk_from(read, _operands))
 
 
 def is_made_of_parameter(tensor: torch.Tensor) -> bool:

@@ -58,7 +58,7 @@ def micro_batch_weight(task: Weighing, k: int, micro_batch: Any, observed: Obser
     if weighting == "tokens":
         return _token_share(task, micro_batch, observed, full)
     if callable(weighting):
-        return _called(weighting, micro_batch, task.problem.batch)
+        return _call_weighting(weighting, micro_batch, task.problem.batch)
     return float(weighting[k])
 
 
@@ -95,12 +95,12 @@ def targets_of(batch: Any) -> torch.Tensor | None:
 
 
 def _token_share(task: Weighing, micro_batch: Any, observed: Observed, full: Observed) -> float:
-    part, whole = valid_targets(observed), valid_targets(full)
-    if part is None or whole is None:
-        part, whole = _valid(task, micro_batch), _valid(task, task.problem.batch)
-    if whole == 0:
+    part, total = valid_targets(observed), valid_targets(full)
+    if part is None or total is None:
+        part, total = _valid(task, micro_batch), _valid(task, task.problem.batch)
+    if total == 0:
         raise ProblemError("weighting `tokens`: the batch has no valid target at all")
-    return part / whole
+    return part / total
 
 
 def _valid(task: Weighing, batch: Any) -> float:
@@ -114,15 +114,15 @@ def _valid(task: Weighing, batch: Any) -> float:
 
 
 @hands_over
-def _called(weighting: Any, micro_batch: Any, batch: Any) -> float:
+def _call_weighting(weighting: Any, micro_batch: Any, batch: Any) -> float:
     """Calls `weighting(micro_batch)` or `weighting(micro_batch, batch)`."""
     try:
         parameters = inspect.signature(weighting).parameters.values()
         positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        both = len([p for p in positional if p.default is p.empty]) >= 2
+        takes_batch = len([p for p in positional if p.default is p.empty]) >= 2
     except (TypeError, ValueError):
-        both = False
-    weight = weighting(micro_batch, batch) if both else weighting(micro_batch)
+        takes_batch = False
+    weight = weighting(micro_batch, batch) if takes_batch else weighting(micro_batch)
     try:
         return float(weight)
     except (TypeError, ValueError) as error:

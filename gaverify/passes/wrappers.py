@@ -99,12 +99,12 @@ def engine_of(models: Iterable[nn.Module]) -> Engine | None:
 
 def tensor_parallel(models: Sequence[nn.Module], parameters: Iterable[torch.Tensor]) -> bool:
     """Whether ranks hold parts of the same layers: shards that `fully_shard` has not made, or not alone."""
-    kept: list[Any] = [parameter.data for parameter in parameters if is_sharded(parameter.data)]
+    sharded: list[Any] = [parameter.data for parameter in parameters if is_sharded(parameter.data)]
     most = 1 if engine_of(models) is Engine.FSDP2 else 0
-    return any(sum(not placement.is_replicate() for placement in data.placements) > most for data in kept)
+    return any(sum(not placement.is_replicate() for placement in data.placements) > most for data in sharded)
 
 
-def flattened(models: Iterable[nn.Module]) -> bool:
+def is_flattened(models: Iterable[nn.Module]) -> bool:
     """Whether one of these models is cut by FSDP's first version, into flat pieces that are no parameter's shard."""
     fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")  # where nobody imported it is none
     return fsdp is not None and any(
@@ -122,10 +122,10 @@ def settle(modules: list[nn.Module]) -> None:
         for group in _groups(module):
             group._training_state = idle
             group._partial_reduce_output = None  # of a reduction over shards alone, where replicas of them are left
-            for held in group.fsdp_params:
-                held.unsharded_accumulated_grad = None
-                if hasattr(held, "_unsharded_param"):
-                    held._unsharded_param.grad = None
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
         module.reshard()
 
 
@@ -186,8 +186,8 @@ def shards_in(modules: list[nn.Module], dtype: torch.dtype | None) -> Iterator[N
             for group in groups:
                 stack.callback(group._init_mp_dtypes)  # once the policy is back
                 _exchange(stack, group, "mp_policy", type(group.mp_policy)())
-                for held in group.fsdp_params:
-                    _lifted(stack, held, dtype or held.sharded_param.dtype)
+                for parameter in group.fsdp_params:
+                    _exchange_tensors(stack, parameter, dtype or parameter.sharded_param.dtype)
                 group._init_mp_dtypes()
             stack.callback(module.reshard)
         yield
@@ -198,12 +198,12 @@ def _exchange(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
-def _lifted(stack: ExitStack, held: Any, dtype: torch.dtype) -> None:
+def _exchange_tensors(stack: ExitStack, held: Any, dtype: torch.dtype) -> None:
     """Exchanges the tensors of one parameter and lets go of what was made for the old ones."""
     parameter = held.sharded_param
     if not is_sharded(parameter):
         return
-    kept = {name: getattr(held, name) for name in _MADE if hasattr(held, name)}
+    saved = {name: getattr(held, name) for name in _MADE if hasattr(held, name)}
     data, inner, spec = parameter.data, parameter._local_tensor, parameter._spec
 
     def put_back() -> None:
@@ -211,7 +211,7 @@ def _lifted(stack: ExitStack, held: Any, dtype: torch.dtype) -> None:
         _set(parameter, data, inner, spec)
         for name in _MADE:
             held.__dict__.pop(name, None)
-        for name, value in kept.items():
+        for name, value in saved.items():
             setattr(held, name, value)
 
     stack.callback(put_back)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from gaverify.children.launching import Kept, ended_as_interrupted, given, signal_name
+from gaverify.children.launching import Kept, ended_as_interrupted, signal_name, start_with_job
 from gaverify.errors import GaverifyError, InternalError
 from gaverify.records.comparison import Outcome
 from gaverify.records.profile import LABELS, Memory, Plan, Profile, Row, Seconds, Setting, Status
@@ -71,10 +71,10 @@ def profile_spec(
                     "repeats": repeats,
                     "optimizer": optimizer,
                 }
-                told = run_job(job, _reporter(progress, label, len(rows), len(plans)))
-                rows.append(row_from(plan, told))
-                if setting is None and "about" in told:
-                    setting = Setting(**told["about"])
+                messages = run_job(job, _reporter(progress, label, len(rows), len(plans)))
+                rows.append(row_from(plan, messages))
+                if setting is None and "about" in messages:
+                    setting = Setting(**messages["about"])
     except KeyboardInterrupt:
         if not rows:
             raise
@@ -92,41 +92,41 @@ def run_job(job: dict[str, Any], report: Callable[[str], None] = lambda _: None)
 
     Keys are those of the worker's messages; `returncode` and `stderr` (its last lines) are added.
     """
-    told: dict[str, Any] = {}
+    messages: dict[str, Any] = {}
     with tempfile.TemporaryFile(mode="w+", encoding="utf-8", errors="replace") as stderr:
-        kept = given("gaverify.profiling.worker", job, stderr=stderr, env={**os.environ, **ENVIRONMENT})
+        child = start_with_job("gaverify.profiling.worker", job, stderr=stderr, env={**os.environ, **ENVIRONMENT})
         try:
-            _follow(kept, told, report)
+            _follow(child, messages, report)
         finally:
-            kept.end()
-        told["returncode"] = kept.process.returncode
+            child.end()
+        messages["returncode"] = child.process.returncode
         stderr.seek(0)
-        told["stderr"] = stderr.read()[-2000:]
-    return told
+        messages["stderr"] = stderr.read()[-2000:]
+    return messages
 
 
-def _follow(kept: Kept, told: dict[str, Any], report: Callable[[str], None]) -> None:
+def _follow(child: Kept, messages: dict[str, Any], report: Callable[[str], None]) -> None:
     """Takes what the child says until it has ended."""
-    assert kept.process.stdout is not None
-    for line in kept.process.stdout:
+    assert child.process.stdout is not None
+    for line in child.process.stdout:
         message = json.loads(line)
         if "stage" in message:
             report(message["stage"])
-        told.update(message)
-    kept.wait()
+        messages.update(message)
+    child.wait()
 
 
-def row_from(plan: Plan, told: dict[str, Any]) -> Row:
+def row_from(plan: Plan, messages: dict[str, Any]) -> Row:
     """Returns the row that a child's messages make.
 
     Raises:
         Refused: The child could not load the problem.
         InternalError: It met a fault in gaverify.
     """
-    status, message = _end(told)
-    memory, times, verdict = told.get("memory"), told.get("seconds"), told.get("verdict", {})
+    status, message = _end(messages)
+    memory, times, verdict = messages.get("memory"), messages.get("seconds"), messages.get("verdict", {})
     outcome = Outcome(verdict["outcome"]) if verdict else None
-    if status != "measured" and told.get("activation_bytes") is not None:
+    if status != "measured" and messages.get("activation_bytes") is not None:
         # everything was measured, and only the comparison failed: verifying needs more memory than training
         status, outcome = "measured", Outcome.INCONCLUSIVE
         message = f"not compared with the full batch: {message}"
@@ -135,8 +135,8 @@ def row_from(plan: Plan, told: dict[str, Any]) -> Row:
         plan.steps,
         status,
         message,
-        tuple(told.get("micro_batches", ())),
-        told.get("activation_bytes"),
+        tuple(messages.get("micro_batches", ())),
+        messages.get("activation_bytes"),
         Memory(**memory) if memory else None,
         Seconds.of(times) if times else None,
         outcome,
@@ -172,11 +172,11 @@ def _death(code: int, stderr: str, stage: str) -> tuple[Status, str]:
 
 def _during(stage: str) -> str:
     """A stage of the worker as the end of a clause."""
-    known = {
+    clauses = {
         "loading": "the model was loaded",
         "memory": "its peak was measured",
         "verdict": "gradients were compared",
         "activations": "activations were counted",
         "starting": "it started",
     }
-    return f" while {known.get(stage, 'its time was taken')}"
+    return f" while {clauses.get(stage, 'its time was taken')}"

@@ -161,9 +161,9 @@ def _reset_high_water() -> bool:
 def _resident() -> tuple[int | None, int | None]:
     """Resident memory now and at its highest, in bytes."""
     with suppress(OSError), open("/proc/self/status", encoding="ascii", errors="replace") as status:
-        found = dict(re.findall(r"^(VmRSS|VmHWM):\s+(\d+) kB", status.read(), re.MULTILINE))
-        if len(found) == 2:
-            return int(found["VmRSS"]) * 1024, int(found["VmHWM"]) * 1024
+        sizes = dict(re.findall(r"^(VmRSS|VmHWM):\s+(\d+) kB", status.read(), re.MULTILINE))
+        if len(sizes) == 2:
+            return int(sizes["VmRSS"]) * 1024, int(sizes["VmHWM"]) * 1024
     with suppress(ImportError):
         import resource
 

@@ -35,7 +35,7 @@ def main() -> None:
         _send(channel, done=True)
     except BaseException as error:
         traceback.print_exc()
-        _send(channel, error=_described(error))
+        _send(channel, error=_describe_failure(error))
     sys.stderr.flush()
     os._exit(0)  # everything is said; taking torch and the model apart would take the better part of a second
 
@@ -47,11 +47,11 @@ def _measure(job: dict[str, Any], channel: IO[str]) -> None:
     _send(channel, stage="loading")
     spec = parse_spec(job["spec"], "profile")
     plan = Plan(job["strategy"], job["steps"])
-    problem = _loaded(spec)
+    problem = _load_trimmed(spec)
     _check_fits(problem, plan)
 
     from gaverify.profiling.measuring import WARM_UP, activation_bytes, peak_memory, update_seconds
-    from gaverify.profiling.workload import compared, workload
+    from gaverify.profiling.workload import compare_with_full_batch, workload
 
     with workload(problem, spec, plan, job["optimizer"]) as work, _group(spec):
         _send(channel, about=_about(work, spec, job), micro_batches=work.task.sizes, stage="memory")
@@ -63,7 +63,7 @@ def _measure(job: dict[str, Any], channel: IO[str]) -> None:
         _send(channel, activation_bytes=activation_bytes(work), stage="verdict")
         work.optimizer = None
         if plan.strategy != "full-batch":
-            _send(channel, verdict=compared(work, spec))
+            _send(channel, verdict=compare_with_full_batch(work, spec))
 
 
 def _group(spec: Any) -> AbstractContextManager[None]:
@@ -79,15 +79,15 @@ class _Refusal(Exception):
     """The problem could not even be loaded: no other row would fare better."""
 
 
-def _loaded(spec: Any) -> Any:
+def _load_trimmed(spec: Any) -> Any:
     from gaverify.errors import GaverifyError, is_out_of_memory
     from gaverify.loading import load_problem
     from gaverify.passes.devices import resolve_device
-    from gaverify.preparation import trimmed
+    from gaverify.preparation import trim_batch
 
     try:
         resolve_device(spec.device)
-        return trimmed(load_problem(spec), spec.batch_size)
+        return trim_batch(load_problem(spec), spec.batch_size)
     except GaverifyError as error:
         if is_out_of_memory(error):
             raise
@@ -145,7 +145,7 @@ def _about(work: Any, spec: Any, job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _described(error: BaseException) -> dict[str, str]:
+def _describe_failure(error: BaseException) -> dict[str, str]:
     """What went wrong, as the parent shall read it."""
     from gaverify.errors import GaverifyError, exit_call, is_out_of_memory, text_of
 

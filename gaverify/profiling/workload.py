@@ -133,7 +133,7 @@ def workload(problem: Problem, spec: Spec, plan: Plan, optimizer: str | None = N
         yield work
 
 
-def compared(work: Workload, spec: Spec) -> dict[str, Any]:
+def compare_with_full_batch(work: Workload, spec: Spec) -> dict[str, Any]:
     """Returns outcome, method and largest relative difference of the plan against the full batch, from `verify`."""
     verdict = verify(
         work.task.problem,

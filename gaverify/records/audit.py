@@ -273,17 +273,19 @@ class Record:
         """
         if self.steps is not None:
             return self.steps
-        whole = next((full for full in self.full_windows if window and full.number == window.number), None)
-        if whole is None or window is None or not whole.backwards or not window.backwards:
+        full_window = next((full for full in self.full_windows if window and full.number == window.number), None)
+        if full_window is None or window is None or not full_window.backwards or not window.backwards:
             return None
-        rows, own = whole.rows, window.rows
-        if whole.reached_rows is not None and whole.reached_rows < rows:
-            rows, own = whole.reached_rows, window.reached_rows or 0  # other forwards beside the training
-        if not rows or not own:
+        rows, window_rows = full_window.rows, window.rows
+        if full_window.reached_rows is not None and full_window.reached_rows < rows:
+            rows, window_rows = full_window.reached_rows, window.reached_rows or 0  # other forwards beside the training
+        if not rows or not window_rows:
             return None
-        if whole.backwards > min(full.backwards for full in self.full_windows if full.optimizers == whole.optimizers):
+        if full_window.backwards > min(
+            full.backwards for full in self.full_windows if full.optimizers == full_window.optimizers
+        ):
             return None  # the full batch's own window is longer than its others: it tells nothing about K
-        return max(1, round(window.backwards * rows / own))
+        return max(1, round(window.backwards * rows / window_rows))
 
     def update_of(self, number: int) -> UpdateComparison | None:
         """The comparison of an update."""
@@ -295,8 +297,8 @@ class Record:
 
     def usual(self, window: Window | None) -> int:
         """The backward passes that most windows of the same optimizers have; of equally frequent counts the largest."""
-        alike = (other for other in self.complete if window is not None and other.optimizers == window.optimizers)
-        counts = Counter(other.backwards for other in alike)
+        alike = (similar for similar in self.complete if window is not None and similar.optimizers == window.optimizers)
+        counts = Counter(similar.backwards for similar in alike)
         return max(counts, key=lambda count: (counts[count], count), default=0)
 
     def inside(self, kind: str) -> list[Event]:

@@ -182,10 +182,10 @@ class Reference(str, Enum):
 
 def together(outcomes: Iterable[Outcome]) -> Outcome:
     """Returns divergent if any is, equivalent if all are and there is one, inconclusive otherwise."""
-    found = set(outcomes)
-    if Outcome.DIVERGENT in found:
+    distinct = set(outcomes)
+    if Outcome.DIVERGENT in distinct:
         return Outcome.DIVERGENT
-    return Outcome.EQUIVALENT if found == {Outcome.EQUIVALENT} else Outcome.INCONCLUSIVE
+    return Outcome.EQUIVALENT if distinct == {Outcome.EQUIVALENT} else Outcome.INCONCLUSIVE
 
 
 def outcome_of(rows: Sequence[ParameterComparison]) -> Outcome:
@@ -232,8 +232,8 @@ def resolution_of(rows: Iterable[ParameterComparison]) -> float:
     rows = [row for row in rows if row.why is None]
     if rows and all(row.method in TOGETHER for row in rows):
         return max(row.allowed for row in rows) / math.hypot(*(row.reference_norm for row in rows))
-    known = [row.relative_allowed for row in rows if not row.vanishing and math.isfinite(row.relative_allowed)]
-    return max((value for value in known if value > 0), default=math.nan)
+    allowances = [row.relative_allowed for row in rows if not row.vanishing and math.isfinite(row.relative_allowed)]
+    return max((value for value in allowances if value > 0), default=math.nan)
 
 
 @dataclass(frozen=True)
@@ -336,5 +336,5 @@ class Compared:
             return math.nan, math.inf
         factor = sum(row.accumulated_norm**2 + row.reference_norm**2 - row.difference_norm**2 for row in rows) / 2
         factor /= reference
-        left = sum(row.accumulated_norm**2 for row in rows) - factor**2 * reference
-        return factor, math.sqrt(max(left, 0.0) / reference)
+        squared_residual = sum(row.accumulated_norm**2 for row in rows) - factor**2 * reference
+        return factor, math.sqrt(max(squared_residual, 0.0) / reference)

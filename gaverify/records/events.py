@@ -170,9 +170,9 @@ def _step(state: _State, event: Event) -> None:
     optimizer: Any = event.values["optimizer"]
     pending = set(state.pending.get(optimizer, []))
     consumed = state.consumed.setdefault(optimizer, set())
-    again = pending & consumed
-    if again:
-        state.stale.append(Stale(event, len(again)))
+    used_twice = pending & consumed
+    if used_twice:
+        state.stale.append(Stale(event, len(used_twice)))
     consumed |= pending
     state.used |= pending
 

@@ -264,7 +264,7 @@ def facts_of_loop(loop: Record) -> Facts:
         used = update.fit.used if update.fit is not None else ()
         counts = tuple(map(float, update.valid_targets))
         weights = Weights(used, SCRIPT, update.sizes, (), counts, update.ignored_targets, update.fit)
-    drifted = next((other for other in loop.updates if other.judged and other.drifted), None)
+    drifted = next((candidate for candidate in loop.updates if candidate.judged and candidate.drifted), None)
     buffers = Buffers(dict.fromkeys(drifted.drifted, math.nan), drifted.number) if drifted is not None else Buffers()
     controls = [cause.control for cause in loop.coupling if cause.control is not None]
     controls += [loop.state.control] if loop.state is not None and loop.state.control is not None else []

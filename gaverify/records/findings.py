@@ -76,8 +76,8 @@ class Finding:
     @property
     def places(self) -> tuple[Location | None, ...]:
         """Where it lies, and everywhere else that it is said of."""
-        others = (place for evidence in self.evidence for place in evidence.values.get(ALSO, ()))
-        return (self.location, *(Location(**place) for place in others))
+        other_places = (place for evidence in self.evidence for place in evidence.values.get(ALSO, ()))
+        return (self.location, *(Location(**place) for place in other_places))
 
 
 @dataclass(frozen=True)

@@ -271,8 +271,8 @@ def peak_line(rows: Sequence[Row]) -> Line | None:
     It stands below the line of accumulation by up to the size of the gradients, and would tilt it, so that it takes
     part only where accumulation alone has fewer than two sizes.
     """
-    found = [row for row in _fitted_rows(rows) if row.micro_batch is not None and row.memory is not None]
-    accumulated = [row for row in found if len(row.micro_batches) > 1]
-    chosen = accumulated if len({row.micro_batch for row in accumulated}) > 1 else found
+    measured_rows = [row for row in _fitted_rows(rows) if row.micro_batch is not None and row.memory is not None]
+    accumulated = [row for row in measured_rows if len(row.micro_batches) > 1]
+    chosen = accumulated if len({row.micro_batch for row in accumulated}) > 1 else measured_rows
     resolution = max((_RESOLUTION[row.memory.kind] for row in chosen if row.memory), default=0)
     return fit([(row.micro_batch, row.memory.peak) for row in chosen if row.micro_batch and row.memory], resolution)

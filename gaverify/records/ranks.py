@@ -162,8 +162,8 @@ class RankFacts:
     def shares_to_try(self) -> tuple[Shares, ...]:
         """Right over used weight of each rank, which a control multiplies their losses by; empty where none fits."""
         fit = self.weights
-        factor, left = self.one_factor
-        if factor and left <= self.rounding:
+        factor, residual = self.one_factor
+        if factor and residual <= self.rounding:
             return (((1 / factor,),) * self.ranks,)
         if fit is None:
             return self.shares_of_targets

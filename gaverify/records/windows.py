@@ -67,7 +67,7 @@ class Window:
         return sum(event.values.get("rows") or 0 for event in self.reached())
 
     @property
-    def dropped(self) -> tuple[int, ...]:
+    def dropped_positions(self) -> tuple[int, ...]:
         """The positions of forwards that no backward pass reached, where others were reached."""
         reached = self.reached()
         return tuple(at for at, event in enumerate(self.of("forward")) if event not in reached) if reached else ()
@@ -101,10 +101,14 @@ def windows_of(events: Sequence[Event], numbers: Mapping[StepKey, int] | None = 
         cleared = _zero_grads(events)
         windows = [Window(number, tuple(group), cleared.get(number, 0)) for number, group in sorted(groups.items())]
         return tuple(window for window in windows if window.complete or window.of("backward"))
-    own = [_own_window(events, number, steps) for number, steps in sorted(members.items())]
+    step_windows = [_own_window(events, number, steps) for number, steps in sorted(members.items())]
     last = max(event.update for event in events) if events else 0
-    rest = Window(max(members, default=0) + 1, tuple(groups.get(last, ())))
-    return (*own, rest) if not rest.complete and rest.of("backward") else tuple(own)
+    trailing_window = Window(max(members, default=0) + 1, tuple(groups.get(last, ())))
+    return (
+        (*step_windows, trailing_window)
+        if not trailing_window.complete and trailing_window.of("backward")
+        else tuple(step_windows)
+    )
 
 
 def _own_window(events: Sequence[Event], number: int, steps: Mapping[StepKey, Event]) -> Window:
@@ -118,7 +122,7 @@ def _own_window(events: Sequence[Event], number: int, steps: Mapping[StepKey, Ev
     final = next(iter(steps.values())).update
     passes = [event for event in stretch if event.kind == "backward" and _concerns(event, optimizers, final)]
     reached = {forward for event in passes for forward in event.values.get("forwards", ())}
-    kept = []
+    window_events = []
     for event in stretch:
         if event.kind == "step":
             concerned = any(event is step for step in steps.values())
@@ -127,9 +131,9 @@ def _own_window(events: Sequence[Event], number: int, steps: Mapping[StepKey, Ev
         else:
             concerned = _concerns(event, optimizers, final)
         if concerned:
-            kept.append(event)
+            window_events.append(event)
     clearing = [at for at, event in enumerate(events) if event.kind == "zero_grad" and optimizers & {*event.cleared}]
-    return Window(number, tuple(kept), sum(begins <= at < ends for at in clearing))
+    return Window(number, tuple(window_events), sum(begins <= at < ends for at in clearing))
 
 
 def _concerns(event: Event, optimizers: set[int], update: int) -> bool:
@@ -152,20 +156,20 @@ def _foreign(events: Sequence[Event], optimizers: set[int]) -> set[int]:
     pending: dict[int, list[int]] = {}
     cleared: set[int] = set()
     used: set[int] = set()
-    own: set[int] = set()
+    used_here: set[int] = set()
     for at, event in enumerate(events):
         if event.kind == "backward":
             for optimizer in event.touched:
                 pending.setdefault(optimizer, []).append(at)
         elif event.kind in ("zero_grad", "cleared"):
             for optimizer in event.cleared:
-                gone = pending.pop(optimizer, [])
-                cleared |= set(gone) if optimizer in optimizers else set()
+                cleared_passes = pending.pop(optimizer, [])
+                cleared |= set(cleared_passes) if optimizer in optimizers else set()
         elif event.kind == "step":
             taken = set(pending.pop(event.values["optimizer"], []))
             used |= taken
-            own |= taken if event.values["optimizer"] in optimizers else set()
-    return (cleared & used) - own
+            used_here |= taken if event.values["optimizer"] in optimizers else set()
+    return (cleared & used) - used_here
 
 
 def _zero_grads(events: Sequence[Event]) -> dict[int, int]:
@@ -196,13 +200,13 @@ Round = tuple[StepKey, ...]
 def keys_of(events: Sequence[Event]) -> list[tuple[StepKey, Event]]:
     """Returns every step with its key, in order."""
     counts: dict[int, int] = {}
-    found = []
+    keyed_steps = []
     for event in events:
         if event.kind == "step":
             optimizer = event.values["optimizer"]
             counts[optimizer] = counts.get(optimizer, 0) + 1
-            found.append(((optimizer, counts[optimizer]), event))
-    return found
+            keyed_steps.append(((optimizer, counts[optimizer]), event))
+    return keyed_steps
 
 
 def rounds_of(events: Sequence[Event]) -> tuple[Round, ...]:
@@ -220,13 +224,13 @@ def common_rounds(full: Sequence[Event], accumulated: Sequence[Event]) -> tuple[
     first before it differentiates the second), or where optimizers that step together share no backward pass (networks
     that take turns), every step is a round of its own.
     """
-    whole, part = rounds_of(full), rounds_of(accumulated)
-    common = min(len(whole), len(part))
-    alike = all(_alike(a, b) for a, b in zip(whole[:common], part[:common], strict=True))
+    full_rounds, part = rounds_of(full), rounds_of(accumulated)
+    common = min(len(full_rounds), len(part))
+    alike = all(_alike(a, b) for a, b in zip(full_rounds[:common], part[:common], strict=True))
     if alike and not (_have_own_passes(full) or _have_own_passes(accumulated)):
-        return whole[:common]
-    known = {key for key, _ in keys_of(accumulated)}
-    return tuple((key,) for key, _ in keys_of(full) if key in known)
+        return full_rounds[:common]
+    accumulated_keys = {key for key, _ in keys_of(accumulated)}
+    return tuple((key,) for key, _ in keys_of(full) if key in accumulated_keys)
 
 
 def _have_own_passes(events: Sequence[Event]) -> bool:
@@ -246,7 +250,7 @@ def _have_own_passes(events: Sequence[Event]) -> bool:
     return False
 
 
-def numbered(rounds: Sequence[Round]) -> Mapping[StepKey, int]:
+def number_steps(rounds: Sequence[Round]) -> Mapping[StepKey, int]:
     """Returns the number of the round that each step is in, from 1."""
     return {key: at for at, round_ in enumerate(rounds, 1) for key in round_}
 

@@ -86,16 +86,16 @@ def convert_batch_norm(
         raise ProblemError("\n".join(f"convert_batch_norm: {problem}" for problem in problems))
     result = model if in_place else copy.deepcopy(model)
     _warn_of_untrained(result, to)
-    made: dict[int, nn.Module] = {}
+    replacements: dict[int, nn.Module] = {}
     layers = [layer for layer in result.modules() if isinstance(layer, KINDS)]
     for layer in layers:
-        made[id(layer)] = group_norm_for(layer, groups) if to == "group" else FrozenBatchNorm(layer)
-        made[id(layer)].train(layer.training)
+        replacements[id(layer)] = group_norm_for(layer, groups) if to == "group" else FrozenBatchNorm(layer)
+        replacements[id(layer)].train(layer.training)
     for parent in list(result.modules()):
         for name, child in submodules_of(parent).items():
-            if child is not None and id(child) in made:
-                submodules_of(parent)[name] = made[id(child)]
-    return made.get(id(result), result)  # type: ignore[return-value]  # a BatchNorm alone becomes another class
+            if child is not None and id(child) in replacements:
+                submodules_of(parent)[name] = replacements[id(child)]
+    return replacements.get(id(result), result)  # type: ignore[return-value]  # a BatchNorm alone becomes another class
 
 
 def only_normalises(layer: _BatchNorm) -> bool:

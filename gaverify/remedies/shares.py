@@ -54,10 +54,10 @@ def token_weights(
     """
     options: dict[str, Any] = {"ignore_index": ignore_index, "shifted": shifted, "class_weights": class_weights}
     parts = batch if isinstance(batch, list) else [batch]
-    whole = sum(valid_targets(part, **options) for part in parts)
-    if not whole > 0:
+    window_targets = sum(valid_targets(part, **options) for part in parts)
+    if not window_targets > 0:
         raise ProblemError("token_weights: the batch has no valid target at all; there is no mean to take shares of")
-    return valid_targets(micro_batch, **options) / whole
+    return valid_targets(micro_batch, **options) / window_targets
 
 
 def valid_targets(
@@ -94,9 +94,9 @@ def all_gather(tensor: torch.Tensor, group: Any = None) -> tuple[torch.Tensor, .
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:
-        own = tensor.detach().contiguous()
-        parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, own, group=group)
+        own_tensor = tensor.detach().contiguous()
+        parts = [torch.empty_like(own_tensor) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, own_tensor, group=group)
         ctx.group = group
         return torch.stack(parts)
 

@@ -11,7 +11,7 @@ from gaverify.records.profile import Profile
 from gaverify.report.page.charts import BarChart, parameters_chart
 from gaverify.report.stories import Report, Story, story_of
 from gaverify.report.text.layout import clean
-from gaverify.report.text.verdict import kind_of, told
+from gaverify.report.text.verdict import kind_of, summary_and_place
 
 _WIDTH, _MARGIN = 860, 24
 _COLUMNS = 112
@@ -54,7 +54,7 @@ class _Card:
         self.y += 8
         for finding in story.findings[:_MOST_FINDINGS]:
             self.add_text(f"{finding.code} {finding.name} ({kind_of(finding)})", "strong")
-            self.add_text(told(finding)[0], indent=2)
+            self.add_text(summary_and_place(finding)[0], indent=2)
             if finding.remedy:
                 self.add_text(f"remedy: {finding.remedy}", indent=2)
             self.y += 6
@@ -82,9 +82,9 @@ class _Card:
             self.y += _LINE
 
     def _add_line(self, text: str, kind: str, x: float) -> None:
-        shown = escape(clean(text))
+        escaped_text = escape(clean(text))
         self.elements.append(
-            f'<text class="{kind}" x="{x:.0f}" y="{self.y + 17:.0f}" xml:space="preserve">{shown}</text>'
+            f'<text class="{kind}" x="{x:.0f}" y="{self.y + 17:.0f}" xml:space="preserve">{escaped_text}</text>'
         )
 
     def _add_chart(self, chart: BarChart) -> None:

@@ -74,8 +74,8 @@ def format_for(path: str | os.PathLike[str]) -> Format:
     for form in FORMATS:
         if ending and form.ending == ending:
             return form
-    known = ", ".join(form.ending for form in FORMATS if form.ending)
-    raise SpecError(f"`{os.fspath(path)}` has no ending that says which report to write; known are {known}")
+    endings = ", ".join(form.ending for form in FORMATS if form.ending)
+    raise SpecError(f"`{os.fspath(path)}` has no ending that says which report to write; known are {endings}")
 
 
 def check_writable(paths: Iterable[str | os.PathLike[str]]) -> None:
@@ -85,13 +85,13 @@ def check_writable(paths: Iterable[str | os.PathLike[str]]) -> None:
         SpecError: With a sentence for each path that has an unknown ending, cannot be written or is named twice.
     """
     problems: list[str] = []
-    seen: set[str] = set()
+    names_seen: set[str] = set()
     for path in map(Path, paths):
         problems += _problems(path)
         real = os.path.realpath(path)  # Path.resolve raises on links that lead to each other
-        if real in seen:
+        if real in names_seen:
             problems.append(f"`{path}` is named twice: one report would overwrite the other")
-        seen.add(real)
+        names_seen.add(real)
     if problems:
         raise SpecError(problems)
 

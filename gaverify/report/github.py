@@ -21,13 +21,13 @@ def annotations_text(report: Report) -> str:
 
 
 def _story(story: Story) -> Iterator[str]:
-    told = False
+    has_annotation = False
     for finding in findings_at_lines(story):
-        told = told or finding.severity == "fault"
+        has_annotation = has_annotation or finding.severity == "fault"
         yield _annotation(
             _level(finding, story), f"{finding.code} {finding.name} ({story.title})", _message(finding), finding, story
         )
-    if story.outcome is not Outcome.EQUIVALENT and not told and not story.passed:
+    if story.outcome is not Outcome.EQUIVALENT and not has_annotation and not story.passed:
         level = "error" if story.outcome is Outcome.DIVERGENT else "warning"
         yield _annotation(level, f"gaverify: {story.outcome.value} ({story.title})", story.sentence, None, story)
     for sentence in story.remarks:
@@ -54,10 +54,10 @@ def _annotation(level: str, title: str, message: str, finding: Finding | None, s
 
 def _command(level: str, fields: dict[str, str], message: str) -> str:
     """A workflow command; what would end a field or the line is written as GitHub's runner decodes it."""
-    listed = ",".join(f"{key}={_escaped(clean(value), True)}" for key, value in fields.items())
-    return f"::{level} {listed}::{_escaped(message, False)}"
+    listed = ",".join(f"{key}={_escape_text(clean(value), True)}" for key, value in fields.items())
+    return f"::{level} {listed}::{_escape_text(message, False)}"
 
 
-def _escaped(text: str, field: bool) -> str:
+def _escape_text(text: str, field: bool) -> str:
     marks = {"%": "%25", "\r": "%0D", "\n": "%0A"} | ({":": "%3A", ",": "%2C"} if field else {})
     return "".join(marks.get(character, character) for character in text)

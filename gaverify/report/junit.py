@@ -16,7 +16,7 @@ from gaverify.records.profile import Row
 from gaverify.report.stories import Report, Story, Table, row_name, story_of
 from gaverify.report.text.layout import clean
 from gaverify.report.text.verdict import rows_of
-from gaverify.report.text.wording import number, ordered, percent, shape, worst
+from gaverify.report.text.wording import number, percent, shape, sort_rows, worst
 
 # every text is made printable: XML has no way to write most control characters, nor the two noncharacters
 
@@ -29,7 +29,7 @@ def junit_text(report: Report) -> str:
     for story in stories:
         suite.append(_test(story))
     for source in dict.fromkeys(source for source, _ in report.errors):
-        messages = [message for told, message in report.errors if told == source]
+        messages = [message for error_source, message in report.errors if error_source == source]
         test = ElementTree.SubElement(suite, "testcase", classname="gaverify", name=clean(source), time="0.000")
         _child(test, "error", "no-verdict", "; ".join(messages), "\n".join(messages[1:] and messages))
     counts = {"tests": len(suite)}
@@ -56,9 +56,9 @@ def _test(story: Story) -> ElementTree.Element:
         if story.remarks:  # an accepted divergence passes, and is named
             ElementTree.SubElement(test, "system-out").text = "\n".join(map(clean, [*story.remarks, story.sentence]))
     elif story.outcome is Outcome.INCONCLUSIVE:
-        _child(test, "error", "inconclusive", story.sentence, _told(story))
+        _child(test, "error", "inconclusive", story.sentence, _describe_story(story))
     else:  # divergent; or equivalent where something else was expected, or with stale entries under `--strict`
-        _child(test, "failure", story.outcome.value, story.sentence, _told(story))
+        _child(test, "failure", story.outcome.value, story.sentence, _describe_story(story))
     return test
 
 
@@ -72,7 +72,7 @@ def modules_of(rows: Iterable[ParameterComparison]) -> list[tuple[str, list[Para
 
 def _module_text(table: Table, module: str, rows: list[ParameterComparison]) -> str:
     """Returns what differs in a module or is open there; "" where all agrees, or where the runs cannot be compared."""
-    worst_first = ordered(rows)
+    worst_first = sort_rows(rows)
     outcome = worst_first[0].outcome
     if Outcome.EQUIVALENT in (outcome, table.outcome):
         return ""
@@ -117,7 +117,7 @@ def _numbers(row: ParameterComparison) -> list[str]:
     return [*lines, *([row.reason] if row.reason else [])]
 
 
-def _told(story: Story) -> str:
+def _describe_story(story: Story) -> str:
     lines = [*filter(None, [story.method]), *story.remarks]
     for finding in story.findings:
         place = f" {finding.location}:" if finding.location and str(finding.location) else ""

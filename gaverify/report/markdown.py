@@ -14,8 +14,8 @@ from gaverify.records.findings import Finding
 from gaverify.records.profile import Row
 from gaverify.report.stories import Report, Story, Table, story_of
 from gaverify.report.text.layout import clean
-from gaverify.report.text.verdict import kind_of, rows_of, told
-from gaverify.report.text.wording import PROFILE, measures, ordered, profile_cells
+from gaverify.report.text.verdict import kind_of, rows_of, summary_and_place
+from gaverify.report.text.wording import PROFILE, measures, profile_cells, sort_rows
 
 _SIGNS = {Outcome.EQUIVALENT: "✅", Outcome.DIVERGENT: "❌", Outcome.INCONCLUSIVE: "⚠️"}
 _ROWS = 50
@@ -34,24 +34,24 @@ def markdown_text(report: Report) -> str:
 
 
 def _overview(stories: Sequence[Story], errors: Sequence[tuple[str, str]]) -> list[str]:
-    rows = [(_said(story), text(story.title), text(story.sentence)) for story in stories]
+    rows = [(_outcome_with_sign(story), text(story.title), text(story.sentence)) for story in stories]
     rows += [("⛔ error", text(source), text(message)) for source, message in errors]
     return ["## gaverify", "", *_table(("", "run", "result"), rows), ""]
 
 
-def _said(story: Story) -> str:
+def _outcome_with_sign(story: Story) -> str:
     """The outcome with its sign."""
     return f"{'☑️' if story.accepted else _SIGNS[story.outcome]} {story.said}"
 
 
 def _story(story: Story, show_all: bool) -> list[str]:
-    parts = [f"### {_said(story)}: {text(story.title)}", "", f"**{text(story.sentence)}**"]
+    parts = [f"### {_outcome_with_sign(story)}: {text(story.title)}", "", f"**{text(story.sentence)}**"]
     parts += ["", text(story.method)] if story.method else []
     parts += ["", *(f"- {text(sentence)}" for sentence in story.remarks)] if story.remarks else []
     for finding in story.findings:
         parts += ["", *_finding(finding)]
     for table in story.tables:
-        parts += ["", *_folded(table, show_all)]
+        parts += ["", *_fold_table(table, show_all)]
     if story.rows:
         parts += ["", *_profile(story.rows)]
     if story.command:
@@ -60,7 +60,7 @@ def _story(story: Story, show_all: bool) -> list[str]:
 
 
 def _finding(finding: Finding) -> Iterator[str]:
-    summary, where = told(finding)
+    summary, where = summary_and_place(finding)
     yield f"**{text(f'{finding.code} {finding.name}')}** ({kind_of(finding)}): {text(summary)}"
     yield ""
     for label, statement in [("where", where), ("accepted", finding.accepted)]:
@@ -71,16 +71,18 @@ def _finding(finding: Finding) -> Iterator[str]:
     yield f"- {text(f'`gaverify explain {finding.code}`')}"
 
 
-def _folded(table: Table, show_all: bool) -> Iterator[str]:
-    rows = ordered(table.rows)
-    shown = rows if show_all else rows[:_ROWS]
+def _fold_table(table: Table, show_all: bool) -> Iterator[str]:
+    rows = sort_rows(table.rows)
+    first_rows = rows if show_all else rows[:_ROWS]
     heading = f"{table.heading}: " if table.heading else ""
     yield f"<details><summary>{heading}{len(rows):,} parameters</summary>"
     yield ""
-    yield from _table(("parameter", "shape", "full", "relative difference", "allowed", "outcome"), map(_cells, shown))
+    yield from _table(
+        ("parameter", "shape", "full", "relative difference", "allowed", "outcome"), map(_cells, first_rows)
+    )
     yield ""
-    if len(shown) < len(rows):
-        yield f"{len(rows) - len(shown):,} more are left out; `--all` shows them."
+    if len(first_rows) < len(rows):
+        yield f"{len(rows) - len(first_rows):,} more are left out; `--all` shows them."
     yield "</details>"
 
 
@@ -104,10 +106,10 @@ def text(value: str) -> str:
     """Returns `value` as Markdown that shows exactly it; what stands between two backticks stays code."""
     parts = _CODE.split(clean(" ".join(value.split())))
     # inside code nothing is read but the bar, which would end a table's cell
-    return "".join(part.replace("|", r"\|") if at % 2 else _escaped(part) for at, part in enumerate(parts))
+    return "".join(part.replace("|", r"\|") if at % 2 else _escape_part(part) for at, part in enumerate(parts))
 
 
-def _escaped(part: str) -> str:
+def _escape_part(part: str) -> str:
     for plain, entity in (("&", "&amp;"), ("<", "&lt;"), ("@", "&#64;")):  # a name must not mention anybody
         part = part.replace(plain, entity)
     return _SPECIAL.sub(r"\\\1", part)

@@ -36,14 +36,17 @@ def profile_svg(profile: Profile) -> str:
     memory += [lambda row: _flat(row.memory.increment if row.memory else None)] if peaks else []
     time: Curve = lambda row: (row.seconds.low, row.seconds.median, row.seconds.high) if row.seconds else None  # noqa: E731
     width = 860
-    shown = [strategy for strategy in STRATEGIES if any(row.strategy == strategy for row in rows)]
+    drawn_strategies = [strategy for strategy in STRATEGIES if any(row.strategy == strategy for row in rows)]
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} 410" role="img" class="gv">',
             f"<title>Memory and time against K: {escape(name)}</title><style>{_style()}</style>",
             f'<rect class="back" width="{width}" height="410"/>',
             _text(24, 30, name, "title"),
-            *(_mark(s, 32 + 120 * at, 52) + _text(44 + 120 * at, 56, LABELS[s], "") for at, s in enumerate(shown)),
+            *(
+                _mark(s, 32 + 120 * at, 52) + _text(44 + 120 * at, 56, LABELS[s], "")
+                for at, s in enumerate(drawn_strategies)
+            ),
             _panel(24, title, rows, bytes_text, memory),
             _panel(454, "Time per update, median and quartiles", rows, seconds_text, [time]),
             "</svg>\n",
@@ -85,13 +88,13 @@ def _panel(left: float, title: str, rows: Sequence[Row], unit: Callable[[float],
 
 def _line(name: str, places: Sequence[tuple[str, float, list[float]]], start: float, *, marked: bool) -> str:
     """Draws one strategy's line. It starts at the full batch, which is K = 1; the full batch's own line is level."""
-    own = [(x, ys) for strategy, x, ys in places if strategy == name]
+    line_points = [(x, ys) for strategy, x, ys in places if strategy == name]
     path = "M" + " ".join(f"{x:.1f} {ys[1]:.1f}" for strategy, x, ys in places if strategy in (name, "full-batch"))
     if name == "full-batch":
-        path = "".join(f"M{start} {ys[1]:.1f}h{_WIDE}" for _, ys in own)
-    whiskers = "".join(f"M{x:.1f} {low:.1f}V{high:.1f}" for x, (low, _, high) in own) if marked else ""
-    line = f'<path class="line {name}{"" if marked else " dashed"}" d="{path}{whiskers}"/>' if own else ""
-    return line + "".join(_mark(name, x, y) for x, (_, y, _) in own if marked)
+        path = "".join(f"M{start} {ys[1]:.1f}h{_WIDE}" for _, ys in line_points)
+    whiskers = "".join(f"M{x:.1f} {low:.1f}V{high:.1f}" for x, (low, _, high) in line_points) if marked else ""
+    line = f'<path class="line {name}{"" if marked else " dashed"}" d="{path}{whiskers}"/>' if line_points else ""
+    return line + "".join(_mark(name, x, y) for x, (_, y, _) in line_points if marked)
 
 
 def _mark(strategy: str, x: float, y: float) -> str:

@@ -32,9 +32,11 @@ _UNDECIDED = "inconclusive"
 def sarif_text(report: Report) -> str:
     """Returns the log file."""
     stories = [story_of(answer) for answer in report.answers]
-    found = [(story, finding) for story in stories for finding in (findings_at_lines(story) or _stand_ins(story))]
-    seen: Counter[str] = Counter()
-    results = [_result(story, finding, seen) for story, finding in found]
+    story_findings = [
+        (story, finding) for story in stories for finding in (findings_at_lines(story) or _stand_ins(story))
+    ]
+    occurrences: Counter[str] = Counter()
+    results = [_result(story, finding, occurrences) for story, finding in story_findings]
     pages = {page.code: page for page in rule_pages()}
     codes = sorted({result["ruleId"] for result in results})
     for result in results:

@@ -22,7 +22,7 @@ from gaverify.records.verdict import RunInfo, Verdict
 from gaverify.report.text.audit import audit_facts, audit_method
 from gaverify.report.text.profile import profile_facts, profile_sentence
 from gaverify.report.text.verdict import acceptance_sentences, acceptance_states, guess_sentences, verdict_facts
-from gaverify.report.text.wording import method, sentence, titled
+from gaverify.report.text.wording import join_title, method, sentence
 from gaverify.tracebacks import repository_of
 
 Answer = Verdict | AuditReport | Profile
@@ -128,7 +128,7 @@ def story_of(answer: Answer) -> Story:
 def _verdict(verdict: Verdict) -> Story:
     return Story(
         kind="run",
-        title=titled(verdict.source, verdict.name) or verdict.run.model,
+        title=join_title(verdict.source, verdict.name) or verdict.run.model,
         source=verdict.source,
         sentence=sentence(verdict),
         method=method(verdict),
@@ -138,11 +138,11 @@ def _verdict(verdict: Verdict) -> Story:
         heading=f"gaverify {verdict.run.gaverify}",
         made_by=_made_by(verdict.run),
         started=verdict.run.started,
-        **_settled(verdict) | _guessed(verdict),
+        **_common_values(verdict) | _warn_of_guesses(verdict),
     )
 
 
-def _guessed(verdict: Verdict) -> dict[str, Any]:
+def _warn_of_guesses(verdict: Verdict) -> dict[str, Any]:
     """What a verdict says of a factory that `gaverify init` wrote, before all that the user said of the outcome."""
     states = ("guessed loss",) if "the loss" in verdict.run.guesses else ()
     return {
@@ -154,20 +154,23 @@ def _guessed(verdict: Verdict) -> dict[str, Any]:
 def _audit(report: AuditReport) -> Story:
     return Story(
         kind="audit",
-        title=titled(report.source, report.name or report.script),
+        title=join_title(report.source, report.name or report.script),
         source=report.source or report.script,
         sentence=report.reason,
         method=audit_method(report),
-        tables=tuple(Table(f"update {update.number}", _judged(update), update.parameters) for update in report.updates),
+        tables=tuple(
+            Table(f"update {update.number}", _outcome_of_update(update), update.parameters) for update in report.updates
+        ),
         facts=audit_facts(report),
         heading=f"gaverify {report.gaverify} audit",
         made_by=_made_by(report),
         started=report.started,
-        **_settled(report) | {"states": (*acceptance_states(report), *["calls in order"] * report.calls_in_order)},
+        **_common_values(report)
+        | {"states": (*acceptance_states(report), *["calls in order"] * report.calls_in_order)},
     )
 
 
-def _settled(answer: Verdict | AuditReport) -> dict[str, Any]:
+def _common_values(answer: Verdict | AuditReport) -> dict[str, Any]:
     """What a verdict and an audit say alike."""
     return {
         "outcome": answer.outcome,
@@ -186,7 +189,7 @@ def _made_by(made: RunInfo | AuditReport | Setting) -> str:
     return ", commit ".join(filter(None, (versions, getattr(made, "commit", "")[:12])))
 
 
-def _judged(update: UpdateComparison) -> Outcome:
+def _outcome_of_update(update: UpdateComparison) -> Outcome:
     """The update's outcome; where the runs had different data or weights, its difference means nothing."""
     return update.outcome if update.judged else Outcome.INCONCLUSIVE
 
@@ -195,7 +198,7 @@ def _profile(profile: Profile) -> Story:
     setting = profile.setting
     return Story(
         kind="profile",
-        title=titled(profile.source, profile.name) or (setting.model if setting else "profile"),
+        title=join_title(profile.source, profile.name) or (setting.model if setting else "profile"),
         source=profile.source,
         outcome=profile.outcome,
         sentence=profile_sentence(profile),

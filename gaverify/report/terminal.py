@@ -43,8 +43,8 @@ def layout_for(stream: IO[str]) -> Layout:
 
 def write_lines(lines: list[Line], layout: Layout, stream: IO[str]) -> None:
     """Writes the lines, with colours where the stream shows them."""
-    shown = _is_terminal(stream) and os.environ.get("TERM") != "dumb"
-    if not os.environ.get("NO_COLOR") and (shown or os.environ.get("FORCE_COLOR")):
+    is_visible = _is_terminal(stream) and os.environ.get("TERM") != "dumb"
+    if not os.environ.get("NO_COLOR") and (is_visible or os.environ.get("FORCE_COLOR")):
         print_lines(lines, stream, layout.width)
     else:
         stream.write(plain(lines))

@@ -104,19 +104,19 @@ RULES = (
 
 def findings_for(facts: Facts) -> tuple[Finding, ...]:
     """Returns the findings of all rules, faults first."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for rule in _rules_in_order(facts):
         if rule in WEIGHTS and facts.loop is not None and facts.loop.state is not None:
             # weights make up for state that moves as well: what counts is the fit with the state put back
-            found += _beside_coupling(rule, facts)
-        elif rule not in WEIGHTS or not (changed := _gradients_changed(facts, found)):
-            found += rule.judge(facts)
-            found += _beside_coupling(rule, facts) if rule in WEIGHTS and facts.loop is not None else ()
+            findings += _beside_coupling(rule, facts)
+        elif rule not in WEIGHTS or not (changed := _gradients_changed(facts, findings)):
+            findings += rule.judge(facts)
+            findings += _beside_coupling(rule, facts) if rule in WEIGHTS and facts.loop is not None else ()
         elif facts.loop is not None and facts.loop.unclipped and changed == {clip_per_micro_batch.code}:
-            found += rule.judge(facts_of_loop(replace(facts.loop, updates=facts.loop.unclipped, unclipped=())))
-    found += unexplained.judge(facts, tuple(found))
+            findings += rule.judge(facts_of_loop(replace(facts.loop, updates=facts.loop.unclipped, unclipped=())))
+    findings += unexplained.judge(facts, tuple(findings))
     first = {rule.code for rule in WEIGHTS} if facts.weights_first else set()
-    ordered = sorted(found, key=lambda finding: (finding.severity != "fault", finding.code not in first))
+    ordered = sorted(findings, key=lambda finding: (finding.severity != "fault", finding.code not in first))
     return tuple(_with_harm(facts, ordered))
 
 
@@ -138,8 +138,8 @@ def _beside_coupling(rule: Rule[[Facts]], facts: Facts) -> Iterator[Finding]:
     update = loop.divergent if loop is not None else None
     if loop is None or run is None or run.fit is None or update is None:
         return
-    held = replace(loop, updates=(replace(update, fit=run.fit),), coupling=(), state=None)
-    for finding in rule.judge(facts_of_loop(held)):
+    without_coupling = replace(loop, updates=(replace(update, fit=run.fit),), coupling=(), state=None)
+    for finding in rule.judge(facts_of_loop(without_coupling)):
         yield replace(finding, summary=f"with {run.what}, {finding.summary}")
 
 
@@ -161,8 +161,8 @@ def _gradients_changed(facts: Facts, found: list[Finding]) -> set[str]:
 def _with_harm(facts: Facts, found: list[Finding]) -> Iterator[Finding]:
     """Adds to the first finding how much the divergence matters: it is one number for all causes together."""
     for position, finding in enumerate(found):
-        told = finding.severity == "fault" or finding.code == unexplained.code
-        matters = facts.loop is None and position == 0 and bool(facts.compared.divergent) and told
+        is_reported = finding.severity == "fault" or finding.code == unexplained.code
+        matters = facts.loop is None and position == 0 and bool(facts.compared.divergent) and is_reported
         extra = harm(facts) if matters else ()
         if matters and finding.code in {rule.code for rule in FORWARD}:
             extra = (*coupling_seen(facts, in_model=finding.code != batch_coupled_loss.code), *extra)

@@ -12,8 +12,8 @@ from gaverify.records.events import Event
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
 from gaverify.records.stages import SettingDifference, Stage, StageComparison
-from gaverify.rules.rule import controlled, judged, rule, rule_of_loops
-from gaverify.rules.wording import located, place, times, told, told_apart, weights_text
+from gaverify.rules.rule import control_evidence, rule, rule_of_loops, word_control
+from gaverify.rules.wording import first_place, place, times, told_apart, weights_text, word_finding
 from gaverify.thresholds import FIT_FLOAT32, SAME_IN_FLOAT32
 
 _SMALLER = "with losses too small to be clipped the difference"
@@ -27,9 +27,11 @@ def clip_per_micro_batch(facts: Facts) -> Iterator[Finding]:
     """
     if facts.loop is not None:
         yield from _clips_of_script(facts.loop)
-    elif facts.ranks is not None and not math.isnan(left := facts.ranks.clip_control):
-        proven = facts.ranks.is_rounding(left)
-        yield told("GAV606.strategy", judged("control", _SMALLER, left, proven), location=None, proven=proven)
+    elif facts.ranks is not None and not math.isnan(difference_left := facts.ranks.clip_control):
+        proven = facts.ranks.is_rounding(difference_left)
+        yield word_finding(
+            "GAV606.strategy", word_control("control", _SMALLER, difference_left, proven), location=None, proven=proven
+        )
 
 
 def _clips_of_script(loop: Record) -> Iterator[Finding]:
@@ -37,13 +39,13 @@ def _clips_of_script(loop: Record) -> Iterator[Finding]:
     if update is not None and loop.transformed is not None:
         yield _transformed(loop, update, loop.transformed)
     elif any(event.values.get("active") for event in inside):
-        yield _clipped(loop, inside)
+        yield _clipping_finding(loop, inside)
     elif update is not None and (edits := _edits(loop, update)):
         yield _clipped_by_hand(loop, update, edits)
     elif update is not None and loop.together is None and any(map(_agrees_unclipped, update.stages)):
         yield _clipped_too_early(loop, update)
     elif inside:
-        yield _clipped(loop, inside)
+        yield _clipping_finding(loop, inside)
 
 
 def clipped_inside(facts: Facts) -> bool:
@@ -55,22 +57,22 @@ def clipped_inside(facts: Facts) -> bool:
     )
 
 
-def _clipped(loop: Record, inside: Sequence[Event]) -> Finding:
+def _clipping_finding(loop: Record, inside: Sequence[Event]) -> Finding:
     number = inside[0].update
-    here = [event for event in inside if event.update == number]
+    in_window = [event for event in inside if event.update == number]
     active = [event for event in inside if event.values.get("active")]
     window = loop.window_of(number)
     control, proven = _without_clips(loop)
-    return told(
+    return word_finding(
         "GAV606.clipped",
         *control,
         severity="fault" if active else "note",
-        location=located([*active, *inside]),
+        location=first_place([*active, *inside]),
         proven=proven or not active,
         together=map(place, active or inside),
-        all=len(window.of("clip")) if window is not None else len(here),
+        all=len(window.of("clip")) if window is not None else len(in_window),
         number=number,
-        here=len(here),
+        here=len(in_window),
         did=f"{len(active)} of {len(inside)} in all windows changed it" if active else "none of them was active",
         inside=len(inside),
         active=len(active),
@@ -86,11 +88,11 @@ def _transformed(loop: Record, update: UpdateComparison, control: TransformedGra
     text = f"with every loss times -{control.times:g} the optimizer sees {between} times as much, not {control.times:g}"
     alone = f"with those of half a window alone the changes add up to {control.halves_apart:.0e}: "
     meaning = "each micro-batch is transformed on its own" + (": proven" if control.all_of_it else "")
-    return told(
+    return word_finding(
         "GAV606.transformed",
-        controlled("control", text, times=control.times, responses=list(control.responses)),
-        controlled("control", alone + meaning, left=control.halves_apart),
-        location=located(events),
+        control_evidence("control", text, times=control.times, responses=list(control.responses)),
+        control_evidence("control", alone + meaning, left=control.halves_apart),
+        location=first_place(events),
         proven=control.all_of_it,
         rows=list(control.parameters),
         update=update,
@@ -107,8 +109,8 @@ def _clipped_too_early(loop: Record, update: UpdateComparison) -> Finding:
     """The same where a script clips, and makes of the clipped gradients only then what its step uses."""
     window = loop.window_of(update.number)
     control, proven = _without_clips(loop)
-    location = located([] if window is None else [*window.of("clip"), *reversed(window.of("backward"))])
-    return told("GAV606.too-early", *control, location=location, proven=proven, update=update)
+    location = first_place([] if window is None else [*window.of("clip"), *reversed(window.of("backward"))])
+    return word_finding("GAV606.too-early", *control, location=location, proven=proven, update=update)
 
 
 def _without_clips(loop: Record) -> tuple[tuple[Evidence, ...], bool]:
@@ -120,7 +122,7 @@ def _without_clips(loop: Record) -> tuple[tuple[Evidence, ...], bool]:
     proven = small.outcome is Outcome.EQUIVALENT
     fitted = small.fit is not None and small.fit.residual <= loop.tolerance
     meaning = ("weights explain the rest",) if fitted else ()
-    return (judged("control", _SMALLER, small.relative_difference, proven, *meaning),), proven or fitted
+    return (word_control("control", _SMALLER, small.relative_difference, proven, *meaning),), proven or fitted
 
 
 def _edits(loop: Record, update: UpdateComparison) -> list[Event]:
@@ -135,25 +137,29 @@ def _edits(loop: Record, update: UpdateComparison) -> list[Event]:
     if loop.together is not None and None in factors:
         return []  # the gradient of several ranks, which the script reduces by hand, is no multiple of one rank's own
     usual = factors[0] if len(factors) > 1 else 1 / max(update.backwards, 1)
-    same = all(factor is not None and math.isclose(factor, usual, rel_tol=FIT_FLOAT32) for factor in factors)
-    return [] if same else edits
+    is_division = all(factor is not None and math.isclose(factor, usual, rel_tol=FIT_FLOAT32) for factor in factors)
+    return [] if is_division else edits
 
 
 def _clipped_by_hand(loop: Record, update: UpdateComparison, edits: Sequence[Event]) -> Finding:
     factors = [factor for event in edits for factor in event.values["factors"]]
-    known = [factor for factor in factors if factor is not None]
-    by = f"multiplied by {weights_text(known, each=False)}" if len(known) == len(factors) else "cut element by element"
+    known_factors = [factor for factor in factors if factor is not None]
+    by = (
+        f"multiplied by {weights_text(known_factors, each=False)}"
+        if len(known_factors) == len(factors)
+        else "cut element by element"
+    )
     control, proven = _without_clips(loop)
-    return told(
+    return word_finding(
         "GAV606.by-hand",
         *control,
-        location=located(edits),
+        location=first_place(edits),
         proven=proven,
         together=map(place, edits),
         often=len(edits),
         number=update.number,
         by=by,
-        factors=known,
+        factors=known_factors,
     )
 
 
@@ -165,17 +171,17 @@ def scheduler_per_micro_batch(facts: Facts, loop: Record) -> Iterator[Finding]:
         return
     number = inside[0].update
     window = loop.window_of(number)
-    same = [
+    calls = [
         event
         for event in (window.of("scheduler") if window else ())
         if event.values.get("scheduler") == inside[0].values.get("scheduler")
     ]
-    yield told(
+    yield word_finding(
         "GAV607.inside",
-        location=located(inside),
+        location=first_place(inside),
         proven=True,
         together=map(place, inside),
-        all=len(same),
+        all=len(calls),
         inside=len(inside),
         update=number,
         rates=_rates(loop.update_of(number)),
@@ -203,7 +209,9 @@ def scaler_per_micro_batch(facts: Facts, loop: Record) -> Iterator[Finding]:
     number = inside[0].update
     calls = Counter(f"`{event.values['call']}`" for event in inside if event.update == number)
     text = " and ".join(f"{call} {times(count)}" for call, count in calls.items())
-    yield told("GAV608.inside", location=located(inside), proven=True, calls=text, inside=len(inside), update=number)
+    yield word_finding(
+        "GAV608.inside", location=first_place(inside), proven=True, calls=text, inside=len(inside), update=number
+    )
 
 
 _SHOWN = 4  # settings that are listed
@@ -215,14 +223,14 @@ def step_settings_differ(facts: Facts, loop: Record) -> Iterator[Finding]:
     for update in loop.updates:
         if not update.judged or update.step_takes_factor:
             continue
-        settings = _unexplained(loop, update)
+        settings = _unexplained_settings(loop, update)
         changed = any(stage.stage is Stage.CHANGE and stage.outcome is Outcome.DIVERGENT for stage in update.stages)
         if settings or (changed and not loop.inside("scheduler")):
             yield _made_otherwise(loop, update, settings)
             return
 
 
-def _unexplained(loop: Record, update: UpdateComparison) -> list[SettingDifference]:
+def _unexplained_settings(loop: Record, update: UpdateComparison) -> list[SettingDifference]:
     """The settings that differ, without rates where a scheduler that steps inside windows is found as such."""
     rates = bool(loop.inside("scheduler"))
     return [setting for setting in update.settings if not (rates and setting.name.endswith("lr"))]
@@ -231,21 +239,21 @@ def _unexplained(loop: Record, update: UpdateComparison) -> list[SettingDifferen
 def _made_otherwise(loop: Record, update: UpdateComparison, settings: list[SettingDifference]) -> Finding:
     names = ", ".join(dict.fromkeys(f"`{setting.name}`" for setting in settings[:_SHOWN]))
     what = f"is made with another {names}" if settings else "makes something else of the same gradient"
-    shown = [
+    descriptions = [
         "`{}` {}{}, in the full-batch run {}".format(setting.name, *_beside(setting)) for setting in settings[:_SHOWN]
     ]
     moved = [stage for stage in update.stages if stage.stage is Stage.CHANGE]
-    shown += [
+    descriptions += [
         f"of the same gradients the weights change by {stage.norm_ratio:.4g} of what they do there"
         for stage in moved
         if stage.outcome is Outcome.DIVERGENT and math.isfinite(stage.norm_ratio)
     ]
-    return told(
+    return word_finding(
         f"GAV609.{_counted_by(loop, update, settings)}",
-        location=located(_writers(loop, update)),
+        location=first_place(_writers(loop, update)),
         proven=True,
         what=what,
-        shown="; ".join(shown),
+        shown="; ".join(descriptions),
         update=update.number,
         settings=[vars(setting) for setting in settings],
     )
@@ -265,12 +273,12 @@ def _counted_by(loop: Record, update: UpdateComparison, settings: list[SettingDi
 
 def _beside(setting: SettingDifference) -> tuple[str, str, str]:
     """The value, whose it is where that is not rank 0, and the full-batch run's value."""
-    own, full = told_apart([setting.accumulated], [setting.full])
-    return own, f" in rank {setting.rank}" if setting.rank else "", full
+    accumulated, full = told_apart([setting.accumulated], [setting.full])
+    return accumulated, f" in rank {setting.rank}" if setting.rank else "", full
 
 
 def _writers(loop: Record, update: UpdateComparison) -> list[Event]:
     """The last events that set something before the update's step, latest first; then the step itself."""
-    seen = [event for window in loop.windows if window.number <= update.number for event in window.events]
+    events = [event for window in loop.windows if window.number <= update.number for event in window.events]
     setters = [event for window in loop.windows for event in window.of("settings") if event.file is not None]
-    return [*setters[:1], *(event for event in reversed(seen) if event.kind in ("scheduler", "step"))]
+    return [*setters[:1], *(event for event in reversed(events) if event.kind in ("scheduler", "step"))]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from gaverify.records.experiment import Cause, ControlKind, ControlRun, Operation, Suspect
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence
-from gaverify.rules.rule import controlled, measured
+from gaverify.rules.rule import control_evidence, measured_evidence
 from gaverify.thresholds import FIT_FLOAT64, SMALL_PART
 
 _INEXACT = {
@@ -35,7 +35,7 @@ def first_operation(facts: Facts, cause: Cause) -> Evidence:
     line = f": `{culprit.source}`" if culprit.source else ""
     if culprit.caller:
         line += f" ({culprit.caller})"
-    return measured(
+    return measured_evidence(
         "operations",
         f"{facts.compared.largest}; {where}{line}",
         operation=suspect.operation.name,
@@ -54,20 +54,22 @@ def control(facts: Facts, cause: Cause) -> Evidence:
     run = cause.control
     if run is None:
         why = cause.failure or "nothing of it can be held or replaced from outside"
-        return controlled("control", f"no control run was possible ({why}): suspected, not proven")
+        return control_evidence("control", f"no control run was possible ({why}): suspected, not proven")
     text = left_by(run)
     if not run.rounding:
-        rest = "the causes named beside it explain the rest" if facts.cleared else rest_of(facts, run)
+        remainder = "the causes named beside it explain the rest" if facts.cleared else rest_of(facts, run)
         weighs = facts.cleared and cause.explained > 1 - FIT_FLOAT64
-        text += ": this and other weights explain all of it" if weighs else f": {_explained(cause.explained)}{rest}"
+        text += (
+            ": this and other weights explain all of it" if weighs else f": {_word_share(cause.explained)}{remainder}"
+        )
     if cause.alone > 0 and several(facts):
         text += f"; alone, with the other causes neutralised, it makes {cause.alone:.0e}: proven"
     repairs = [{"what": tried.what, "left": tried.left, "rounding": tried.rounding} for tried in cause.remedies]
     more = {"repairs": repairs} if repairs else {}
-    return controlled("control", text, left=run.left, explained=cause.explained, alone=cause.alone, **more)
+    return control_evidence("control", text, left=run.left, explained=cause.explained, alone=cause.alone, **more)
 
 
-def _explained(share: float) -> str:
+def _word_share(share: float) -> str:
     """How much of the difference went away."""
     most = f"all but {1 - share:.1g} of it" if share > 1 - SMALL_PART else f"{share:.0%}"
     return f"this explains {most}, " if share > 0 else ""
@@ -82,8 +84,10 @@ def left_by(run: ControlRun, article: str = "") -> str:
 def rest_of(facts: Facts, run: ControlRun) -> str:
     """Says what a control leaves: another cause where one was seen that a control could remove, else why it may not."""
     fits = [term.fit for term in facts.loop.terms] if facts.loop is not None else []
-    beside = any(fit.factor_residual < SMALL_PART < abs(fit.factor - 1) for fit in fits)  # a term that counts wrongly
-    if several(facts) or facts.forward.ruled_out or beside or run.kind not in _INEXACT:
+    is_term_wrong = any(
+        fit.factor_residual < SMALL_PART < abs(fit.factor - 1) for fit in fits
+    )  # a term that counts wrongly
+    if several(facts) or facts.forward.ruled_out or is_term_wrong or run.kind not in _INEXACT:
         return "another cause is left"
     return f"the control is not exact, because {_INEXACT[run.kind]}"
 
@@ -117,16 +121,16 @@ def in_order(facts: Facts, remedy: str, cause: Cause | None = None) -> str:
     return f"repair {order.index(cause) + 1} of {total}, in this order: {remedy}" if total > 1 else remedy
 
 
-def weighed(facts: Facts, run: ControlRun) -> str:
+def word_weighing(facts: Facts, run: ControlRun) -> str:
     """Says what difference is left with other weights, and what that means."""
     if run.rounding:
         return f"the difference is {run.left:.0e}: proven"
     text = f"a difference of {run.left:.0e} is left"
     if not facts.weights_first:
         return text
-    rest = "the causes named beside it make that" if facts.cleared else "another cause is left"
+    remainder = "the causes named beside it make that" if facts.cleared else "another cause is left"
     share = run.left / facts.compared.total  # 0 where there was no number
-    return f"{text}{f', {share:.1g} of what it was' if share else ''}: {rest}"
+    return f"{text}{f', {share:.1g} of what it was' if share else ''}: {remainder}"
 
 
 def weights_proven(facts: Facts) -> bool:
@@ -139,7 +143,7 @@ def behind(before: Sequence[Cause]) -> str:
     """What a repair was tested with: those before it, or values held constant, which is none; empty of one alone."""
     if not before:
         return ""
-    applied = all(other.control is not None and other.control.kind is ControlKind.FROZEN for other in before)
+    applied = all(cause.control is not None and cause.control.kind is ControlKind.FROZEN for cause in before)
     return " behind the repairs before it" if applied else " with the causes before it held constant"
 
 

@@ -20,9 +20,9 @@ from gaverify.rules.controls import (
     paired_remedy,
     proven,
 )
-from gaverify.rules.rule import controlled, finding_of, judged, rule
+from gaverify.rules.rule import control_evidence, finding_of, rule, word_control
 from gaverify.rules.scale import contradict_losses
-from gaverify.rules.wording import module_name, said, tested, told, words
+from gaverify.rules.wording import fill_sentence, module_name, word_finding, word_trial, words
 from gaverify.thresholds import FIT_FLOAT64, SAME_IN_FLOAT32
 
 
@@ -35,7 +35,7 @@ def batch_statistics(facts: Facts) -> Iterator[Finding]:
             continue
         operation = suspect.culprit
         remedies = [
-            f"{run.what} in its place: {tested(run)}"
+            f"{run.what} in its place: {word_trial(run)}"
             for run in cause.remedies
             if run.repairs and run.kind is ControlKind.REPLACED
         ]
@@ -122,11 +122,13 @@ def _remedy(facts: Facts, cause: Cause) -> str:
         return f"{cached}: tested{behind(before)}, gives the full-batch gradient at the memory of a micro-batch"
     if run is not None and run.kind is ControlKind.OWN_CACHE and run.repairs:
         return "hand the loss the full batch: it caches gradients itself, a part of the batch at a time: tested"
-    held = held_remedy(cause)
-    if held:
-        return held
-    once = "compute the loss once over all outputs of the window"
-    return paired_remedy(cause.suspect) or (once if facts.diagnosed else f"{once}: {cached} does it, not tried here")
+    constant_remedy = held_remedy(cause)
+    if constant_remedy:
+        return constant_remedy
+    loss_remedy = "compute the loss once over all outputs of the window"
+    return paired_remedy(cause.suspect) or (
+        loss_remedy if facts.diagnosed else f"{loss_remedy}: {cached} does it, not tried here"
+    )
 
 
 @rule("GAV104")
@@ -143,9 +145,9 @@ def batch_dependent_backward(facts: Facts) -> Iterator[Finding]:
     rows = [row for row in facts.compared.divergent if row.relative_difference > row.relative_allowed]
     hooked = ", ".join(f"`{name}`" for name in facts.backward.hooked)
     place, culprit, run = facts.backward.place, facts.backward.culprit, facts.backward.control
-    yield told(
+    yield word_finding(
         "GAV104.backward",
-        *([] if run is None else [controlled("backward", left_by(run), left=run.left)]),
+        *([] if run is None else [control_evidence("backward", left_by(run), left=run.left)]),
         location=culprit.location if culprit else Location(rows[0].name.rpartition(".")[0] if rows else None),
         proven=run is not None and run.rounding,
         rows=[row.name for row in rows],
@@ -174,9 +176,9 @@ def _in_loop(loop: Record) -> Iterator[Finding]:
         for weights in (fit.used, fit.weights)
     ]
     in_model = cause is not None and cause.suspect.in_model
-    yield told(
+    yield word_finding(
         "GAV104.loop",
-        *([] if run is None else [judged("control", text, run.left, proven)]),
+        *([] if run is None else [word_control("control", text, run.left, proven)]),
         location=cause.suspect.operation.location if cause is not None and proven else None,
         proven=proven,
         rows=[row.name for row in update.parameters if row.outcome is Outcome.DIVERGENT],
@@ -190,7 +192,7 @@ def _in_loop(loop: Record) -> Iterator[Finding]:
 
 def _where(place: BackwardPlace | None, culprit: Operation) -> str:
     place = place or BackwardPlace.MODULE
-    text = said(words("GAV104")["places"][place.name], module=module_name(culprit.module))
+    text = fill_sentence(words("GAV104")["places"][place.name], module=module_name(culprit.module))
     if place is BackwardPlace.MODULE:
         return text + (f" ({culprit.kind})" if culprit.kind else "")
     return text + (f": `{culprit.source}`" if culprit.source else "")

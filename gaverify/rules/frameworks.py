@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.frameworks import Framework, FrameworkLoop
-from gaverify.rules.wording import said, words
+from gaverify.rules.wording import fill_sentence, words
 
 _BY_TARGETS = ("targets", "counted")  # kinds of GAV202 whose right weights are shares of targets
 
@@ -36,9 +36,9 @@ def repair_scale(loop: Record, update: UpdateComparison, factor: float) -> str:
         # Where the Trainer has no number of targets to hand on, it divides whatever the loss accepts.
         if not twice and framework.framework is Framework.TRANSFORMERS and not framework.counts_items:
             return ""
-        return said(sentences["divides_twice" if twice else "divides"], steps=steps)
+        return fill_sentence(sentences["divides_twice" if twice else "divides"], steps=steps)
     if math.isclose(factor, steps, rel_tol=loop.tolerance):
-        return said(_repair_counts(framework), steps=steps)
+        return fill_sentence(_repair_counts(framework), steps=steps)
     return ""
 
 
@@ -58,7 +58,7 @@ def repair_shares(loop: Record, update: UpdateComparison, kind: str) -> str:
     framework = framework_of(loop, update)
     if framework is None or framework.framework is not Framework.TRANSFORMERS or kind not in _BY_TARGETS:
         return ""
-    return said(_repair_counts(framework), steps=framework.steps)
+    return fill_sentence(_repair_counts(framework), steps=framework.steps)
 
 
 def _repair_counts(framework: FrameworkLoop) -> str:

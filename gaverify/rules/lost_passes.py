@@ -13,8 +13,8 @@ from gaverify.records.findings import Finding
 from gaverify.records.stages import Stage
 from gaverify.records.windows import Window
 from gaverify.rules.controls import left_by
-from gaverify.rules.rule import controlled, rule, rule_of_loops
-from gaverify.rules.wording import counted, line_of, listed, located, place, told
+from gaverify.rules.rule import control_evidence, rule, rule_of_loops
+from gaverify.rules.wording import first_place, join_texts, line_of, place, window_counts, word_finding
 from gaverify.thresholds import LOST_SHARE
 
 
@@ -62,13 +62,13 @@ def _clearings(window: Window, optimizers: set[int]) -> tuple[bool, bool]:
 def cut_off(loop: Record) -> list[LostPasses]:
     """Returns the losses at the end of an epoch or of the script."""
     # what the full batch's run loses as well stands beside the training: a backward pass to count operations, say
-    whole = {(loss.window, len(loss.backwards)) for loss in loop.full_ledger.lost}
+    full_lost = {(loss.window, len(loss.backwards)) for loss in loop.full_ledger.lost}
     tails = [
         loss
         for loss in loop.ledger.lost
         if loss.window not in loop.skipped_alike
         and _is_tail(loop, loss)
-        and (loss.window, len(loss.backwards)) not in whole
+        and (loss.window, len(loss.backwards)) not in full_lost
     ]
     return [loss for loss in tails if loss.survivors > 0 or not _summed_elsewhere(loop, loss)]
 
@@ -77,11 +77,11 @@ def _is_tail(loop: Record, loss: LostPasses) -> bool:
     """Whether what was lost is a whole group of micro-batches that a full window, or nothing, followed."""
     if loss.by is None or (loss.survivors == 0 and not cleared_before_step(loop, loss)):
         return True
-    lost = {other.window for other in loop.ledger.lost}
-    whole = Counter(window.backwards for window in loop.complete if window.number not in lost)
+    lost = {lost_pass.window for lost_pass in loop.ledger.lost}
+    pass_counts = Counter(window.backwards for window in loop.complete if window.number not in lost)
     if loop.steps is not None:
-        whole[loop.steps] += len(loop.windows) + 1
-    wanted = whole.most_common(1)[0][0] if whole else loop.expected(loop.window_of(loss.window))
+        pass_counts[loop.steps] += len(loop.windows) + 1
+    wanted = pass_counts.most_common(1)[0][0] if pass_counts else loop.expected(loop.window_of(loss.window))
     return wanted is not None and loss.survivors >= wanted
 
 
@@ -124,37 +124,39 @@ def gradients_cleared_inside_window(facts: Facts) -> Iterator[Finding]:
         return
     if loop.overwritten is not None:
         # each backward pass writes its gradients over those of the passes before it
-        left, location = loop.overwritten.left, line_of(loop.overwritten.file, loop.overwritten.line)
-        yield told("GAV603.set", location=location, proven=True, update=loop.divergent, left=left)
+        difference_left, location = loop.overwritten.left, line_of(loop.overwritten.file, loop.overwritten.line)
+        yield word_finding("GAV603.set", location=location, proven=True, update=loop.divergent, left=difference_left)
         return
     losses = cleared_inside(loop)
     if not losses:
         return
     first = losses[0]
-    yield told(
+    yield word_finding(
         "GAV603.before-step" if cleared_before_step(loop, first) else "GAV603.cleared",
         location=place(first.by),
         proven=True,
         loss=first,
         total=len(first.backwards) + first.survivors,
         lost=[loss.window for loss in losses],
-        **counted(loop.windows),
+        **window_counts(loop.windows),
     )
 
 
 def _by_the_strategy(facts: Facts) -> Iterator[Finding]:
     """A finding where micro-batches that the user's own loop runs never reach the gradient that it ends with."""
-    known, run = facts.weights, facts.weights.remedy
-    if not known.lost or run is None or not facts.compared.divergent:
+    weights, run = facts.weights, facts.weights.remedy
+    if not weights.lost or run is None or not facts.compared.divergent:
         return
-    yield told(
+    yield word_finding(
         "GAV603.strategy",
-        controlled("micro-batch-weights", f"with {run.what} the loop ends with the same gradient to {run.left:.0e}"),
+        control_evidence(
+            "micro-batch-weights", f"with {run.what} the loop ends with the same gradient to {run.left:.0e}"
+        ),
         proven=run.rounding,
-        lost=known.lost,
-        count=len(known.lost),
+        lost=weights.lost,
+        count=len(weights.lost),
         steps=facts.steps,
-        which=listed([str(k + 1) for k in known.lost], 6),
+        which=join_texts([str(k + 1) for k in weights.lost], 6),
         largest=facts.compared.largest,
     )
 
@@ -165,9 +167,9 @@ def _by_the_forward(facts: Facts) -> Iterator[Finding]:
     if run is None:
         return
     by = facts.backward.clearing
-    yield told(
+    yield word_finding(
         "GAV603.forward",
-        controlled("gradients", left_by(run), left=run.left),
+        control_evidence("gradients", left_by(run), left=run.left),
         location=by.location if by is not None else None,
         proven=run.rounding,
         largest=facts.compared.largest,
@@ -185,6 +187,8 @@ def trailing_window_lost(facts: Facts, loop: Record) -> Iterator[Finding]:
     first = tails[0]
     after = f"after update {first.window - 1}" if first.window > 1 else "before the first update"
     how = "are cleared before a step uses them" if first.by is not None else "are never used: the script ends"
-    location = located(filter(None, (first.by, first.backwards[-1])))
-    lost, seen = len(first.backwards), counted(loop.windows)
-    yield told("GAV604.lost", location=location, proven=True, backwards=lost, after=after, how=how, **seen)
+    location = first_place(filter(None, (first.by, first.backwards[-1])))
+    lost, count_values = len(first.backwards), window_counts(loop.windows)
+    yield word_finding(
+        "GAV604.lost", location=location, proven=True, backwards=lost, after=after, how=how, **count_values
+    )

@@ -9,10 +9,10 @@ from gaverify.records.experiment import is_constant
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Finding, Location
 from gaverify.records.ranks import Engine, RankFacts
-from gaverify.rules.rule import controlled, finding_of, judged, measured, rule_of_ranks
-from gaverify.rules.wording import backward_place, beside_one_process, listed, passes, shares, tried
+from gaverify.rules.rule import control_evidence, finding_of, measured_evidence, rule_of_ranks, word_control
+from gaverify.rules.wording import backward_place, beside_one_process, join_texts, passes, rank_trial, shares
 from gaverify.thresholds import COMPUTED_FLOAT32, FIT_FLOAT32, SMALL_PART
-from gaverify.tracebacks import shown
+from gaverify.tracebacks import display_path
 
 _SHOWN = 8  # micro-batches of a rank whose targets are listed
 
@@ -32,7 +32,9 @@ def _other_weights(ranks: RankFacts) -> Finding:
     far = ranks.started_apart
     return finding_of(
         f"the {ranks.ranks} ranks compute their gradients at different weights",
-        measured("ranks", f"the weights of the ranks are {far:.2g} apart (relative) before the first step", apart=far),
+        measured_evidence(
+            "ranks", f"the weights of the ranks are {far:.2g} apart (relative) before the first step", apart=far
+        ),
         remedy="give every rank rank 0's weights before the first step: DistributedDataParallel does, and so does "
         "`torch.distributed.broadcast` of each parameter",
         proven=False,
@@ -43,22 +45,22 @@ def _other_gradients(facts: Facts, ranks: RankFacts) -> Finding:
     after = ranks.summed_apart <= ranks.rounding
     what = "; after the window's last backward pass they were the same" if after else ""
     evidence = [
-        measured(
+        measured_evidence(
             "ranks",
             f"the gradients of the ranks are {ranks.apart:.2g} apart (relative) at the same step{what}",
             apart=ranks.apart,
         )
     ]
-    left, proven = ranks.mean_left, ranks.is_rounding(ranks.mean_left)
+    difference_left, proven = ranks.mean_left, ranks.is_rounding(ranks.mean_left)
     if proven:
-        text = f"the mean of the ranks' own gradients is the full batch's to {left:.0e}: proven"
-        evidence.append(controlled("rank-weights", text, left=left))
+        text = f"the mean of the ranks' own gradients is the full batch's to {difference_left:.0e}: proven"
+        evidence.append(control_evidence("rank-weights", text, left=difference_left))
     reduced = ranks.sync_control
     repaired = ranks.is_rounding(reduced) and not after
     failed = not math.isnan(reduced) and not repaired and not after
     if repaired or failed:
         text = f"with every backward pass reducing the difference from the full batch is {reduced:.0e}"
-        evidence.append(controlled("ranks", text, left=reduced))
+        evidence.append(control_evidence("ranks", text, left=reduced))
     why = "each changes them in its own way before it" if after else "they were not reduced"
     remedy = _remedy(ranks)
     if failed:
@@ -68,7 +70,7 @@ def _other_gradients(facts: Facts, ranks: RankFacts) -> Finding:
         remedy += "outside the wrapper, a gradient made or changed by hand), and reduce that by hand on all ranks"
     if after:
         remedy = "let every rank do what changes the gradients after they were reduced: clip, scale, add noise"
-    of = f" of {listed([f'`{name}`' for name in ranks.names_apart])}" if ranks.names_apart else ""
+    of = f" of {join_texts([f'`{name}`' for name in ranks.names_apart])}" if ranks.names_apart else ""
     return finding_of(
         f"the {ranks.ranks} ranks step with different gradients{of}: {why}",
         *evidence,
@@ -92,17 +94,17 @@ def gradients_never_reduced(facts: Facts, ranks: RankFacts) -> Iterator[Finding]
     """Yields a finding where sharded parameters step without a gradient, or without that of the last backward pass."""
     if not _is_lost(ranks):
         return
-    left = ranks.sync_control
-    proven = ranks.is_rounding(left)
+    difference_left = ranks.sync_control
+    proven = ranks.is_rounding(difference_left)
     missing = "any gradient: the sharded gradients are never reduced"
-    seen = f"no sharded parameter has a gradient at the step, and {_reducing(ranks)}"
+    observation = f"no sharded parameter has a gradient at the step, and {_reducing(ranks)}"
     if not ranks.stepped_without:
         missing = "the gradient of the window's last backward pass"
-        seen = f"{_reducing(ranks)}, and the last one does not"
-    evidence = [measured("ranks", seen, backwards=len(ranks.reduced), reductions=ranks.reductions)]
-    if left == left:  # not NaN: the control ran
+        observation = f"{_reducing(ranks)}, and the last one does not"
+    evidence = [measured_evidence("ranks", observation, backwards=len(ranks.reduced), reductions=ranks.reductions)]
+    if difference_left == difference_left:  # not NaN: the control ran
         what = "with every backward pass reducing the difference from the full batch"
-        evidence.append(judged("ranks", what, left, proven))
+        evidence.append(word_control("ranks", what, difference_left, proven))
     yield finding_of(
         f"the {ranks.ranks} ranks step without {missing}",
         *evidence,
@@ -132,17 +134,17 @@ def rank_statistics(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
     """Yields a finding where buffers of the ranks are apart and holding their layers still repairs the gradient."""
     if facts.loop is None or not ranks.at_fault or not ranks.buffers_apart:
         return
-    left, proven = ranks.frozen_control, ranks.is_rounding(ranks.frozen_control)
-    if not left < ranks.difference:
+    difference_left, proven = ranks.frozen_control, ranks.is_rounding(ranks.frozen_control)
+    if not difference_left < ranks.difference:
         return
     names = [name.partition(":")[2] for name in ranks.buffers_apart]
     owners = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
     yield finding_of(
-        f"{listed([f'`{owner}`' for owner in owners])} computes statistics over the samples of its own rank",
-        measured(
-            "ranks", f"buffers differ between the ranks: {listed([f'`{name}`' for name in names])}", buffers=names
+        f"{join_texts([f'`{owner}`' for owner in owners])} computes statistics over the samples of its own rank",
+        measured_evidence(
+            "ranks", f"buffers differ between the ranks: {join_texts([f'`{name}`' for name in names])}", buffers=names
         ),
-        judged("ranks", "in evaluation mode in both runs the difference", left, proven),
+        word_control("ranks", "in evaluation mode in both runs the difference", difference_left, proven),
         location=Location(owners[0]),
         remedy="GroupNorm or LayerNorm, evaluation mode for these layers, or SyncBatchNorm where K = 1",
         proven=proven,
@@ -154,14 +156,14 @@ def synchronised_every_micro_batch(facts: Facts, ranks: RankFacts) -> Iterator[F
     """Yields a note where more than one backward pass of the first window reduces over the ranks."""
     if ranks.reductions < 2:
         return
-    whole, last = sum(ranks.reduced), ranks.reduced[-1]
+    total_bytes, last = sum(ranks.reduced), ranks.reduced[-1]
     switch = "set_requires_gradient_sync(False)" if ranks.engine is Engine.FSDP2 else "no_sync()"
     yield finding_of(
         f"{ranks.reductions} of {len(ranks.reduced)} backward passes of a window reduce over the ranks; one would do",
-        measured(
+        measured_evidence(
             "ranks",
-            f"each rank reduces {whole:,} bytes per window; {last:,} with the last backward pass alone",
-            bytes=whole,
+            f"each rank reduces {total_bytes:,} bytes per window; {last:,} with the last backward pass alone",
+            bytes=total_bytes,
             needed=last,
             reductions=ranks.reductions,
         ),
@@ -198,9 +200,9 @@ def _of_shards(ranks: RankFacts) -> Iterator[Finding]:
     """Sharded ranks keep no gradient of their own: valid targets say what is tried, and the control decides."""
     if ranks.shares_tried not in ranks.shares_of_targets or not ranks.is_rounding(ranks.weights_control):
         return
-    of_each = any(len(own) > 1 for own in ranks.shares_tried)
-    fitting = shares([own[0] / ranks.ranks for own in ranks.shares_tried])
-    counted = listed([" + ".join(map(str, counts[:_SHOWN])) for counts in ranks.targets], ranks.ranks)
+    of_each = any(len(rank_shares) > 1 for rank_shares in ranks.shares_tried)
+    fitting = shares([rank_shares[0] / ranks.ranks for rank_shares in ranks.shares_tried])
+    counted = join_texts([" + ".join(map(str, counts[:_SHOWN])) for counts in ranks.targets], ranks.ranks)
     yield _finding(
         ranks,
         "each micro-batch's share of the valid targets" if of_each else fitting,
@@ -213,8 +215,8 @@ def _finding(ranks: RankFacts, fitting: str, what: str, **values: object) -> Fin
     return finding_of(
         f"the gradients of the {ranks.ranks} ranks are averaged equally; right for ranks 0 to "
         f"{ranks.ranks - 1} would be {fitting}",
-        measured("rank-weights", f"{beside_one_process(ranks)}; {what}", **values),
-        *tried(ranks, f"each rank's loss multiplied by its right share ({fitting}) over the used one"),
+        measured_evidence("rank-weights", f"{beside_one_process(ranks)}; {what}", **values),
+        *rank_trial(ranks, f"each rank's loss multiplied by its right share ({fitting}) over the used one"),
         remedy="divide each rank's summed loss by the count over all ranks (one all-reduce) and multiply it by the "
         "number of ranks, because the engine averages",
         proven=ranks.is_rounding(ranks.weights_control),
@@ -226,19 +228,21 @@ def wrong_rank_scale(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
     """Yields a finding where one factor for all parameters makes the ranks' gradient the full batch's."""
     if not ranks.at_fault or ranks.apart > ranks.rounding:
         return
-    factor, left = ranks.one_factor
-    if not math.isfinite(factor) or abs(factor) < ranks.rounding or left > ranks.rounding:
+    factor, difference_left = ranks.one_factor
+    if not math.isfinite(factor) or abs(factor) < ranks.rounding or difference_left > ranks.rounding:
         return
     if abs(factor - 1) <= ranks.rounding:
         return
     counting_rank = _rank_that_counts(ranks, factor)
     if facts.loop is not None and not _of_ranks(factor, ranks.ranks, facts.steps) and counting_rank is None:
         return
-    known = (
+    strategy_meaning = (
         (float(ranks.ranks), "R: a sum where the mean over the ranks was meant"),
         (1.0 / ranks.ranks, "1/R: the engine's mean divides once more"),
     )
-    meaning = next((f" = {text}" for value, text in known if math.isclose(factor, value, rel_tol=COMPUTED_FLOAT32)), "")
+    meaning = next(
+        (f" = {text}" for value, text in strategy_meaning if math.isclose(factor, value, rel_tol=COMPUTED_FLOAT32)), ""
+    )
     remedy = f"multiply each rank's loss by {1 / factor:.6g}"
     if counting_rank is not None:
         counts = [sum(targets) for targets in ranks.targets]
@@ -250,8 +254,10 @@ def wrong_rank_scale(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
         )
     yield finding_of(
         f"the gradient that {ranks.ranks} ranks end up with is {factor:.6g} times the full batch's{meaning}",
-        measured("rank-weights", f"{beside_one_process(ranks)}; one factor leaves {left:.0e} over", factor=factor),
-        *tried(ranks, f"each rank's loss multiplied by {1 / factor:.6g}"),
+        measured_evidence(
+            "rank-weights", f"{beside_one_process(ranks)}; one factor leaves {difference_left:.0e} over", factor=factor
+        ),
+        *rank_trial(ranks, f"each rank's loss multiplied by {1 / factor:.6g}"),
         remedy=remedy + (": tested, equivalent" if ranks.is_rounding(ranks.weights_control) else ""),
         proven=ranks.is_rounding(ranks.weights_control),
     )
@@ -287,19 +293,21 @@ def gather_without_gradient(facts: Facts, ranks: RankFacts) -> Iterator[Finding]
     """Yields a finding where the ranks gather, and a gather that hands gradients back repairs the gradient."""
     if not ranks.at_fault or ranks.apart > ranks.rounding or not ranks.gathers:
         return
-    left = ranks.gather_control
-    if not math.isfinite(left) or left > max(ranks.rounding, SMALL_PART * ranks.difference):
+    difference_left = ranks.gather_control
+    if not math.isfinite(difference_left) or difference_left > max(ranks.rounding, SMALL_PART * ranks.difference):
         return
-    proven = left <= ranks.rounding
+    proven = difference_left <= ranks.rounding
     residual = ranks.weights.residual if ranks.weights is not None else math.nan
     yield finding_of(
         f"the loss gathers tensors of {ranks.ranks} ranks, and their gradients stay behind",
-        measured(
+        measured_evidence(
             "rank-weights",
             f"{beside_one_process(ranks)}; the best weights of the ranks' gradients leave {residual:.1e} over",
             residual=residual,
         ),
-        judged("gather", "with `gaverify.remedies.all_gather` in its place the difference", left, proven),
+        word_control(
+            "gather", "with `gaverify.remedies.all_gather` in its place the difference", difference_left, proven
+        ),
         location=_place(facts),
         remedy="`gaverify.remedies.all_gather`, which hands gradients back, in place of the gather"
         + (": tested, equivalent" if proven else ""),
@@ -312,7 +320,7 @@ def _place(facts: Facts) -> Location | None:
     window = facts.loop.first if facts.loop is not None else None
     places = [place for event in (window.of("backward") if window else ()) for place in event.values.get("gathers", ())]
     file, line = next(filter(None, places), (None, None))
-    return Location(file=shown(file), line=line) if file else None
+    return Location(file=display_path(file), line=line) if file else None
 
 
 @rule_of_ranks("GAV706")
@@ -326,20 +334,20 @@ def shard_local_norm(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
     if max(factors) - min(factors) <= FIT_FLOAT32 * max(map(abs, factors)):
         return
     whose, part = ("shard", "shards") if ranks.weights is None else ("gradient", "gradients")
-    left = max(abs(shard.norms / shard.factor - 1) if shard.factor else math.inf for shard in ranks.shards)
+    largest_error = max(abs(shard.norms / shard.factor - 1) if shard.factor else math.inf for shard in ranks.shards)
     evidence = [
-        measured(
+        measured_evidence(
             "ranks",
             f"the {part} of ranks 0 to {ranks.ranks - 1} count {shares(factors)} times the full batch's, each with "
             f"{max(shard.residual for shard in ranks.shards):.0e} left over",
             factors=factors,
         )
     ]
-    proven = left <= ranks.rounding
+    proven = largest_error <= ranks.rounding
     if proven:
         norms = [shard.norms for shard in ranks.shards]
-        text = f"clipping each by its norm alone makes that {shares(norms)}, the same to {left:.0e}: proven"
-        evidence.append(controlled("ranks", text, norms=norms, left=left))
+        text = f"clipping each by its norm alone makes that {shares(norms)}, the same to {largest_error:.0e}: proven"
+        evidence.append(control_evidence("ranks", text, norms=norms, left=largest_error))
     yield finding_of(
         f"each of the {ranks.ranks} ranks scales its {whose} by a number of its own"
         + (" before they are reduced" if ranks.weights is not None else ""),
@@ -357,4 +365,4 @@ def _clip_place(facts: Facts) -> Location | None:
     """Where the first window of a loop clips; None where no clipping was seen."""
     clips = facts.loop.first.of("clip") if facts.loop is not None and facts.loop.first is not None else ()
     file, line = clips[0].place if clips else (None, None)
-    return Location(file=shown(file), line=line) if file else None
+    return Location(file=display_path(file), line=line) if file else None

@@ -11,15 +11,15 @@ from gaverify.records.comparison import NotCompared, Outcome, ParameterCompariso
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Finding, Location
 from gaverify.rules.rule import rule
-from gaverify.rules.wording import listed, quoted, told
+from gaverify.rules.wording import join_texts, quote_names, word_finding
 from gaverify.rules.wrong_shares import empty_micro_batches
 from gaverify.thresholds import AGREE_FLOAT64, BITS_WORTH_A_NOTE
 
 
 @rule("GAV000")
-def unexplained(facts: Facts, found: tuple[Finding, ...]) -> Iterator[Finding]:
+def unexplained(facts: Facts, findings: tuple[Finding, ...]) -> Iterator[Finding]:
     """Yields a note where a divergence was looked into and nothing of severity fault came out, or something is left."""
-    explained = any(finding.severity == "fault" for finding in found)
+    explained = any(finding.severity == "fault" for finding in findings)
     if not facts.compared.divergent or (explained and facts.stopped_after is None):
         return
     if facts.loop is not None:
@@ -35,9 +35,9 @@ def _in_run(facts: Facts) -> Finding:
     if facts.repeatability is not None and facts.repeatability.backward < AGREE_FLOAT64:
         ruled_out.append("repeatability: what was run twice agrees with itself")
     if facts.state is not None:
-        changed = quoted(change.name for change in facts.state.changes)
-        held = f"holding {changed} does not help" if facts.state.control else "none is changed and read"
-        ruled_out.append(f"state: {held}")
+        changed = quote_names(change.name for change in facts.state.changes)
+        state_tried = f"holding {changed} does not help" if facts.state.control else "none is changed and read"
+        ruled_out.append(f"state: {state_tried}")
     if facts.forward.agree:
         ruled_out.append("operations: all forwards agree")
     ruled_out += [
@@ -46,8 +46,8 @@ def _in_run(facts: Facts) -> Finding:
     ruled_out += _not_asked(facts)
     text, limit = "; ".join(ruled_out) or "nothing", facts.stopped_after
     if limit is not None:
-        return told("GAV000.stopped", severity="note", proven=False, ruled_out=text, limit=limit)
-    return told("GAV000.run", severity="note", proven=False, ruled_out=text, advice=_advice(facts))
+        return word_finding("GAV000.stopped", severity="note", proven=False, ruled_out=text, limit=limit)
+    return word_finding("GAV000.run", severity="note", proven=False, ruled_out=text, advice=_advice(facts))
 
 
 def _not_asked(facts: Facts) -> Iterator[str]:
@@ -56,7 +56,7 @@ def _not_asked(facts: Facts) -> Iterator[str]:
     for name, why in facts.failures.items():
         reasons.setdefault(why, []).append(name)
     for why, names in reasons.items():
-        yield f"{listed(names)} could not run: {why}"
+        yield f"{join_texts(names)} could not run: {why}"
 
 
 def _advice(facts: Facts) -> str:
@@ -66,10 +66,10 @@ def _advice(facts: Facts) -> str:
         return f"make possible what could not run (a smaller batch, kernels with float64), or {halves}"
     if facts.forward.agree:
         return f"look at custom `backward` functions and hooks, since all forwards agree; else {halves}"
-    seen = facts.forward.coupling
-    if seen is None:
+    coupling = facts.forward.coupling
+    if coupling is None:
         return halves
-    if seen.others == 0:
+    if coupling.others == 0:
         return "look at the loss: the model keeps its samples apart; compute its terms one by one for both runs"
     return f"samples meet inside the model: {halves}, until the outputs of a sample depend on no other"
 
@@ -91,7 +91,7 @@ def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
     terms = max((event.values.get("terms", 0) for window in loop.windows for event in window.of("backward")), default=0)
     if loop.ranks > 1 and terms > 1:
         ruled_out.append(f"the {terms} terms of the loss were not tried one by one: of several ranks they cannot be")
-    yield told("GAV000.loop", severity="note", proven=False, update=update, ruled_out="; ".join(ruled_out))
+    yield word_finding("GAV000.loop", severity="note", proven=False, update=update, ruled_out="; ".join(ruled_out))
 
 
 @rule("GAV901")
@@ -107,7 +107,7 @@ def uninformative_batch(facts: Facts) -> Iterator[Finding]:
         )
     if reasons:
         text = "; ".join(reasons)
-        yield told("GAV901.batch", severity="note", proven=True, reasons=text, valid_targets=list(counts))
+        yield word_finding("GAV901.batch", severity="note", proven=True, reasons=text, valid_targets=list(counts))
 
 
 def _of_a_run(facts: Facts) -> Iterator[str]:
@@ -121,8 +121,8 @@ def _of_a_run(facts: Facts) -> Iterator[str]:
         yield "every gradient is zero"
     hooked = facts.backward.hooked
     if hooked and all(math.isnan(row.difference_norm) for row in rows):
-        shown = ", ".join(f"`{name}`" for name in hooked[:3])
-        yield f"hooks on {shown} take the gradients away before anything is compared (optimizer in backward?)"
+        hook_names = ", ".join(f"`{name}`" for name in hooked[:3])
+        yield f"hooks on {hook_names} take the gradients away before anything is compared (optimizer in backward?)"
 
 
 def _of_a_loop(facts: Facts) -> Iterator[str]:
@@ -149,7 +149,7 @@ def low_precision_accumulation(facts: Facts) -> Iterator[Finding]:
     if loss.in_float32 is not None and loss.in_float32 < loss.accumulated:
         better = f": tested, the error is {loss.in_float32:.1e} instead of {loss.accumulated:.1e}"
     of = f" (that of {loss.samples} samples, and what adding up lost)" if loss.samples else ""
-    yield told("GAV501.bits", severity="note", proven=loss.samples == 0, loss=loss, of=of, better=better)
+    yield word_finding("GAV501.bits", severity="note", proven=loss.samples == 0, loss=loss, of=of, better=better)
 
 
 @rule("GAV502")
@@ -159,11 +159,11 @@ def missing_gradient(facts: Facts) -> Iterator[Finding]:
     if not rows or (facts.ranks is not None and facts.ranks.stepped_without):
         return
     number, parameters = facts.compared.update, [row.name for row in rows]
-    named = listed([f"`{name}`" for name in parameters], 1)
+    named = join_texts([f"`{name}`" for name in parameters], 1)
     if facts.loop is not None and _other_optimizers(facts.loop, number):
-        yield told("GAV502.optimizers", proven=True, update=number, named=named, parameters=parameters)
+        yield word_finding("GAV502.optimizers", proven=True, update=number, named=named, parameters=parameters)
         return
-    yield told(
+    yield word_finding(
         "GAV502.one-side",
         location=branch.location if branch is not None else Location(rows[0].name.rpartition(".")[0]),
         proven=True,
@@ -179,9 +179,9 @@ def missing_gradient(facts: Facts) -> Iterator[Finding]:
 
 
 def _other_optimizers(loop: Record, number: int | None) -> bool:
-    whole = next((window for window in loop.full_windows if window.number == number), None)
+    full_window = next((window for window in loop.full_windows if window.number == number), None)
     window = loop.window_of(number) if number is not None else None
-    return whole is not None and window is not None and set(whole.optimizers) != set(window.optimizers)
+    return full_window is not None and window is not None and set(full_window.optimizers) != set(window.optimizers)
 
 
 @rule("GAV503")
@@ -201,15 +201,16 @@ def non_finite_gradient(facts: Facts) -> Iterator[Finding]:
 
 def _finding(rows: list[ParameterComparison], update: int | None) -> Finding:
     one_sided = [row for row in rows if row.why is not NotCompared.NOT_FINITE_IN_BOTH]
-    shown = one_sided or rows
-    return told(
+    listed_rows = one_sided or rows
+    return word_finding(
         "GAV503.not-finite",
         severity="fault" if one_sided else "note",
-        location=Location(shown[0].name.rpartition(".")[0]),
+        location=Location(listed_rows[0].name.rpartition(".")[0]),
         proven=True,
-        together=[Location(row.name.rpartition(".")[0]) for row in shown],
-        named=f"`{shown[0].name}`" + (f" and {count_text(len(shown) - 1, 'more parameter')}" if len(shown) > 1 else ""),
-        reason=shown[0].reason,
+        together=[Location(row.name.rpartition(".")[0]) for row in listed_rows],
+        named=f"`{listed_rows[0].name}`"
+        + (f" and {count_text(len(listed_rows) - 1, 'more parameter')}" if len(listed_rows) > 1 else ""),
+        reason=listed_rows[0].reason,
         where=f" (update {update})" if update is not None else "",
         number=len(rows),
         parameters=[row.name for row in rows],

@@ -37,27 +37,27 @@ def rule(code: str) -> Callable[[Callable[Asked, Iterable[Finding]]], Rule[Asked
 def rule_of_loops(code: str) -> Callable[[Callable[[Facts, Record], Iterable[Finding]]], Rule[[Facts]]]:
     """The same for a judgement that needs the windows of a training loop: in a run it finds nothing."""
 
-    def made(judgement: Callable[[Facts, Record], Iterable[Finding]]) -> Rule[[Facts]]:
+    def make_rule(judgement: Callable[[Facts, Record], Iterable[Finding]]) -> Rule[[Facts]]:
         @wraps(judgement)
         def judge(facts: Facts) -> Iterable[Finding]:
             return () if facts.loop is None else judgement(facts, facts.loop)
 
         return rule(code)(judge)
 
-    return made
+    return make_rule
 
 
 def rule_of_ranks(code: str) -> Callable[[Callable[[Facts, RankFacts], Iterable[Finding]]], Rule[[Facts]]]:
     """The same for a judgement about several ranks: of one process it finds nothing."""
 
-    def made(judgement: Callable[[Facts, RankFacts], Iterable[Finding]]) -> Rule[[Facts]]:
+    def make_rule(judgement: Callable[[Facts, RankFacts], Iterable[Finding]]) -> Rule[[Facts]]:
         @wraps(judgement)
         def judge(facts: Facts) -> Iterable[Finding]:
             return () if facts.ranks is None else judgement(facts, facts.ranks)
 
         return rule(code)(judge)
 
-    return made
+    return make_rule
 
 
 def finding_of(
@@ -74,24 +74,24 @@ def finding_of(
     The rule that yields it gives it its code and name. What it says holds of all places of `together`, `location`
     among them: its first evidence hands the others on, for who accepts some of them.
     """
-    others = [place for place in dict.fromkeys(together) if place is not None and place != location]
-    if others and evidence:
-        also = [{"module": place.module, "file": place.file, "line": place.line} for place in others]
+    other_places = [place for place in dict.fromkeys(together) if place is not None and place != location]
+    if other_places and evidence:
+        also = [{"module": place.module, "file": place.file, "line": place.line} for place in other_places]
         evidence = (replace(evidence[0], values={**evidence[0].values, ALSO: also}), *evidence[1:])
     return Finding("", "", severity, summary, location, evidence, remedy, proven)
 
 
-def measured(source: str, statement: str, /, **values: Any) -> Evidence:
+def measured_evidence(source: str, statement: str, /, **values: Any) -> Evidence:
     """Returns evidence that was measured, under the name of what measured it, with the numbers behind the sentence."""
     return Evidence(source, "measured", statement, values)
 
 
-def controlled(source: str, statement: str, /, **values: Any) -> Evidence:
+def control_evidence(source: str, statement: str, /, **values: Any) -> Evidence:
     """Returns the evidence of a control run."""
     return Evidence(source, "control", statement, values)
 
 
-def judged(
+def word_control(
     source: str, what: str, left: float, proven: bool, otherwise: str = "another cause is left", **values: Any
 ) -> Evidence:
     """Returns the evidence of a control run that says which difference it leaves, and what that means.
@@ -105,4 +105,4 @@ def judged(
         values: Numbers behind the sentence, beside `left`.
     """
     meaning = "proven" if proven else otherwise
-    return controlled(source, f"{what} is {left:.0e}" + (f": {meaning}" if meaning else ""), **values, left=left)
+    return control_evidence(source, f"{what} is {left:.0e}" + (f": {meaning}" if meaning else ""), **values, left=left)

@@ -10,7 +10,7 @@ from gaverify.records.comparison import Method, Outcome, ParameterComparison
 from gaverify.records.experiment import LossTerm, WeightFit, alike, are_shares, is_constant
 from gaverify.records.facts import Facts, Weights
 from gaverify.records.findings import Evidence
-from gaverify.rules.rule import judged
+from gaverify.rules.rule import word_control
 from gaverify.thresholds import FIT_FLOAT32, FIT_FLOAT64, FIT_MAGNIFIES, LOST_SHARE
 
 
@@ -107,11 +107,11 @@ def contradict_losses(loop: Record, update: UpdateComparison) -> bool:
 
 def multipliers_of(loop: Record) -> tuple[float, ...]:
     """Returns what each loss of the first differing update should be multiplied by; empty where nothing tells."""
-    update, found = loop.divergent, weights_of(loop)
+    update, weights = loop.divergent, weights_of(loop)
     factor = factor_in_loop(loop, update) if update is not None else None
     if update is not None and factor is not None:
         return (1 / factor,) * update.backwards
-    return found[1].multipliers if found is not None else ()
+    return weights[1].multipliers if weights is not None else ()
 
 
 def weighed_in_loop(loop: Record, number: int, *, means: bool = True) -> tuple[tuple[Evidence, ...], bool]:
@@ -129,9 +129,9 @@ def weighed_in_loop(loop: Record, number: int, *, means: bool = True) -> tuple[t
         return (), means
     if update is None or run is None or update.number != number:
         return (), False
-    rest = "" if run.rounding else "another cause is left"
-    shown = judged("control", f"with {run.what} the difference", run.left, run.rounding and means, rest)
-    return (shown,), run.rounding and means
+    remainder = "" if run.rounding else "another cause is left"
+    evidence = word_control("control", f"with {run.what} the difference", run.left, run.rounding and means, remainder)
+    return (evidence,), run.rounding and means
 
 
 def _of_one_rank(loop: Record, fit: WeightFit) -> bool:
@@ -141,8 +141,8 @@ def _of_one_rank(loop: Record, fit: WeightFit) -> bool:
     """
     used = [fit.used[at : at + loop.ranks] for at in range(0, len(fit.used), loop.ranks)]
     most = LOST_SHARE * max(map(abs, fit.used), default=0.0)
-    reached = [[abs(weight) > most for weight in same] for same in used]
-    return any(any(same) and not all(same) for same in reached)
+    reached = [[abs(weight) > most for weight in micro_batch] for micro_batch in used]
+    return any(any(micro_batch) and not all(micro_batch) for micro_batch in reached)
 
 
 def weighted_term(loop: Record) -> LossTerm | None:
@@ -193,12 +193,14 @@ def factor_of(facts: Facts) -> tuple[float | None, float]:
         return _of_count(facts.weights), math.inf if fit is None else fit.residual
     if fit is not None and facts.weights.blamed:
         ratios = [w / c for w, c in zip(facts.weights.used, fit.weights, strict=True) if c]
-        same = len(ratios) == len(fit.weights) and is_constant(ratios, fit.residual)
-        if same and not is_constant([*ratios, 1.0], fit.residual):  # 1: counts of the window, beside right weights
+        is_one_factor = len(ratios) == len(fit.weights) and is_constant(ratios, fit.residual)
+        if is_one_factor and not is_constant(
+            [*ratios, 1.0], fit.residual
+        ):  # 1: counts of the window, beside right weights
             return ratios[0], fit.residual
         return None, math.inf
-    factor, left = facts.compared.scale
-    return (factor, left) if not facts.diagnosed and left < accurate else (None, math.inf)
+    factor, residual = facts.compared.scale
+    return (factor, residual) if not facts.diagnosed and residual < accurate else (None, math.inf)
 
 
 def _of_count(known: Weights) -> float | None:
@@ -209,7 +211,11 @@ def _of_count(known: Weights) -> float | None:
     counts, fit = known.counts, known.fit
     if not all(all(count.own) for count in counts):  # one that holds nothing to count adds nothing
         return None
-    ratios = [w * count.window / own for count in counts for w, own in zip(known.used, count.own, strict=True)]
+    ratios = [
+        w * count.window / in_micro_batch
+        for count in counts
+        for w, in_micro_batch in zip(known.used, count.own, strict=True)
+    ]
     if not is_constant(ratios) or any(count.term is not None or not count.counts for count in counts):
         return None
     fitted = [] if fit is None else [w / c for w, c in zip(known.used, fit.weights, strict=True) if c]
@@ -237,13 +243,15 @@ def meaning_in_loop(factor: float, steps: int, ranks: int, tolerance: float, wha
         tolerance: How far it was measured apart from what it stands for, relative.
         what: What is divided.
     """
-    both = (" = R", ", or a sum over the ranks where their mean was meant") if ranks == steps > 1 else ("", "")
+    ranks_equal_steps = (
+        (" = R", ", or a sum over the ranks where their mean was meant") if ranks == steps > 1 else ("", "")
+    )
     twice = (" = 1/R", ", or over the ranks once more") if ranks == steps > 1 else ("", "")
-    known = (
-        (float(steps), f"K{both[0]}: {what} is not divided by K{both[1]}"),
+    meanings = (
+        (float(steps), f"K{ranks_equal_steps[0]}: {what} is not divided by K{ranks_equal_steps[1]}"),
         (
             1 / max(steps, 1),
             f"1/K{twice[0]}: {what} is divided by K although it needs no division, or twice{twice[1]}",
         ),
     )
-    return next((f" = {text}" for value, text in known if math.isclose(factor, value, rel_tol=tolerance)), "")
+    return next((f" = {text}" for value, text in meanings if math.isclose(factor, value, rel_tol=tolerance)), "")

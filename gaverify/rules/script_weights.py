@@ -67,7 +67,7 @@ def identify_script_weights(
         weights = tuple(amount / sum(amounts) for amount in amounts)
         total = sum(weight * multiplier for weight, multiplier in zip(weights, multipliers, strict=True))
         # A script that does not divide by K, or divides by it once too often, has K or 1/K times these weights.
-        if any(math.isclose(total, known, rel_tol=tolerance) for known in (1 / steps, 1.0, float(steps))):
+        if any(math.isclose(total, usual_total, rel_tol=tolerance) for usual_total in (1 / steps, 1.0, float(steps))):
             return ScriptWeights(shares, weights, 1 / total)
     return next(_from_graph(update, multipliers, tolerance), None)
 

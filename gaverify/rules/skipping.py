@@ -11,7 +11,7 @@ from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.events import Event
 from gaverify.records.findings import Location
 from gaverify.records.windows import Window
-from gaverify.rules.wording import listed, located
+from gaverify.rules.wording import first_place, join_texts
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Skipped:
     def location(self) -> Location | None:
         """The forwards that no backward pass follows; else those that were made."""
         forwards = self.window.of("forward")
-        return located([forwards[at] for at in self.positions] or forwards)
+        return first_place([forwards[at] for at in self.positions] or forwards)
 
     @property
     def subject(self) -> str:
@@ -44,19 +44,19 @@ class Skipped:
         number = self.window.number
         if not self.positions:
             return f"{self.samples} samples of update {number} have"
-        which = f"{listed([str(at + 1) for at in self.positions], 6)} of update {number}"
+        which = f"{join_texts([str(at + 1) for at in self.positions], 6)} of update {number}"
         return f"micro-batches {which} have" if len(self.positions) > 1 else f"micro-batch {which} has"
 
 
 def find_skipped(loop: Record, update: UpdateComparison) -> Skipped | None:
     """Returns the micro-batches that an update leaves out; None where it leaves out none, or the full batch does."""
     windows = (loop.full_windows, loop.windows)
-    whole, window = (next((w for w in each if w.number == update.number), None) for each in windows)
-    if whole is None or window is None or whole.dropped:
+    full_window, window = (next((w for w in each if w.number == update.number), None) for each in windows)
+    if full_window is None or window is None or full_window.dropped_positions:
         return None
     forwards = window.of("forward")
-    if 0 < len(window.dropped) < len(forwards):
-        return Skipped(window, len(window.dropped), len(forwards), window.dropped)
+    if 0 < len(window.dropped_positions) < len(forwards):
+        return Skipped(window, len(window.dropped_positions), len(forwards), window.dropped_positions)
     count = loop.expected(window)
     missing = update.data.missing if update.data.adds_nothing else update.never_fed
     if not missing or count is None or not len(forwards) < count:
@@ -93,25 +93,25 @@ class MissedBoundary:
 
 def missed_boundaries(loop: Record) -> list[MissedBoundary]:
     """Returns the windows that go on behind a last micro-batch that is skipped."""
-    if any(window.dropped for window in loop.full_windows):
+    if any(window.dropped_positions for window in loop.full_windows):
         return []
-    found = []
+    boundaries = []
     for window in loop.complete:
         forwards, update, steps = window.of("forward"), loop.update_of(window.number), _micro_batches_of(loop, window)
         if steps is None or not 1 < steps < len(forwards):
             continue
-        last = forwards[steps - 1] if steps - 1 in window.dropped else None
+        last = forwards[steps - 1] if steps - 1 in window.dropped_positions else None
         if update is None:  # calls alone: a validation that may be differentiated stands at another line
             places = {event.place for event in window.reached()}
             if last is not None and last.place in places:
-                found.append(MissedBoundary(window, steps, last))
+                boundaries.append(MissedBoundary(window, steps, last))
         elif update.fed is not None and update.fed.accumulated > update.fed.full:
             # all of the full batch's samples and some of its next, or all but those that no update is fed
             if last is not None and update.fed.missing == 0:
-                found.append(MissedBoundary(window, steps, last))
+                boundaries.append(MissedBoundary(window, steps, last))
             elif 0 < update.fed.missing == update.never_fed < update.fed.full:
-                found.append(MissedBoundary(window, steps, None))
-    return found
+                boundaries.append(MissedBoundary(window, steps, None))
+    return boundaries
 
 
 def _micro_batches_of(loop: Record, window: Window) -> int | None:
@@ -119,13 +119,13 @@ def _micro_batches_of(loop: Record, window: Window) -> int | None:
     counts = Counter(len(each.of("forward")) for each in loop.complete if each.optimizers == window.optimizers)
     if loop.steps is not None:
         return loop.steps
-    whole = next((full for full in loop.full_windows if full.number == window.number), None)
-    if whole is None:
+    full_window = next((full for full in loop.full_windows if full.number == window.number), None)
+    if full_window is None:
         # of equally frequent numbers the smallest: windows that were joined are longer
         steps = max(counts, key=lambda count: (counts[count], -count))
         return steps if counts[steps] > 1 else None
     rows = list(accumulate(int(event.values.get("rows") or 0) for event in window.of("forward")))
-    steps = rows.index(whole.rows) + 1 if whole.rows in rows else 0
+    steps = rows.index(full_window.rows) + 1 if full_window.rows in rows else 0
     # else the arguments may ask for another batch size, and nothing is wrong with the loop
     return steps if steps in loop.numbers or steps in counts else None
 

@@ -12,8 +12,8 @@ from gaverify.records.experiment import ControlKind
 from gaverify.records.facts import Facts, State, StateChange
 from gaverify.records.findings import Evidence, Finding, Location
 from gaverify.rules.controls import control, first_operation, left_by, proven, rest_of
-from gaverify.rules.rule import controlled, finding_of, measured, rule
-from gaverify.rules.wording import listed, located, quoted, tested, told
+from gaverify.rules.rule import control_evidence, finding_of, measured_evidence, rule
+from gaverify.rules.wording import first_place, join_texts, quote_names, word_finding, word_trial
 from gaverify.thresholds import SAME_IN_FLOAT32
 
 _PLACES = {"closure": "variable"}  # what a place is called in a sentence, where it is not its own name
@@ -27,17 +27,17 @@ def state_changed_by_forward(facts: Facts) -> Iterator[Finding]:
     state = facts.state
     if state is None:
         return
-    places = ("parameter", "buffer", "attribute", "closure") if primed(state) else ("parameter", "buffer")
+    places = ("parameter", "buffer", "attribute", "closure") if is_set_once(state) else ("parameter", "buffer")
     blamed = [change for change in state.blamed if change.place in places]
     if not blamed:
         return
-    named = listed([f"{_PLACES.get(change.place, change.place)} `{change.name}`" for change in blamed])
-    kind = "changed" if not primed(state) else "set-and-moved" if _moves_on(state) else "set"
+    named = join_texts([f"{_PLACES.get(change.place, change.place)} `{change.name}`" for change in blamed])
+    kind = "changed" if not is_set_once(state) else "set-and-moved" if _moves_on(state) else "set"
     evidence = _evidence(facts, state, blamed)
-    yield told(f"GAV401.{kind}", *evidence, changed=named, **_settled(facts, state, blamed))
+    yield word_finding(f"GAV401.{kind}", *evidence, changed=named, **_finding_values(facts, state, blamed))
 
 
-def _settled(facts: Facts, state: State, blamed: list[StateChange]) -> dict[str, Any]:
+def _finding_values(facts: Facts, state: State, blamed: list[StateChange]) -> dict[str, Any]:
     """Place, proof and repair; proven where the difference falls without the changes, or without all that is named."""
     return {
         "location": blamed[0].writer.location if blamed[0].writer is not None else None,
@@ -59,29 +59,29 @@ def _writing(change: StateChange) -> str:
 
 def _evidence(facts: Facts, state: State, blamed: list[StateChange]) -> tuple[Evidence, ...]:
     """What was seen to change, and the control run."""
-    shown = blamed[:_SHOWN]
-    writers = "; ".join(text for change in shown if (text := _writing(change)))
+    written_out = blamed[:_SHOWN]
+    writers = "; ".join(text for change in written_out if (text := _writing(change)))
     if len(blamed) > _SHOWN:
         writers += f"; and {len(blamed) - _SHOWN} more"
-    found = [
-        measured(
+    evidence = [
+        measured_evidence(
             "state",
             f"{facts.compared.largest}" + (f"; {writers}" if writers else ""),
             changed=[change.name for change in state.changes],
         )
     ]
     if state.control is not None:
-        article = "" if primed(state) else "the "
+        article = "" if is_set_once(state) else "the "
         text = left_by(state.control, article)
         if state.alone > 0:
             text += f"; alone, with the other causes neutralised, it makes {state.alone:.0e}: proven"
         if state.beside > 0:
             text += f"; restored alone, it moves the accumulated gradient by {state.beside:.0e}: proven"
-        found.append(controlled("state", text, left=state.control.left))
-    return tuple(found)
+        evidence.append(control_evidence("state", text, left=state.control.left))
+    return tuple(evidence)
 
 
-def primed(state: State) -> bool:
+def is_set_once(state: State) -> bool:
     """Whether what the forward changes is set once, from the first batch, so that one forward before repairs it."""
     run = state.control
     return run is not None and run.kind in _PRIMED and run.rounding
@@ -95,9 +95,9 @@ def _moves_on(state: State) -> bool:
 def _remedy(state: State) -> str:
     """The repair that was run."""
     first = "run one full batch through the model first, without a step"
-    if primed(state) and _moves_on(state):
+    if is_set_once(state) and _moves_on(state):
         return f"{first}, and update the state once per window, after the optimizer step: tested with the state held"
-    if primed(state):
+    if is_set_once(state):
         return f"{first}: tested, equivalent"
     if state.alone > 0 or state.beside > 0:
         return (
@@ -105,12 +105,12 @@ def _remedy(state: State) -> str:
             "together with the other repairs"
         )
     if state.remedies:
-        return f"restore the state before each micro-batch: {tested(state.remedies[0])}"
-    held = "update the state once per window, after the optimizer step: tested with the state held, equivalent"
+        return f"restore the state before each micro-batch: {word_trial(state.remedies[0])}"
+    text = "update the state once per window, after the optimizer step: tested with the state held, equivalent"
     if not state.elsewhere > SAME_IN_FLOAT32:
-        return held
+        return text
     return (
-        f"{held} to the gradient of a full batch that reads the state of before the window, {state.elsewhere:.1e} from "
+        f"{text} to the gradient of a full batch that reads the state of before the window, {state.elsewhere:.1e} from "
         "that of one that reads what it has just written"
     )
 
@@ -121,12 +121,12 @@ def hidden_state(facts: Facts) -> Iterator[Finding]:
     state, twice = facts.state, facts.repeatability
     hidden = ("attribute", "closure", "unnamed")
     blamed = [change for change in state.blamed if change.place in hidden] if state else []
-    if state is not None and blamed and not primed(state):  # what the first forward sets once is GAV401
-        named = quoted(change.name for change in blamed if change.place != "unnamed") or "state"
+    if state is not None and blamed and not is_set_once(state):  # what the first forward sets once is GAV401
+        named = quote_names(change.name for change in blamed if change.place != "unnamed") or "state"
         evidence = _evidence(facts, state, blamed)
-        yield told("GAV403.changed", *evidence, changed=named, **_settled(facts, state, blamed))
+        yield word_finding("GAV403.changed", *evidence, changed=named, **_finding_values(facts, state, blamed))
     elif twice is not None and twice.forward > facts.repeats:
-        yield told("GAV403.unrepeatable", proven=False, **vars(twice))
+        yield word_finding("GAV403.unrepeatable", proven=False, **vars(twice))
 
 
 @rule("GAV402")
@@ -141,13 +141,13 @@ def buffer_drift(facts: Facts) -> Iterator[Finding]:
             differs = f"{count_text(len(drift), 'buffer')} differ{'' if len(drift) > 1 else 's'} by more than rounding"
         blamed = [change.name for change in facts.state.blamed] if facts.state is not None else []
         is_read = any(change.name in drift for change in facts.state.changes) if facts.state is not None else False
-        yield told(
+        yield word_finding(
             "GAV402.read" if blamed and is_read else "GAV402.buffers",
-            measured("state", differs, **dict(drift)),
+            measured_evidence("state", differs, **dict(drift)),
             severity="note",
             proven=True,
             drift=drift,
-            read=quoted(blamed),
+            read=quote_names(blamed),
             are=are,
             often=facts.steps,
             end=end,
@@ -163,10 +163,10 @@ def _average(loop: Record) -> Iterator[Finding]:
         return
     number = inside[0].update
     window = loop.window_of(number)
-    yield told(
+    yield word_finding(
         "GAV402.average",
         severity="note",
-        location=located(inside),
+        location=first_place(inside),
         proven=True,
         all=len(window.of("average")) if window is not None else len(inside),
         number=number,
@@ -180,22 +180,24 @@ def aligned_randomness(facts: Facts) -> Iterator[Finding]:
     draws = facts.draws
     if draws.dealt > 0:
         were = "was" if draws.count == 1 else "were"
-        yield told("GAV301.dealt", severity="note", proven=True, draws=draws.count, dealt=draws.dealt, were=were)
+        yield word_finding(
+            "GAV301.dealt", severity="note", proven=True, draws=draws.count, dealt=draws.dealt, were=were
+        )
     # rows that are not the full batch's may be as many as those by chance: what could not be dealt out is no value
     shared = {name: place for name, place in draws.shared.items() if name not in draws.unaligned}
     if shared and facts.steps > 1:
-        yield _shared(facts, shared)
+        yield _finding_of_shared_draws(facts, shared)
 
 
-def _shared(facts: Facts, draws: Mapping[str, tuple[str, int] | None]) -> Finding:
+def _finding_of_shared_draws(facts: Facts, draws: Mapping[str, tuple[str, int] | None]) -> Finding:
     """A value for the whole batch: K micro-batches draw K of them in training, and are given one and the same here."""
     places = {name: f"`{name}`" + (f" at {place[0]}:{place[1]}" if place else "") for name, place in draws.items()}
-    return told(
+    return word_finding(
         "GAV301.shared",
         severity="note",
         location=_first(draws.values()),
         proven=True,
-        places=listed(list(places.values())),
+        places=join_texts(list(places.values())),
         draw="draws" if len(draws) == 1 else "draw",
         steps=facts.steps,
         shared=list(draws),
@@ -214,20 +216,20 @@ def unalignable_randomness(facts: Facts) -> Iterator[Finding]:
     if not reasons and decisive is None:
         return
     text = "; ".join(f"`{name}`: {why}" for name, why in reasons.items())
-    evidence = [measured("random-draws", text, **dict(reasons))] if reasons else []
+    evidence = [measured_evidence("random-draws", text, **dict(reasons))] if reasons else []
     if decisive is not None:
         evidence += [first_operation(facts, decisive), control(facts, decisive)]
     still = facts.draws.control
     if still is not None:
         without = facts.draws.alone == 0  # measured, with the causes that are named neutralised
-        rest = "the causes named beside it are left, and without them the draws make none" if without else ""
-        text = left_by(still) + ("" if still.rounding else f": {rest or rest_of(facts, still)}")
+        remainder = "the causes named beside it are left, and without them the draws make none" if without else ""
+        text = left_by(still) + ("" if still.rounding else f": {remainder or rest_of(facts, still)}")
         if facts.draws.alone > 0:
             text += f"; with the other causes neutralised the draws alone make {facts.draws.alone:.0e}: proven"
-        evidence.append(controlled("random-draws", text, left=still.left))
+        evidence.append(control_evidence("random-draws", text, left=still.left))
     decides = decisive is not None or (still is not None and still.rounding) or facts.draws.alone > 0
     # An audit cannot hold a script's draws constant, so that it proves nothing by them: it leaves the question open.
-    fault = facts.loop is None and bool(facts.compared.divergent) and (decides or not explained(facts))
+    fault = facts.loop is None and bool(facts.compared.divergent) and (decides or not has_other_cause(facts))
     yield finding_of(
         "random draws could not be dealt out per sample",
         *evidence,
@@ -247,7 +249,7 @@ def _first(places: Iterable[tuple[str, int] | None]) -> Location | None:
     return Location(file=place[0], line=place[1]) if place is not None else None
 
 
-def explained(facts: Facts) -> bool:
+def has_other_cause(facts: Facts) -> bool:
     """Whether another cause was found."""
     state = facts.state is not None and bool(facts.state.blamed)
     return bool(facts.forward.causes) or facts.weights.blamed or state
@@ -259,8 +261,8 @@ def unrepeatable_backward(facts: Facts) -> Iterator[Finding]:
     # nothing is proven about accumulation where equal runs of a script differ: it may only want a seed
     updates = facts.loop.updates if facts.loop is not None else ()
     for update in [update for update in updates if update.unrepeatable][:1]:
-        yield told("GAV303.script", severity="note", proven=True, update=update)
+        yield word_finding("GAV303.script", severity="note", proven=True, update=update)
     twice = facts.repeatability
     if twice is None or not twice.backward > facts.repeats or twice.forward > facts.repeats:
         return
-    yield told("GAV303.run", proven=True, **vars(twice))
+    yield word_finding("GAV303.run", proven=True, **vars(twice))

@@ -12,9 +12,9 @@ from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
 from gaverify.records.windows import Window
 from gaverify.rules.lost_passes import clearing_groups
-from gaverify.rules.rule import controlled, rule_of_loops
+from gaverify.rules.rule import control_evidence, rule_of_loops
 from gaverify.rules.skipping import MissedBoundary, find_skipped, missed_boundaries
-from gaverify.rules.wording import counted, located, passes, place, told, updates
+from gaverify.rules.wording import first_place, passes, place, updates, window_counts, word_finding
 
 _RAMP = 3  # sizes of windows that make a ramp; two are a first window that is too short
 
@@ -27,7 +27,7 @@ def step_inside_window(facts: Facts, loop: Record) -> Iterator[Finding]:
         yield _ramp(loop)
     elif early:
         yield _step(loop, early)
-    moved = _moved(loop)
+    moved = _moved_between_passes(loop)
     if moved:
         yield _movement(loop, moved)
 
@@ -41,14 +41,14 @@ def is_ramp(loop: Record) -> bool:
 
 def _ramp(loop: Record) -> Finding:
     first, last = loop.complete[0], loop.complete[-1]
-    return told(
+    return word_finding(
         "GAV601.ramp",
         severity="note",
         location=place(first.steps[0]),
         proven=False,
         first=first.backwards,
         last=last.backwards,
-        **counted(loop.complete),
+        **window_counts(loop.complete),
     )
 
 
@@ -66,10 +66,14 @@ def early_windows(loop: Record) -> list[tuple[Window, int]]:
     skipping = {update.number for update in loop.updates if update.never_fed or update.data.adds_nothing}
     if skipping:  # behind the last update nothing was recorded, so that nothing shows why it lacks samples
         skipping |= {update.number for update in loop.updates[-1:] if update.data.is_part}
-    known = [(window, loop.expected(window)) for window in loop.complete if window.number not in turns | skipping]
+    expected_passes = [
+        (window, loop.expected(window)) for window in loop.complete if window.number not in turns | skipping
+    ]
     # a forward without a backward pass is a micro-batch that was skipped: the step waited for it
-    fed = {window.number: window.backwards + len(window.dropped) for window in loop.complete}
-    early = [(window, wanted) for window, wanted in known if wanted is not None and fed[window.number] < wanted]
+    fed = {window.number: window.backwards + len(window.dropped_positions) for window in loop.complete}
+    early = [
+        (window, wanted) for window, wanted in expected_passes if wanted is not None and fed[window.number] < wanted
+    ]
     if early and is_meant(loop, early):
         return _without_tails(loop, early)
     first, usual = loop.first, loop.usual(loop.first)
@@ -86,14 +90,14 @@ def steps_before_clearing(loop: Record) -> list[tuple[Window, int]]:
     """
     if any(len(group) > 1 for group in clearing_groups(loop.full_windows)):
         return []
-    found = []
+    steps = []
     wanted = next(filter(None, map(loop.expected, loop.complete)), None)
     for group in clearing_groups(loop.complete):
         total = sum(window.backwards for window in group)
         ones = wanted is None and all(window.backwards == 1 for window in group)
         if len(group) > 1 and (wanted == total or ones):
-            found += [(window, total) for window in group[:-1]]
-    return found
+            steps += [(window, total) for window in group[:-1]]
+    return steps
 
 
 def is_meant(loop: Record, early: list[tuple[Window, int]]) -> bool:
@@ -124,7 +128,7 @@ def _step(loop: Record, early: list[tuple[Window, int]]) -> Finding:
     inside = step is not None and bool(step.values.get("inside"))
     undone = loop.steps_undone
     evidence = () if undone is None else (_with_steps_undone(loop, undone),)
-    return told(
+    return word_finding(
         "GAV601.inside" if inside else "GAV601.early",
         *evidence,
         location=place(step),
@@ -132,7 +136,7 @@ def _step(loop: Record, early: list[tuple[Window, int]]) -> Finding:
         window=window,
         wanted=wanted,
         others=f" (and {updates(late.number for late, _ in early[1:])})" if len(early) > 1 else "",
-        **counted(loop.complete),
+        **window_counts(loop.complete),
     )
 
 
@@ -141,20 +145,20 @@ def _with_steps_undone(loop: Record, undone: WeightFit) -> Evidence:
     text = f"with every step undone {undone.residual:.1e} is left over as well"
     if undone.residual < loop.tolerance:
         one = abs(undone.factor - 1) < loop.tolerance
-        left = max(undone.residual, undone.factor_residual if one else 0.0)
+        residual_left = max(undone.residual, undone.factor_residual if one else 0.0)
         text = f"with every step undone, {passes(len(undone.weights))} at the same weights give the full-batch gradient"
-        text += f" to {left:.0e}{'' if one else f', times {undone.factor:.4g}'}: proven"
-    return controlled("control", text, residual=undone.residual, factor=undone.factor)
+        text += f" to {residual_left:.0e}{'' if one else f', times {undone.factor:.4g}'}: proven"
+    return control_evidence("control", text, residual=undone.residual, factor=undone.factor)
 
 
-def _moved(loop: Record) -> list[tuple[Window, Event]]:
+def _moved_between_passes(loop: Record) -> list[tuple[Window, Event]]:
     """Parameters that changed between two backward passes without a step; not where the full batch's run does it."""
     full = {window.number for window in loop.full_windows if any(map(_by_hand, window.before_last_backward))}
-    found = []
+    movements = []
     for window in loop.windows:
         if window.number not in full and window.of("backward"):
-            found += [(window, event) for event in window.before_last_backward if _by_hand(event)]
-    return found
+            movements += [(window, event) for event in window.before_last_backward if _by_hand(event)]
+    return movements
 
 
 def _by_hand(event: Event) -> bool:
@@ -163,15 +167,15 @@ def _by_hand(event: Event) -> bool:
 
 def _movement(loop: Record, moved: list[tuple[Window, Event]]) -> Finding:
     number = moved[0][0].number
-    return told(
+    return word_finding(
         "GAV601.moved",
-        location=located(event for _, event in moved),
+        location=first_place(event for _, event in moved),
         proven=True,
         number=number,
-        here=sum(other.number == number for other, _ in moved),
+        here=sum(moved_window.number == number for moved_window, _ in moved),
         all=len(moved),
-        moved=sorted({other.number for other, _ in moved}),
-        **counted(loop.complete),
+        moved=sorted({moved_window.number for moved_window, _ in moved}),
+        **window_counts(loop.complete),
     )
 
 
@@ -180,30 +184,32 @@ def gradients_not_cleared(facts: Facts, loop: Record) -> Iterator[Finding]:
     """Yields a finding where a step uses old gradients."""
     joined = missed_boundaries(loop)
     if joined:
-        yield _joined(loop, joined)
+        yield _finding_of_joined(loop, joined)
         return
     inside = {number for window, _ in steps_before_clearing(loop) for number in (window.number, window.number + 1)}
     stale = [entry for entry in loop.ledger.stale if entry.step.update not in inside]
     if stale:
-        yield told(
+        yield word_finding(
             "GAV602.stale",
             location=place(stale[0].step),
             proven=True,
             first=stale[0],
             often=len(stale),
             stale=[entry.step.update for entry in stale],
-            **counted(loop.complete),
+            **window_counts(loop.complete),
         )
         return
     for window, wanted in _overfull(loop):
-        place_of, seen = place(window.steps[0]), counted(loop.complete)
-        yield told("GAV602.overfull", location=place_of, proven=True, window=window, wanted=wanted, **seen)
+        place_of, count_values = place(window.steps[0]), window_counts(loop.complete)
+        yield word_finding(
+            "GAV602.overfull", location=place_of, proven=True, window=window, wanted=wanted, **count_values
+        )
         return
 
 
-def _joined(loop: Record, joined: list[MissedBoundary]) -> Finding:
+def _finding_of_joined(loop: Record, joined: list[MissedBoundary]) -> Finding:
     first, later = joined[0], [each.window.number for each in joined[1:]]
-    return told(
+    return word_finding(
         "GAV602.joined" if first.last is not None else "GAV602.joined-unfed",
         location=place(first.last or first.window.steps[0]),
         proven=True,
@@ -211,14 +217,16 @@ def _joined(loop: Record, joined: list[MissedBoundary]) -> Finding:
         steps=first.steps,
         all=len(first.window.of("forward")),
         others=f" (and {updates(later)})" if later else "",
-        **counted(loop.complete),
+        **window_counts(loop.complete),
     )
 
 
 def _overfull(loop: Record) -> list[tuple[Window, int]]:
     """Windows with more backward passes than K after a whole first one."""
     first = loop.first
-    if first is None or first.backwards == 0 or first.dropped:  # a pass that the first window left out is no K
+    if (
+        first is None or first.backwards == 0 or first.dropped_positions
+    ):  # a pass that the first window left out is no K
         return []
     update = loop.update_of(first.number)
     if update is not None and find_skipped(loop, update) is not None:  # nor is one that is not fed a micro-batch
@@ -229,9 +237,9 @@ def _overfull(loop: Record) -> list[tuple[Window, int]]:
     lost = {loss.window for loss in loop.ledger.lost}
     full = {window.number: window.backwards for window in loop.full_windows}
     ordinary = full.get(first.number, 1)
-    found = []
+    overfull = []
     for window in loop.complete:
         alike = window.optimizers == first.optimizers and full.get(window.number, ordinary) == ordinary
         if alike and window.number not in lost and window.backwards > wanted > 1 and first.backwards == wanted:
-            found.append((window, wanted))
-    return found
+            overfull.append((window, wanted))
+    return overfull

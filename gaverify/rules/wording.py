@@ -21,9 +21,9 @@ from gaverify.records.findings import Evidence, Finding, Location, Severity
 from gaverify.records.ranks import RankFacts
 from gaverify.records.stages import Stage
 from gaverify.records.windows import Window
-from gaverify.rules.rule import finding_of, judged
+from gaverify.rules.rule import finding_of, word_control
 from gaverify.thresholds import COINCIDENCE, FIT_EXACT, NEGLIGIBLE, NO_WEIGHT
-from gaverify.tracebacks import shown
+from gaverify.tracebacks import display_path
 
 NOT_ENOUGH = (
     "other weights alone do not repair it: look for what else changes the gradients between the micro-batches "
@@ -46,18 +46,18 @@ def not_run(facts: Facts) -> tuple[Evidence, ...]:
     return (Evidence("micro-batch-weights", "control", text, {}),)
 
 
-def listed(texts: Sequence[str], most: int = 3) -> str:
+def join_texts(texts: Sequence[str], most: int = 3) -> str:
     """Returns the first few texts and how many more there are."""
     more = len(texts) - most
     return ", ".join(texts[:most]) + (f" and {more} more" if more > 0 else "")
 
 
-def quoted(known: Iterable[str]) -> str:
+def quote_names(names: Iterable[str]) -> str:
     """Returns the first few names in backticks, and how many more there are."""
-    return listed([f"`{name}`" for name in known])
+    return join_texts([f"`{name}`" for name in names])
 
 
-def tested(run: ControlRun, behind: str = "") -> str:
+def word_trial(run: ControlRun, behind: str = "") -> str:
     """Says how a remedy that was run came out; `behind`: with what beside it."""
     if run.rounding and not run.holds:
         return "tested, equivalent on this batch and not on another one: look for what makes the numbers of this one"
@@ -71,19 +71,19 @@ def coupling_seen(facts: Facts, *, in_model: bool) -> tuple[Evidence, ...]:
         facts: What was measured.
         in_model: Whether the finding says that they meet in the model, not in the loss.
     """
-    seen = facts.forward.coupling
-    if seen is None:
+    probe = facts.forward.coupling
+    if probe is None:
         return ()
-    values = {"sample": seen.sample, "others": seen.others, "strength": seen.strength}
-    if seen.others == 0:
+    values = {"sample": probe.sample, "others": probe.others, "strength": probe.strength}
+    if probe.others == 0:
         text = "the model's outputs for a sample have an exactly zero gradient with respect to all other samples"
         if in_model:
             text += ": they meet through choices (an order, a threshold, a branch), which have no gradient"
         return (Evidence("coupling", "coupling", text, values),)
-    where = f"among the first {seen.batch} samples, " if seen.batch < facts.batch_size else ""
+    where = f"among the first {probe.batch} samples, " if probe.batch < facts.batch_size else ""
     text = (
-        f"{where}the outputs for sample {seen.sample} depend on {seen.others} of {seen.batch - 1} other samples "
-        f"(gradient up to {seen.strength:.1e} of that to its own input)"
+        f"{where}the outputs for sample {probe.sample} depend on {probe.others} of {probe.batch - 1} other samples "
+        f"(gradient up to {probe.strength:.1e} of that to its own input)"
     )
     return (Evidence("coupling", "coupling", text, values),)
 
@@ -103,7 +103,7 @@ def harm(facts: Facts) -> tuple[Evidence, ...]:
 
 def line_of(file: str | None, line: int | None) -> Location | None:
     """Returns file and line as people write them; None where the file is not known."""
-    return None if file is None else Location(file=shown(file), line=line)
+    return None if file is None else Location(file=display_path(file), line=line)
 
 
 def place(event: Event | None) -> Location | None:
@@ -111,7 +111,7 @@ def place(event: Event | None) -> Location | None:
     return None if event is None else line_of(*event.place)
 
 
-def located(events: Iterable[Event]) -> Location | None:
+def first_place(events: Iterable[Event]) -> Location | None:
     """Returns the place of the first event whose line is known."""
     return place(next((event for event in events if event.file is not None), None))
 
@@ -127,7 +127,7 @@ def backward_place(facts: Facts, number: int | None = None) -> Location | None:
         return line_of(*facts.loop.made)
     number = facts.compared.update if number is None else number
     window = facts.loop.window_of(number) if facts.loop is not None and number is not None else None
-    return located(reversed(window.of("backward"))) if window is not None else None
+    return first_place(reversed(window.of("backward"))) if window is not None else None
 
 
 def counts(windows: Sequence[Window]) -> str:
@@ -143,19 +143,19 @@ def counts(windows: Sequence[Window]) -> str:
     return f"backward : step : zero_grad = {', '.join(named)}" + (", …" if len(parts) > _SHOWN else "")
 
 
-def counted(windows: Sequence[Window]) -> dict[str, Any]:
+def window_counts(windows: Sequence[Window]) -> dict[str, Any]:
     """Returns the first windows, and what was called in each, as values of a finding."""
-    seen = windows[:_COUNTED]
-    calls = [[len(window.of("backward")), len(window.steps), window.zero_grads] for window in seen]
-    return {"windows": seen, "counts": calls, "updates": [window.number for window in seen]}
+    first_windows = windows[:_COUNTED]
+    calls = [[len(window.of("backward")), len(window.steps), window.zero_grads] for window in first_windows]
+    return {"windows": first_windows, "counts": calls, "updates": [window.number for window in first_windows]}
 
 
 def updates(numbers: Iterable[int]) -> str:
     """Returns `update 2`, `updates 1 to 3`, `updates 1, 4`."""
-    known = sorted(set(numbers))
-    if len(known) > 1 and known == list(range(known[0], known[-1] + 1)):
-        return f"updates {known[0]} to {known[-1]}"
-    return ("update " if len(known) == 1 else "updates ") + ", ".join(map(str, known))
+    ordered = sorted(set(numbers))
+    if len(ordered) > 1 and ordered == list(range(ordered[0], ordered[-1] + 1)):
+        return f"updates {ordered[0]} to {ordered[-1]}"
+    return ("update " if len(ordered) == 1 else "updates ") + ", ".join(map(str, ordered))
 
 
 def passes(count: int) -> str:
@@ -242,19 +242,23 @@ def beside_one_process(ranks: RankFacts) -> str:
     return f"relative difference {far} between {ranks.ranks} ranks and one process that runs the same micro-batches"
 
 
-def tried(ranks: RankFacts, what: str) -> tuple[Evidence, ...]:
+def rank_trial(ranks: RankFacts, what: str) -> tuple[Evidence, ...]:
     """Says how the ranks came out when they were run once more with `what`."""
-    left = ranks.weights_control
-    if left != left:  # NaN: the control could not be run
+    difference_left = ranks.weights_control
+    if difference_left != difference_left:  # NaN: the control could not be run
         text = "no control run was possible: suspected, not proven"
         return (Evidence("rank-weights", "control", text, {}),)
-    return (judged("rank-weights", f"with {what} the difference", left, ranks.is_rounding(left)),)
+    return (
+        word_control(
+            "rank-weights", f"with {what} the difference", difference_left, ranks.is_rounding(difference_left)
+        ),
+    )
 
 
 _SHAPES: Mapping[str, Callable[[Any], str]] = {
     "counts": counts,
     "difference": difference,
-    "names": quoted,
+    "names": quote_names,
     "passes": passes,
     "times": times,
     "updates": updates,
@@ -282,7 +286,7 @@ def words(code: str, room: str = "rules") -> Mapping[str, Any]:
     return table
 
 
-def said(sentence: str, **values: Any) -> str:
+def fill_sentence(sentence: str, **values: Any) -> str:
     """Returns a sentence with values in their places."""
     return _Sentences().vformat(sentence, (), values)
 
@@ -290,10 +294,10 @@ def said(sentence: str, **values: Any) -> str:
 def phrase(key: str, **values: Any) -> str:
     """Returns a sentence of the audit's `words.toml`, by its table and name, with values in their places."""
     table, _, name = key.partition(".")
-    return said(words(table, "audit")[name], **values)
+    return fill_sentence(words(table, "audit")[name], **values)
 
 
-def told(
+def word_finding(
     key: str,
     *more: Evidence,
     proven: bool,
@@ -315,14 +319,14 @@ def told(
     """
     code, _, kind = key.partition(".")
     parts = dict(words(code)[kind])
-    summary, remedy = (said(parts.pop(part), **values) for part in ("summary", "remedy"))
-    seen = (
-        Evidence(probe, label, said(sentence, **values), dict(_handed(name, values) for name in handed))
+    summary, remedy = (fill_sentence(parts.pop(part), **values) for part in ("summary", "remedy"))
+    evidence = (
+        Evidence(probe, label, fill_sentence(sentence, **values), dict(_named_value(name, values) for name in handed))
         for label, (probe, sentence, *handed) in parts.items()
     )
     return finding_of(
         summary,
-        *seen,
+        *evidence,
         *more,
         remedy=remedy,
         proven=proven,
@@ -332,7 +336,7 @@ def told(
     )
 
 
-def _handed(name: str, values: Mapping[str, Any]) -> tuple[str, Any]:
+def _named_value(name: str, values: Mapping[str, Any]) -> tuple[str, Any]:
     """A value that documents hand on with its name there: `update`, or `update=update.number`."""
     key, _, path = name.partition("=")
     return key, Formatter().get_field(path or key, (), values)[0]

@@ -11,9 +11,9 @@ from gaverify.records.experiment import ControlRun, TermKind, WeightFit
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
 from gaverify.records.windows import Window
-from gaverify.rules.controls import beside, in_order, weighed, weights_proven
+from gaverify.rules.controls import beside, in_order, weights_proven, word_weighing
 from gaverify.rules.frameworks import repair_scale, repair_shares
-from gaverify.rules.rule import controlled, rule, rule_of_loops
+from gaverify.rules.rule import control_evidence, rule, rule_of_loops
 from gaverify.rules.scale import (
     constant_factor,
     counted_at,
@@ -30,14 +30,14 @@ from gaverify.rules.steps import early_windows
 from gaverify.rules.wording import (
     NOT_ENOUGH,
     backward_place,
-    counted,
     difference,
     exact,
+    fill_sentence,
     line_of,
     not_run,
-    said,
-    tested,
-    told,
+    window_counts,
+    word_finding,
+    word_trial,
     words,
 )
 from gaverify.rules.wrong_shares import (
@@ -57,14 +57,16 @@ def wrong_loss_scale(facts: Facts) -> Iterator[Finding]:
         return
     counts, run = facts.weights.counts, facts.weights.remedy
     if counts and run is not None and all(count.term is not None for count in counts):
-        yield from (_undivided(facts, run, kind) for kind in TermKind if any(count.term is kind for count in counts))
+        yield from (
+            _finding_of_terms(facts, run, kind) for kind in TermKind if any(count.term is kind for count in counts)
+        )
         return
-    factor, left = factor_of(facts)
-    if factor is None or abs(factor - 1) < max(SAME_NUMBER, left):
+    factor, residual = factor_of(facts)
+    if factor is None or abs(factor - 1) < max(SAME_NUMBER, residual):
         return
-    close = FIT_EXACT if counts else max(FIT_EXACT, FIT_MAGNIFIES * left)
+    close = FIT_EXACT if counts else max(FIT_EXACT, FIT_MAGNIFIES * residual)
     right = exact([weight / factor for weight in facts.weights.used], close)
-    yield told(
+    yield word_finding(
         "GAV201.factor",
         *_control(facts, right),
         location=facts.weights.place.location if facts.weights.place is not None else None,
@@ -73,23 +75,25 @@ def wrong_loss_scale(facts: Facts) -> Iterator[Finding]:
         meaning=_meaning(facts, factor),
         largest=facts.compared.largest,
         counted=counted_at(facts.weights),
-        residual=left,
+        residual=residual,
         remedy=in_order(facts, _remedy(facts, exact([1 / factor], close), right)),
     )
 
 
-def _undivided(facts: Facts, run: ControlRun, kind: TermKind) -> Finding:
+def _finding_of_terms(facts: Facts, run: ControlRun, kind: TermKind) -> Finding:
     """The finding of the terms of one kind that get the weights of others."""
     counts = tuple(count for count in facts.weights.counts if count.term is kind)
     source = counts[0].operation.source
-    return told(
+    return word_finding(
         "GAV201.undivided",
-        controlled("micro-batch-weights", f"with other weights of this term {weighed(facts, run)}", left=run.left),
+        control_evidence(
+            "micro-batch-weights", f"with other weights of this term {word_weighing(facts, run)}", left=run.left
+        ),
         location=counts[0].operation.location,
         proven=weights_proven(facts),
         together=[count.operation.location for count in counts],
         places=places(counts),
-        what=said(words("GAV201")["terms"][kind.name.lower()], times=sum(facts.weights.used)),
+        what=fill_sentence(words("GAV201")["terms"][kind.name.lower()], times=sum(facts.weights.used)),
         largest=facts.compared.largest,
         line=f": `{source}`" if source else "",
         remedy=in_order(facts, counts_remedy(facts, counts, run)),
@@ -100,7 +104,7 @@ def _meaning(facts: Facts, factor: float) -> str:
     steps, size = facts.steps, facts.batch_size
     ranks = 1 if facts.ranks is None or facts.ranks.own.count() else facts.ranks.ranks
     parts = "(K · R)" if ranks > 1 else "K"
-    known = (
+    meanings = (
         (steps / ranks, "K: the loss was not divided by K"),
         (1.0 / steps, f"1/{parts}: the loss was divided by {parts} although it needs no division, or twice"),
         (steps / size, "K/B"),
@@ -108,7 +112,7 @@ def _meaning(facts: Facts, factor: float) -> str:
         (1.0 / size, "1/B"),
         (float(size), "B"),
     )
-    return next((f" = {text}" for value, text in known if math.isclose(factor, value, rel_tol=COMPUTED_FLOAT32)), "")
+    return next((f" = {text}" for value, text in meanings if math.isclose(factor, value, rel_tol=COMPUTED_FLOAT32)), "")
 
 
 def _control(facts: Facts, right: str) -> tuple[Evidence, ...]:
@@ -116,7 +120,7 @@ def _control(facts: Facts, right: str) -> tuple[Evidence, ...]:
     if run is None:
         return not_run(facts) if facts.weights.failure else ()
     what = run.what if facts.weights.counts else f"weights {right}"
-    return (controlled("micro-batch-weights", f"with {what} {weighed(facts, run)}", left=run.left),)
+    return (control_evidence("micro-batch-weights", f"with {what} {word_weighing(facts, run)}", left=run.left),)
 
 
 def _remedy(facts: Facts, times: str, right: str) -> str:
@@ -126,7 +130,7 @@ def _remedy(facts: Facts, times: str, right: str) -> str:
     if run is not None and facts.weights.counts:
         return counts_remedy(facts, facts.weights.counts, run)
     text = f"multiply each micro-batch's loss by {times} (weights {right})"
-    return text + (f": {tested(run, beside(facts))}" if run is not None and run.rounding else "")
+    return text + (f": {word_trial(run, beside(facts))}" if run is not None and run.rounding else "")
 
 
 def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
@@ -142,8 +146,8 @@ def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
         if factor is not None and update.fit is not None and short_by(loop, update) is None:
             yield _of_update(facts, loop, factor, update.fit, update.backwards, update)
         elif factor is None and weights_of(loop) is None:
-            found = list(_of_some(facts, loop, update))
-            yield from found or _of_terms(loop, update)
+            findings = list(_of_some(facts, loop, update))
+            yield from findings or _of_terms(loop, update)
         yield from _of_all_together(facts, loop)
     elif loop.steps_undone is not None and loop.steps_undone.residual < loop.tolerance and early_windows(loop):
         factor = constant_factor(loop.steps_undone, loop.tolerance)
@@ -166,7 +170,7 @@ def _of_all_together(facts: Facts, loop: Record) -> Iterator[Finding]:
         remedy = f"multiply the weight of each micro-batch by {exact([1 / total], loop.tolerance)}"
         remedy += "; the factors of GAV202 hold this one" if all(shares.weights) else ""
         remedy = _repair_beside_skipped(loop, update) or remedy
-    yield told(
+    yield word_finding(
         "GAV201.together",
         *control,
         location=backward_place(facts, update.number),
@@ -186,9 +190,9 @@ def _of_terms(loop: Record, update: UpdateComparison) -> Iterator[Finding]:
     for term, factor in factors.items():
         if factor is None:
             continue
-        fits = [other.fit for other, own in factors.items() if own is None]
+        fits = [each_term.fit for each_term, own_factor in factors.items() if own_factor is None]
         alike = [fit for fit in fits if fit.factor_residual <= loop.tolerance and abs(fit.factor - 1) < loop.tolerance]
-        yield told(
+        yield word_finding(
             "GAV201.term",
             location=line_of(term.file, term.line),
             proven=True,
@@ -205,20 +209,20 @@ def _of_terms(loop: Record, update: UpdateComparison) -> Iterator[Finding]:
 
 def _of_some(facts: Facts, loop: Record, update: UpdateComparison) -> Iterator[Finding]:
     """The same where it is some parameters alone that get a factor: what they feel is counted in every micro-batch."""
-    found = factor_of_some(loop, update)
-    if found is None:
+    factor_and_rows = factor_of_some(loop, update)
+    if factor_and_rows is None:
         return
-    factor, rows = found
-    others = len(update.parameters) - len(rows)
-    yield told(
+    factor, rows = factor_and_rows
+    other_count = len(update.parameters) - len(rows)
+    yield word_finding(
         "GAV201.some-more" if factor > 1 else "GAV201.some-less",
         location=backward_place(facts, update.number),
         proven=False,
         parameters=[row.name for row in rows],
         update=update,
         factor=factor,
-        others=others,
-        agree="agrees" if others == 1 else "agree",
+        others=other_count,
+        agree="agrees" if other_count == 1 else "agree",
     )
 
 
@@ -241,7 +245,7 @@ def _of_update(
         meaning = _meaning_beside_skipped(loop, update, factor, "the loss")
     if control and not proven:
         remedy = NOT_ENOUGH
-    return told(
+    return word_finding(
         "GAV201.update",
         *control,
         location=backward_place(facts, number),
@@ -262,7 +266,7 @@ def _meaning_beside_skipped(loop: Record, update: UpdateComparison, factor: floa
     skipped = find_skipped(loop, update)
     if skipped is None or not math.isclose(factor, skipped.window.backwards, rel_tol=loop.tolerance):
         return ""
-    return said(words("GAV201")["skipped"]["meaning"], what=what, skipped=skipped)
+    return fill_sentence(words("GAV201")["skipped"]["meaning"], what=what, skipped=skipped)
 
 
 def _repair_beside_skipped(loop: Record, update: UpdateComparison) -> str:
@@ -277,22 +281,22 @@ def trailing_window_misscaled(facts: Facts, loop: Record) -> Iterator[Finding]:
         yield from _by_calls(facts, loop)
         return
     for update in loop.updates:
-        found = short_by(loop, update)
-        if found is None or explains_skipped(loop, update):  # GAV203 tells why it is short
+        pass_counts = short_by(loop, update)
+        if pass_counts is None or explains_skipped(loop, update):  # GAV203 tells why it is short
             continue
-        (short, whole), (control, proven) = found, weighed_in_loop(loop, update.number)
-        yield told(
+        (short, full_count), (control, proven) = pass_counts, weighed_in_loop(loop, update.number)
+        yield word_finding(
             "GAV605.misscaled",
             *control,
             location=backward_place(facts, update.number),
             proven=proven,
             update=update,
             short=short,
-            whole=whole,
-            factor=short / whole,
+            whole=full_count,
+            factor=short / full_count,
             left=update.fit.factor_residual if update.fit else math.nan,
             right=1 / short,
-            **counted(loop.complete),
+            **window_counts(loop.complete),
         )
         return
 
@@ -300,38 +304,38 @@ def trailing_window_misscaled(facts: Facts, loop: Record) -> Iterator[Finding]:
 def short_by(loop: Record, update: UpdateComparison) -> tuple[int, int] | None:
     """Returns r and K where an update's gradient is r/K of the full batch's and its window has r < K micro-batches."""
     factor = factor_in_loop(loop, update)
-    whole = loop.steps or loop.usual(loop.window_of(update.number))
+    full_count = loop.steps or loop.usual(loop.window_of(update.number))
     short = update.backwards
-    if factor is None or not 0 < short < whole:
+    if factor is None or not 0 < short < full_count:
         return None
-    return (short, whole) if math.isclose(factor, short / whole, rel_tol=loop.tolerance) else None
+    return (short, full_count) if math.isclose(factor, short / full_count, rel_tol=loop.tolerance) else None
 
 
 def _by_calls(facts: Facts, loop: Record) -> Iterator[Finding]:
     """The same by what the losses are multiplied by: 1/K in whole windows, and 1/K still where there are fewer."""
     for window in loop.complete:
-        whole, short = loop.steps or loop.usual(window), window.backwards
-        alike = [other for other in loop.complete if other.optimizers == window.optimizers]
-        weights = {weight for other in alike for weight in _weights(other)}
-        if not 0 < short < whole or alike[0].backwards != whole or len(weights) != 1:
+        full_count, short = loop.steps or loop.usual(window), window.backwards
+        alike = [similar for similar in loop.complete if similar.optimizers == window.optimizers]
+        weights = {weight for similar in alike for weight in _weights(similar)}
+        if not 0 < short < full_count or alike[0].backwards != full_count or len(weights) != 1:
             continue
         weight = weights.pop()
-        if weight is not None and math.isclose(weight * whole, 1.0, rel_tol=THREE_DIGITS):
-            yield told(
+        if weight is not None and math.isclose(weight * full_count, 1.0, rel_tol=THREE_DIGITS):
+            yield word_finding(
                 "GAV605.calls",
                 location=backward_place(facts, window.number),
                 proven=False,
                 window=window,
                 short=short,
-                whole=whole,
-                factor=short / whole,
+                whole=full_count,
+                factor=short / full_count,
                 weight=weight,
-                **counted(loop.complete),
+                **window_counts(loop.complete),
             )
             return
 
 
 def _weights(window: Window) -> list[float | None]:
     """What each loss of a window was multiplied by, rounded; None where it is not known."""
-    known = [event.values.get("weight") for event in window.of("backward")]
-    return [None if weight is None else float(f"{weight:.3g}") for weight in known]
+    event_weights = [event.values.get("weight") for event in window.of("backward")]
+    return [None if weight is None else float(f"{weight:.3g}") for weight in event_weights]

@@ -19,9 +19,9 @@ from gaverify.records.experiment import (
 )
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
-from gaverify.rules.controls import beside, in_order, weighed, weights_proven
+from gaverify.rules.controls import beside, in_order, weights_proven, word_weighing
 from gaverify.rules.frameworks import repair_shares
-from gaverify.rules.rule import controlled, judged, rule
+from gaverify.rules.rule import control_evidence, rule, word_control
 from gaverify.rules.scale import (
     are_near_shares,
     constant,
@@ -39,14 +39,14 @@ from gaverify.rules.wording import (
     NOT_ENOUGH,
     backward_place,
     exact,
+    fill_sentence,
+    first_place,
     largest,
-    located,
     not_run,
-    said,
     share_texts,
-    tested,
-    told,
     weights_text,
+    word_finding,
+    word_trial,
     words,
 )
 from gaverify.thresholds import COMPUTED_FLOAT32, FIT_EXACT, FIT_MAGNIFIES
@@ -67,9 +67,9 @@ def empty_micro_batch(facts: Facts) -> Iterator[Finding]:
     losses, counts = facts.weights.losses, facts.weights.valid_targets
     lost = [k for k in empty if k < len(losses) and not math.isfinite(losses[k])]
     rows = [row for row in facts.compared.rows if row.why is not None and row.why.not_finite]
-    yield told(
+    yield word_finding(
         "GAV203.empty",
-        *_weighed(facts),
+        *_weighing_evidence(facts),
         location=backward_place(facts),
         proven=bool(rows) or _weights_leave_nothing(facts),
         which=", ".join(str(k + 1) for k in empty),
@@ -89,12 +89,12 @@ def _weights_leave_nothing(facts: Facts) -> bool:
     return run is not None and run.rounding
 
 
-def _weighed(facts: Facts) -> Iterator[Evidence]:
+def _weighing_evidence(facts: Facts) -> Iterator[Evidence]:
     fit, run = facts.weights.fit, facts.weights.remedy
     if fit is not None and _weights_leave_nothing(facts):
-        left = run.left if run is not None else fit.residual
+        difference_left = run.left if run is not None else fit.residual
         what = f"with weights {weights_text(fit.weights, each=False)} the difference"
-        yield judged("micro-batch-weights", what, left, True, weights=list(fit.weights))
+        yield word_control("micro-batch-weights", what, difference_left, True, weights=list(fit.weights))
 
 
 def _without_backward(facts: Facts) -> Iterator[Finding]:
@@ -107,7 +107,7 @@ def _without_backward(facts: Facts) -> Iterator[Finding]:
     if skipped is None or (update.fit.residual <= loop.tolerance and not explained):
         return
     control, proven = weighed_in_loop(loop, update.number) if explained else ((), False)
-    yield told(
+    yield word_finding(
         "GAV203.dropped-empty" if explained else "GAV203.dropped",
         *control,
         location=skipped.location,
@@ -127,7 +127,7 @@ def _of_other_samples(loop: Record) -> Iterator[Finding]:
             continue
         window, steps = skipped.window, loop.expected(skipped.window)
         if skipped.positions or (steps is not None and is_meant(loop, [(window, steps)])):
-            yield told(
+            yield word_finding(
                 "GAV203.dropped-beside" if skipped.positions else "GAV203.unfed",
                 location=skipped.location,
                 proven=False,
@@ -145,9 +145,9 @@ def _by_turns(facts: Facts) -> Iterator[Finding]:
     if update is None or update.missed is None or window is None:
         return
     passes = window.of("backward")
-    yield told(
+    yield word_finding(
         "GAV203.turns",
-        location=located(passes),
+        location=first_place(passes),
         proven=False,
         update=update,
         missed=update.missed,
@@ -159,7 +159,11 @@ def _by_turns(facts: Facts) -> Iterator[Finding]:
 def empty_micro_batches(facts: Facts) -> list[int]:
     """Returns the positions of micro-batches whose loss counted no target, where others counted some."""
     counts = facts.weights.valid_targets
-    return [k for k, found in enumerate(counts) if not found > 0] if any(found > 0 for found in counts) else []
+    return (
+        [k for k, valid_count in enumerate(counts) if not valid_count > 0]
+        if any(valid_count > 0 for valid_count in counts)
+        else []
+    )
 
 
 def explains_weights(facts: Facts) -> bool:
@@ -188,28 +192,28 @@ def mean_of_means(facts: Facts) -> Iterator[Finding]:
     if counts and all(count.term is not None for count in counts):
         return  # of terms that nothing divides GAV201 tells
     if counts and run is not None and factor_of(facts)[0] is None:
-        yield _counted(facts, facts.weights.counts, run)
+        yield _finding_of_counts(facts, facts.weights.counts, run)
         return
     if fit is None or not facts.weights.blamed or facts.weights.lost or factor_of(facts)[0] is not None:
         return
     meaning, remedy = _meaning(facts, fit)
     if run is not None and run.rounding and meaning:
-        remedy = f"{remedy}: {tested(run, beside(facts))}"
+        remedy = f"{remedy}: {word_trial(run, beside(facts))}"
     elif run is not None and not (run.rounding or facts.cleared or facts.weights_first):
         remedy = NOT_ENOUGH
-    left = f"a fit leaves {fit.residual:.0e} of the gradient over"
+    fit_text = f"a fit leaves {fit.residual:.0e} of the gradient over"
     if run is not None:
-        left = weighed(facts, run)
-    yield told(
+        fit_text = word_weighing(facts, run)
+    yield word_finding(
         "GAV202.fitted",
         *not_run(facts) if run is None else (),
         location=facts.weights.place.location if facts.weights.place is not None else None,
         proven=weights_proven(facts),
-        summary=words("GAV202")["summaries"]["given" if facts.weights.given_wrong else _averaged(facts)],
+        summary=words("GAV202")["summaries"]["given" if facts.weights.given_wrong else _describe_average(facts)],
         largest=facts.compared.largest,
         counted=counted_at(facts.weights),
         used=list(facts.weights.used),
-        left=left,
+        left=fit_text,
         meaning=meaning,
         unsure=_unsure(fit),
         fit=fit,
@@ -218,28 +222,28 @@ def mean_of_means(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def _averaged(facts: Facts) -> str:
+def _describe_average(facts: Facts) -> str:
     return "equally" if facts.weights.weighting == "uniform" else "wrongly"
 
 
-def _counted(facts: Facts, counts: tuple[Count, ...], run: ControlRun) -> Finding:
+def _finding_of_counts(facts: Facts, counts: tuple[Count, ...], run: ControlRun) -> Finding:
     """The finding where the window's counts in every micro-batch give the full batch's gradient."""
-    own = "; ".join(map(_said, counts))
+    count_texts = "; ".join(map(_describe_count, counts))
     fit, weights = facts.weights.fit, {}
-    text = f"with {run.what} {weighed(facts, run)}"
+    text = f"with {run.what} {word_weighing(facts, run)}"
     if fit is not None and fit.determined and fit.residual < COMPUTED_FLOAT32 and not beside(facts):
         weights = {"weights": list(fit.weights), "residual": fit.residual}
         text += f"; on this batch they are weights {weights_text(fit.weights, each=False)}"
     windows = [count.window for count in counts]
-    return told(
+    return word_finding(
         "GAV202.counts",
-        controlled("micro-batch-weights", text, left=run.left, counts=windows, **weights),
+        control_evidence("micro-batch-weights", text, left=run.left, counts=windows, **weights),
         location=counts[0].operation.location,
         proven=weights_proven(facts),
         together=[count.operation.location for count in counts],
-        summary=words("GAV202")["summaries"][_averaged(facts)],
+        summary=words("GAV202")["summaries"][_describe_average(facts)],
         largest=facts.compared.largest,
-        own=own,
+        own=count_texts,
         line=f": `{counts[0].operation.source}`" if counts[0].operation.source else "",
         used=list(facts.weights.used),
         counts=[list(count.own) for count in counts],
@@ -247,7 +251,7 @@ def _counted(facts: Facts, counts: tuple[Count, ...], run: ControlRun) -> Findin
     )
 
 
-def _said(count: Count) -> str:
+def _describe_count(count: Count) -> str:
     if count.term is not None:
         return f"{count.operation} is {'a sum ' * (count.term is TermKind.SUM)}{count.term.value}"
     does = "multiplies" if count.times else "divides"
@@ -264,7 +268,7 @@ def counts_remedy(facts: Facts, counts: tuple[Count, ...], run: ControlRun) -> s
     for kind, weight in ((TermKind.SUM, "1 in each micro-batch (K times 1/K)"), (TermKind.PENALTY, "1/K in each")):
         if of_kind := [count for count in counts if count.term is kind]:
             steps.append(f"give {places(of_kind)} a weight of {weight}")
-    return f"{'; '.join(steps if divided else steps[1:])}: {tested(run, beside(facts))}"
+    return f"{'; '.join(steps if divided else steps[1:])}: {word_trial(run, beside(facts))}"
 
 
 def places(counts: Sequence[Count]) -> str:
@@ -305,8 +309,8 @@ class WrongShares:
 
     def total(self, tolerance: float) -> float:
         """How many times a mean the script's weights count together; 1 where they add up to one, or are not known."""
-        known = self.script is not None and bool(self.shares_of) and abs(self.script.total - 1) >= tolerance
-        return self.script.total if self.script is not None and known else 1.0
+        is_known = self.script is not None and bool(self.shares_of) and abs(self.script.total - 1) >= tolerance
+        return self.script.total if self.script is not None and is_known else 1.0
 
     @property
     def share_error(self) -> float:
@@ -316,16 +320,16 @@ class WrongShares:
 
 def find_wrong_shares(facts: Facts, loop: Record) -> WrongShares | None:
     """Returns what other weights of the micro-batches explain of the first update of a training loop that differs."""
-    found, term, update = weights_of(loop), weighted_term(loop), loop.divergent
+    loop_weights, term, update = weights_of(loop), weighted_term(loop), loop.divergent
     if update is None or factor_in_loop(loop, update) is not None or explains_weights(facts):
         return None
-    if found is not None:
-        (update, fit), term = found, None
+    if loop_weights is not None:
+        (update, fit), term = loop_weights, None
     elif term is not None:
         fit = term.fit
     else:
         return None
-    multipliers = _seen(fit, update)
+    multipliers = _needed_multipliers(fit, update)
     script = identify_script_weights(update, multipliers, loop.tolerance)
     if script is None:
         return WrongShares(update, fit, term, multipliers, None, multipliers, "")
@@ -358,7 +362,7 @@ def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
         remedy, multiply = repair, " (with the right weights: tested, equivalent)" if control and proven else ""
     if control and adds_up and not proven:
         remedy = NOT_ENOUGH
-    yield told(
+    yield word_finding(
         "GAV202.update",
         *control,
         location=backward_place(facts, update.number),
@@ -370,7 +374,7 @@ def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
         shown=weights_text(weights) if adds_up else f"losses multiplied by {weights_text(weights)}",
         fit=fit,
         multipliers=list(fit.multipliers),
-        meaning=said(table["meanings"].get(kind, ""), usual=usual),
+        meaning=fill_sentence(table["meanings"].get(kind, ""), usual=usual),
         script=_say_script_weights(script),
         unsure=_unsure(fit) + ("" if adds_up else table["unproven"]["moving"]),
         remedy=remedy,
@@ -394,7 +398,7 @@ def _name_shares(update: UpdateComparison, weights: tuple[float, ...], script: S
 
 def _script_factor(script: ScriptWeights) -> str:
     table = words("GAV202")["script_weights"]
-    return said(table[script.shares.name.lower()], weights=script.weights)
+    return fill_sentence(table[script.shares.name.lower()], weights=script.weights)
 
 
 def _say_script_weights(script: ScriptWeights | None) -> str:
@@ -423,7 +427,7 @@ def _kind(shares: WrongShares, tolerance: float) -> str:
     return "uncounted" if update.valid_targets else "unseen"
 
 
-def _seen(fit: WeightFit, update: UpdateComparison) -> tuple[float, ...]:
+def _needed_multipliers(fit: WeightFit, update: UpdateComparison) -> tuple[float, ...]:
     """What the losses should be multiplied by; 0 for one without a valid target, to which any number would fit."""
     counts = update.valid_targets
     if fit.determined or len(counts) != len(fit.multipliers) or not any(counts):

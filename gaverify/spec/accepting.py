@@ -89,9 +89,9 @@ def read_entries(value: Any, place: str, problems: list[str]) -> tuple[Accept, .
         place: Where it stands, for messages.
         problems: Gets a sentence for everything that is wrong; then there are no entries.
     """
-    told = [f"{place}{where}: {text}" for where, text in _problems(value)]
-    problems += told
-    return () if told else tuple(Accept(**entry) for entry in value)
+    sentences = [f"{place}{where}: {text}" for where, text in _problems(value)]
+    problems += sentences
+    return () if sentences else tuple(Accept(**entry) for entry in value)
 
 
 def _problems(value: Any) -> Iterator[tuple[str, str]]:
@@ -151,12 +151,12 @@ DEFAULTS = ("steps", "weighting", "device", "timeout", "time_limit")
 
 def _project(table: dict[str, Any], file: Path) -> Project:
     keys = ("accept", "strict", *_LISTS, *DEFAULTS)
-    given = {key.replace("-", "_"): value for key, value in table.items()}
-    problems = [f"$.tool.gaverify.{key}: {unknown_key(key, keys)}" for key in given if key not in keys]
-    entries = read_entries(given.get("accept", []), "$.tool.gaverify.accept", problems)
-    if not isinstance(given.get("strict", False), bool):
+    values = {key.replace("-", "_"): value for key, value in table.items()}
+    problems = [f"$.tool.gaverify.{key}: {unknown_key(key, keys)}" for key in values if key not in keys]
+    entries = read_entries(values.get("accept", []), "$.tool.gaverify.accept", problems)
+    if not isinstance(values.get("strict", False), bool):
         problems.append("$.tool.gaverify.strict: must be true or false")
-    lists = {key: given.get(key, []) for key in _LISTS}
+    lists = {key: values.get(key, []) for key in _LISTS}
     for key, value in lists.items():
         if not isinstance(value, list) or not all(isinstance(item, str) and item for item in value):
             problems.append(f"$.tool.gaverify.{key}: must be a list of texts; write `{key} = [{_LIST_EXAMPLES[key]}]`")
@@ -165,13 +165,13 @@ def _project(table: dict[str, Any], file: Path) -> Project:
     if problems:
         raise SpecError(problems, str(file))
     folder = file.parent
-    found = {key: tuple(value) for key, value in lists.items()}
+    patterns = {key: tuple(value) for key, value in lists.items()}
     for key in ("paths", "outputs"):  # they stand in the project's file, whatever folder a call starts in
-        found[key] = tuple(os.path.relpath(folder / path) for path in found[key])
+        patterns[key] = tuple(os.path.relpath(folder / path) for path in patterns[key])
     defaults = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in given.items() if key in DEFAULTS
+        key: tuple(value) if isinstance(value, list) else value for key, value in values.items() if key in DEFAULTS
     }
-    return Project(entries, given.get("strict", False), str(file), **found, defaults=defaults)
+    return Project(entries, values.get("strict", False), str(file), **patterns, defaults=defaults)
 
 
 _LIST_EXAMPLES = {
@@ -188,5 +188,5 @@ def code_problems(codes: Iterable[str]) -> list[str]:
     return [
         f"no rule's code begins with `{code}`; `gaverify rules` lists all, such as GAV301 or GAV4 for a group"
         for code in codes
-        if not any(known.startswith(code) for known in rule_codes())
+        if not any(rule_code.startswith(code) for rule_code in rule_codes())
     ]

@@ -52,11 +52,15 @@ class Option(NamedTuple):
 
 def _set(kind: Kind, help: str, default: Any, example: Any = None) -> Any:
     """A field with a default, or the type of an empty one; it is an example where none is given."""
-    known = {"option": Option(kind, help, default if example is None else example)}
-    return field(default_factory=default, metadata=known) if default is dict else field(default=default, metadata=known)
+    metadata = {"option": Option(kind, help, default if example is None else example)}
+    return (
+        field(default_factory=default, metadata=metadata)
+        if default is dict
+        else field(default=default, metadata=metadata)
+    )
 
 
-def _left(kind: Kind, example: Any, help: str) -> Any:
+def _optional_field(kind: Kind, example: Any, help: str) -> Any:
     """A field that is None where it is left out: the model decides."""
     return _set(kind, help, None, example)
 
@@ -72,41 +76,55 @@ class Spec:
     model: str = _set(
         MODEL, "Built-in (see `gaverify models`), package.module:factory or file.py:factory.", MISSING, "mlp"
     )
-    name: str | None = _left(text("a name for reports", "NAME"), "nightly", "How reports call this run.  [the model]")
+    name: str | None = _optional_field(
+        text("a name for reports", "NAME"), "nightly", "How reports call this run.  [the model]"
+    )
     model_args: Mapping[str, str | int | float | bool] = _set(
         ARGUMENT, "Argument of the factory; repeatable.", dict, {"width": 32}
     )
     steps: int = _set(whole(1, "K"), "Micro-batches per full batch.  [4]", 4)
-    batch_size: int | None = _left(whole(1, "B"), 8, "Samples in the full batch, where the model's factory takes it.")
+    batch_size: int | None = _optional_field(
+        whole(1, "B"), 8, "Samples in the full batch, where the model's factory takes it."
+    )
     weighting: str | tuple[float, ...] = _set(
         WEIGHTING, "Weight of each micro-batch: 1/K, n/N, token shares.  [uniform]", "uniform"
     )
-    device: str | None = _left(DEVICE, "cpu", "Where to run.  [where the model lives]")
-    dtype: str | None = _left(DTYPE, "float32", "Working precision.  [the model's]")
-    autocast: str | None = _left(one_of("bfloat16", "float16"), "bfloat16", "Run the forwards under autocast.")
+    device: str | None = _optional_field(DEVICE, "cpu", "Where to run.  [where the model lives]")
+    dtype: str | None = _optional_field(DTYPE, "float32", "Working precision.  [the model's]")
+    autocast: str | None = _optional_field(
+        one_of("bfloat16", "float16"), "bfloat16", "Run the forwards under autocast."
+    )
     seed: int = _set(SEED, "Seed of weights, data and random draws.  [0]", 0)
     mode: str = _set(one_of("train", "eval"), "Mode of the model.  [train]", "train")
     strategy: str = _set(STRATEGY, "K backwards, or one over the summed losses.  [accumulate]", "accumulate")
     trace: bool = _set(FLAG, "Show every micro-batch and the step.", False, True)
     optimizer: str = _set(one_of("sgd", "adam", "adamw"), "Optimizer of --trace.  [sgd]", "sgd")
-    lr: float | None = _left(above_zero("a number", "LR"), 0.01, "Its learning rate.")
-    rtol: float | None = _left(
+    lr: float | None = _optional_field(above_zero("a number", "LR"), 0.01, "Its learning rate.")
+    rtol: float | None = _optional_field(
         tolerance("R"), 1e-5, "Fixed tolerance as in assert_close, with --atol; default: rounding is measured."
     )
-    atol: float | None = _left(tolerance("A"), 1e-8, "See --rtol.")
-    input_shape: tuple[int, ...] | None = _left(
+    atol: float | None = _optional_field(tolerance("A"), 1e-8, "See --rtol.")
+    input_shape: tuple[int, ...] | None = _optional_field(
         SHAPE, (3, 32, 32), "Shape of one sample, for a factory that returns a bare module."
     )
-    loss: str | None = _left(LOSS, "cross_entropy", "Loss of torch.nn.functional, for a bare module.")
-    classes: int | None = _left(whole(1, "N"), 10, "Classes of the targets, for a bare module.")
-    data: str | None = _left(text("a folder", "FOLDER"), "data/mnist", "Real data for a built-in that has some.")
-    pretrained: str | None = _left(WEIGHTS, "gpt2", "Real weights for a built-in that has some.")
+    loss: str | None = _optional_field(LOSS, "cross_entropy", "Loss of torch.nn.functional, for a bare module.")
+    classes: int | None = _optional_field(whole(1, "N"), 10, "Classes of the targets, for a bare module.")
+    data: str | None = _optional_field(
+        text("a folder", "FOLDER"), "data/mnist", "Real data for a built-in that has some."
+    )
+    pretrained: str | None = _optional_field(WEIGHTS, "gpt2", "Real weights for a built-in that has some.")
     ignore_index: int = _set(INTEGER, "Target that counts as padding.  [-100]", -100)
-    ranks: int | None = _left(whole(2, "R"), 2, "Run K micro-batches on each of R processes, as torchrun would.")
+    ranks: int | None = _optional_field(
+        whole(2, "R"), 2, "Run K micro-batches on each of R processes, as torchrun would."
+    )
     engine: str = _set(one_of("ddp", "fsdp2"), "How the ranks share the model, with --ranks.  [ddp]", "ddp")
-    timeout: float | None = _left(SECONDS, 600, "When to end a verification; of ranks, each of their windows.")
+    timeout: float | None = _optional_field(
+        SECONDS, 600, "When to end a verification; of ranks, each of their windows."
+    )
     diagnose: bool = _set(FLAG, "Look for the cause.  [on]", True)
-    time_limit: float | None = _left(SECONDS, 60, "When to stop looking for the cause; the verdict comes in any case.")
+    time_limit: float | None = _optional_field(
+        SECONDS, 60, "When to stop looking for the cause; the verdict comes in any case."
+    )
     exact: bool = _set(FLAG, "Ask float64 for every parameter.  [off]", False, True)
     reference: str = _set(
         REFERENCE,
@@ -116,15 +134,15 @@ class Spec:
     )
 
     accept: tuple[Accept, ...] = _set(ENTRIES, "", ())
-    expect: str | None = _left(OUTCOME, "divergent", "The outcome that counts as a success.  [equivalent]")
+    expect: str | None = _optional_field(OUTCOME, "divergent", "The outcome that counts as a success.  [equivalent]")
 
     def __post_init__(self) -> None:
-        found = [
-            f"`{name}` {told or sentence(name, key, vars(self), option=False)}"
-            for (name, key), told in wrong(vars(self)).items()
+        problems = [
+            f"`{name}` {reason or sentence(name, key, vars(self), option=False)}"
+            for (name, key), reason in wrong(vars(self)).items()
         ]
-        if found:
-            raise ValueError("; ".join(found))
+        if problems:
+            raise ValueError("; ".join(problems))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns every field as plain strings, numbers, lists and mappings, ready for JSON."""
@@ -140,18 +158,18 @@ def wrong(values: Mapping[str, Any]) -> dict[tuple[str, str], str]:
 
     Fields that are not there have their defaults. Those that are right alone are held against each other.
     """
-    found: dict[tuple[str, str], str] = {}
+    problems: dict[tuple[str, str], str] = {}
     right: dict[str, Any] = {}
     for entry in fields(Spec):
         name, kind = entry.name, OPTIONS[entry.name].kind
         value = right[name] = values.get(name, entry.default)
         if name == "model_args":
-            given = value if isinstance(value, Mapping) else {"": None} if name in values else {}
-            found |= {(name, key): "" for key, argument in given.items() if not kind.fits(argument)}
+            arguments = value if isinstance(value, Mapping) else {"": None} if name in values else {}
+            problems |= {(name, key): "" for key, argument in arguments.items() if not kind.fits(argument)}
         elif not kind.fits(value) and (value is not None or entry.default is not None):
-            found[name, ""] = ""
+            problems[name, ""] = ""
             del right[name]
-    return found | {(field, ""): text for field, text in _conflicts(right)}
+    return problems | {(field, ""): text for field, text in _conflicts(right)}
 
 
 def _conflicts(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -163,8 +181,8 @@ def _conflicts(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield "weighting", f"must have one number per micro-batch: {len(numbers)} numbers, but steps is {steps}"
     missing = [name for name in ("rtol", "atol") if values.get(name, 0) is None]
     if len(missing) == 1 and {"rtol", "atol"} <= values.keys():
-        given = "atol" if missing == ["rtol"] else "rtol"
-        yield given, f"needs `{missing[0]}` beside it: give both, or neither and let gaverify measure the rounding"
+        present = "atol" if missing == ["rtol"] else "rtol"
+        yield present, f"needs `{missing[0]}` beside it: give both, or neither and let gaverify measure the rounding"
 
 
 def sentence(field: str, key: str, values: Mapping[str, Any], *, option: bool) -> str:
@@ -187,10 +205,10 @@ def sentence(field: str, key: str, values: Mapping[str, Any], *, option: bool) -
         # the spelling of "gpu" is closer to "cpu", the one device that it does not mean
         is_gpu = field == "device" and re.fullmatch(r"gpu(:\d+)?", value.lower())
         near = f"cuda{is_gpu[1] or ''}" if is_gpu else nearest(value.lower(), re.findall(r'"([^"]+)"', must), 0.5)
-    return f"must be {must}, got {_shown(value)}; " + (f'did you mean "{near}"?' if near else advice)
+    return f"must be {must}, got {_short_value(value)}; " + (f'did you mean "{near}"?' if near else advice)
 
 
-def _shown(value: Any) -> str:
+def _short_value(value: Any) -> str:
     """The value as TOML or JSON would write it, cut to what fits a line."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= 60 else f"{text[:57]}..."
@@ -208,8 +226,10 @@ def example(field: str, *, option: bool) -> str:
     value = OPTIONS[field].example
     if not option:
         name = field.replace("_", "-")
-        inline = ", ".join(f"{key} = {_shown(item)}" for key, item in value.items()) if isinstance(value, dict) else ""
-        return f"{name} = {{ {inline} }}" if inline else f"{name} = {_shown(value)}"
+        inline = (
+            ", ".join(f"{key} = {_short_value(item)}" for key, item in value.items()) if isinstance(value, dict) else ""
+        )
+        return f"{name} = {{ {inline} }}" if inline else f"{name} = {_short_value(value)}"
     if isinstance(value, bool):
         return option_name(field)
     if isinstance(value, dict):
@@ -217,7 +237,7 @@ def example(field: str, *, option: bool) -> str:
     return f"{option_name(field)} " + (",".join(map(str, value)) if isinstance(value, tuple) else str(value))
 
 
-def joined(problems: Sequence[tuple[str, list[str]]]) -> SpecError:
+def join_problems(problems: Sequence[tuple[str, list[str]]]) -> SpecError:
     """One error for the problems of several sources; its text has a line each, with the source in front."""
     several = [SpecError(sentences, source) for source, sentences in problems if sentences]
     if len(several) == 1:

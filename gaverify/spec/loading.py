@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from gaverify.errors import SpecError, nearest, unknown_key
-from gaverify.launched import launched
+from gaverify.launched import read_launcher
 from gaverify.spec.accepting import Project, read_entries
-from gaverify.spec.fields import OPTIONS, Spec, joined, option_name, sentence, wrong
+from gaverify.spec.fields import OPTIONS, Spec, join_problems, option_name, sentence, wrong
 from gaverify.text_files import table_of_file
 
 _OTHER_COMMANDS = {
@@ -46,7 +46,7 @@ def parse_spec(
     """
     in_file, on_line, spec = _check(table, overrides or {}, project or Project())
     if spec is None:
-        raise joined([(source, in_file), ("command line", on_line)])
+        raise join_problems([(source, in_file), ("command line", on_line)])
     return spec
 
 
@@ -61,7 +61,7 @@ def load_specs(
     entries = read_specs(paths, overrides)
     broken = [(str(file), list(entry.problems)) for file, entry in entries if isinstance(entry, SpecError)]
     if broken:
-        raise joined(broken)
+        raise join_problems(broken)
     return tuple((file, entry) for file, entry in entries if isinstance(entry, Spec))
 
 
@@ -93,7 +93,7 @@ def read_specs(
         problems.append((str(file), in_file))
         on_line.update(dict.fromkeys(from_options))
     if on_line:
-        raise joined([*problems, ("command line", list(on_line))])
+        raise join_problems([*problems, ("command line", list(on_line))])
     return tuple(entries)
 
 
@@ -108,32 +108,32 @@ def toml_files(
         exclude: Patterns of paths, or of names of files and folders, that are passed over in folders.
         deep: Take specs of folders in folders, too.
     """
-    seen = set()
+    visited = set()
     for path in map(Path, paths):
-        found = [path]
+        files = [path]
         if path.is_dir():
             exclude = [*exclude, "pyproject.toml"]
-            found = [file for file in sorted(path.glob("*.toml")) if not _is_excluded(file, path, exclude)]
-            found += _deeper(path, path, exclude) if deep else []
-        if not found:
+            files = [file for file in sorted(path.glob("*.toml")) if not _is_excluded(file, path, exclude)]
+            files += _deeper(path, path, exclude) if deep else []
+        if not files:
             yield path, nothing
-        for file in found:
+        for file in files:
             real = os.path.realpath(file)  # Path.resolve raises on links that lead to each other
-            if real not in seen:
-                seen.add(real)
+            if real not in visited:
+                visited.add(real)
                 yield file, "" if os.path.exists(file) else "there is no such file or folder"
 
 
 def _deeper(folder: Path, top: Path, exclude: Sequence[str]) -> list[Path]:
     """Returns the specs in the folders of a folder; those that are hidden, or environments of Python, hold none."""
-    found: list[Path] = []
+    specs: list[Path] = []
     for inner in sorted(folder.iterdir()):
         skips = inner.name.startswith((".", "__")) or inner.name == "node_modules" or (inner / "pyvenv.cfg").exists()
         if inner.is_symlink() or not inner.is_dir() or skips or _is_excluded(inner, top, exclude):
             continue
         files = [file for file in sorted(inner.glob("*.toml")) if not _is_excluded(file, top, exclude)]
-        found += [*filter(is_meant_as_spec, files), *_deeper(inner, top, exclude)]
-    return found
+        specs += [*filter(is_meant_as_spec, files), *_deeper(inner, top, exclude)]
+    return specs
 
 
 def _is_excluded(path: Path, top: Path, exclude: Sequence[str]) -> bool:
@@ -201,21 +201,21 @@ def _check(
         values["model_args"] = {**stated, **arguments} if isinstance(stated, Mapping) else arguments
     values["accept"] = read_entries(values.get("accept", ()), "$.accept", in_file)
     on_line: list[str] = []
-    for (field, key), told in wrong(values).items():
+    for (field, key), reason in wrong(values).items():
         option = key in arguments if key else field in options
         if not option and field not in written and field in project.defaults:
             in_file.append(
-                f"$.tool.gaverify.{field} of {project.source}: {told or sentence(field, key, values, option=False)}"
+                f"$.tool.gaverify.{field} of {project.source}: {reason or sentence(field, key, values, option=False)}"
             )
             continue
         place = option_name(field) if option else f"$.{written.get(field, field.replace('_', '-'))}"
         place += f" {key}" if option and key else f".{key}" if key else ""
-        text = told or sentence(field, key, values, option=option)
+        text = reason or sentence(field, key, values, option=option)
         (on_line if option else in_file).append(f"{place}: {text}")
-    for needed, fields, told in _ONLY_WITH:
-        started = needed == "ranks" and launched() is not None
+    for needed, fields, reason in _ONLY_WITH:
+        started = needed == "ranks" and read_launcher() is not None
         if not (table.get(needed) or options.get(needed) or started):  # `--no-trace` over a spec that traces is meant
-            on_line += [f"--{field}: {told}" for field in fields if field in options]
+            on_line += [f"--{field}: {reason}" for field in fields if field in options]
     return in_file, on_line, None if in_file or on_line else Spec(**values)
 
 

@@ -31,7 +31,7 @@ def measure(accumulated: Gradients, reference: Gradients, *, located: bool = Fal
     ranks = over_ranks()
     if ranks is not None:
         return _of_all_ranks(accumulated, reference, *ranks)
-    return _measured(accumulated, reference, located)
+    return _measure_pairs(accumulated, reference, located)
 
 
 def left_between(gradients: Gradients, reference: Gradients) -> float:
@@ -39,7 +39,7 @@ def left_between(gradients: Gradients, reference: Gradients) -> float:
     return relative_total((row.difference, row.reference) for row in measure(gradients, reference))
 
 
-def _measured(accumulated: Gradients, reference: Gradients, located: bool) -> list[Difference]:
+def _measure_pairs(accumulated: Gradients, reference: Gradients, located: bool) -> list[Difference]:
     rows: dict[str, Difference] = {}
     alike: dict[tuple[Any, ...], Alike] = {}
     for name, expected in reference.items():
@@ -78,31 +78,31 @@ def _measured(accumulated: Gradients, reference: Gradients, located: bool) -> li
 
 def _of_all_ranks(accumulated: Gradients, reference: Gradients, count: int, total: Sum) -> list[Difference]:
     """Measures what this rank holds and adds up all ranks' squares: every rank gets the same numbers."""
-    held = [{name: None if g is None else local(g) for name, g in side.items()} for side in (accumulated, reference)]
-    rows = _measured(held[0], held[1], False)
+    shards = [{name: None if g is None else local(g) for name, g in side.items()} for side in (accumulated, reference)]
+    rows = _measure_pairs(shards[0], shards[1], False)
     table = []
     for row in rows:
         sides = (reference[row.name], accumulated[row.name])
-        known = next((side for side in sides if side is not None), None)
-        share = share_of(known, count) if known is not None else 0.0
+        first_present = next((side for side in sides if side is not None), None)
+        share = share_of(first_present, count) if first_present is not None else 0.0
         norms = (row.reference, row.accumulated, row.difference)
         squares = [share * norm * norm if row.why is None or norm == norm else 0.0 for norm in norms]
         odd = row.why not in (None, NotCompared.UNUSED) and None not in sides
         table.append([*squares, *(float(side is not None) for side in sides), float(odd)])
     sums = total(torch.tensor(table, dtype=torch.float64, device="cpu").view(-1, 6)).tolist()
-    found = []
+    differences = []
     for row, (e, a, d, with_e, with_a, odd) in zip(rows, sums, strict=True):
         sides = (reference[row.name], accumulated[row.name])
-        known = next((side for side in sides if side is not None), None)
-        shape = tuple(known.shape) if known is not None else row.shape
+        first_present = next((side for side in sides if side is not None), None)
+        shape = tuple(first_present.shape) if first_present is not None else row.shape
         if min(with_e, with_a) < count:
-            found.append(_missing(row.name, shape, with_e, with_a))
+            differences.append(_missing(row.name, shape, with_e, with_a))
         elif odd or not math.isfinite(d):
-            found.append(_not_finite(row.name, shape, math.sqrt(e), math.sqrt(a)))
+            differences.append(_not_finite(row.name, shape, math.sqrt(e), math.sqrt(a)))
         else:
-            worst = None if is_sharded(known) else row.worst
-            found.append(Difference(row.name, shape, math.sqrt(e), math.sqrt(a), math.sqrt(d), worst, None))
-    return found
+            worst = None if is_sharded(first_present) else row.worst
+            differences.append(Difference(row.name, shape, math.sqrt(e), math.sqrt(a), math.sqrt(d), worst, None))
+    return differences
 
 
 def _missing(name: str, shape: tuple[int, ...], reference: float, accumulated: float) -> Difference:

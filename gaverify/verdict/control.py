@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from gaverify.errors import GaverifyError, ProblemError
-from gaverify.passes.batching import fresh, placed
+from gaverify.passes.batching import fresh, move_split
 from gaverify.passes.devices import return_freed, widest
 from gaverify.passes.gradients import (
     AfterBackward,
@@ -22,7 +22,7 @@ from gaverify.passes.gradients import (
     full_batch_gradients,
 )
 from gaverify.passes.isolation import ModelState, generator_states
-from gaverify.passes.precision import converted, moved, rounding_share, short_name
+from gaverify.passes.precision import convert_weights, move_weights, rounding_share, short_name
 from gaverify.passes.problem import Problem
 from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.task import Task
@@ -82,17 +82,17 @@ def in_float64(task: Task, state: ModelState, *, weights: bool = True) -> Iterat
     return_freed()  # what the passes before left in pieces
     with ExitStack() as stack:
         stack.callback(return_freed)
-        stack.enter_context(converted(task.modules, device=device, dtype=torch.float64, weights=weights))
+        stack.enter_context(convert_weights(task.modules, device=device, dtype=torch.float64, weights=weights))
         torch.set_default_dtype(torch.float64)
         stack.callback(torch.set_default_dtype, default)
         stack.enter_context(task.autocasting(enabled=False))
         batch = fresh(task.problem.batch, device, torch.float64)
-        split = task.problem.split and placed(task.problem.split, device, torch.float64)
+        split = task.problem.split and move_split(task.problem.split, device, torch.float64)
         problem = Problem(task.problem.model, task.problem.loss, batch, split, task.problem.batch_size)
         lifted = replace(task, problem=problem, device=devices[0], devices=devices, autocast=None)
-        there = ModelState(task.modules, (task.problem.loss,))
-        stack.callback(there.forget)  # who looked on may live longer, and would keep the weights in float64
-        yield lifted, there
+        float64_state = ModelState(task.modules, (task.problem.loss,))
+        stack.callback(float64_state.forget)  # who looked on may live longer, and would keep the weights in float64
+        yield lifted, float64_state
 
 
 def float64_control(task: Task, state: ModelState, record: DrawRecord, listener: Listener | None = None) -> Control:
@@ -174,9 +174,9 @@ def noise_floor(
     restore = generator_states()
     for run in range(_PERTURBED_RUNS):
         task.progress(f"noise floor: run {run + 1} of {_PERTURBED_RUNS}")
-        with moved(weights, shares, run):
-            found, _ = full_batch_gradients(task, ModelState(task.modules, (task.problem.loss,)), record, lift=lift)
-        for row in measure(found.gradients, full.gradients):
+        with move_weights(weights, shares, run):
+            moved_run, _ = full_batch_gradients(task, ModelState(task.modules, (task.problem.loss,)), record, lift=lift)
+        for row in measure(moved_run.gradients, full.gradients):
             if math.isfinite(row.difference):
                 floor[row.name] = max(floor[row.name], row.difference)
     restore()

@@ -90,7 +90,7 @@ def limits(row: Difference, grounds: Grounds) -> tuple[float, float]:
     """
     if grounds.method in (Method.WORKING_PRECISION, Method.TWO_SAMPLES):
         floor = grounds.floor or 0.0
-        return _explained(row.scale, row.reference, grounds.unit, grounds.terms, floor, grounds.zero), math.inf
+        return _allowed_rounding(row.scale, row.reference, grounds.unit, grounds.terms, floor, grounds.zero), math.inf
     scale = max(row.scale, grounds.terms)
     smallest = FEW_UNITS * grounds.unit * scale
     if grounds.unit <= U64:
@@ -105,7 +105,7 @@ def limits(row: Difference, grounds: Grounds) -> tuple[float, float]:
     return allowed, allowed
 
 
-def _explained(
+def _allowed_rounding(
     scale: float, reference: float, unit: float, terms: float, floor: float = 0.0, zero: bool = False
 ) -> float:
     """What is rounding without a control: a few u of the norms, and more only where no fault could hide in it.
@@ -130,13 +130,13 @@ def decide_at_once(rows: Iterable[Difference], unit: float, terms: Mapping[str, 
         terms: Σ|terms| by parameter name, where they were seen.
     """
     decided = []
-    same, method = Outcome.EQUIVALENT, Method.WORKING_PRECISION
+    agree, method = Outcome.EQUIVALENT, Method.WORKING_PRECISION
     for row in rows:
         name, shape, reference, accumulated, difference, worst, why = row
         scale = reference if reference > accumulated else accumulated
-        allowed = _explained(scale, reference, unit, terms.get(name, 0.0))
+        allowed = _allowed_rounding(scale, reference, unit, terms.get(name, 0.0))
         if why is None and difference <= allowed:
-            fields = (name, shape, same, method, reference, accumulated, difference, allowed, difference, worst, None)
+            fields = (name, shape, agree, method, reference, accumulated, difference, allowed, difference, worst, None)
             decided.append(tuple.__new__(ParameterComparison, fields))  # as its own `__new__`, which is Python
         else:
             decided.append(decide(row, Grounds(Method.WORKING_PRECISION, unit, terms.get(name, 0.0))))

@@ -48,8 +48,8 @@ from gaverify.verdict.control import (
 )
 from gaverify.verdict.criteria import Difference, decide_at_once, floors_wanted, not_compared, record
 from gaverify.verdict.non_finite import first_non_finite
-from gaverify.verdict.sketches import Earlier, GradientSketches, Sketches, noted, window_of
-from gaverify.verdict.window import settled, told, worth
+from gaverify.verdict.sketches import Earlier, GradientSketches, Sketches, sketch_full_batch, window_of
+from gaverify.verdict.window import decide_open_rows, judge_few_samples, worth
 
 
 @dataclass
@@ -125,7 +125,7 @@ def judge(
     started = time.perf_counter()
     state = ModelState(task.modules, (task.problem.loss,))
     task.progress("the full batch")
-    task, full, record = _recorded(task, state)
+    task, full, record = _record_full_batch(task, state)
     full_at = time.perf_counter()
     if not math.isfinite(full.loss):
         raise ProblemError(
@@ -133,22 +133,22 @@ def judge(
             "check the inputs, the targets (are all ignored?) and the learning state"
             + (f"; {where}" if (where := first_non_finite(task, state, record)) else "")
         )
-    coarse = max(working_unit(task, full), rounded_unit(_rounded(task, full)))
+    coarse = max(working_unit(task, full), rounded_unit(_rounded_product_kinds(task, full)))
     asked = rtol is None and not exact and task.strategy == "accumulate" and task.steps > 1
     listens = coarse > U32 and asked and worth(task)
 
     def accumulate() -> _Accumulated:
-        seen = GradientSketches(task)
-        with seen.listening() if listens else nullcontext() as note:
+        sketches = GradientSketches(task)
+        with sketches.listening() if listens else nullcontext() as note:
             accumulated = accumulated_gradients(task, state, record, full, after_backward=note)
         rows = measure(accumulated.gradients, full.gradients, located=rtol is not None)
-        return _Accumulated(accumulated, seen, rows)
+        return _Accumulated(accumulated, sketches, rows)
 
-    found = accumulate()
+    accumulation = accumulate()
     accumulated_at = time.perf_counter()
-    if record.ambiguous and not _agree(working_unit(task, full, found.accumulated), found.measured):
-        found = _other_reading(record, found, accumulate)
-    accumulated, seen, measured = found
+    if record.ambiguous and not _agree(working_unit(task, full, accumulation.accumulated), accumulation.measured):
+        accumulation = _other_reading(record, accumulation, accumulate)
+    accumulated, gradient_sketches, measured = accumulation
     if rtol is not None and atol is not None:
         rows = by_tolerance(measured, accumulated.gradients, full.gradients, rtol, atol)
     judgement = Judgement(
@@ -162,12 +162,12 @@ def judge(
         {row.name: row for row in measured},
         *_on_host(full.terms),
     )
-    window = window_of(full, accumulated, seen) if seen.taken else None
+    window = window_of(full, accumulated, gradient_sketches) if gradient_sketches.taken else None
     if window is not None or (asked and part is not None and _divergence_shows(task, measured, coarse)):
-        judgement.earlier = noted(full, window)
+        judgement.earlier = sketch_full_batch(full, window)
     # What adding up loses is read from the window's sketches, where there are any.
     low = unit_roundoff(judgement.dtype) > U32 and rtol is None and window is None
-    kept = (full.gradients, accumulated.gradients) if low else None
+    both_gradients = (full.gradients, accumulated.gradients) if low else None
     if not keep_gradients:
         _drop(full)
         _drop(accumulated)
@@ -182,18 +182,18 @@ def judge(
     _decide(task, judgement, exact, listener, None if exact else part)
     if exact and judgement.control_failure:  # then the answer is what it would have been without `exact`
         failure = judgement.control_failure
-        del found, accumulated, full, kept  # their gradients take the memory of the next passes
+        del accumulation, accumulated, full, both_gradients  # their gradients take the memory of the next passes
         judgement = judge(task, rtol=None, atol=None, keep_gradients=keep_gradients, listener=listener, part=part)
         judgement.control_failure = judgement.control_failure or failure
         return judgement
-    if kept is not None and judgement.control is not None:
+    if both_gradients is not None and judgement.control is not None:
         passes = Measured(judgement.full, record, state)
-        judgement.precision = precision_loss(task, passes, judgement.control.full.gradients, *kept)
+        judgement.precision = precision_loss(task, passes, judgement.control.full.gradients, *both_gradients)
     judgement.timings["control"] = time.perf_counter() - accumulated_at - judgement.timings["comparison"]
     return judgement
 
 
-def _recorded(task: Task, state: ModelState) -> tuple[Task, PassResult, DrawRecord]:
+def _record_full_batch(task: Task, state: ModelState) -> tuple[Task, PassResult, DrawRecord]:
     """The full-batch pass; once more on unfused kernels where draws were made inside a fused one."""
     full, record = full_batch_gradients(task, state)
     if record.fused and not task.math_kernels:
@@ -204,7 +204,7 @@ def _recorded(task: Task, state: ModelState) -> tuple[Task, PassResult, DrawReco
 
 def working_unit(task: Task, *passes: PassResult) -> float:
     """Returns the unit roundoff of the coarsest arithmetic that gradients were computed in during some passes."""
-    carried = (dtype for result in passes for seen in result.observed for dtype in seen.arithmetic.dtypes)
+    carried = (dtype for result in passes for observed in result.observed for dtype in observed.arithmetic.dtypes)
     return coarsest_unit([*(parameter.dtype for parameter in task.parameters.values()), task.autocast, *carried])
 
 
@@ -219,7 +219,7 @@ class _Accumulated(NamedTuple):
     """The micro-batches' pass, what listened to it, and how it differs from the full batch."""
 
     accumulated: PassResult
-    seen: GradientSketches
+    sketches: GradientSketches
     measured: list[Difference]
 
     @property
@@ -237,9 +237,9 @@ def _other_reading(record: DrawRecord, first: _Accumulated, accumulate: Callable
     record.inner = True
     # numbers that were not meant for these samples may raise: indices out of range, for example
     with suppress(ProblemError):
-        other = accumulate()
-        if other.total < first.total:
-            return other
+        second_accumulation = accumulate()
+        if second_accumulation.total < first.total:
+            return second_accumulation
     record.inner, record.unaligned = False, unaligned
     return first
 
@@ -247,8 +247,8 @@ def _other_reading(record: DrawRecord, first: _Accumulated, accumulate: Callable
 def _on_host(terms: Mapping[str, Terms]) -> tuple[dict[str, float], dict[str, float]]:
     """Σ|terms| of all sums and of plain ones, fetched from each device at once: each fetch is a synchronisation."""
     devices: dict[torch.device, list[str]] = {}
-    for name, found in terms.items():
-        devices.setdefault(found.scale.device, []).append(name)
+    for name, term_values in terms.items():
+        devices.setdefault(term_values.scale.device, []).append(name)
     numbers: dict[str, float] = {}
     for names in devices.values():
         values = torch.stack([terms[name].scale.double() for name in names]).tolist()
@@ -278,22 +278,22 @@ def judge_whole(task: Task, judgement: Judgement, listener: Listener | None) -> 
 
 def _decide(task: Task, judgement: Judgement, exact: bool, listener: Listener | None, part: Part | None) -> None:
     unit = working_unit(task, judgement.full, judgement.accumulated)
-    judgement.rounded |= _rounded(task, judgement.full, judgement.accumulated)
+    judgement.rounded |= _rounded_product_kinds(task, judgement.full, judgement.accumulated)
     # What agrees to float32's own rounding does so however products are rounded; what is left open is judged by theirs.
     coarse = max(unit, rounded_unit(judgement.rounded))
     rows = list(judgement.working.values())
     judgement.rows = decide_at_once(rows, unit, judgement.terms)
-    if unit <= U32 and not (exact and unit > U64) and _settled(task, judgement, coarse):
+    if unit <= U32 and not (exact and unit > U64) and _decide_in_working_precision(task, judgement, coarse):
         return
     window = judgement.earlier.shares if judgement.earlier is not None else None
-    seen = _told(task, judgement, window) if window is not None else Outcome.INCONCLUSIVE
-    if seen is Outcome.EQUIVALENT:
+    window_outcome = _decide_from_window(task, judgement, window) if window is not None else Outcome.INCONCLUSIVE
+    if window_outcome is Outcome.EQUIVALENT:
         return
     if unit > U64:
-        shows = seen is Outcome.DIVERGENT or _divergence_shows(task, rows, coarse)
+        shows = window_outcome is Outcome.DIVERGENT or _divergence_shows(task, rows, coarse)
         if shows and part is not None and part(task, judgement, coarse):
             return
-        if _controlled(task, judgement, coarse, listener if shows else None) or exact:
+        if _decide_by_float64(task, judgement, coarse, listener if shows else None) or exact:
             return
     full = full_batch_gradients(task, judgement.state, judgement.record)[0]
     floor = noise_floor(task, judgement.state, judgement.record, full, coarse)
@@ -301,7 +301,7 @@ def _decide(task: Task, judgement: Judgement, exact: bool, listener: Listener | 
     judgement.method = Method.NOISE_FLOOR
 
 
-def _controlled(task: Task, judgement: Judgement, unit: float, listener: Listener | None) -> bool:
+def _decide_by_float64(task: Task, judgement: Judgement, unit: float, listener: Listener | None) -> bool:
     """Whether the float64 control decided; why it was impossible is noted where it was."""
     try:
         control = float64_control(task, judgement.state, judgement.record, listener)
@@ -331,7 +331,7 @@ def decide_by_control(task: Task, judgement: Judgement, control: Control, unit: 
         judgement.rows = judge_by_control(judgement.working, control, judgement.scales, unit, floor)
 
 
-def _rounded(task: Task, *passes: PassResult) -> dict[str, str]:
+def _rounded_product_kinds(task: Task, *passes: PassResult) -> dict[str, str]:
     """The kinds of products that ran in some passes and round their float32 inputs, and to what."""
     products = {kind for result in passes for kind in result.observed[0].arithmetic.products}
     if lowest_precision(task) is not torch.float32:
@@ -339,20 +339,20 @@ def _rounded(task: Task, *passes: PassResult) -> dict[str, str]:
     return {kind: to for device in task.devices for kind, to in rounded_products(device, products).items()}
 
 
-def _told(task: Task, judgement: Judgement, window: Sketches) -> Outcome:
+def _decide_from_window(task: Task, judgement: Judgement, window: Sketches) -> Outcome:
     """What the window's weights and a few samples show of it; the rows are decided where it is equivalent."""
     rows = list(judgement.working.values())
     if any(row.why not in (None, NotCompared.UNUSED) for row in rows):
         return Outcome.INCONCLUSIVE
     try:
-        found = told(task, judgement.state, judgement.record, judgement.full, window)
+        few_samples = judge_few_samples(task, judgement.state, judgement.record, judgement.full, window)
     except Exception as error:  # single samples that the model does not take, a kernel without float64
         if is_own_fault(error):
             raise
         return Outcome.INCONCLUSIVE
-    if found is None or found[1].allowed > TENTH:
+    if few_samples is None or few_samples[1].allowed > TENTH:
         return Outcome.INCONCLUSIVE
-    outcome, few = found
+    outcome, few = few_samples
     judgement.few = few
     if unit_roundoff(judgement.dtype) > U32:
         lost = math.hypot(few.error, few.lost)
@@ -376,18 +376,20 @@ def _divergence_shows(task: Task, rows: list[Difference], unit: float) -> bool:
     return task.strategy == "accumulate" and task.steps > 1 and relative_total(finite) > SHOWS_UNITS * unit
 
 
-def _settled(task: Task, judgement: Judgement, unit: float) -> bool:
+def _decide_in_working_precision(task: Task, judgement: Judgement, unit: float) -> bool:
     """Whether working precision decides every parameter, or the few that it leaves open are settled by a part."""
-    left = [row for row in judgement.rows if row.outcome is Outcome.INCONCLUSIVE and row.method != Method.NOT_COMPARED]
-    if not left or unit <= U64:
-        return not left
-    open_rows = [judgement.working[row.name] for row in left]
+    open_ones = [
+        row for row in judgement.rows if row.outcome is Outcome.INCONCLUSIVE and row.method != Method.NOT_COMPARED
+    ]
+    if not open_ones or unit <= U64:
+        return not open_ones
+    open_rows = [judgement.working[row.name] for row in open_ones]
     passes = judgement.full, judgement.accumulated
     rows = judgement.working.values()
-    found = settled(task, judgement.state, judgement.record, passes, rows, open_rows, unit)
-    if found is None:
+    decided_rows = decide_open_rows(task, judgement.state, judgement.record, passes, rows, open_rows, unit)
+    if decided_rows is None:
         return False
-    decided = {row.name: row for row in found}
+    decided = {row.name: row for row in decided_rows}
     judgement.rows = [decided.get(row.name, row) for row in judgement.rows]
     judgement.method = Method.TWO_SAMPLES
     return True

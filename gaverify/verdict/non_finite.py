@@ -16,7 +16,7 @@ from gaverify.passes.nesting import leaves
 from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.task import Task
 from gaverify.torch_internals import tree_leaves
-from gaverify.tracebacks import calling_frame, shown
+from gaverify.tracebacks import calling_frame, display_path
 
 # Constants that code writes on purpose (a mask of −∞), and memory that nothing was written to yet.
 _MEANT = (
@@ -46,7 +46,7 @@ def first_non_finite(task: Task, state: ModelState, record: DrawRecord) -> str:
     listener = _Listener()
     with suppress(GaverifyError):  # what was found until then counts
         forward_pass(task, state, record, None, probe=listener)
-    return listener.found
+    return listener.describe_first
 
 
 class _Listener(PassProbe):
@@ -56,7 +56,7 @@ class _Listener(PassProbe):
         self._nan = self._infinite = ""
 
     @property
-    def found(self) -> str:
+    def describe_first(self) -> str:
         """What came first, in words; empty where nothing did."""
         return self._nan or self._infinite
 
@@ -72,14 +72,14 @@ class _Listener(PassProbe):
             return result
         inputs, outputs = tree_leaves((args, kwargs)), tree_leaves(result)
         if any(_spoilt(leaf, nan_only=True) for leaf in outputs) and not any(_spoilt(i, nan_only=True) for i in inputs):
-            self._nan = self._named(func, "NaN")
+            self._nan = self._name_call(func, "NaN")
         elif not self._infinite and any(map(_spoilt, outputs)) and not any(map(_spoilt, inputs)):
-            self._infinite = self._named(func, "infinity")
+            self._infinite = self._name_call(func, "infinity")
         return result
 
-    def _named(self, func: Any, what: str) -> str:
+    def _name_call(self, func: Any, what: str) -> str:
         frame = calling_frame()
-        place = f" at {shown(frame[0])}:{frame[1]}" if frame is not None else ""
+        place = f" at {display_path(frame[0])}:{frame[1]}" if frame is not None else ""
         return f"`{operation_name(func)}`{place} is the first to give {what}"
 
 

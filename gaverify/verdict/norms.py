@@ -58,7 +58,7 @@ class _Piece(NamedTuple):
         first = self.expected[0]
         return first.device.type == "cpu" and first.dtype is self.actual[0].dtype is torch.float32
 
-    def measured(self, wide: bool) -> torch.Tensor:
+    def measure_rows(self, wide: bool) -> torch.Tensor:
         """The norms in the device's widest precision, or in float32 where that is tried first."""
         dtype = torch.float32 if self.narrow and not wide else widest(self.expected[0].device)
         return self.run(self.expected, self.actual, dtype)
@@ -71,16 +71,16 @@ def norms_of(groups: Sequence[Alike]) -> list[Norms]:
     overflowed there, once more in double precision. What is lost otherwise are bits that no decision hangs on.
     """
     (low, high), pieces = _SAFE, list(_pieces(groups))
-    found: list[Norms] = [()] * sum(len(group.names) for group in groups)
-    for piece, rows in zip(pieces, _fetched([piece.measured(wide=False) for piece in pieces]), strict=True):
+    norms: list[Norms] = [()] * sum(len(group.names) for group in groups)
+    for piece, rows in zip(pieces, _fetch_tables([piece.measure_rows(wide=False) for piece in pieces]), strict=True):
         if piece.narrow and not all(low < e < high and low < a < high and d < high for e, a, d in rows):
-            rows = piece.measured(wide=True).tolist()
+            rows = piece.measure_rows(wide=True).tolist()
         for place, row in zip(piece.places, rows, strict=True):
-            found[place] = row
-    return found
+            norms[place] = row
+    return norms
 
 
-def _fetched(tables: list[torch.Tensor]) -> list[list[Norms]]:
+def _fetch_tables(tables: list[torch.Tensor]) -> list[list[Norms]]:
     """The rows of all tables, after one transfer per device."""
     devices: dict[torch.device, list[int]] = {}
     for at, table in enumerate(tables):
@@ -111,7 +111,7 @@ def _pieces(groups: Sequence[Alike]) -> Iterator[_Piece]:
             size = 1 if first.numel() >= _SMALL else max(1, _PIECE // max(first.numel(), 1))
             for at in range(0, count, size):
                 end = min(at + size, count)
-                run = _walked if first.numel() >= _SMALL else _stacked
+                run = _norms_by_slices if first.numel() >= _SMALL else _norms_of_stack
                 yield _Piece(run, group.expected[at:end], group.actual[at:end], range(place + at, place + end))
         place += count
     for expected, actual, places in odd.values():
@@ -124,7 +124,7 @@ def _pieces(groups: Sequence[Alike]) -> Iterator[_Piece]:
                 start, room = end, 0
 
 
-def _stacked(expected: Tensors, actual: Tensors, wide: torch.dtype) -> torch.Tensor:
+def _norms_of_stack(expected: Tensors, actual: Tensors, wide: torch.dtype) -> torch.Tensor:
     """The norms of many small parameters of one shape: a row for each."""
     size = len(expected), expected[0].numel()
     e, a = (torch.stack(side).to(wide).view(size) for side in (expected, actual))
@@ -140,7 +140,7 @@ def _segments(expected: Tensors, actual: Tensors, wide: torch.dtype) -> torch.Te
     return torch.segment_reduce(squares, "sum", lengths=lengths, axis=0, unsafe=True, initial=0.0).sqrt_()
 
 
-def _walked(expected: Tensors, actual: Tensors, wide: torch.dtype) -> torch.Tensor:
+def _norms_by_slices(expected: Tensors, actual: Tensors, wide: torch.dtype) -> torch.Tensor:
     """The norms of one large parameter, slice by slice."""
     parts: Tensors = []
     half = expected[0].dtype in (torch.bfloat16, torch.float16)
@@ -177,13 +177,13 @@ def worst_elements(
     devices: dict[torch.device, list[int]] = {}
     for at, (expected, _) in enumerate(pairs):
         devices.setdefault(expected.device, []).append(at)
-    found: dict[int, Element] = {}
+    elements: dict[int, Element] = {}
     for numbers in devices.values():
         table = torch.stack([_worst(*pairs[at]) for at in numbers]).tolist()
         for at, (index, expected, actual) in zip(numbers, table, strict=True):
             parts = 2 if pairs[at][0].dim() > len(shapes[at]) else 1
-            found[at] = Element(_unravelled(int(index) // parts, shapes[at]), expected, actual)
-    return [found[at] for at in range(len(pairs))]
+            elements[at] = Element(_unravel_index(int(index) // parts, shapes[at]), expected, actual)
+    return [elements[at] for at in range(len(pairs))]
 
 
 def _worst(expected: torch.Tensor, actual: torch.Tensor) -> torch.Tensor:
@@ -201,7 +201,7 @@ def _worst(expected: torch.Tensor, actual: torch.Tensor) -> torch.Tensor:
     return best[0, 1:]
 
 
-def _unravelled(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _unravel_index(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     result = []
     for size in reversed(shape):
         result.append(index % size)

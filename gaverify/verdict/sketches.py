@@ -78,20 +78,20 @@ class Earlier:
         """
         if _present(gradients) != self.present:
             return math.inf
-        found = sketch(list(gradients.values())).to(self.gradient.device)
-        left = float(torch.linalg.vector_norm(found - self.gradient)) / self.norm
-        return left if math.isfinite(left) else math.inf
+        new_sketch = sketch(list(gradients.values())).to(self.gradient.device)
+        difference_left = float(torch.linalg.vector_norm(new_sketch - self.gradient)) / self.norm
+        return difference_left if math.isfinite(difference_left) else math.inf
 
 
-def noted(full: PassResult, shares: Sketches | None = None) -> Earlier:
+def sketch_full_batch(full: PassResult, shares: Sketches | None = None) -> Earlier:
     """Takes a sketch of the full batch's gradient, where the window has none; its memory may go after that."""
     gradient = sketch(list(full.gradients.values())) if shares is None else shares.full
     return Earlier(full, gradient, _present(full.gradients), shares)
 
 
-def kept(full: PassResult) -> Earlier:
+def keep_sketch(full: PassResult) -> Earlier:
     """Keeps a sketch of the full batch's gradient, and leaves its memory to the next pass."""
-    earlier = noted(full)
+    earlier = sketch_full_batch(full)
     full.gradients = dict.fromkeys(full.gradients)
     return earlier
 
@@ -118,9 +118,9 @@ class GradientSketches:
     def listening(self, *, hooked: bool = True) -> Iterator[Callable[[int], None]]:
         """Listens, and gives what is to be called after each backward pass; others tell it where it is not hooked."""
         parameters = self._parameters if hooked else []
-        handles = [p.register_hook(partial(self.seen, place)) for place, p in enumerate(parameters)]
+        handles = [p.register_hook(partial(self.add_gradient, place)) for place, p in enumerate(parameters)]
         if self._release:
-            handles += [p.register_post_accumulate_grad_hook(_freed) for p in parameters]
+            handles += [p.register_post_accumulate_grad_hook(_free_gradient) for p in parameters]
         try:
             yield self._take
         finally:
@@ -128,11 +128,11 @@ class GradientSketches:
                 handle.remove()
 
     @hands_over
-    def seen(self, place: int, gradient: torch.Tensor) -> None:
+    def add_gradient(self, place: int, gradient: torch.Tensor) -> None:
         """Sketches a gradient of the parameter at a place; several of one parameter add up."""
         with no_dispatch_modes(), torch.no_grad():
-            found = sketch_of(gradient, place)
-            self._now = found if self._now is None else self._now + found.to(self._now.device)
+            gradient_sketch = sketch_of(gradient, place)
+            self._now = gradient_sketch if self._now is None else self._now + gradient_sketch.to(self._now.device)
 
     def _take(self, _: int) -> None:
         self.taken.append(self._now.to("cpu", torch.float64) if self._now is not None else torch.zeros(1, device="cpu"))
@@ -145,23 +145,23 @@ class GradientSketches:
         return torch.stack([column if len(column) == width else zeros for column in self.taken], 1)
 
 
-def _freed(parameter: torch.Tensor) -> None:
+def _free_gradient(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
 def window_of(full: PassResult, accumulated: PassResult, seen: GradientSketches) -> Sketches | None:
     """Returns a window that was listened to; None where the full batch's gradient, or another, is zero."""
     used = torch.tensor(accumulated.weights, dtype=torch.float64, device="cpu")
-    columns = _unweighted(seen.columns(), used)
-    found = Sketches(_on_host(full.gradients), columns, used, _on_host(accumulated.gradients))
-    return found if len(found.columns) == len(found.full) and bool(found.full.any()) else None
+    columns = _divide_by_weights(seen.columns(), used)
+    window = Sketches(_on_host(full.gradients), columns, used, _on_host(accumulated.gradients))
+    return window if len(window.columns) == len(window.full) and bool(window.full.any()) else None
 
 
 def _on_host(gradients: Gradients) -> torch.Tensor:
     return sketch(list(gradients.values())).to("cpu", torch.float64)
 
 
-def _unweighted(columns: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
+def _divide_by_weights(columns: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
     """What micro-batches gave before their weights; one that counts nothing gave nothing."""
     return columns / torch.where(used == 0, torch.ones_like(used), used)
 
@@ -192,10 +192,10 @@ class Sums:
             target, sums = target.cpu().double(), [part.cpu().double() for part in sums]
         steps = torch.stack([sums[0], *(b - a for a, b in pairwise(sums))], dim=1)
         weights = torch.tensor(used, dtype=steps.dtype, device=steps.device)
-        return Sketches(target, _unweighted(steps, weights), weights, sums[-1])
+        return Sketches(target, _divide_by_weights(steps, weights), weights, sums[-1])
 
 
-def fitted(runs: Sequence[Sketches]) -> WeightFit:
+def fit_runs(runs: Sequence[Sketches]) -> WeightFit:
     """Returns the least-squares weights that explain all runs at once; each run counts relative to its own gradient.
 
         min ‖g_full − Σ c_k g_k‖

@@ -18,7 +18,7 @@ from gaverify.verdict.judging import Judgement
 _OPTIMIZERS = {"sgd": ("SGD", 0.01), "adam": ("Adam", 0.001), "adamw": ("AdamW", 0.001)}
 
 
-def traced(task: Task, judgement: Judgement, optimizer: str, lr: float | None) -> Trace:
+def trace_passes(task: Task, judgement: Judgement, optimizer: str, lr: float | None) -> Trace:
     """Returns the accumulated gradient after every backward pass, and the weights after one step of both strategies.
 
     Raises:
@@ -42,8 +42,8 @@ def traced(task: Task, judgement: Judgement, optimizer: str, lr: float | None) -
     else:
         gradients = list(judgement.accumulated.gradients.values())
         rows.append(TraceRow(task.steps, _summary(gradients, scalar), 0.0, 1, 0, 1))
-    after_full = _stepped(task, judgement.full.gradients, kind, rate)
-    after_accumulated = _stepped(task, judgement.accumulated.gradients, kind, rate)
+    after_full = _step_once(task, judgement.full.gradients, kind, rate)
+    after_accumulated = _step_once(task, judgement.accumulated.gradients, kind, rate)
     differences = [a - b for a, b in zip(after_accumulated, after_full, strict=True)]
     step = TraceStep(
         kind,
@@ -57,7 +57,7 @@ def traced(task: Task, judgement: Judgement, optimizer: str, lr: float | None) -
     return Trace(tuple(rows), step)
 
 
-def _stepped(task: Task, gradients: Gradients, kind: str, lr: float) -> list[torch.Tensor]:
+def _step_once(task: Task, gradients: Gradients, kind: str, lr: float) -> list[torch.Tensor]:
     """Returns the weights after one step of a fresh optimizer; the model keeps its own."""
     weights = {name: parameter.detach().clone().requires_grad_() for name, parameter in task.parameters.items()}
     for name, weight in weights.items():

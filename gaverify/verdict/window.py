@@ -41,7 +41,7 @@ from gaverify.tracebacks import hands_over, is_own_fault
 from gaverify.verdict.comparison import measure
 from gaverify.verdict.control import in_float64
 from gaverify.verdict.criteria import Difference, Grounds, decide, fine, zero_in_float64
-from gaverify.verdict.sketches import GradientSketches, Sketches, fitted
+from gaverify.verdict.sketches import GradientSketches, Sketches, fit_runs
 
 WORTH, WORTH_SAMPLES = 1 << 16, 1024
 """Elements of parameters and batch, or samples, from which on a part is cheaper than what it saves."""
@@ -61,7 +61,7 @@ def elements(task: Task) -> int:
     return sum(tensor.numel() for tensor in (*task.parameters.values(), *tensors))
 
 
-def told(
+def judge_few_samples(
     task: Task, state: ModelState, record: DrawRecord, full: PassResult, window: Sketches
 ) -> tuple[Outcome, FewSamples] | None:
     """Returns what a window's weights, and a few of its samples, show; None where these have no gradient.
@@ -81,26 +81,26 @@ def told(
     few = _few(task, state, record, full)
     if few is None:
         return None
-    best = window.used.new_tensor(fitted([window]).weights)
-    rest, coherent = window.left_by(window.used), window.relative(window.columns @ (best - window.used))
+    best = window.used.new_tensor(fit_runs([window]).weights)
+    residual, coherent = window.left_by(window.used), window.relative(window.columns @ (best - window.used))
     lost = window.relative(window.accumulated - window.columns @ window.used)
     off = float((best / window.used - 1).abs().max())
-    few = replace(few, rest=rest, weights=off, lost=lost, allowed=GROUPINGS * few.rounding + lost)
+    few = replace(few, rest=residual, weights=off, lost=lost, allowed=GROUPINGS * few.rounding + lost)
     unit = coarsest_unit(parameter.dtype for parameter in task.parameters.values())
     added_up = lost <= LOST_UNITS * unit * math.sqrt(task.steps)
     alike = few.structure <= CAPPED_UNITS * U32
-    if added_up and alike and coherent <= COHERENT * rest and rest <= GROUPINGS * few.rounding:
+    if added_up and alike and coherent <= COHERENT * residual and residual <= GROUPINGS * few.rounding:
         return Outcome.EQUIVALENT, few
-    shows = rest > SHOWS_GROUPINGS * max(few.rounding, few.error)
+    shows = residual > SHOWS_GROUPINGS * max(few.rounding, few.error)
     return Outcome.DIVERGENT if shows else Outcome.INCONCLUSIVE, few
 
 
 def _in_float64(task: Task, state: ModelState, sketches: Callable[..., list[torch.Tensor]]) -> list[torch.Tensor]:
     """The sketches in float64, with weights that are lifted as they are used; in a copy where that does not go."""
-    with suppress(ProblemError), in_float64(task, state, weights=False) as (lifted, there):
-        return sketches(lifted, there, lift=True, hooked=False)
-    with in_float64(task, state) as (lifted, there):
-        return sketches(lifted, there, lift=True)
+    with suppress(ProblemError), in_float64(task, state, weights=False) as (lifted, float64_state):
+        return sketches(lifted, float64_state, lift=True, hooked=False)
+    with in_float64(task, state) as (lifted, float64_state):
+        return sketches(lifted, float64_state, lift=True)
 
 
 def _few(task: Task, state: ModelState, record: DrawRecord, full: PassResult) -> FewSamples | None:
@@ -110,23 +110,23 @@ def _few(task: Task, state: ModelState, record: DrawRecord, full: PassResult) ->
     """
     count = max(_LEAST, min(_SAMPLES, task.batch_size // _SHARE))
     cuts = [(count,), (1,) * count]
-    dealt = replace(record, used=set(), made={})  # what these runs do with the draws is nothing to report
+    dealt = replace(record, used=set(), draw_counts={})  # what these runs do with the draws is nothing to report
 
     def sketches(task: Task, state: ModelState, *, lift: bool = False, hooked: bool = True) -> list[torch.Tensor]:
         """The gradient of all samples at once (S, 1), and those of each (S, samples)."""
-        found = []
+        run_sketches = []
         for sizes in cuts:
-            seen = GradientSketches(task, release=True)
-            probe = None if hooked else LiftedWeights(task, seen.seen)
+            gradient_sketches = GradientSketches(task, release=True)
+            probe = None if hooked else LiftedWeights(task, gradient_sketches.add_gradient)
             part = replace(task, sizes=sizes, weighting=[1.0] * len(sizes))
-            with seen.listening(hooked=hooked) as note:
+            with gradient_sketches.listening(hooked=hooked) as note:
                 accumulated_gradients(part, state, dealt, full, lift=lift, after_backward=note, probe=probe)
-            found.append(seen.columns())
-        return found
+            run_sketches.append(gradient_sketches.columns())
+        return run_sketches
 
     task.progress(f"{count} samples")
     at_once, singles = sketches(task, state)
-    here = at_once[:, 0]
+    at_once_gradient = at_once[:, 0]
     task.progress(f"float64: {count} samples")
     at_once, exact_singles = _in_float64(task, state, sketches)
     exact = at_once[:, 0]
@@ -136,9 +136,9 @@ def _few(task: Task, state: ModelState, record: DrawRecord, full: PassResult) ->
     fit = fit_weights(exact_singles, exact, singular=SINGULAR_FLOAT64, weights=torch.ones_like(exact[:count]))
     shares = exact.new_tensor(fit.weights)
     structure = float(torch.linalg.vector_norm(exact - exact_singles @ shares)) / norm
-    error = float(torch.linalg.vector_norm(here - exact)) / norm
-    apart = float(torch.linalg.vector_norm(here - singles @ shares)) / norm
-    return FewSamples(count, structure, apart if structure <= CAPPED_UNITS * U32 else error, error)
+    error = float(torch.linalg.vector_norm(at_once_gradient - exact)) / norm
+    difference = float(torch.linalg.vector_norm(at_once_gradient - singles @ shares)) / norm
+    return FewSamples(count, structure, difference if structure <= CAPPED_UNITS * U32 else error, error)
 
 
 class _Only(PassProbe):
@@ -189,8 +189,8 @@ def rounding_of_two_samples(
 
     def gradients(task: Task, state: ModelState, count: int, weight: float, *, lift: bool) -> Gradients:
         part = replace(task, sizes=(2 // count,) * count, weighting=[weight] * count)
-        found = accumulated_gradients(part, state, record, full, lift=lift, probe=only).gradients
-        return {name: found[name] for name in names}
+        sample_gradients = accumulated_gradients(part, state, record, full, lift=lift, probe=only).gradients
+        return {name: sample_gradients[name] for name in names}
 
     task.progress("two samples")
     rounded: Gradients = {}
@@ -200,15 +200,15 @@ def rounding_of_two_samples(
     if not rounded or any(gradient is None for gradient in rounded.values()):
         only = None
         rounded = gradients(task, state, 1, 1.0, lift=False)
-    with in_float64(task, state) as (lifted, there):
+    with in_float64(task, state) as (lifted, float64_state):
         task.progress("float64: two samples")
-        at_once = gradients(lifted, there, 1, 1.0, lift=True)
-        rows = measure(gradients(lifted, there, 2, share, lift=True), at_once)
+        at_once = gradients(lifted, float64_state, 1, 1.0, lift=True)
+        rows = measure(gradients(lifted, float64_state, 2, share, lift=True), at_once)
         if not _agree(rows, zero):
             return None
-        here = {name: g if g is None else g.to(task.parameters[name].device) for name, g in rounded.items()}
-        found = measure(here, at_once)
-        return {row.name: Rounding(row.difference, row.reference <= zero) for row in found if row.why is None}
+        on_device = {name: g if g is None else g.to(task.parameters[name].device) for name, g in rounded.items()}
+        differences = measure(on_device, at_once)
+        return {row.name: Rounding(row.difference, row.reference <= zero) for row in differences if row.why is None}
 
 
 def _agree(rows: Sequence[Difference], zero: float) -> bool:
@@ -217,7 +217,7 @@ def _agree(rows: Sequence[Difference], zero: float) -> bool:
     return all(decide(row, grounds).outcome is Outcome.EQUIVALENT or row.scale <= zero for row in rows)
 
 
-def settled(
+def decide_open_rows(
     task: Task,
     state: ModelState,
     record: DrawRecord,
@@ -247,7 +247,7 @@ def settled(
         return None
     if not all(fine(row) or row.scale <= small for row in open_rows):
         return None
-    dealt = replace(record, used=set(), made={})  # what these runs do with the draws is nothing to report
+    dealt = replace(record, used=set(), draw_counts={})  # what these runs do with the draws is nothing to report
     try:
         names, zero = [row.name for row in open_rows], zero_in_float64(norms)
         rounding = rounding_of_two_samples(task, state, dealt, full, names, share, zero)
@@ -258,9 +258,9 @@ def settled(
     if rounding is None or dealt.unaligned or dealt.ambiguous:
         return None
     times = 1.0 if share < 1.0 else task.batch_size / 2
-    known = [rounding.get(row.name, Rounding(0.0, zero=False)) for row in open_rows]
-    grounds = [Grounds(Method.TWO_SAMPLES, unit, floor=times * each.size, zero=each.zero) for each in known]
-    decided = [decide(row, known) for row, known in zip(open_rows, grounds, strict=True)]
+    roundings = [rounding.get(row.name, Rounding(0.0, zero=False)) for row in open_rows]
+    grounds = [Grounds(Method.TWO_SAMPLES, unit, floor=times * each.size, zero=each.zero) for each in roundings]
+    decided = [decide(row, roundings) for row, roundings in zip(open_rows, grounds, strict=True)]
     return decided if all(row.outcome is Outcome.EQUIVALENT for row in decided) else None
 
 

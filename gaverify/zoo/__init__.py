@@ -65,14 +65,14 @@ def find_builtin(name: str) -> Builtin:
     Raises:
         SpecError: There is none; the sentence names the nearest.
     """
-    known = {builtin.name: builtin for builtin in BUILTINS}
-    if name in known:
-        return known[name]
-    near = nearest(name.lower().replace("_", "-"), known, 0.5)
+    by_name = {builtin.name: builtin for builtin in BUILTINS}
+    if name in by_name:
+        return by_name[name]
+    near = nearest(name.lower().replace("_", "-"), by_name, 0.5)
     if near:
         raise SpecError(f"there is no built-in `{name}`; did you mean `{near}`?", "model")
     raise SpecError(
-        f"there is no built-in `{name}`; the built-ins are {', '.join(known)}, "
+        f"there is no built-in `{name}`; the built-ins are {', '.join(by_name)}, "
         "and your own model is `package.module:factory` or `file.py:factory`",
         "model",
     )

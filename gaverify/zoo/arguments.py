@@ -31,6 +31,6 @@ def one_of(choices: tuple[str, ...], **arguments: str) -> None:
 
 def divides(**arguments: int) -> None:
     """Raises `ProblemError` unless the first argument divides the second, as heads divide a width."""
-    (part, count), (whole, size) = arguments.items()
+    (part, count), (total, size) = arguments.items()
     if count < 1 or size % count:
-        raise ProblemError(f"model argument `{part}` = {count} must divide `{whole}` = {size}")
+        raise ProblemError(f"model argument `{part}` = {count} must divide `{total}` = {size}")

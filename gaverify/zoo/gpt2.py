@@ -55,21 +55,21 @@ def build(
         ProblemError: `transformers` is missing, or cannot load `pretrained`.
     """
     one_of(("ignored", "counted"), padding=padding)
-    given = {"width": width, "depth": depth, "heads": heads, "dropout": dropout}
+    random_arguments = {"width": width, "depth": depth, "heads": heads, "dropout": dropout}
     transformers = _transformers()
     texts = [_sentence(index) for index in range(batch_size)]
     if pretrained:
-        changed = [name for name, value in given.items() if value != _RANDOM[name]]
+        changed = [name for name, value in random_arguments.items() if value != _RANDOM[name]]
         if changed:
             raise ProblemError(f"model argument `{changed[0]}` is for random weights; --pretrained brings its own")
-        model, rows, end = _pretrained(transformers, pretrained, texts)
+        model, rows, end = _load_pretrained(transformers, pretrained, texts)
     else:
         at_least(1, width=width, depth=depth)
         divides(heads=heads, width=width)
         a_probability(dropout=dropout)
         model, end = _random(transformers, width, depth, heads, dropout), END
         rows = [list(text.encode()) for text in texts]
-    return Problem(model, _own_loss, _padded(rows, end, IGNORED if padding == "ignored" else end), name="gpt2")
+    return Problem(model, _own_loss, _pad_rows(rows, end, IGNORED if padding == "ignored" else end), name="gpt2")
 
 
 def _own_loss(model: nn.Module, batch: Any) -> Any:
@@ -110,7 +110,7 @@ def _random(transformers: Any, width: int, depth: int, heads: int, dropout: floa
     return model
 
 
-def _pretrained(transformers: Any, name: str, texts: list[str]) -> tuple[Any, list[list[int]], int]:
+def _load_pretrained(transformers: Any, name: str, texts: list[str]) -> tuple[Any, list[list[int]], int]:
     """Returns the model, the tokens of each text and the token that pads."""
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(name)
@@ -125,7 +125,7 @@ def _pretrained(transformers: Any, name: str, texts: list[str]) -> tuple[Any, li
     return model, rows, 0 if end is None else int(end)
 
 
-def _padded(rows: list[list[int]], end: int, padding_label: int) -> dict[str, torch.Tensor]:
+def _pad_rows(rows: list[list[int]], end: int, padding_label: int) -> dict[str, torch.Tensor]:
     """Returns `input_ids`, `attention_mask` and `labels`, each (B, T)."""
     lengths = torch.tensor([len(row) for row in rows]).unsqueeze(1)
     longest = int(lengths.max())

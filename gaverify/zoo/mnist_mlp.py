@@ -116,11 +116,11 @@ def read_idx(file: Path, dimensions: int) -> torch.Tensor:
     if len(content) < header:
         raise ProblemError(f"`{file}` is cut off inside its header; download it again")
     sizes = struct.unpack(f">{dimensions}I", content[4:header])
-    expected, found = math.prod(sizes), len(content) - header
-    if found != expected:
-        wrong = "is cut off" if found < expected else "is too long"
+    expected, actual = math.prod(sizes), len(content) - header
+    if actual != expected:
+        wrong = "is cut off" if actual < expected else "is too long"
         raise ProblemError(
-            f"`{file}` {wrong}: its header announces {expected:,} bytes of data, it holds {found:,}; download it again"
+            f"`{file}` {wrong}: its header announces {expected:,} bytes of data, it holds {actual:,}; download it again"
         )
     if not expected:  # torch.frombuffer refuses an empty buffer
         return torch.empty(sizes, dtype=torch.uint8)

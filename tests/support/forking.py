@@ -22,7 +22,7 @@ from typing import Any
 
 from gaverify.audit import processes
 from gaverify.children import keeper
-from gaverify.children.launching import Kept, started
+from gaverify.children.launching import Kept, start_command
 
 _SERVER = Path(__file__).with_name("fork_server.py")
 # Every optimizer imports `torch._dynamo`, which takes as long as torch; the rest is imported before any script runs.
@@ -37,11 +37,11 @@ _READ_AT_START = (
 def forked_runs() -> Iterator[None]:
     """Lets the runs of audits be forked for a while."""
     servers = Servers()
-    processes.started = servers.started
+    processes.start_command = servers.started
     try:
         yield
     finally:
-        processes.started = started
+        processes.start_command = start_command
         servers.end()
 
 
@@ -53,11 +53,11 @@ class Servers:
         self._of: dict[tuple[str, ...], Server | None] = {}
 
     def started(self, command: Sequence[str], *, env: Mapping[str, str], **streams: Any) -> Kept:
-        """Forks `python -c CODE`, or starts it; see `gaverify.children.started`."""
+        """Forks `python -c CODE`, or starts it; see `gaverify.children.start_command`."""
         read = _read_at_start(env)
         if not _can_fork() or (read not in self._of and read != self._usual):
             self._of[read] = None
-            return started(command, env=env, **streams)
+            return start_command(command, env=env, **streams)
         server = self._of[read] = self._of.get(read) or Server(env)
         return server.started(command, env=env, **streams)
 

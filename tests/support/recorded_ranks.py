@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gaverify.collective.engines import joined
+from gaverify.collective.engines import join_group
 from gaverify.collective.launching import run
 from gaverify.collective.traffic import TrafficMeter
 from gaverify.records.events import Ending
@@ -49,7 +49,7 @@ def trained(folder: Path, engine: Engine, width: int, *, recorded: bool, updates
 
 
 def _train(folder: Path, rank: int, engine: Engine, width: int, recorded: bool, updates: int) -> Trained:
-    from gaverify.audit.child import installed
+    from gaverify.audit.child import install_recorder
     from gaverify.audit.job import Job
 
     own = folder / f"rank-{rank}"
@@ -58,9 +58,9 @@ def _train(folder: Path, rank: int, engine: Engine, width: int, recorded: bool, 
     job = Job(
         "accumulated", "train.py", False, (), str(own), updates + 1, world=world
     )  # one more than are made: it stays
-    recorder = installed(job, own) if recorded else None
+    recorder = install_recorder(job, own) if recorded else None
     meter = TrafficMeter()
-    with joined(rank, RANKS, folder / "store"), meter.counting():
+    with join_group(rank, RANKS, folder / "store"), meter.counting():
         begun = time.monotonic()
         _loop(engine, width, updates)
         seconds = time.monotonic() - begun

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 import samples
 
-from gaverify.acceptance import entries_for, settled, unused
+from gaverify.acceptance import describe_unused_entries, entries_for, mark_accepted
 from gaverify.errors import SpecError
 from gaverify.records.comparison import (
     Method,
@@ -27,9 +27,9 @@ from gaverify.records.comparison import (
 from gaverify.records.events import Event
 from gaverify.records.experiment import WeightFit
 from gaverify.records.findings import Finding, Location
-from gaverify.records.windows import Window, common_rounds, numbered, windows_of
+from gaverify.records.windows import Window, common_rounds, number_steps, windows_of
 from gaverify.report import render
-from gaverify.rules.rule import finding_of, measured
+from gaverify.rules.rule import finding_of, measured_evidence
 from gaverify.spec.accepting import Accept, Project, project_settings
 from gaverify.spec.loading import parse_spec
 
@@ -49,7 +49,8 @@ def verdict(*findings: Finding, outcome: Outcome = Outcome.DIVERGENT) -> samples
 def several(*places: Location) -> Finding:
     """A fault that is proven of several places together."""
     return replace(
-        finding_of("y", measured("x", "z"), remedy="", proven=True, location=places[0], together=places), code="GAV101"
+        finding_of("y", measured_evidence("x", "z"), remedy="", proven=True, location=places[0], together=places),
+        code="GAV101",
     )
 
 
@@ -91,7 +92,7 @@ NOTE = Finding("GAV402", "buffer-drift", "note", "drift")
 )
 def test_the_exit_code(findings: list[Finding], entries: list[Accept], code: int, why: str) -> None:
     for accept, project in ((entries, Project()), ([], Project(tuple(entries)))):
-        assert settled(verdict(*findings), accept, project).exit_code == code, why
+        assert mark_accepted(verdict(*findings), accept, project).exit_code == code, why
 
 
 def test_an_entry_names_its_file_on_every_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,31 +109,31 @@ def test_an_entry_names_its_file_on_every_machine(tmp_path: Path, monkeypatch: p
         ((made,), _) = entries_for([fault(None, file=here, line=3)], "on purpose")
         assert made.location == pattern
         monkeypatch.chdir(tmp_path)
-        assert settled(verdict(fault(None, file=there, line=4)), [made], Project()).exit_code == 0
-    assert settled(verdict(fault(None, file="lib/net.py", line=4)), [made], Project()).exit_code == 1
+        assert mark_accepted(verdict(fault(None, file=there, line=4)), [made], Project()).exit_code == 0
+    assert mark_accepted(verdict(fault(None, file="lib/net.py", line=4)), [made], Project()).exit_code == 1
 
 
 def test_inconclusive_is_never_accepted() -> None:
-    made = settled(verdict(fault(), outcome=Outcome.INCONCLUSIVE), [entry()], Project())
+    made = mark_accepted(verdict(fault(), outcome=Outcome.INCONCLUSIVE), [entry()], Project())
     assert made.exit_code == 3 and not made.accepted
 
 
 def test_a_stale_entry_is_told_and_strict_makes_it_fail() -> None:
-    quiet = settled(verdict(fault()), [entry()], Project(), strict=True)
+    quiet = mark_accepted(verdict(fault()), [entry()], Project(), strict=True)
     assert quiet.acceptance.stale == () and quiet.exit_code == 0
-    made = settled(verdict(fault()), [entry(), entry("gone.*")], Project())
+    made = mark_accepted(verdict(fault()), [entry(), entry("gone.*")], Project())
     assert made.acceptance.stale == ("GAV101 at `gone.*` matches nothing any more; remove it from `accept`",)
     assert made.exit_code == 0
-    assert settled(verdict(fault()), [entry(), entry("gone.*")], Project(), strict=True).exit_code == 1
-    assert settled(samples.equivalent(), [entry()], Project((), True)).exit_code == 1
-    assert settled(samples.equivalent(), [entry()], Project()).exit_code == 0
+    assert mark_accepted(verdict(fault()), [entry(), entry("gone.*")], Project(), strict=True).exit_code == 1
+    assert mark_accepted(samples.equivalent(), [entry()], Project((), True)).exit_code == 1
+    assert mark_accepted(samples.equivalent(), [entry()], Project()).exit_code == 0
 
 
 def test_entries_of_the_project_are_judged_over_all_answers() -> None:
     project = Project((entry(), entry("gone.*")), False, "pyproject.toml")
-    made = [settled(verdict(fault()), [], project), settled(samples.equivalent(), [], project)]
+    made = [mark_accepted(verdict(fault()), [], project), mark_accepted(samples.equivalent(), [], project)]
     assert made[1].acceptance.stale == ()
-    assert unused(made, project) == (
+    assert describe_unused_entries(made, project) == (
         "pyproject.toml: GAV101 at `gone.*` matches nothing any more; remove it from `accept`",
     )
 
@@ -149,12 +150,12 @@ def test_entries_of_the_project_are_judged_over_all_answers() -> None:
     ],
 )
 def test_expect(outcome: str, expect: str | None, code: int) -> None:
-    made = settled(samples.equivalent(outcome=Outcome(outcome)), [], Project(), expect=expect)
+    made = mark_accepted(samples.equivalent(outcome=Outcome(outcome)), [], Project(), expect=expect)
     assert made.exit_code == code
 
 
 def test_reports_name_what_is_accepted() -> None:
-    made = settled(verdict(fault()), [entry(), entry("gone.*")], Project())
+    made = mark_accepted(verdict(fault()), [entry(), entry("gone.*")], Project())
     text = " ".join(render([made], "text").split())
     for words in ("GAV101 x (accepted)", "accepted on purpose", "stale: GAV101 at `gone.*`", "every cause"):
         assert words in text
@@ -165,12 +166,12 @@ def test_reports_name_what_is_accepted() -> None:
     assert ElementTree.fromstring(render([verdict(fault())], "junit")).attrib["failures"] != "0"
     assert "::error" not in render([made], "github") and "::error" in render([verdict(fault())], "github")
     assert "accepted" in render([made], "html")
-    strict = settled(verdict(fault()), [entry(), entry("gone.*")], Project(), strict=True)
+    strict = mark_accepted(verdict(fault()), [entry(), entry("gone.*")], Project(), strict=True)
     assert ElementTree.fromstring(render([strict], "junit")).attrib["failures"] != "0"
 
 
 def test_a_part_of_a_finding_is_told_and_a_baseline_names_all_of_it() -> None:
-    made = settled(verdict(BOTH), [entry()], Project(), strict=True)
+    made = mark_accepted(verdict(BOTH), [entry()], Project(), strict=True)
     assert made.exit_code == 1 and not made.acceptance.stale
     told = "GAV101 at `backbone.*` is not all that was found: `head` at net.py was found with it, and has no entry"
     assert made.acceptance.refused == (told,)
@@ -178,7 +179,7 @@ def test_a_part_of_a_finding_is_told_and_a_baseline_names_all_of_it() -> None:
 
 
 def test_why_an_entry_does_not_accept_is_told() -> None:
-    made = settled(verdict(fault(proven=False)), [entry()], Project())
+    made = mark_accepted(verdict(fault(proven=False)), [entry()], Project())
     assert "not accepted: GAV101 at `backbone.*` is only suspected" in " ".join(render([made], "text").split())
 
 
@@ -233,7 +234,7 @@ def test_a_baseline_accepts_exactly_what_was_found() -> None:
     entries, problems = entries_for(found, "why")
     assert [(made.location, made.suspected) for made in entries] == [("a[[]0].b", False), ("x", True)]
     assert len(problems) == 1 and "GAV000" in problems[0]
-    assert settled(verdict(*found[:2]), entries, Project()).exit_code == 0
+    assert mark_accepted(verdict(*found[:2]), entries, Project()).exit_code == 0
 
 
 # --- Whose gradients a step uses, and which partner a loss met: loops of two networks, as events ---------------------
@@ -276,7 +277,7 @@ def fit(*right: float, residual: float = 1e-7) -> WeightFit:
 
 def windows(full: str, accumulated: str) -> tuple[list[Event], list[Event], dict[int, Window], dict[int, Window]]:
     both = loop(full), loop(accumulated)
-    numbers = numbered(common_rounds(*both))
+    numbers = number_steps(common_rounds(*both))
     found = [{window.number: window for window in windows_of(events, numbers)} for events in both]
     return *both, *found
 

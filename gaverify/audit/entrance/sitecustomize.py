@@ -53,9 +53,11 @@ def _hide_from_the_script(passed_on: dict[str, str]) -> None:
     data: dict[Any, Any] = os.environ._data  # type: ignore[attr-defined]
     encode: Callable[[str], Any] = os.environ.encodekey  # type: ignore[attr-defined]
     data.pop(encode(_JOB), None)
-    own = os.pathsep.join(part for part in passed_on["PYTHONPATH"].split(os.pathsep) if os.path.abspath(part) != _HERE)
-    if own:
-        data[encode("PYTHONPATH")] = encode(own)
+    user_path = os.pathsep.join(
+        part for part in passed_on["PYTHONPATH"].split(os.pathsep) if os.path.abspath(part) != _HERE
+    )
+    if user_path:
+        data[encode("PYTHONPATH")] = encode(user_path)
     else:
         data.pop(encode("PYTHONPATH"), None)
 
@@ -66,13 +68,13 @@ def _give_to_children(passed_on: dict[str, str]) -> None:
 
     original = subprocess.Popen.__init__
 
-    def started(self: Any, *args: Any, **kwargs: Any) -> None:
+    def init_with_recorder(self: Any, *args: Any, **kwargs: Any) -> None:
         env = kwargs.get("env") or os.environ
         folders = [_HERE, *filter(None, [env.get("PYTHONPATH")])]
         kwargs["env"] = {**env, _JOB: passed_on[_JOB], "PYTHONPATH": os.pathsep.join(folders)}
         original(self, *args, **kwargs)
 
-    subprocess.Popen.__init__ = started  # type: ignore[method-assign]
+    subprocess.Popen.__init__ = init_with_recorder  # type: ignore[method-assign]
 
 
 def _install(job: str) -> None:

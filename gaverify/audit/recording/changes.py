@@ -17,8 +17,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from gaverify.audit.recording.values import Sample, copied
-from gaverify.audit.recording.watching import Seen, Watch
+from gaverify.audit.recording.values import Sample, copy_values
+from gaverify.audit.recording.watching import Look, Watch
 from gaverify.passes.precision import unit_roundoff
 from gaverify.thresholds import FEW_UNITS, ONE_FACTOR
 from gaverify.tracebacks import LineHunt, Owner, Place
@@ -46,29 +46,29 @@ class Changes:
         self._settings: dict[int, list[dict[str, float]]] = {}
 
     @property
-    def found(self) -> Place | None:
+    def moving_line(self) -> Place | None:
         """The line that moves the weights, once it is known."""
         return self._places.get("moved")
 
-    def note(self, seen: Seen, where: str) -> None:
+    def note(self, look: Look, where: str) -> None:
         """Records cleared gradients, and moved weights of optimizers that have a window open."""
         self.settle()
-        moved = [index for index in seen.moved if self._watch.of(index).pending]
-        lost = [index for index in seen.cleared if self._watch.of(index).pending]
+        moved = [index for index in look.moved if self._watch.of(index).pending]
+        lost = [index for index in look.cleared if self._watch.of(index).pending]
         place = self._place_of("moved")
         if moved:
             self._event("moved", place, where=where, optimizers=moved)
-        if seen.cleared:  # also what a step has used: the next window starts without it
-            self._watch.forget(seen.cleared)
-            self._event("cleared", place if lost else (None, None), cleared=seen.cleared)
+        if look.cleared:  # also what a step has used: the next window starts without it
+            self._watch.forget(look.cleared)
+            self._event("cleared", place if lost else (None, None), cleared=look.cleared)
         if (moved or lost) and where == "between":
             self._hunting.add("moved")  # the next time round the line is found
 
-    def note_edits(self, seen: Seen) -> None:
+    def note_edits(self, look: Look) -> None:
         """Records gradients that were changed by hand after a backward pass, and before the window goes on."""
-        changed = [index for index in seen.changed if index not in seen.cleared and self._watch.of(index).pending]
+        changed = [index for index in look.changed if index not in look.cleared and self._watch.of(index).pending]
         if changed:
-            factors = [_factor(self._watch.of(index).gradients, seen.changed[index]) for index in changed]
+            factors = [_factor(self._watch.of(index).gradients, look.changed[index]) for index in changed]
             self._event("edited", self._place_of("edited"), optimizers=changed, factors=factors)
             self._hunting.add("edited")
 
@@ -91,7 +91,7 @@ class Changes:
             self._what = "settings"
         elif self._watch.differs():
             self._what = "moved"
-        elif "edited" in self._hunting and self._watch.edited():
+        elif "edited" in self._hunting and self._watch.has_edits():
             self._what = "edited"
         return self._what is not None
 
@@ -125,8 +125,8 @@ def _factor(now: torch.Tensor, change: torch.Tensor) -> float | None:
     before = now - change
     size = float(before @ before)
     factor = float(now @ before) / size if size else 0.0
-    left = float(torch.linalg.vector_norm(now - factor * before))
-    return factor if left <= ONE_FACTOR * float(torch.linalg.vector_norm(now)) else None
+    residual = float(torch.linalg.vector_norm(now - factor * before))
+    return factor if residual <= ONE_FACTOR * float(torch.linalg.vector_norm(now)) else None
 
 
 CERTAIN = 2
@@ -149,7 +149,7 @@ class ByHand:
     @torch.no_grad()
     def take(self) -> None:
         """Keeps the weights as they are."""
-        self._before = [copied(parameter) for parameter in self.param_groups[0]["params"]]
+        self._before = [copy_values(parameter) for parameter in self.param_groups[0]["params"]]
 
     @torch.no_grad()
     def change(self) -> list[torch.Tensor | None]:
@@ -200,23 +200,23 @@ class Unannounced:
         self._moved: list[Sample] = []  # of what an optimizer holds, since the last differentiation
         self.moves = self.windows = 0
 
-    def differentiated(self) -> None:
+    def note_differentiation(self) -> None:
         """A gradient will be computed: what moves the weights after it may be a step."""
         self._differentiated = True
         self.windows += bool(self._moved) and not any(bool(sample.gradients().any()) for sample in self._moved)
         self._moved.clear()
 
-    def look(self, module: nn.Module, *, held: bool = False) -> None:
+    def look(self, module: nn.Module, *, has_optimizer: bool = False) -> None:
         """Looks at the weights of a module whose forward begins; an optimizer may hold some of them."""
-        known = self._samples.setdefault(id(module), (module, Sample(list(module.parameters())), []))
-        _, sample, seen = known
+        record = self._samples.setdefault(id(module), (module, Sample(list(module.parameters())), []))
+        _, sample, weights_seen = record
         now = sample.weights()
-        if seen and torch.equal(now, seen[-1]):
+        if weights_seen and torch.equal(now, weights_seen[-1]):
             return
-        if seen and self._differentiated:
-            back = _is_put_back(seen[0], now, sample)
+        if weights_seen and self._differentiated:
+            back = _is_put_back(weights_seen[0], now, sample)
             self.moves += 1
             self._differentiated = False
-            self._moved += [sample] * (held and not back)
+            self._moved += [sample] * (has_optimizer and not back)
             self.windows *= not back
-        seen[:] = [*seen[-1:], now]
+        weights_seen[:] = [*weights_seen[-1:], now]

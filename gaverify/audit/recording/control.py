@@ -19,7 +19,7 @@ from torch import nn
 from gaverify.audit.job import Job
 from gaverify.audit.recording.graph import Terms
 from gaverify.audit.recording.storage import Storage
-from gaverify.audit.recording.values import Names, copied, place_in_group, plain, same
+from gaverify.audit.recording.values import Names, copy_values, place_in_group, plain, same
 from gaverify.audit.recording.watching import Watched
 from gaverify.passes.precision import Coins, move, rounding_share
 
@@ -44,24 +44,24 @@ class Control:
         """What a forward runs in: DDP asks in its forward whether it shall reduce."""
         if self._job.frozen:
             buffers = [value for name, value in self._names.buffers().items() if name in self._job.frozen]
-            return frozen(buffers, self._names.models)
-        return synchronised([module]) if self._job.synchronise else nullcontext()
+            return use_evaluation_mode(buffers, self._names.models)
+        return synchronise_models([module]) if self._job.synchronise else nullcontext()
 
     @contextmanager
     def backward(self, roots: Any, number: int, terms: Terms) -> Iterator[None]:
         """What a backward pass runs in, of which there were `number` before it."""
         with (
-            self.shrunk(roots, number),
+            self.scale_losses(roots, number),
             terms.only(self._job.term) if self._job.term else nullcontext(),
-            synchronised(self._names.models) if self._job.synchronise else nullcontext(),
+            synchronise_models(self._names.models) if self._job.synchronise else nullcontext(),
         ):
             yield
 
     @contextmanager
-    def shrunk(self, roots: torch.Tensor | Sequence[torch.Tensor], number: int) -> Iterator[None]:
+    def scale_losses(self, roots: torch.Tensor | Sequence[torch.Tensor], number: int) -> Iterator[None]:
         """Multiplies what is differentiated, and so every gradient; a power of two rounds nothing."""
-        own = self._job.shares[place_in_group()[0]] if self._job.shares else (1.0,)
-        factor = self._job.shrink * own[number % len(own)]
+        shares = self._job.shares[place_in_group()[0]] if self._job.shares else (1.0,)
+        factor = self._job.shrink * shares[number % len(shares)]
         several = [roots] if isinstance(roots, torch.Tensor) else roots
         changed = [root for root in several if root.requires_grad] if factor != 1.0 else []
         hooks = [root.register_hook(lambda gradient: gradient * factor) for root in changed]
@@ -103,7 +103,7 @@ class Lead:
 
     def __init__(self, source: Path | None) -> None:
         self._source = source
-        self._lent: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = []
+        self._borrowed: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = []
 
     def lend(self, entry: Watched) -> bool:
         """Puts the gradients of the same step of the same optimizer in place; returns whether it could."""
@@ -112,11 +112,11 @@ class Lead:
             return False
         stored = torch.load(path, mmap=True, weights_only=True)
         parameters = entry.sample.parameters
-        lent = [_placed(parameter, stored.get(at)) for at, parameter in enumerate(parameters)]
-        if any(new is None and at in stored for at, new in enumerate(lent)):
+        borrowed = [_move_to_parameter(parameter, stored.get(at)) for at, parameter in enumerate(parameters)]
+        if any(new is None and at in stored for at, new in enumerate(borrowed)):
             return False
-        for parameter, new in zip(parameters, lent, strict=True):
-            self._lent.append((parameter, parameter.grad, new))
+        for parameter, new in zip(parameters, borrowed, strict=True):
+            self._borrowed.append((parameter, parameter.grad, new))
             parameter.grad = new
         return True
 
@@ -126,15 +126,15 @@ class Lead:
         Returns:
             Whether the step was led.
         """
-        led = bool(self._lent)
-        for parameter, own, new in self._lent:
+        led = bool(self._borrowed)
+        for parameter, own_gradient, new in self._borrowed:
             if parameter.grad is new:
-                parameter.grad = own
-        self._lent = []
+                parameter.grad = own_gradient
+        self._borrowed = []
         return led
 
 
-def _placed(parameter: torch.Tensor, stored: torch.Tensor | None) -> torch.Tensor | None:
+def _move_to_parameter(parameter: torch.Tensor, stored: torch.Tensor | None) -> torch.Tensor | None:
     """A stored gradient where the parameter is; None where it does not fit."""
     if stored is None or type(parameter) not in (torch.Tensor, torch.nn.Parameter):
         return None
@@ -163,7 +163,7 @@ class Buffers:
         """Takes buffers as they are before the first forward: what never changes is not written."""
         for name, buffer in buffers.items():
             if name not in self._known:
-                self._known[name] = copied(buffer)
+                self._known[name] = copy_values(buffer)
 
     def keep(self, storage: Storage, step: str, buffers: Mapping[str, torch.Tensor]) -> None:
         """Writes the buffers that have changed since they were last written."""
@@ -171,7 +171,7 @@ class Buffers:
         changed = {name: value for name, value in readable.items() if not same(self._known.get(name), value)}
         if changed:
             storage.tensors(f"buffers-{step}", changed)
-        self._known |= {name: copied(value) for name, value in changed.items()}
+        self._known |= {name: copy_values(value) for name, value in changed.items()}
 
     def put(self, step: str, buffers: Mapping[str, torch.Tensor]) -> None:
         """Puts in place what the full-batch run's buffers were after the same step."""
@@ -179,13 +179,13 @@ class Buffers:
         if path is None or not path.exists():
             return
         for name, value in torch.load(path, map_location="cpu", mmap=True, weights_only=True).items():
-            own = plain(buffers[name]) if name in buffers else None
-            if own is not None and own.shape == value.shape and own.dtype is value.dtype:
-                own.copy_(value)
+            buffer = plain(buffers[name]) if name in buffers else None
+            if buffer is not None and buffer.shape == value.shape and buffer.dtype is value.dtype:
+                buffer.copy_(value)
 
 
 @contextmanager
-def synchronised(models: Iterable[torch.nn.Module]) -> Iterator[None]:
+def synchronise_models(models: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Lets the engines of these models reduce in the next backward pass, by their own public switches."""
     modules: Iterable[Any] = (module for model in models for module in model.modules())
     for module in modules:
@@ -199,7 +199,7 @@ def synchronised(models: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 
 @contextmanager
-def frozen(buffers: Sequence[torch.Tensor], models: Iterable[torch.nn.Module]) -> Iterator[None]:
+def use_evaluation_mode(buffers: Sequence[torch.Tensor], models: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Runs the modules that hold any of these buffers in evaluation mode, and puts them back."""
     wanted, modules = {id(buffer) for buffer in buffers}, (module for model in models for module in model.modules())
     holding = [module for module in modules if not wanted.isdisjoint(map(id, module.buffers(recurse=False)))]

@@ -114,7 +114,7 @@ class KeptDraws(Draws):
         for key, shapes, record in self._forwards:
             self._fused |= record.fused
             self._count += len(record.draws)
-            written.append((key, shapes, [{**vars(draw), "value": packed(draw.value)} for draw in record.draws]))
+            written.append((key, shapes, [{**vars(draw), "value": pack_mask(draw.value)} for draw in record.draws]))
         if any(draws for _, _, draws in written):
             torch.save(written, self._folder / f"draws-{update}.pt")
         self._forwards.clear()
@@ -145,7 +145,7 @@ class DealtDraws(Draws):
             if path.exists():
                 rows += torch.load(path.with_name(f"rows-{update}.pt"), weights_only=True)
                 for key, shapes, draws in torch.load(path, weights_only=False):
-                    record = DrawRecord([Draw(**{**draw, "value": unpacked(draw["value"])}) for draw in draws])
+                    record = DrawRecord([Draw(**{**draw, "value": unpack_mask(draw["value"])}) for draw in draws])
                     self._places.setdefault(key, []).append(len(self._entries))
                     self._entries.append((shapes, record))
         self._matcher = Matcher(rows)
@@ -175,14 +175,14 @@ class DealtDraws(Draws):
         rows = _batch_rows(full, shapes)
         if rows is None:
             return None
-        whole, part = rows
-        order = spot.places if spot is not None and spot.scattered else None
+        full_count, count = rows
+        order = spot.places if spot is not None and spot.is_scattered else None
         start = spot.places[0] if spot is not None and order is None else self._starts[place]
-        self._starts[place] = start + part
-        if start + part > whole:
+        self._starts[place] = start + count
+        if start + count > full_count:
             self._unaligned.setdefault("forward", "the window holds more samples than the full batch")
             return None
-        return Dealer(record, start, start + part, whole, order)
+        return Dealer(record, start, start + count, full_count, order)
 
     def leave_forward(self) -> None:
         """Remembers the generators."""
@@ -220,9 +220,9 @@ def _batch_rows(full: Shapes, micro: Shapes) -> tuple[int, int] | None:
     """The rows of the full batch and of the micro-batch: the first dimension that shrank, in the first such tensor."""
     if len(full) != len(micro):
         return None
-    for whole, part in zip(full, micro, strict=True):
-        if len(whole) == len(part):
-            for a, b in zip(whole, part, strict=True):
+    for full_shape, micro_shape in zip(full, micro, strict=True):
+        if len(full_shape) == len(micro_shape):
+            for a, b in zip(full_shape, micro_shape, strict=True):
                 if b < a:
                     return a, b
     return (full[0][0], micro[0][0]) if full and micro and full[0][0] == micro[0][0] else None
@@ -231,7 +231,7 @@ def _batch_rows(full: Shapes, micro: Shapes) -> tuple[int, int] | None:
 _BITS = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device="cpu")
 
 
-def packed(value: torch.Tensor) -> Any:
+def pack_mask(value: torch.Tensor) -> Any:
     """Returns a mask as eight elements per byte, with its shape and device; anything else as it is."""
     if value.dtype is not torch.bool:
         return value
@@ -239,8 +239,8 @@ def packed(value: torch.Tensor) -> Any:
     return (flat.view(-1, 8) * _BITS).sum(1, dtype=torch.uint8), tuple(value.shape), value.device
 
 
-def unpacked(stored: Any) -> Any:
-    """Returns what `packed` was given."""
+def unpack_mask(stored: Any) -> Any:
+    """Returns what `pack_mask` was given."""
     if isinstance(stored, torch.Tensor):
         return stored
     bits, shape, device = stored

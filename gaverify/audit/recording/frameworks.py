@@ -57,9 +57,9 @@ def find_framework() -> FrameworkLoop | None:
         running.setdefault((frame.f_globals.get("__name__", ""), frame.f_code.co_name), frame)
         frame = frame.f_back
     for loop in _LOOPS:
-        if found := running.get((loop.module, loop.function)):
+        if running_frame := running.get((loop.module, loop.function)):
             try:
-                return loop.read(found.f_locals)
+                return loop.read(running_frame.f_locals)
             except (AttributeError, KeyError):  # another version, which keeps its settings elsewhere
                 return None
     return None

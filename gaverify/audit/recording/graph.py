@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from gaverify.audit.recording.values import plain, tensors_in
-from gaverify.passes.walks import addends, reached, unscaled
+from gaverify.passes.walks import addends, skip_scaling, walk_from
 from gaverify.thresholds import COMPUTED_FLOAT32
 from gaverify.tracebacks import Owner, Place, owner_of
 
@@ -54,7 +54,7 @@ def meetings(
         rows: How many rows a tensor may have.
         may_meet: Also where other sizes may be meant: a micro-batch has as many rows as many a layer has features.
     """
-    found: dict[int, Place] = {}
+    lines: dict[int, Place] = {}
     roots = list(roots)
     edges = [(None, root, 0) for root in roots]
     edges += [(node, child, slot) for node in behind(roots, ends) for child, slot in node.next_functions]
@@ -63,14 +63,14 @@ def meetings(
         if shape is None or node in ends:
             continue
         operands = [_shape(*edge) for edge in node.next_functions]
-        mixed = _is_matrix(shape, rows) and (may_meet or not any(_is_matrix(other, rows) for other in operands))
+        mixed = _is_matrix(shape, rows) and (may_meet or not any(_is_matrix(operand, rows) for operand in operands))
         without = may_meet or not any(size in rows for size in shape)
-        reduced = without and any(other and other[0] in rows for other in operands)
-        kept = shape not in ((), (1,)) or any(size in rows for size in _shape(reader, 0) or ())
-        place = line_of(node) if mixed or (reduced and kept) else None
+        reduced = without and any(operand and operand[0] in rows for operand in operands)
+        is_kept = shape not in ((), (1,)) or any(size in rows for size in _shape(reader, 0) or ())
+        place = line_of(node) if mixed or (reduced and is_kept) else None
         if place is not None:
-            found[node._sequence_nr()] = place
-    return list(dict.fromkeys(found[number] for number in sorted(found)))
+            lines[node._sequence_nr()] = place
+    return list(dict.fromkeys(lines[number] for number in sorted(lines)))
 
 
 def behind(roots: Iterable[Any], ends: Collection[Any] = ()) -> Iterator[Any]:
@@ -79,7 +79,7 @@ def behind(roots: Iterable[Any], ends: Collection[Any] = ()) -> Iterator[Any]:
     def onwards(nodes: Iterable[Any]) -> list[Any]:
         return [node for node in nodes if node is not None and node not in ends]
 
-    return reached(onwards(roots), lambda node: onwards(child for child, _ in node.next_functions))
+    return walk_from(onwards(roots), lambda node: onwards(child for child, _ in node.next_functions))
 
 
 def _shape(node: Any, slot: int) -> tuple[int, ...] | None:
@@ -120,10 +120,10 @@ class Reach:
 
     def end(self) -> list[int]:
         """Returns the forwards that the backward pass has reached."""
-        found = self.peek()
+        forwards = self.peek()
         self._reached.clear()
         self._unknown.clear()
-        return found
+        return forwards
 
 
 def ends_in_parameters(roots: Any) -> bool:
@@ -198,7 +198,7 @@ class Weight:
         return math.nan if values is None else float(values) * self._seen[0]
 
     @property
-    def counted(self) -> float | None:
+    def divisor(self) -> float | None:
         """What the loss was divided by, up to a factor that all micro-batches share; None where that was not seen."""
         return 1 / self._share if self._share and math.isfinite(1 / self._share) else None
 
@@ -229,8 +229,8 @@ class Terms:
 
     def __init__(self, roots: Any) -> None:
         alone = isinstance(roots, torch.Tensor) and roots.numel() == 1
-        self._made = unscaled(roots.grad_fn if alone else None)
-        edges = addends(self._made)
+        self._loss_node = skip_scaling(roots.grad_fn if alone else None)
+        edges = addends(self._loss_node)
         self._groups = [[edge] for edge in edges[: MOST - 1]] + [edges[MOST - 1 :]] * (len(edges) >= MOST)
 
     def __len__(self) -> int:
@@ -243,8 +243,8 @@ class Terms:
         Args:
             number: Of the term, from 1.
         """
-        others = [edge for at, group in enumerate(self._groups, 1) if at != number for edge in group]
-        hooks = [node.register_hook(partial(_stopped, slot)) for node, slot in others]
+        other_edges = [edge for at, group in enumerate(self._groups, 1) if at != number for edge in group]
+        hooks = [node.register_hook(partial(_zero_gradient, slot)) for node, slot in other_edges]
         try:
             yield
         finally:
@@ -259,19 +259,19 @@ class Terms:
         return line_of(node.next_functions[slot][0])
 
     @property
-    def made(self) -> Place | None:
+    def loss_line(self) -> Place | None:
         """The user's line that made the loss: behind what only scales it."""
-        return line_of(self._made)
+        return line_of(self._loss_node)
 
     def made_within(self, place: Place | None) -> Place | None:
         """The same where a library that was called at a line has called it: the loop of a framework."""
-        lines = [(os.path.abspath(file), line) for file, line in _lines_of(self._made)]
+        lines = [(os.path.abspath(file), line) for file, line in _lines_of(self._loss_node)]
         inside = lines[lines.index(place) + 1 :] if place in lines else []
         called = next((owner for file, _ in inside if (owner := owner_of(file)) is not Owner.MACHINERY), None)
-        return self.made if called is Owner.LIBRARY else None
+        return self.loss_line if called is Owner.LIBRARY else None
 
 
-def _stopped(slot: int, gradients: Sequence[Any], _: Any) -> tuple[Any, ...]:
+def _zero_gradient(slot: int, gradients: Sequence[Any], _: Any) -> tuple[Any, ...]:
     """The hook of a node that makes nothing of the gradient for one operand."""
     return tuple(
         torch.zeros_like(gradient) if at == slot and gradient is not None else gradient

@@ -33,10 +33,10 @@ def compute_in_float32() -> None:
     begin: Callable[..., None] = autocast.__init__
     default = torch.set_default_dtype
 
-    def disabled(self: Any, *args: Any, **kwargs: Any) -> None:
+    def init_disabled(self: Any, *args: Any, **kwargs: Any) -> None:
         begin(self, *args, **kwargs)
         self._enabled = False
 
-    autocast.__init__ = disabled
+    autocast.__init__ = init_disabled
     torch.set_default_dtype = lambda dtype: default(_whole(dtype))
     FunctionMode(_in_float32).__enter__()

@@ -89,21 +89,23 @@ class _Row:
         self._at = self._taken = 0
         self._visits: Counter[int] = Counter()
 
-    def whole(self, steps: int, parts: int) -> Part:
-        here = [draw for draw in self._draws if draw.steps == steps]
+    def take_all(self, steps: int, parts: int) -> Part:
+        draws_of_window = [draw for draw in self._draws if draw.steps == steps]
         self._visits[steps] += 1
-        if not here:
+        if not draws_of_window:
             raise Unalignable("the full-batch run drew nothing at this place in this window")
-        if len(here) > 1 and not parts:
+        if len(draws_of_window) > 1 and not parts:
             raise Unalignable("the full-batch run drew several times at this place in this window")
-        return Part(here[min((self._visits[steps] - 1) // max(parts, 1), len(here) - 1)])
+        return Part(draws_of_window[min((self._visits[steps] - 1) // max(parts, 1), len(draws_of_window) - 1)])
 
     def rows(self, shape: tuple[int, ...], share: Share) -> Part:
         while self._at < len(self._draws):
             draw = self._draws[self._at]
             if len(draw.shape) != len(shape):
                 break
-            changed = [dim for dim, (ours, whole) in enumerate(zip(shape, draw.shape, strict=True)) if ours != whole]
+            changed = [
+                dim for dim, (ours, full_size) in enumerate(zip(shape, draw.shape, strict=True)) if ours != full_size
+            ]
             if len(changed) != 1:
                 raise Unalignable("its shape follows the batch in more than one dimension")
             dim = changed[0]
@@ -138,7 +140,9 @@ class _Place:
                 raise Unalignable("the full-batch run drew less often at this place")
             return Part(self._draws[visit])
         row = self._rows[visit % len(self._rows)]
-        return row.whole(steps, parts) if any(draw.shape == shape for draw in self._draws) else row.rows(shape, share)
+        return (
+            row.take_all(steps, parts) if any(draw.shape == shape for draw in self._draws) else row.rows(shape, share)
+        )
 
 
 class Counterparts:
@@ -207,7 +211,7 @@ class Loop:
             self._open()
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def ignore_draws(self) -> Iterator[None]:
         """Surrounds what is not the loop's own: a forward, a backward, a step, a loader."""
         off = self._started and not self._paused and self._pause()
         self._paused += 1
@@ -246,7 +250,7 @@ class LoopDraws(Loop):
         self.moved = True
         self._mode = draw_mode(self._operation)
         self._process = os.getpid()
-        self._foreign = foreign.watched(self._call)
+        self._foreign = foreign.watch_generators(self._call)
 
     def close(self) -> None:
         """The run is over."""
@@ -257,10 +261,10 @@ class LoopDraws(Loop):
 
     def _pause(self) -> bool:
         """Takes the mode off the stack altogether: a compiled forward does not run under one."""
-        own = current_dispatch_mode() is self._mode
-        if own:
+        is_on_top = current_dispatch_mode() is self._mode
+        if is_on_top:
             self._mode.__exit__(None, None, None)
-        return own
+        return is_on_top
 
     def _resume(self) -> None:
         self._mode.__enter__()
@@ -278,7 +282,7 @@ class LoopDraws(Loop):
             self.unaligned.setdefault(run.operation, "drawn in the loop, out of sight")
             return run.result
         value = self._answer(run.operation, tuple(drawn.shape), drawn)
-        return run.result if value is None else run.replaced(drawn, value)
+        return run.result if value is None else run.replace_numbers(drawn, value)
 
     def _call(self, call: foreign.Call, run: Callable[[], Any]) -> Any:
         result = run()

@@ -27,7 +27,7 @@ from gaverify.audit.recording.rows import input_shapes
 from gaverify.audit.recording.values import paths_in, place_in_group, plain, same, tensors_in
 from gaverify.passes.calls import Call, listening, per_channel_affine
 from gaverify.passes.fingerprints import SampleLayout, real_numbers, summaries
-from gaverify.passes.nesting import changed, leaves, rebuilt
+from gaverify.passes.nesting import leaves, map_leaves, rebuilt
 from gaverify.tracebacks import Place, user_place
 
 _MOST = 64  # tensors of one call that are looked at
@@ -100,7 +100,7 @@ class Outputs:
     def _ends(self, forward: dict[str, Any], inner: dict[str, _Inner], call: Call, output: Any) -> Any:
         with self._work():
             tensors, graph = _tensors(output), inner[call.path]
-            made = {tensor.grad_fn for _, tensor in tensors}
+            nodes = {tensor.grad_fn for _, tensor in tensors}
             counts = {forward["rows"] * times for times in (1, 2)} - {0, 1, 2}
             result, first = plain(tensors[0][1]) if len(tensors) == 1 else None, call.kept["first"]
             before = call.kept["state"]
@@ -112,7 +112,7 @@ class Outputs:
                     "under": call.under,
                     "kind": type(call.module).__name__,
                     "place": user_place(),
-                    "meetings": meetings(graph.roots | made, graph.ends, counts, may_meet=self._small),
+                    "meetings": meetings(graph.roots | nodes, graph.ends, counts, may_meet=self._small),
                     "inputs": call.kept["inputs"],
                     "outputs": _rows(tensors),
                     "numbers": any(tensor.numel() == 1 and tensor.requires_grad for _, tensor in tensors),
@@ -122,14 +122,14 @@ class Outputs:
                 }
             )
             if call.under in inner:
-                inner[call.under].ends |= made
+                inner[call.under].ends |= nodes
             if call.under == SCRIPT:
-                self._handed_out |= made
+                self._handed_out |= nodes
         if call.under in self._moved and forward["rows"] > 1:
-            output = rebuilt(output, partial(_moved, forward["rows"]))
-        return changed(output, partial(self._listened, gradients, call.under))
+            output = rebuilt(output, partial(_move_second_half, forward["rows"]))
+        return map_leaves(output, partial(self._watch_output, gradients, call.under))
 
-    def _listened(self, gradients: dict[str, Any], under: str, path: str, leaf: Any) -> Any:
+    def _watch_output(self, gradients: dict[str, Any], under: str, path: str, leaf: Any) -> Any:
         """Returns what a call gives as a view: what flows back to it from inside the call is not the caller's."""
         if not isinstance(leaf, torch.Tensor) or leaf.grad_fn is None:
             return leaf
@@ -140,11 +140,13 @@ class Outputs:
 
     def _came_back(self, gradients: dict[str, Any], path: str, gradient: torch.Tensor) -> None:
         with self._work():
-            found = _summarised(gradient)
-            if found is None:
+            summary = _summarise(gradient)
+            if summary is None:
                 return
             before = gradients.get(path)
-            gradients[path] = found if before is None else {**found, "along": _added(before["along"], found["along"])}
+            gradients[path] = (
+                summary if before is None else {**summary, "along": _add_projections(before["along"], summary["along"])}
+            )
 
 
 class _Inner:
@@ -155,8 +157,8 @@ class _Inner:
 
 
 def _tensors(nested: Any) -> list[tuple[str, torch.Tensor]]:
-    found = [(path, leaf) for path, leaf in leaves(nested, "") if isinstance(leaf, torch.Tensor)]
-    return found[:_MOST]
+    tensors = [(path, leaf) for path, leaf in leaves(nested, "") if isinstance(leaf, torch.Tensor)]
+    return tensors[:_MOST]
 
 
 def _state(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -166,11 +168,11 @@ def _state(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _rows(tensors: list[tuple[str, torch.Tensor]]) -> dict[str, Any]:
-    found = ((path, _summarised(tensor)) for path, tensor in tensors)
-    return {path: rows for path, rows in found if rows is not None}
+    pairs = ((path, _summarise(tensor)) for path, tensor in tensors)
+    return {path: rows for path, rows in pairs if rows is not None}
 
 
-def _summarised(tensor: torch.Tensor) -> dict[str, Any] | None:
+def _summarise(tensor: torch.Tensor) -> dict[str, Any] | None:
     """The shape of a tensor, and two projections and the norm of its entries along its first and second dimension."""
     values = plain(tensor)
     if values is None or values.layout is not torch.strided or values.dim() == 0 or values.numel() == 0:
@@ -182,20 +184,20 @@ def _summarised(tensor: torch.Tensor) -> dict[str, Any] | None:
     return {"shape": tuple(values.shape), "along": along}
 
 
-def _added(before: list[torch.Tensor], more: list[torch.Tensor]) -> list[torch.Tensor]:
+def _add_projections(before: list[torch.Tensor], more: list[torch.Tensor]) -> list[torch.Tensor]:
     """The projections of a sum are the sums of projections; its norm is not, and nobody reads that of a gradient."""
     return [a + b if a.shape == b.shape else b for a, b in zip(before, more, strict=False)]
 
 
-def _moved(rows: int, leaf: Any) -> Any:
+def _move_second_half(rows: int, leaf: Any) -> Any:
     """Other values in the second half of the rows: of the same sign and no larger, as what they mean may ask for."""
     if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point() or leaf.dim() == 0 or leaf.shape[0] % rows:
         return leaf
     half = rows // 2 * (leaf.shape[0] // rows)
-    rest = leaf[half:]
-    places = torch.arange(rest.numel(), dtype=torch.float32, device=leaf.device).reshape(rest.shape)
+    second_half = leaf[half:]
+    places = torch.arange(second_half.numel(), dtype=torch.float32, device=leaf.device).reshape(second_half.shape)
     factors = (0.75 + 0.25 * torch.cos(places.square())).to(leaf.dtype)
-    return torch.cat([leaf[:half], rest * factors])
+    return torch.cat([leaf[:half], second_half * factors])
 
 
 Spots = Sequence[Sequence[tuple[int, Sequence[int]] | None]]
@@ -240,19 +242,19 @@ class Holding:
             return
 
         def begins(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            name, given = f"{call.path} {call.number}", (args, kwargs)
-            given = self._changed(call.under, self._handed_on, number, f"{name} in", given)
-            return self._changed(call.path, self._taken_in, number, f"{name} given", given)
+            name, inputs = f"{call.path} {call.number}", (args, kwargs)
+            inputs = self._change_tensors(call.under, self._handed_on, number, f"{name} in", inputs)
+            return self._change_tensors(call.path, self._taken_in, number, f"{name} given", inputs)
 
         def ends(call: Call, output: Any) -> Any:
             name = f"{call.path} {call.number}"
-            output = self._changed(call.path, self._handed_on, number, f"{name} out", output)
-            return self._changed(call.under, self._taken_in, number, f"{name} made", output)
+            output = self._change_tensors(call.path, self._handed_on, number, f"{name} out", output)
+            return self._change_tensors(call.under, self._taken_in, number, f"{name} made", output)
 
         with listening(paths_in(model), begins, ends, outside=SCRIPT):
             yield
 
-    def differentiated(self, roots: Any) -> None:
+    def note_differentiation(self, roots: Any) -> None:
         """A backward pass begins: what the held code itself trains is known while there is a graph."""
         if SCRIPT in self._held and self._source is not None:
             self._know(tensor.grad_fn for tensor in tensors_in(roots))
@@ -261,14 +263,16 @@ class Holding:
         """Returns the positions of those parameters that the held code reads without a call of a module."""
         return [at for at, parameter in enumerate(parameters) if id(parameter) in self._own]
 
-    def _changed(self, module: str, change: Callable[..., torch.Tensor], number: int, name: str, nested: Any) -> Any:
+    def _change_tensors(
+        self, module: str, change: Callable[..., torch.Tensor], number: int, name: str, nested: Any
+    ) -> Any:
         """Returns what `change` makes of each tensor with a graph, in the same containers, where a module is held."""
 
-        def followed(path: str, leaf: Any) -> Any:
+        def change_leaf(path: str, leaf: Any) -> Any:
             follows = isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and leaf.is_floating_point()
             return change(number, name + path, leaf) if follows else leaf
 
-        return changed(nested, followed) if module in self._held else nested
+        return map_leaves(nested, change_leaf) if module in self._held else nested
 
     def _handed_on(self, number: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """What held code hands on has the full batch's values; its gradient flows into the held code."""
@@ -294,8 +298,8 @@ class Holding:
     def _given_back(self, number: int, name: str, gradient: torch.Tensor) -> torch.Tensor | None:
         with self._work():
             if self._source is None:
-                kept = self.forwards[number]["gradients"]
-                kept[name] = gradient.detach().to("cpu", copy=True) + kept.get(name, 0.0)
+                sums = self.forwards[number]["gradients"]
+                sums[name] = gradient.detach().to("cpu", copy=True) + sums.get(name, 0.0)
                 return None
             rows = self._rows(number, "gradients", name, gradient)
             return None if rows is None else rows * self._factor
@@ -311,12 +315,12 @@ class Holding:
         if spot is None or self._source is None:
             return None
         forward, places = spot
-        whole: torch.Tensor | None = self._source[forward][what].get(name)
-        if whole is None:
+        stored: torch.Tensor | None = self._source[forward][what].get(name)
+        if stored is None:
             return None
-        part = rows_at(whole, tuple(like.shape), self._source[forward]["rows"], places)
-        if part is None and what == "gradients" and whole.shape == like.shape:  # it has no rows: all of it, once
-            part = torch.zeros_like(whole) if (forward, name) in self._given else whole
+        part = rows_at(stored, tuple(like.shape), self._source[forward]["rows"], places)
+        if part is None and what == "gradients" and stored.shape == like.shape:  # it has no rows: all of it, once
+            part = torch.zeros_like(stored) if (forward, name) in self._given else stored
             self._given.add((forward, name))
         return None if part is None else part.to(device=like.device, dtype=like.dtype)
 
@@ -325,27 +329,31 @@ class Holding:
         self._own |= {id(leaf): leaf for leaf in leaves_behind if leaf is not None}
 
 
-def rows_at(whole: torch.Tensor, shape: tuple[int, ...], rows: int, places: Sequence[int]) -> torch.Tensor | None:
+def rows_at(tensor: torch.Tensor, shape: tuple[int, ...], rows: int, places: Sequence[int]) -> torch.Tensor | None:
     """Returns the rows of a tensor that lie at some places, in another shape; None where no dimension holds rows.
 
     Args:
-        whole: Its first or second dimension has one or several entries for each row.
+        tensor: Its first or second dimension has one or several entries for each row.
         shape: That of the result.
         rows: How many rows it holds.
         places: Those that are wanted.
     """
-    layout = layout_of_rows(tuple(whole.shape), shape, rows, len(places))
+    layout = layout_of_rows(tuple(tensor.shape), shape, rows, len(places))
     if layout is None:
         return None
-    dim, index = layout.dimension, torch.tensor(places, dtype=torch.int64, device=whole.device)
-    found: torch.Tensor = whole.unflatten(dim, (rows, layout.fold)).index_select(dim, index).flatten(dim, dim + 1)
-    return found
+    dim, index = layout.dimension, torch.tensor(places, dtype=torch.int64, device=tensor.device)
+    selected: torch.Tensor = tensor.unflatten(dim, (rows, layout.fold)).index_select(dim, index).flatten(dim, dim + 1)
+    return selected
 
 
-def layout_of_rows(whole: tuple[int, ...], part: tuple[int, ...], rows: int, count: int) -> SampleLayout | None:
+def layout_of_rows(full_shape: tuple[int, ...], part: tuple[int, ...], rows: int, count: int) -> SampleLayout | None:
     """Returns how a tensor holds rows in its first or second dimension, of which the part has `count`; None: not so."""
-    for dim in range(min(len(whole), 2)):
-        fold = whole[dim] // rows if rows else 0
-        if fold and fold * rows == whole[dim] and part == (*whole[:dim], fold * count, *whole[dim + 1 :]):
+    for dim in range(min(len(full_shape), 2)):
+        fold = full_shape[dim] // rows if rows else 0
+        if (
+            fold
+            and fold * rows == full_shape[dim]
+            and part == (*full_shape[:dim], fold * count, *full_shape[dim + 1 :])
+        ):
             return SampleLayout(dim, fold)
     return None

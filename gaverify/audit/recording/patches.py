@@ -24,7 +24,7 @@ from torch.optim.swa_utils import AveragedModel
 from gaverify.audit.recording.recorder import Recorder
 from gaverify.audit.recording.values import on_meta
 from gaverify.audit.recording.watching import rates_of
-from gaverify.passes.walks import reached
+from gaverify.passes.walks import walk_from
 
 Around = Callable[..., AbstractContextManager[Callable[[Any], None] | None] | None]
 
@@ -37,7 +37,7 @@ def install(recorder: Recorder) -> None:
     _forwards(recorder)
     _backwards(recorder)
 
-    def averaged(*_: Any, **__: Any) -> Any:
+    def note_average(*_: Any, **__: Any) -> Any:
         return nullcontext(lambda _: recorder.simple("average"))
 
     owner: Any
@@ -47,7 +47,7 @@ def install(recorder: Recorder) -> None:
     _schedulers(recorder)
     _scalers(recorder)
     _losses(recorder)
-    _surround(AveragedModel, "update_parameters", averaged, recorder, [False])
+    _surround(AveragedModel, "update_parameters", note_average, recorder, [False])
     _loads(recorder)
 
 
@@ -56,10 +56,10 @@ def _replace(owner: Any, name: str, call: Callable[..., Any]) -> None:
     original = getattr(owner, name)
 
     @functools.wraps(original)
-    def replaced(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         return call(original, *args, **kwargs)
 
-    setattr(owner, name, replaced)
+    setattr(owner, name, wrapper)
 
 
 def _surround(owner: Any, name: str, around: Around, recorder: Recorder, running: list[bool]) -> None:
@@ -69,7 +69,7 @@ def _surround(owner: Any, name: str, around: Around, recorder: Recorder, running
     one that `around` has nothing for.
     """
 
-    def surrounded(original: Any, *args: Any, **kwargs: Any) -> Any:
+    def run_around(original: Any, *args: Any, **kwargs: Any) -> Any:
         aside = torch.compiler.is_compiling() or running[0] or recorder.off
         context = None if aside else around(*args, **kwargs)
         if context is None:
@@ -84,7 +84,7 @@ def _surround(owner: Any, name: str, around: Around, recorder: Recorder, running
         finally:
             running[0] = False
 
-    _replace(owner, name, surrounded)
+    _replace(owner, name, run_around)
 
 
 def _backwards(recorder: Recorder) -> None:
@@ -105,27 +105,27 @@ def _backwards(recorder: Recorder) -> None:
         wanted = any(isinstance(tensor, nn.Parameter) for tensor in inputs)
         return recorder.differentiation(outputs, inputs) if wanted else None
 
-    def listed(original: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def grad_of_list(original: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         return original(outputs, [inputs] if isinstance(inputs, torch.Tensor) else list(inputs), *args, **kwargs)
 
     _surround(torch.autograd, "grad", around, recorder, running)
-    _replace(torch.autograd, "grad", listed)  # a generator of parameters can be read once
+    _replace(torch.autograd, "grad", grad_of_list)  # a generator of parameters can be read once
 
 
 def _gathers(recorder: Recorder) -> None:
-    if recorder.job.ranked and torch.distributed.is_available():
+    if recorder.job.has_ranks and torch.distributed.is_available():
         from gaverify.collective.traffic import watch_gathers
 
-        watch_gathers(recorder.gathered, with_gradient=recorder.job.gathers)
+        watch_gathers(recorder.note_gather, with_gradient=recorder.job.gathers)
 
 
 def _optimizers(recorder: Recorder) -> None:
-    def made(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    def init_optimizer(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         if not recorder.off:
             recorder.optimizer_made(self)
 
-    _replace(Optimizer, "__init__", made)
+    _replace(Optimizer, "__init__", init_optimizer)
     register_optimizer_step_pre_hook(functools.partial(_before_step, recorder))
     register_optimizer_step_post_hook(lambda optimizer, args, kwargs: recorder.step_ended(optimizer))
 
@@ -159,16 +159,16 @@ def _forwards(recorder: Recorder) -> None:
 def _clipping(recorder: Recorder) -> None:
     from torch.nn.utils import clip_grad
 
-    def clipped(call: Any, *args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(call).bind_partial(*args, **kwargs).arguments
-        limit = given.get("max_norm", given.get("clip_value"))
-        known = float(limit) if isinstance(limit, (int, float)) else None
-        return recorder.clip(call.__name__, known, given.get("total_norm"))
+    def note_clipping(call: Any, *args: Any, **kwargs: Any) -> Any:
+        arguments = inspect.signature(call).bind_partial(*args, **kwargs).arguments
+        limit = arguments.get("max_norm", arguments.get("clip_value"))
+        known_limit = float(limit) if isinstance(limit, (int, float)) else None
+        return recorder.clip(call.__name__, known_limit, arguments.get("total_norm"))
 
     running = [False]  # `clip_grad_norm_` calls `clip_grads_with_norm_`
     for name in ("clip_grads_with_norm_", "clip_grad_norm_", "clip_grad_value_", "clip_grad_norm"):
         if hasattr(clip_grad, name):
-            around = functools.partial(clipped, getattr(clip_grad, name))
+            around = functools.partial(note_clipping, getattr(clip_grad, name))
             _surround(clip_grad, name, around, recorder, running)
             setattr(torch.nn.utils, name, getattr(clip_grad, name))
 
@@ -178,23 +178,23 @@ def _schedulers(recorder: Recorder) -> None:
     running = [False]  # one that is made of others calls their steps, and each steps once while it is made
     base: Any = lr_scheduler.LRScheduler
 
-    def stepped(scheduler: Any, *_: Any, **__: Any) -> Any:
+    def note_step(scheduler: Any, *_: Any, **__: Any) -> Any:
         return nullcontext(
             lambda _: recorder.simple("scheduler", scheduler=id(scheduler), lr=rates_of(scheduler.optimizer))
         )
 
     def wrap(kind: Any) -> None:
         if "step" in vars(kind):
-            _surround(kind, "step", stepped, recorder, running)
+            _surround(kind, "step", note_step, recorder, running)
 
-    def subclassed(kind: Any, **kwargs: Any) -> None:
+    def init_subclass(kind: Any, **kwargs: Any) -> None:
         super(base, kind).__init_subclass__(**kwargs)
         wrap(kind)
 
-    for known in reached([base], type.__subclasses__):
-        wrap(known)
+    for scheduler_class in walk_from([base], type.__subclasses__):
+        wrap(scheduler_class)
     _surround(base, "_initial_step", lambda *_: nullcontext(), recorder, running)
-    base.__init_subclass__ = classmethod(subclassed)  # type: ignore[arg-type]
+    base.__init_subclass__ = classmethod(init_subclass)  # type: ignore[arg-type]
 
 
 def _scalers(recorder: Recorder) -> None:
@@ -203,7 +203,7 @@ def _scalers(recorder: Recorder) -> None:
     def unscale(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         if self.is_enabled() and not recorder.off:
-            recorder.unscaled()
+            recorder.keep_unscaled()
 
     def around(name: str, self: Any, *_: Any, **__: Any) -> Any:
         return recorder.scaler(name) if self.is_enabled() else None

@@ -22,7 +22,7 @@ from gaverify.audit.recording.rows import input_rows, input_shapes
 from gaverify.audit.recording.samples import has_loss
 from gaverify.audit.recording.steps import Steps
 from gaverify.audit.recording.values import OutOfSight, out_of_sight, plain
-from gaverify.audit.recording.watching import Seen
+from gaverify.audit.recording.watching import Look
 from gaverify.collective.traffic import TrafficMeter
 from gaverify.records.events import Ending, Kind
 from gaverify.records.ranks import Collective
@@ -38,7 +38,7 @@ class Recorder(Steps):
     ) -> Iterator[Callable[[Any], None]]:
         """Surrounds the forward of an outermost module; gives a function that is to be called with its result."""
         graded = torch.is_grad_enabled()
-        with self._loop.paused():
+        with self._loop.ignore_draws():
             if self.job.by_hand:  # there is no optimizer that would be made
                 self._loop.start()
             with self._work():
@@ -88,7 +88,7 @@ class Recorder(Steps):
             args: What else the call was given.
             kwargs: The same, by name.
         """
-        with self._loop.paused():
+        with self._loop.ignore_draws():
             with self._work():
                 place = self._differentiates()
                 self._begin()
@@ -102,48 +102,48 @@ class Recorder(Steps):
                 for entry in self.watch:
                     self._incoming.listen(entry)
                 terms, self._meter = Terms(tensors), TrafficMeter()
-                met: dict[str, Any] = {}
+                loss_values: dict[str, Any] = {}
                 if self._outputs is not None:
-                    lines = [*self._outputs.meetings(tensors), *filter(None, [terms.made])]
-                    met = {"met": lines, "inside": self._outputs.inside(tensors)}
-                    met["custom"] = self._outputs.custom_functions(tensors)
+                    lines = [*self._outputs.meetings(tensors), *filter(None, [terms.loss_line])]
+                    loss_values = {"met": lines, "inside": self._outputs.inside(tensors)}
+                    loss_values["custom"] = self._outputs.custom_functions(tensors)
                 elif self.job.shares:
-                    met = {"made": terms.made_within(place)}
+                    loss_values = {"made": terms.made_within(place)}
                 if self._holding is not None:
-                    self._holding.differentiated(tensors)
+                    self._holding.note_differentiation(tensors)
             try:
                 with (
                     self._draws.in_backward(),
                     self._control.backward(tensors, self._numbers["backward"], terms),
-                    self._meter.counting() if self.job.ranked or self.job.world is not None else nullcontext(),
+                    self._meter.counting() if self.job.has_ranks or self.job.world is not None else nullcontext(),
                     self._setters(),
                 ):
                     yield
             finally:
                 self._in_backward = False
             with self._work():
-                self._after_backward(place, tensors, terms, met)
-            self._passed()
+                self._after_backward(place, tensors, terms, loss_values)
+            self._end_pass()
 
     @contextmanager
     def differentiation(self, outputs: Any, inputs: Sequence[Any]) -> Iterator[Callable[[Sequence[Any]], None]]:
         """Surrounds a call of `autograd.grad` for parameters; gives a function to be called with its result."""
         results: list[Any] = []
-        with self._loop.paused():
+        with self._loop.ignore_draws():
             with self._work():
                 place = self._differentiates()
             try:
-                with self._draws.in_backward(), self._control.shrunk(outputs, self._numbers["backward"]):
+                with self._draws.in_backward(), self._control.scale_losses(outputs, self._numbers["backward"]):
                     yield results.extend
             finally:
                 self._in_backward = False
             with self._work():
                 targets = [(int(valid), total) for valid, total in self._targets]
-                changes = self._sampled(inputs, results)
+                changes = self._sample_results(inputs, results)
                 if changes:
                     self._waiting.append(Waiting(place, self._reach.peek(), targets, changes))
                 self._changes.hunt(self._quiet_difference)
-            self._passed()
+            self._end_pass()
 
     @contextmanager
     def zero_grad(self) -> Iterator[None]:
@@ -168,9 +168,9 @@ class Recorder(Steps):
         """
         result: list[Any] = []
         with self._work():
-            seen = self.watch.look()
-            self._changes.note(seen, "between")
-            self.watch.keep_unclipped(seen)
+            look = self.watch.look()
+            self._changes.note(look, "between")
+            self.watch.keep_unclipped(look)
         yield result.append
         with self._work():
             changed = self.watch.look().changed
@@ -181,7 +181,7 @@ class Recorder(Steps):
             self._event("clip", call=call, active=bool(changed), optimizers=sorted(changed), norm=norm, limit=limit)
             self._keep_used()
 
-    def unscaled(self) -> None:
+    def keep_unscaled(self) -> None:
         """After a `GradScaler` took its scale out of the gradients: they are kept as they are without it."""
         with self._work():
             self.watch.keep_unclipped(self.watch.look())
@@ -212,7 +212,7 @@ class Recorder(Steps):
         if not self.off and torch.is_grad_enabled() and plain(valid) is not None:
             self._targets.append((valid, total))
 
-    def gathered(self) -> None:
+    def note_gather(self) -> None:
         """Notes that a tensor that needs a gradient is gathered from all ranks; read at the next backward."""
         if not self.off:
             self._gathers.append(user_place())
@@ -229,12 +229,12 @@ class Recorder(Steps):
     def _differentiates(self) -> Place | None:
         """Something is about to be differentiated; returns the line."""
         self._settle_by_hand()
-        self._unannounced.differentiated()
+        self._unannounced.note_differentiation()
         self._reach.begin()
         self._in_backward = True
         return user_place()
 
-    def _passed(self) -> None:
+    def _end_pass(self) -> None:
         """A backward pass is over, whatever it was for."""
         self._loop.backwards += 1
         if self._state is not None:
@@ -246,11 +246,11 @@ class Recorder(Steps):
     def _setters(self) -> Iterator[None]:
         """Looks for the user's line that writes gradients while a backward pass runs, where a run asks for it."""
 
-        def edited(_: Place) -> bool:
+        def has_edits(_: Place) -> bool:
             with self._work():
-                return self.watch.edited()
+                return self.watch.has_edits()
 
-        hunt = LineHunt(edited, Owner.USER)
+        hunt = LineHunt(has_edits, Owner.USER)
         if self.job.cleared and self._setter is None and sys.gettrace() is None:
             hunt.start()
         try:
@@ -261,16 +261,16 @@ class Recorder(Steps):
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._settle_by_hand()
-        known = {id(parameter) for parameter in self.watch.all_parameters()}
-        new = [parameter for parameter in module.parameters() if id(parameter) not in known]
+        watched_ids = {id(parameter) for parameter in self.watch.all_parameters()}
+        new = [parameter for parameter in module.parameters() if id(parameter) not in watched_ids]
         if self.job.by_hand:
             trained = [parameter for parameter in new if parameter.requires_grad]
             if trained:
                 self.watch.add(ByHand(trained))
         elif not self.steps:
-            held = len(new) < len(list(module.parameters()))
-            self._unannounced.look(module, held=held)
-            if (self._unannounced.windows if held else self._unannounced.moves) >= CERTAIN:
+            has_optimizer = len(new) < len(list(module.parameters()))
+            self._unannounced.look(module, has_optimizer=has_optimizer)
+            if (self._unannounced.windows if has_optimizer else self._unannounced.moves) >= CERTAIN:
                 self.finish(Ending.BY_HAND, 0)
         self._begin()
         self._goes_on()
@@ -296,14 +296,14 @@ class Recorder(Steps):
 
     def _goes_on(self) -> None:
         """A forward or backward pass begins: what was done by hand since the last call belongs to the open window."""
-        seen = self.watch.look()
-        self._changes.note(seen, "between")
-        self._changes.note_edits(seen)
+        look = self.watch.look()
+        self._changes.note(look, "between")
+        self._changes.note_edits(look)
 
-    def _after_backward(self, place: Place | None, roots: Any, terms: Terms, met: dict[str, Any]) -> None:
-        seen, reached, weight = self.watch.look(), self._reach.end(), self._weight.end()
-        incoming = self._incoming_gradients(seen)
-        touched = sorted({*self._touched_optimizers(seen), *(() if self.job.ranked else incoming)})
+    def _after_backward(self, place: Place | None, roots: Any, terms: Terms, loss_values: dict[str, Any]) -> None:
+        look, reached, weight = self.watch.look(), self._reach.end(), self._weight.end()
+        incoming = self._incoming_gradients(look)
+        touched = sorted({*self._touched_optimizers(look), *(() if self.job.has_ranks else incoming)})
         if not touched and not ends_in_parameters(roots):
             self.elsewhere += 1
             return
@@ -311,78 +311,84 @@ class Recorder(Steps):
         number = self._numbers["backward"]
         # A pass that adds nothing, of a micro-batch without targets, may be any optimizer's.
         for entry in [self.watch.of(index) for index in touched] or [*self.watch]:
-            change = incoming.get(entry.index, seen.changed.get(entry.index))
+            change = incoming.get(entry.index, look.changed.get(entry.index))
             entry.pending += change is not None and entry.index in touched
             entry.receive(number, change, reached)
         for entry in self.watch:
             if entry.pending:
                 entry.clipped = False
-                if self.job.ranked or entry.index not in incoming:  # else the sum lies elsewhere
+                if self.job.has_ranks or entry.index not in incoming:  # else the sum lies elsewhere
                     entry.keep()
         targets = [(int(valid), total) for valid, total in self._targets]
         self._targets.clear()
-        told: dict[str, Any] = {"weight": weight} if weight is not None and self.job.role == "events" else {}
+        values: dict[str, Any] = {"weight": weight} if weight is not None and self.job.role == "events" else {}
         # Targets tell what a mean over them is divided by; a sum of losses may be divided by anything.
-        if self._weight.counted is not None and (self._weight.of_a_sum or not targets):
-            told["counted"] = self._weight.counted
-        told["scales"] = self._weight.scales
-        told["loss"] = self._weight.value_of(roots)
+        if self._weight.divisor is not None and (self._weight.of_a_sum or not targets):
+            values["counted"] = self._weight.divisor
+        values["scales"] = self._weight.scales
+        values["loss"] = self._weight.value_of(roots)
         if framework := find_framework():
-            told["framework"] = astuple(framework)
+            values["framework"] = astuple(framework)
         if len(terms):
-            told["terms"] = len(terms)
-        told |= met
+            values["terms"] = len(terms)
+        values |= loss_values
         if self.job.term:
-            told["term"] = terms.place(self.job.term)
-        self._event("backward", place, touched=touched, targets=targets, forwards=reached, **told, **self._sent())
-        self._changes.note(Seen(moved=seen.moved), "backward")
+            values["term"] = terms.place(self.job.term)
+        self._event(
+            "backward", place, touched=touched, targets=targets, forwards=reached, **values, **self._describe_traffic()
+        )
+        self._changes.note(Look(moved=look.moved), "backward")
         self._changes.hunt(self._quiet_difference)
 
-    def _incoming_gradients(self, seen: Seen) -> dict[int, torch.Tensor]:
+    def _incoming_gradients(self, seen: Look) -> dict[int, torch.Tensor]:
         """What a backward pass gave each optimizer, where `.grad` does not tell: reduced over ranks, or moved away."""
         given = {
-            entry.index: self._incoming.take(entry.index) if self.job.ranked else self._incoming.take_moved(entry, seen)
+            entry.index: self._incoming.take(entry.index)
+            if self.job.has_ranks
+            else self._incoming.take_moved(entry, seen)
             for entry in self.watch
         }
         return {index: gradients for index, gradients in given.items() if gradients is not None}
 
-    def _touched_optimizers(self, seen: Seen) -> list[int]:
+    def _touched_optimizers(self, look: Look) -> list[int]:
         """The optimizers whose gradients a backward pass changed."""
-        changed = [index for index, change in seen.changed.items() if bool(change.any())]
+        changed = [index for index, change in look.changed.items() if bool(change.any())]
         # NaN stays NaN whatever is added: such a pass leaves `.grad` as it was, and is a pass all the same
         return changed or [entry.index for entry in self.watch if entry.pending and bool(entry.gradients.isnan().any())]
 
-    def _sent(self) -> dict[str, Any]:
+    def _describe_traffic(self) -> dict[str, Any]:
         """What the backward pass sent: bytes of whole gradients that were reduced, of everything, and the calls."""
         for dtype in self._meter.reduced_in:
             self.roundoff.arithmetic.dtypes.add(dtype)
-        if not self.job.ranked:
+        if not self.job.has_ranks:
             return {}
         sizes, traffic = self._meter.sizes, self._meter.traffic
         counts = {kind.value: count for kind, count in traffic.counts.items()}
         reduced = sizes[Collective.REDUCE] + sizes[Collective.SCATTER]
         gathers, self._gathers = self._gathers, []
-        told = {"gathers": gathers} if gathers else {}
-        return {"reduced": reduced, "sent": traffic.bytes_moved, "collectives": counts, **told}
+        gather_values = {"gathers": gathers} if gathers else {}
+        return {"reduced": reduced, "sent": traffic.bytes_moved, "collectives": counts, **gather_values}
 
     def _quiet_difference(self, place: Place) -> bool:
         """Where the script moves its weights itself, the gradients are used as the line that moves them finds them."""
         if out_of_sight():
             return False
         with self._work():
-            found = self._changes.differ()
-            if found:
+            differs = self._changes.differ()
+            if differs:
                 self._keep_used()
-            return found
+            return differs
 
     def _keep_used(self) -> None:
         for entry in self.watch if self.job.by_hand else ():
             entry.keep_used()
 
-    def _sampled(self, inputs: Sequence[Any], results: Sequence[Any]) -> dict[int, torch.Tensor]:
-        given = {id(tensor): result for tensor, result in zip(inputs, results, strict=False) if result is not None}
+    def _sample_results(self, inputs: Sequence[Any], results: Sequence[Any]) -> dict[int, torch.Tensor]:
+        results_by_id = {
+            id(tensor): result for tensor, result in zip(inputs, results, strict=False) if result is not None
+        }
         return {
-            entry.index: entry.sample.read([given.get(id(parameter)) for parameter in entry.sample.parameters])
+            entry.index: entry.sample.read([results_by_id.get(id(parameter)) for parameter in entry.sample.parameters])
             for entry in self.watch
-            if any(id(parameter) in given for parameter in entry.sample.parameters)
+            if any(id(parameter) in results_by_id for parameter in entry.sample.parameters)
         }

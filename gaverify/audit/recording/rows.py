@@ -49,7 +49,7 @@ def input_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Ro
     Tensors that gradients flow through are the script's own results and left out. The entries of a list share one path,
     because a list may be the batch itself.
     """
-    found: dict[str, list[Rows]] = {}
+    by_path: dict[str, list[Rows]] = {}
     tensors = list(_tensors(args, kwargs))
     ends = _ends([tensor for _, tensor in tensors])
     hashed = [fingerprints(tensor) for _, tensor in tensors]
@@ -58,10 +58,10 @@ def input_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Ro
         end = ends.get(tuple(tensor.shape[:2]))
         if end is not None and "tail" in prints:
             prints["tail"] = torch.minimum(prints["tail"], end)
-        found.setdefault(path, []).append(prints | ({"into": into} if into else {}))
+        by_path.setdefault(path, []).append(prints | ({"into": into} if into else {}))
     return {
         path if len(parts) == 1 else f"{path} ({at})": part
-        for path, parts in found.items()
+        for path, parts in by_path.items()
         for at, part in enumerate(parts)
     }
 
@@ -73,14 +73,14 @@ def _ends(tensors: list[torch.Tensor]) -> dict[tuple[int, ...], torch.Tensor]:
     by one, and keep the last label of a row only where a longer row stands beside it. Labels that do not count are
     negative (-100), as no index of an embedding is.
     """
-    found: dict[tuple[int, ...], torch.Tensor] = {}
+    last_steps: dict[tuple[int, ...], torch.Tensor] = {}
     for tensor in tensors:
         if tensor.dim() == 2 and not tensor.is_floating_point() and tensor.dtype is not torch.bool:
             values = tensor.detach().cpu()
             if not values.is_complex() and bool((values < 0).any()):
                 steps = torch.arange(1, values.shape[1] + 1, device=values.device)
-                found[tuple(values.shape)] = torch.where(values < 0, 0, steps).amax(1)
-    return found
+                last_steps[tuple(values.shape)] = torch.where(values < 0, 0, steps).amax(1)
+    return last_steps
 
 
 def input_shapes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[int, ...]]:
@@ -127,25 +127,25 @@ def _pointing(at: int, tensor: torch.Tensor, inputs: list[Rows]) -> dict[str, Ro
     if values.shape[1] > _COLUMNS and not edges:
         return {}
     bits = values.contiguous().view(_VIEWS[values.element_size()]).to(torch.int64)
-    found = {}
-    for other, prints in enumerate(inputs):
+    readings = {}
+    for position, prints in enumerate(inputs):
         rows = prints["hash"][:, -1]
         counts = ((values >= 0) & (values < len(rows)) & (values == values.floor())).all(0)
         columns = {str(column): [column] for column in counts.nonzero().flatten().tolist() if not edges}
         if bool(counts.all()) and len(columns) != 1:
             columns["all"] = list(range(len(counts)))
-        for name, picked in columns.items() if other != at else ():
+        for name, picked in columns.items() if position != at else ():
             numbers = values[:, picked].long()
             for reading, contents in _meanings(numbers, rows).items():
                 used = contents[numbers.unique()]
                 if len(used.unique()) < len(used) and not edges:
                     continue  # rows that are all the same would make all numbers the same
-                told = bits.clone()
-                told[:, picked] = contents[numbers]
+                resolved = bits.clone()
+                resolved[:, picked] = contents[numbers]
                 if edges:  # nodes may be the same: how far apart they are counts, too
-                    told += _mixed(numbers - numbers[0])
-                found[f"{name} of {other}{reading}"] = fingerprints(told)
-    return found
+                    resolved += _mix(numbers - numbers[0])
+                readings[f"{name} of {position}{reading}"] = fingerprints(resolved)
+    return readings
 
 
 def _meanings(numbers: torch.Tensor, rows: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -178,7 +178,7 @@ def _steps(values: torch.Tensor) -> torch.Tensor:
         values = values.to(torch.uint8)
     bits = values.view(_VIEWS[values.element_size()]).to(torch.int64)
     bits = bits.reshape(bits.shape[0], bits.shape[1] if bits.dim() > 1 else 1, -1)
-    return _mixed((_mixed(bits + 1) * _factors(bits.shape[2])).sum(2))
+    return _mix((_mix(bits + 1) * _factors(bits.shape[2])).sum(2))
 
 
 def _running(steps: torch.Tensor) -> torch.Tensor:
@@ -189,11 +189,11 @@ def _factors(count: int) -> torch.Tensor:
     return (2 * torch.arange(count, dtype=torch.int64, device="cpu") + 1) * _ODD
 
 
-def _mixed(values: torch.Tensor) -> torch.Tensor:
+def _mix(values: torch.Tensor) -> torch.Tensor:
     return (values ^ (values >> 29)) * _ODD
 
 
 def _tail(steps: torch.Tensor) -> torch.Tensor:
     """For each row the first step from which all steps are equal, shape (B,)."""
-    same = (steps == steps[:, -1:]).flip(1).to(torch.int64).cumprod(1).sum(1)
-    return steps.shape[1] - same
+    tail_lengths = (steps == steps[:, -1:]).flip(1).to(torch.int64).cumprod(1).sum(1)
+    return steps.shape[1] - tail_lengths

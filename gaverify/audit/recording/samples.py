@@ -36,15 +36,15 @@ Quiet = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass
-class Both:
+class BatchWithSamples:
     """A batch on its way to the script, and what it was collated from."""
 
     samples: Any
     batch: Any
 
-    def pin_memory(self) -> Both:
+    def pin_memory(self) -> BatchWithSamples:
         """What a loader's pinning thread does with a batch."""
-        return Both(self.samples, pin_memory(self.batch))
+        return BatchWithSamples(self.samples, pin_memory(self.batch))
 
 
 @dataclass
@@ -53,9 +53,9 @@ class Collate:
 
     original: Callable[[Any], Any]
 
-    def __call__(self, samples: Any) -> Both:
+    def __call__(self, samples: Any) -> BatchWithSamples:
         """Returns the batch and its samples."""
-        return Both(samples, self.original(samples))
+        return BatchWithSamples(samples, self.original(samples))
 
 
 class Loaders:
@@ -86,18 +86,18 @@ class Loaders:
         def iterate(self: Any) -> Any:
             if os.getpid() != loaders._process or torch.utils.data.get_worker_info() is not None:
                 return original(self)
-            return loaders._followed(self, original)
+            return loaders._follow(self, original)
 
         DataLoader.__iter__ = iterate  # type: ignore[method-assign,assignment]
 
-    def _followed(self, loader: Any, original: Callable[[Any], Any]) -> Any:
+    def _follow(self, loader: Any, original: Callable[[Any], Any]) -> Any:
         number, _ = self._known.setdefault(id(loader), (len(self._known), loader))
         self._passes[number] += 1
         with self._quiet():
-            inner = self._opened(loader, original)
+            inner = self._open_loader(loader, original)
         return _Followed(inner, self._batches(loader, number, self._passes[number], inner))
 
-    def _opened(self, loader: Any, original: Callable[[Any], Any]) -> Any:
+    def _open_loader(self, loader: Any, original: Callable[[Any], Any]) -> Any:
         return original(loader)
 
     def _batches(self, loader: Any, number: int, passing: int, inner: Any) -> Iterator[Any]:
@@ -150,7 +150,7 @@ class _WithSamples(Loaders):
         if longest is not None:
             DataLoader.__len__ = lambda loader: min(longest, original(loader))  # type: ignore[method-assign]
 
-    def _opened(self, loader: Any, original: Callable[[Any], Any]) -> Any:
+    def _open_loader(self, loader: Any, original: Callable[[Any], Any]) -> Any:
         if isinstance(loader.collate_fn, Collate):
             return original(loader)
         plain = loader.collate_fn
@@ -164,10 +164,10 @@ class _WithSamples(Loaders):
         """Whether what is kept of a batch are its samples, and not the batch itself."""
         return bool(loader._auto_collation) and not self._collated
 
-    def _kept(self, both: Both) -> Any:
-        return both.batch if self._collated else both.samples
+    def _choose_content(self, pair: BatchWithSamples) -> Any:
+        return pair.batch if self._collated else pair.samples
 
-    def _taken(self, samples: Any, loader: Any, start: int, stop: int, total: int) -> Any:
+    def _take_samples(self, samples: Any, loader: Any, start: int, stop: int, total: int) -> Any:
         return samples[start:stop] if self._single(loader) else take(samples, start, stop, total)
 
     def _size(self, samples: Any, loader: Any) -> int:
@@ -178,12 +178,12 @@ class _WithSamples(Loaders):
         except ProblemError:
             return 1
 
-    def _made(self, loader: Any, samples: Any) -> Any:
+    def _make_batch(self, loader: Any, samples: Any) -> Any:
         if self._collated:
             return samples
         with self._quiet():
             batch = loader.collate_fn(samples)
-        batch = batch.batch if isinstance(batch, Both) else batch
+        batch = batch.batch if isinstance(batch, BatchWithSamples) else batch
         return pin_memory(batch) if loader.pin_memory and torch.cuda.is_available() else batch
 
 
@@ -203,17 +203,17 @@ class KeptSamples(_WithSamples):
 
     def _batches(self, loader: Any, number: int, passing: int, inner: Any) -> Iterator[Any]:
         at, complete = 0, True
-        for both in super()._batches(loader, number, passing, inner):
-            if not isinstance(both, Both):
-                yield both
+        for pair in super()._batches(loader, number, passing, inner):
+            if not isinstance(pair, BatchWithSamples):
+                yield pair
                 continue
-            samples, last = self._kept(both), self._tail and at == 1
+            samples, last = self._choose_content(pair), self._tail and at == 1
             if last:
                 total = self._size(samples, loader)
-                samples = self._taken(samples, loader, 0, max(1, round(total * self._tail)), total)
+                samples = self._take_samples(samples, loader, 0, max(1, round(total * self._tail)), total)
             complete = self._keep(f"loader-{number}-{passing}-{at}", samples) and complete
             at += 1
-            yield self._made(loader, samples) if last else both.batch
+            yield self._make_batch(loader, samples) if last else pair.batch
             if last:
                 self.ended += 1
                 break
@@ -249,10 +249,10 @@ class GivenSamples(_WithSamples):
 
     def _batches(self, loader: Any, number: int, passing: int, inner: Any) -> Iterator[Any]:
         at, sizes, start, samples, total = -1, list[int](), 0, None, 0
-        whole, unit = 0, 0  # the size of the first batch, and of its first micro-batch
-        for both in super()._batches(loader, number, passing, inner):
-            if not isinstance(both, Both):
-                yield both
+        first_size, unit = 0, 0  # the size of the first batch, and of its first micro-batch
+        for pair in super()._batches(loader, number, passing, inner):
+            if not isinstance(pair, BatchWithSamples):
+                yield pair
                 continue
             if not sizes:
                 at += 1
@@ -261,15 +261,15 @@ class GivenSamples(_WithSamples):
                     if at and (self._source / f"loader-{number}-{passing}-end").exists():
                         self.ended += 1
                         return  # the full-batch run's pass over its loader ended here
-                    yield both.batch
+                    yield pair.batch
                     continue
                 samples, start = torch.load(path, weights_only=False), 0
                 total = self._size(samples, loader)
-                natural = self._size(self._kept(both), loader)
-                sizes = self._cut(total, natural) if self._length is None or total >= whole else _cut(total, unit)
-                whole, unit = (total, sizes[0]) if not whole else (whole, unit)
+                natural = self._size(self._choose_content(pair), loader)
+                sizes = self._cut(total, natural) if self._length is None or total >= first_size else _cut(total, unit)
+                first_size, unit = (total, sizes[0]) if not first_size else (first_size, unit)
             count = sizes.pop(0)
-            batch = self._made(loader, self._taken(samples, loader, start, start + count, total))
+            batch = self._make_batch(loader, self._take_samples(samples, loader, start, start + count, total))
             start += count
             yield batch
 
@@ -281,8 +281,8 @@ class GivenSamples(_WithSamples):
 
 
 def _cut(total: int, unit: int) -> list[int]:
-    full, rest = divmod(total, unit)
-    return [unit] * full + ([rest] if rest else [])
+    full, remainder = divmod(total, unit)
+    return [unit] * full + ([remainder] if remainder else [])
 
 
 class Inputs:
@@ -321,13 +321,13 @@ class Inputs:
         """A backward pass is over."""
         self._since.clear()
 
-    def _put(self, tensors: list[torch.Tensor], whole: list[torch.Tensor], at: int, start: int) -> tuple[int, int]:
+    def _put(self, tensors: list[torch.Tensor], stored: list[torch.Tensor], at: int, start: int) -> tuple[int, int]:
         """Puts rows from `start` on of file `at` in place, and returns where the next ones are."""
-        cuts = cuts_of([tuple(tensor.shape) for tensor in tensors], [tuple(tensor.shape) for tensor in whole])
+        cuts = cuts_of([tuple(tensor.shape) for tensor in tensors], [tuple(tensor.shape) for tensor in stored])
         if cuts is None or start + cuts[1] > cuts[2]:
             return at, start  # lists of boxes, say: the comparison of the rows says what came of it
         dims, rows, total = cuts
-        for tensor, full, dim in zip(tensors, whole, dims, strict=True):
+        for tensor, full, dim in zip(tensors, stored, dims, strict=True):
             part = full if dim is None else full.narrow(dim, start, rows)
             tensor.data = part.to(tensor.device, tensor.dtype).clone()
         return (at, start + rows) if start + rows < total else (at + 1, 0)

@@ -24,10 +24,10 @@ from gaverify.audit.recording.outputs import Holding, Outputs
 from gaverify.audit.recording.samples import GivenSamples, Inputs, KeptSamples, Loaders
 from gaverify.audit.recording.state import MovingState
 from gaverify.audit.recording.storage import Storage, Update
-from gaverify.audit.recording.values import Names, Roundoff, out_of_sight, undisturbed
+from gaverify.audit.recording.values import Names, Roundoff, out_of_sight, suspend_modes
 from gaverify.audit.recording.watching import IncomingGradients, Watch
 from gaverify.collective.traffic import TrafficMeter
-from gaverify.passes.wrappers import engine_of, flattened, is_sharded, offset_of_shard, tensor_parallel
+from gaverify.passes.wrappers import engine_of, is_flattened, is_sharded, offset_of_shard, tensor_parallel
 from gaverify.records.events import Ending, Event, Kind
 from gaverify.torch_internals import compiled_frames
 from gaverify.tracebacks import Place, user_place
@@ -74,12 +74,12 @@ class Session:
         self._buffers = Buffers(self._source)
         self._state = MovingState(job.restored, self._work) if job.restored else None
         self._meter = TrafficMeter()
-        self._incoming = IncomingGradients(always=job.ranked)
+        self._incoming = IncomingGradients(always=job.has_ranks)
         self._addends: dict[int, dict[int, int]] = {}  # of each optimizer, as at its last step
         self._gathers: list[Place | None] = []  # where trained tensors were gathered since the last backward pass
         self._undone: ByHand | None = None  # the step that is undone when it is over
         self._draws = draws_of(job, self.roundoff.arithmetic, storage.folder)
-        if job.term or job.outputs or (job.shares and not job.ranked):
+        if job.term or job.outputs or (job.shares and not job.has_ranks):
             keep_lines()
         self._outputs: Outputs | None = None
         self._holding: Holding | None = None
@@ -91,7 +91,7 @@ class Session:
         self._by_change = False  # whether the change of the weights stood for the gradient of any
         self._loop = Loop()
         self._inputs: Inputs | None = None
-        self.loaders = Loaders(self._loop.paused)
+        self.loaders = Loaders(self._loop.ignore_draws)
         if job.replay:
             self._replay(storage.folder, self._source)
         self._returns_loss = True  # every forward with something to train
@@ -102,13 +102,13 @@ class Session:
         if source is None:
             self._loop = KeptLoopDraws(folder)
             tail = job.tail / job.parts if job.tail else 0.0
-            self.loaders = KeptSamples(folder, self._loop.paused, tail, collated=collated)
+            self.loaders = KeptSamples(folder, self._loop.ignore_draws, tail, collated=collated)
         else:
             self._loop = DealtLoopDraws(source, job.parts, turns=job.replay == "turns")
             # in parts: a whole batch and the short one behind it
             length = (job.parts + job.tail if job.parts > 1 else 2) if job.tail else None
-            given = GivenSamples(source, job.parts, self._loop.paused, length, collated=collated)
-            self.loaders = Loaders(self._loop.paused) if job.replay in ("turns", "blocks") else given
+            given_samples = GivenSamples(source, job.parts, self._loop.ignore_draws, length, collated=collated)
+            self.loaders = Loaders(self._loop.ignore_draws) if job.replay in ("turns", "blocks") else given_samples
         if job.replay == "inputs":
             self._inputs = Inputs(source or folder, given=source is not None)
 
@@ -131,7 +131,7 @@ class Session:
         with self._lock:
             before, self._busy = self._busy, True
             try:
-                with undisturbed():
+                with suspend_modes():
                     yield
             except Exception as error:
                 self.storage.give_up(error)
@@ -155,7 +155,7 @@ class Session:
         owned = [self.watch.parameters(index) for index in indices]
         # the sharded ones of each optimizer, by position
         shards: list[dict[int, Any]] = [
-            {at: kept.data for at, kept in enumerate(own) if is_sharded(kept.data)} for own in owned
+            {at: weight.data for at, weight in enumerate(members) if is_sharded(weight.data)} for members in owned
         ]
         kinds = [type(entry.optimizer).__name__ for entry in self.watch]
         drawn, models = self._draws.summary(), self.names.models
@@ -171,17 +171,17 @@ class Session:
             "by_hand": not self.steps and self._unannounced.moves > 0,
             "had_gradients": self._had_gradients,
             "by_change": self._by_change,
-            "compiled": _compiled(),
+            "compiled": _has_compiled(),
             "reason": reason.value,
             "left_out": self.left_out,
             "elsewhere": self.elsewhere,
             "processes": started_processes(),
             "rank": self.rank,
             "ranks": self.ranks,
-            "shards": [{at: offset_of_shard(data) for at, data in own.items()} for own in shards],
-            "local": [{at: tuple(data.to_local().shape) for at, data in own.items()} for own in shards],
+            "shards": [{at: offset_of_shard(data) for at, data in members.items()} for members in shards],
+            "local": [{at: tuple(data.to_local().shape) for at, data in members.items()} for members in shards],
             "addends": [self._addends.get(index, {}) for index in indices],
-            "flattened": flattened(models),
+            "flattened": is_flattened(models),
             "engine": engine_of(models),
             "tensor_parallel": tensor_parallel(models, self.watch.all_parameters()),
             "updates": self._update.number - 1,
@@ -214,6 +214,6 @@ def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
     return () if is_lazy(parameter) else tuple(parameter.shape)
 
 
-def _compiled() -> bool:
+def _has_compiled() -> bool:
     """Whether the script has compiled anything: steps inside a compiled graph are not seen."""
     return compiled_frames() > 0

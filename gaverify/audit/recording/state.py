@@ -43,34 +43,36 @@ class Value:
         value = self.get()
         return value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
 
-    def differs(self, kept: Any) -> bool:
+    def differs(self, earlier: Any) -> bool:
         """Whether the module holds another value than it did."""
         value = self.get()
-        if isinstance(value, torch.Tensor) and isinstance(kept, torch.Tensor):
-            return value.shape != kept.shape or not torch.equal(value, kept)
-        return type(value) is not type(kept) or bool(value != kept)
+        if isinstance(value, torch.Tensor) and isinstance(earlier, torch.Tensor):
+            return value.shape != earlier.shape or not torch.equal(value, earlier)
+        return type(value) is not type(earlier) or bool(value != earlier)
 
-    def put(self, kept: Any) -> None:
+    def put(self, earlier: Any) -> None:
         """Puts a value back, in place where that can be."""
         value = self.get()
-        if isinstance(value, torch.Tensor) and isinstance(kept, torch.Tensor) and value.shape == kept.shape:
+        if isinstance(value, torch.Tensor) and isinstance(earlier, torch.Tensor) and value.shape == earlier.shape:
             with torch.no_grad():
-                value.copy_(kept)
+                value.copy_(earlier)
         else:
-            setattr(self.module, self.name, kept.clone() if isinstance(kept, torch.Tensor) else copy.copy(kept))
+            setattr(
+                self.module, self.name, earlier.clone() if isinstance(earlier, torch.Tensor) else copy.copy(earlier)
+            )
 
 
 def values_of(root: nn.Module, prefix: str) -> dict[str, Value]:
     """Returns what the forwards of a module may move and read again, by its name."""
-    found: dict[str, Value] = {}
+    values: dict[str, Value] = {}
     for path, module in root.named_modules():
         names = {name: "parameter" for name, p in module.named_parameters(recurse=False) if not p.requires_grad}
         if not _has_unread_statistics(module):
             names |= {name: "buffer" for name, buffer in buffers_of(module).items() if buffer is not None}
         names |= {name: "attribute" for name, value in vars(module).items() if _is_state(name, value)}
         start = prefix + (f"{plain_name(path)}." if path else "")
-        found |= {start + name: Value(module, name, place) for name, place in names.items()}
-    return found
+        values |= {start + name: Value(module, name, place) for name, place in names.items()}
+    return values
 
 
 def _has_unread_statistics(module: nn.Module) -> bool:
@@ -143,8 +145,8 @@ class MovingState:
 
     def _begin(self, root: nn.Module, prefix: str) -> None:
         if self._kept and self._is_behind_backward:
-            for value, kept in self._kept.values():
-                value.put(kept)
+            for value, original in self._kept.values():
+                value.put(original)
         self._is_behind_backward = False
         self._roots[id(root)] = root, prefix
         for key, (module, start) in self._roots.items():

@@ -42,7 +42,7 @@ class Steps(Session):
         """Before an optimizer's step; returns a closure to use in place of the script's, if that has one."""
         if self.job.by_hand or self.off:
             return None
-        with self._loop.paused():
+        with self._loop.ignore_draws():
             if self._is_inner(optimizer):
                 self._inner.append(optimizer)
                 self._parts.add(self.watch.add(optimizer))
@@ -52,18 +52,18 @@ class Steps(Session):
                 self._before_step(optimizer, place, lead=True)
                 return None
 
-        def recorded() -> Any:
+        def evaluate_closure() -> Any:
             result = closure()
             if self._searching is None:
                 self._before_step(optimizer, place, lead=False)
                 self._searching = optimizer  # later evaluations of a line search are not at the window's weights
             return result
 
-        return recorded
+        return evaluate_closure
 
     def step_ended(self, optimizer: Any) -> None:
         """After an optimizer's step."""
-        with self._loop.paused():
+        with self._loop.ignore_draws():
             if not self.job.by_hand:
                 self._after_step(optimizer)
         if not self.off:
@@ -117,7 +117,7 @@ class Steps(Session):
             self.watch.look()
             entry = self.watch.of(self.watch.add(optimizer))
             step = f"{entry.index}-{entry.steps}"
-            self._update.stepped(entry, self.names.buffers(), led)
+            self._update.capture_after_step(entry, self.names.buffers(), led)
             if self._state is not None:
                 self._state.end_window()
             buffers = self.names.buffers(of_losses=True)
@@ -135,19 +135,19 @@ class Steps(Session):
                 if self._complete:
                     self._stop()
                 self._close_update()
-            seen = self.watch.look()
-            self._changes.note(seen, "backward" if self._in_backward else "between")
+            look = self.watch.look()
+            self._changes.note(look, "backward" if self._in_backward else "between")
             self.steps += 1
             entry = self.watch.of(index)
             entry.steps += 1
-            self._event("step", place, optimizer=index, inside=self._in_backward, by_hand=index in seen.changed)
+            self._event("step", place, optimizer=index, inside=self._in_backward, by_hand=index in look.changed)
             self.rank, self.ranks = max((self.rank, self.ranks), place_in_group(), key=lambda place: place[1])
             self._open_window(entry)
             if lead:
                 self._lead.lend(entry)
             if self.job.role == "frozen":
                 self._undone = ByHand(self.watch.parameters(index))
-            self._had_gradients = self._had_gradients or not entry.cleared
+            self._had_gradients = self._had_gradients or not entry.is_cleared
 
     def _is_inner(self, optimizer: Any) -> bool:
         """Whether a step is a part of another optimizer's, which holds all its parameters: a wrapper's, or a shard's.
@@ -156,8 +156,8 @@ class Steps(Session):
         """
         if self._outer is None or self._outer is optimizer:
             return False
-        held = {id(parameter) for parameter in parameters_of(self._outer)}
-        return all(id(parameter) in held for parameter in parameters_of(optimizer))
+        outer_ids = {id(parameter) for parameter in parameters_of(self._outer)}
+        return all(id(parameter) in outer_ids for parameter in parameters_of(optimizer))
 
     def _open_window(self, entry: Watched, moved: Any = None, change: Any = None) -> None:
         """Stores what a step is made of, and opens the next window of its optimizer.
@@ -175,8 +175,10 @@ class Steps(Session):
             tensors = shards_alone(tensors, entry.sample.parameters)  # of replicas, those of rank 0 are read
         if stored:
             shared = self.ranks if any(map(is_sharded, entry.sample.parameters)) else 1
-            left = max(self.job.updates, 1) - self._update.number + 1
-            self.storage.reserve((value for members in tensors.values() for value in members.values()), left * shared)
+            updates_left = max(self.job.updates, 1) - self._update.number + 1
+            self.storage.reserve(
+                (value for members in tensors.values() for value in members.values()), updates_left * shared
+            )
         for kind, members in tensors.items() if stored else ():
             self.storage.tensors(f"{kind}-{entry.index}-{entry.steps}", members)
         entry.pending, entry.increments, entry.forwards = 0, [], set()
@@ -187,10 +189,10 @@ class Steps(Session):
         if not self.job.by_hand:
             return
         self._changes.settle()
-        seen = self.watch.look()
-        for index, before in seen.moved.items():
+        look = self.watch.look()
+        for index, before in look.moved.items():
             self._step_by_hand(self.watch.of(index), before)
-        self._changes.note(replace(seen, moved={}), "between")
+        self._changes.note(replace(look, moved={}), "between")
 
     def _step_by_hand(self, entry: Watched, before: torch.Tensor) -> None:
         hand, self._had_gradients = entry.optimizer, True
@@ -202,14 +204,16 @@ class Steps(Session):
             self._close_update()
         self.steps += 1
         entry.steps += 1
-        self._event("step", self._changes.found or (None, None), optimizer=entry.index, inside=False, by_hand=True)
+        self._event(
+            "step", self._changes.moving_line or (None, None), optimizer=entry.index, inside=False, by_hand=True
+        )
         if entry.summed is None or any(part.cleared for part in entry.increments):  # its sums lie elsewhere
             self._by_change = True
             self._open_window(entry, before, change)
         else:
             self._open_window(entry, before)
-        self._update.stepped(entry, self.names.buffers(), led=False)
-        if entry.cleared:  # the script keeps its sums elsewhere: nothing is left that a later step could use again
+        self._update.capture_after_step(entry, self.names.buffers(), led=False)
+        if entry.is_cleared:  # the script keeps its sums elsewhere: nothing is left that a later step could use again
             self._event("cleared", (None, None), cleared=[entry.index])
         if self.job.role == "frozen":
             hand.back()
@@ -225,9 +229,9 @@ class Steps(Session):
             self._numbers["backward"] += 1
             number = self._numbers["backward"]
             for index, change in part.changes.items():
-                other = self.watch.of(index)
-                other.pending += 1
-                other.receive(number, change, part.reached)
+                reached_entry = self.watch.of(index)
+                reached_entry.pending += 1
+                reached_entry.receive(number, change, part.reached)
             touched = sorted(part.changes)
             self._event("backward", part.place, touched=touched, targets=part.targets, forwards=part.reached)
         if counted:
@@ -251,8 +255,8 @@ class Steps(Session):
         if self._outputs is not None:
             self.storage.tensors("outputs", self._outputs.forwards)
         if self._holding is not None:
-            own = {at: self._holding.own(self.watch.parameters(at)) for at in range(len(self.watch))}
-            self.storage.tensors("held", self._holding.forwards if self.job.source is None else own)
+            own_positions = {at: self._holding.own(self.watch.parameters(at)) for at in range(len(self.watch))}
+            self.storage.tensors("held", self._holding.forwards if self.job.source is None else own_positions)
         self._listen_to(number + 1)
         self._draws.close(number)
         self._update = Update(number + 1)

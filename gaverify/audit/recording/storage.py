@@ -129,11 +129,11 @@ class Update:
         scale = getattr(entry.optimizer, "grad_scale", None)  # a fused optimizer divides by it itself
         divisor = 1.0 if scale is None else float(scale)
         before = entry.weights if moved is None else moved
-        summed, seen = entry.summed, entry.used or entry.summed
+        summed, last_seen = entry.summed, entry.used or entry.summed
         if change is not None:
             gradients, sampled, summed = list(change), before - entry.weights, None
-        elif moved is not None and seen is not None and entry.cleared:
-            gradients, sampled = seen.gradients, seen.sampled
+        elif moved is not None and last_seen is not None and entry.is_cleared:
+            gradients, sampled = last_seen.gradients, last_seen.sampled
         else:
             grads = [parameter.grad for parameter in entry.sample.parameters]
             gradients, sampled = [None if grad is None else plain(grad) for grad in grads], entry.gradients
@@ -150,12 +150,12 @@ class Update:
             "before": before,
             "by_change": change is not None,
         }
-        found = {"gradients": _present(gradients, divisor)}
+        tensors = {"gradients": _present(gradients, divisor)}
         if summed is not None:
-            found["summed"] = _present(summed.gradients, divisor)
-        return found
+            tensors["summed"] = _present(summed.gradients, divisor)
+        return tensors
 
-    def stepped(self, entry: Watched, buffers: dict[str, torch.Tensor], led: bool) -> None:
+    def capture_after_step(self, entry: Watched, buffers: dict[str, torch.Tensor], led: bool) -> None:
         """Takes weights, settings and buffers after the step.
 
         Args:
@@ -206,8 +206,8 @@ def leave_together(meeting: Path, rank: int, ranks: int) -> None:
     """
     (meeting / _LEFT.format(rank)).touch()
     limit = time.monotonic() + _PATIENCE
-    others = [meeting / _LEFT.format(other) for other in range(ranks)]
-    while time.monotonic() < limit and not all(other.exists() for other in others):
+    marks = [meeting / _LEFT.format(number) for number in range(ranks)]
+    while time.monotonic() < limit and not all(mark.exists() for mark in marks):
         time.sleep(0.01)
 
 
@@ -216,14 +216,14 @@ def addends_of(parameters: Sequence[torch.Tensor]) -> dict[int, int]:
 
     A weight that tensor parallelism keeps whole beside sharded activations has such a gradient until the step.
     """
-    found = {}
+    counts = {}
     for at, parameter in enumerate(parameters):
         gradient: Any = parameter.grad
         placements = getattr(gradient, "placements", ())
         if any(placement.is_partial() for placement in placements):
             sizes = zip(placements, gradient.device_mesh.shape, strict=True)
-            found[at] = math.prod(size for placement, size in sizes if placement.is_replicate())
-    return found
+            counts[at] = math.prod(size for placement, size in sizes if placement.is_replicate())
+    return counts
 
 
 def shards_alone(
@@ -231,4 +231,4 @@ def shards_alone(
 ) -> dict[str, dict[int, torch.Tensor]]:
     """Returns the members, by position, whose parameters are sharded: every rank holds the whole of all others."""
     sharded = {at for at, parameter in enumerate(parameters) if hasattr(parameter.data, "placements")}
-    return {kind: {at: value for at, value in own.items() if at in sharded} for kind, own in tensors.items()}
+    return {kind: {at: value for at, value in members.items() if at in sharded} for kind, members in tensors.items()}

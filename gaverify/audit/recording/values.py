@@ -76,14 +76,14 @@ def on_meta(tensors: Any) -> bool:
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
+def suspend_modes() -> Iterator[None]:
     """Runs the recorder's own operations on plain tensors: no mode of the script sees them or decides their device."""
     modes = without_active_modes()
     with without_torch_function(), torch.no_grad(), modes:
         yield
 
 
-class Kept:
+class KeptGradients:
     """The gradients of some parameters as they were when this was made.
 
     Each is a copy: one more set of them from the last backward pass to the step. Torch's lazy clones share memory until
@@ -97,7 +97,7 @@ class Kept:
 
     def __init__(self, parameters: Sequence[torch.Tensor], sampled: torch.Tensor) -> None:
         self.sampled = sampled
-        self.gradients = [None if parameter.grad is None else copied(parameter.grad) for parameter in parameters]
+        self.gradients = [None if parameter.grad is None else copy_values(parameter.grad) for parameter in parameters]
 
     def differs(self, gradients: Sequence[torch.Tensor | None], sampled: torch.Tensor) -> bool:
         """Whether any element of the gradients has changed since; NaN that stays NaN has not.
@@ -107,10 +107,10 @@ class Kept:
             sampled: The same elements of them.
         """
         pairs = zip(self.gradients, gradients, strict=True)
-        return not same(self.sampled, sampled) or not all(same(kept, now) for kept, now in pairs)
+        return not same(self.sampled, sampled) or not all(same(earlier, now) for earlier, now in pairs)
 
 
-def copied(gradient: torch.Tensor) -> torch.Tensor | None:
+def copy_values(gradient: torch.Tensor) -> torch.Tensor | None:
     """Returns values as they are now; None where there is nothing to read."""
     values = plain(gradient)
     return None if values is None else values.clone()
@@ -145,13 +145,13 @@ class Sample:
 
     def __init__(self, parameters: list[torch.Tensor]) -> None:
         self.parameters = parameters
-        known = [plain(parameter) for parameter in parameters]
-        self.complete = all(values is not None for values in known)
-        self._counts = [0 if values is None else values.numel() for values in known]
+        readable = [plain(parameter) for parameter in parameters]
+        self.complete = all(values is not None for values in readable)
+        self._counts = [0 if values is None else values.numel() for values in readable]
         total = sum(self._counts)
         self._positions = [
             positions(at, count, total).to("cpu" if values is None else values.device)
-            for at, (values, count) in enumerate(zip(known, self._counts, strict=True))
+            for at, (values, count) in enumerate(zip(readable, self._counts, strict=True))
         ]
         self.sizes = [len(position) for position in self._positions]
 
@@ -288,12 +288,12 @@ class Names:
             of_losses: Those of modules without parameters as well, as a criterion is.
         """
         named = ((str(at), *pair) for at, model in enumerate(self.models) for pair in model.named_buffers())
-        found = {f"{at}:{plain_name(name)}": buffer for at, name, buffer in named}
+        by_name = {f"{at}:{plain_name(name)}": buffer for at, name, buffer in named}
         if of_losses:
             losses = [module for module, trains in self._known.values() if not trains and not [*module.parameters()]]
             named = ((f"loss {at}", *pair) for at, module in enumerate(losses) for pair in module.named_buffers())
-            found |= {f"{at}:{plain_name(name)}": buffer for at, name, buffer in named}
-        return found
+            by_name |= {f"{at}:{plain_name(name)}": buffer for at, name, buffer in named}
+        return by_name
 
     def prefix(self, module: nn.Module) -> str:
         """Returns what stands before the names of a module's values: nothing for a model, else its class."""

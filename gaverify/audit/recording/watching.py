@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gaverify.audit.recording.values import Kept, Sample, plain, same
+from gaverify.audit.recording.values import KeptGradients, Sample, plain, same
 from gaverify.torch_internals import has_post_accumulate_hooks
 
 
@@ -52,12 +52,12 @@ class Watched:
     increments: list[Increment] = field(default_factory=list)
     forwards: set[int] = field(default_factory=set)
     steps: int = 0
-    summed: Kept | None = None
-    used: Kept | None = None
+    summed: KeptGradients | None = None
+    used: KeptGradients | None = None
     clipped: bool = False
 
     @property
-    def cleared(self) -> bool:
+    def is_cleared(self) -> bool:
         """Whether no gradient is left."""
         return not bool(self.gradients.any())
 
@@ -68,17 +68,17 @@ class Watched:
 
     def keep(self) -> None:
         """Keeps the gradients as they are now."""
-        self.summed, self.used = Kept(self.sample.parameters, self.gradients), None
+        self.summed, self.used = KeptGradients(self.sample.parameters, self.gradients), None
 
     def keep_used(self) -> None:
         """Keeps those that a step which nobody announces is about to use, where there are some."""
         sampled = self.sample.gradients()
         if self.summed is not None and bool(sampled.any()):
-            self.used = Kept(self.sample.parameters, sampled)
+            self.used = KeptGradients(self.sample.parameters, sampled)
 
 
 @dataclass
-class Seen:
+class Look:
     """What one look found: optimizers whose gradients were removed or changed, and whose weights moved.
 
     `moved` holds the sampled weights as they were before.
@@ -105,8 +105,8 @@ class Watch:
 
     def add(self, optimizer: Any) -> int:
         """Notes an optimizer and returns its number."""
-        for at, known in enumerate(self._optimizers):
-            if known is optimizer:
+        for at, each in enumerate(self._optimizers):
+            if each is optimizer:
                 return at
         self._optimizers.append(optimizer)
         return len(self._optimizers) - 1
@@ -123,16 +123,16 @@ class Watch:
     def of(self, index: int) -> Watched:
         """Returns the sampled state of an optimizer; parameters that were added later join here."""
         optimizer = self._optimizers[index]
-        known = self._watched.get(index)
+        entry = self._watched.get(index)
         parameters = parameters_of(optimizer)
-        if known is None or len(known.sample.parameters) != len(parameters) or not known.sample.complete:
+        if entry is None or len(entry.sample.parameters) != len(parameters) or not entry.sample.complete:
             sample = Sample(parameters)
-            if known is not None and known.sample.sizes == sample.sizes:
-                return known
-            steps = known.steps if known is not None else 0
-            known = Watched(index, optimizer, sample, sample.gradients(), sample.weights(), steps=steps)
-            self._watched[index] = known
-        return known
+            if entry is not None and entry.sample.sizes == sample.sizes:
+                return entry
+            steps = entry.steps if entry is not None else 0
+            entry = Watched(index, optimizer, sample, sample.gradients(), sample.weights(), steps=steps)
+            self._watched[index] = entry
+        return entry
 
     def let_go(self) -> None:
         """Stops keeping gradients: what is added to them next must not copy them first."""
@@ -141,7 +141,7 @@ class Watch:
 
     def clear(self) -> bool:
         """Makes all gradients zero; returns whether any was not."""
-        had_gradients = any(not entry.cleared for entry in self)
+        had_gradients = any(not entry.is_cleared for entry in self)
         for parameter in self.all_parameters():
             if parameter.grad is not None:
                 parameter.grad.zero_()
@@ -156,24 +156,24 @@ class Watch:
         """Returns the optimizers whose settings are not those of `before`; new ones have none to change."""
         return [index for index, now in self.settings().items() if index in before and now != before[index]]
 
-    def look(self) -> Seen:
+    def look(self) -> Look:
         """Compares everything with the last look and remembers how it is now."""
-        seen = Seen()
+        look = Look()
         for entry in self:
-            index, had = entry.index, not entry.cleared
+            index, had = entry.index, not entry.is_cleared
             gradients, weights = entry.sample.gradients(), entry.sample.weights()
             if not same(entry.gradients, gradients):
-                seen.changed[index] = gradients - entry.gradients
+                look.changed[index] = gradients - entry.gradients
                 entry.gradients = gradients
-                if had and entry.cleared:
-                    seen.cleared.append(index)
+                if had and entry.is_cleared:
+                    look.cleared.append(index)
             if not same(entry.weights, weights):
-                seen.moved[index], entry.weights = entry.weights, weights
-        return seen
+                look.moved[index], entry.weights = entry.weights, weights
+        return look
 
-    def keep_unclipped(self, seen: Seen) -> None:
+    def keep_unclipped(self, look: Look) -> None:
         """Keeps the gradients that have changed since their last backward pass and were not clipped."""
-        for entry in map(self.of, seen.changed):
+        for entry in map(self.of, look.changed):
             if entry.summed is not None and not entry.clipped:
                 entry.keep()
 
@@ -189,11 +189,11 @@ class Watch:
         """Whether weights moved or gradients vanished since the last look; remembers nothing."""
         return any(
             not same(entry.weights, entry.sample.weights())
-            or (not entry.cleared and not bool(entry.sample.gradients().any()))
+            or (not entry.is_cleared and not bool(entry.sample.gradients().any()))
             for entry in self
         )
 
-    def edited(self) -> bool:
+    def has_edits(self) -> bool:
         """Whether gradients are no longer those of the last look; remembers nothing."""
         return any(not same(entry.gradients, entry.sample.gradients()) for entry in self)
 
@@ -222,7 +222,7 @@ def counted_steps(optimizer: Any) -> float | None:
 
 
 def _numbers(group: Mapping[str, Any]) -> dict[str, float]:
-    found = {}
+    numbers = {}
     for name, value in group.items():
         if name == "params":
             continue
@@ -230,8 +230,8 @@ def _numbers(group: Mapping[str, Any]) -> dict[str, float]:
         for label, part in (parts or {name: value}).items():
             number = _number(part)
             if number is not None:
-                found[label] = number
-    return found
+                numbers[label] = number
+    return numbers
 
 
 def _number(value: Any) -> float | None:
@@ -289,7 +289,7 @@ class IncomingGradients:
         self._parts[index] = [torch.zeros_like(part) for part in parts]
         return total
 
-    def take_moved(self, entry: Watched, seen: Seen) -> torch.Tensor | None:
+    def take_moved(self, entry: Watched, seen: Look) -> torch.Tensor | None:
         """Returns what a pass gave an optimizer some of whose gradients were moved out of `.grad` inside it.
 
         None where `.grad` shows all of it, or where a step inside the pass has used it. Shape (S,).

@@ -23,7 +23,7 @@ from gaverify.causes.rows import ControlFailed, rows_for
 from gaverify.causes.trace.state import owners
 from gaverify.passes.calls import Call, listening
 from gaverify.passes.gradients import Gradients, PassProbe, PassResult, accumulated_gradients, full_batch_gradients
-from gaverify.passes.nesting import changed
+from gaverify.passes.nesting import map_leaves
 from gaverify.passes.task import Task
 from gaverify.records.experiment import ControlKind, ControlRun
 from gaverify.thresholds import COMPUTED_FLOAT32
@@ -92,26 +92,26 @@ class _Cut(PassProbe):
         if start + count > leaf.shape[dim]:
             return None
         with torch.no_grad():
-            apart = torch.linalg.vector_norm(leaf.narrow(dim, start, count) - output)
-            same = bool(apart <= COMPUTED_FLOAT32 * torch.linalg.vector_norm(output))
-        return leaf.grad.narrow(dim, start, count) if same else None
+            difference = torch.linalg.vector_norm(leaf.narrow(dim, start, count) - output)
+            is_same = bool(difference <= COMPUTED_FLOAT32 * torch.linalg.vector_norm(output))
+        return leaf.grad.narrow(dim, start, count) if is_same else None
 
     def _leave(self, call: Call, output: Any) -> Any:
         around = [parent.position for parent in call.parents]
         if self._closed or call.position in self._inside or not self._inside.issuperset(around):
             return None
         try:
-            return changed(output, self._cut)
+            return map_leaves(output, self._cut)
         except TypeError as error:
             raise ControlFailed(f"a module returns a {type(output).__name__}, which cannot be made anew") from error
 
     def _cut(self, _: str, value: Any) -> Any:
         if not (isinstance(value, torch.Tensor) and value.requires_grad):
             return value
-        kept = self._outputs
+        cut_outputs = self._outputs
         if self._k is None:
-            kept, value = self.leaves, value.detach().requires_grad_()
-        kept.append(value)
+            cut_outputs, value = self.leaves, value.detach().requires_grad_()
+        cut_outputs.append(value)
         return value
 
 
@@ -141,59 +141,67 @@ def cached_gradients(bench: Bench, inside: frozenset[int]) -> ControlRun:
     probe = bench.with_probe(cut)
     direct, _ = full_batch_gradients(task, bench.state, bench.record, lift=bench.lift, probe=probe)
     if not cut.leaves:
-        return own_cache(bench)
+        return run_own_cache(bench)
 
-    def together(full: PassResult) -> Gradients:
+    def add_gradients(full: PassResult) -> Gradients:
         parts = accumulated_gradients(task, bench.state, bench.record, full, lift=bench.lift, probe=probe)
         total: dict[str, torch.Tensor | None] = {}
         for name, gradient in parts.gradients.items():
-            own = direct.gradients[name]
-            total[name] = own if gradient is None else gradient if own is None else gradient + own
+            direct_gradient = direct.gradients[name]
+            total[name] = (
+                direct_gradient
+                if gradient is None
+                else gradient
+                if direct_gradient is None
+                else gradient + direct_gradient
+            )
         return total
 
-    left = bench.against_full_batch(together)
-    return ControlRun("cached gradients", left, left <= bench.rounding, kind=ControlKind.CACHED_GRADIENTS)
+    difference_left = bench.against_full_batch(add_gradients)
+    return ControlRun(
+        "cached gradients", difference_left, difference_left <= bench.rounding, kind=ControlKind.CACHED_GRADIENTS
+    )
 
 
-def own_cache(bench: Bench) -> ControlRun:
+def run_own_cache(bench: Bench) -> ControlRun:
     """Hands the loss the full batch while its own part size is that of a micro-batch.
 
     Raises:
         ControlFailed: The model is run on more samples than a micro-batch holds, whatever numbers the loss keeps.
     """
-    full, seen = _run(bench)
+    full, largest_call = _run_full_batch(bench)
     most = max(bench.task.sizes)
-    if seen <= most:
-        return _judged(bench, full, full, "")
+    if largest_call <= most:
+        return _make_control_run(bench, full, full, "")
     for owner, name in _sizes(bench, most):
         with _set(owner, name, most):
-            gradients, seen = _run(bench)
-        if seen <= most:
-            return _judged(bench, gradients, full, f", `{name}` = {most}")
+            gradients, largest_call = _run_full_batch(bench)
+        if largest_call <= most:
+            return _make_control_run(bench, gradients, full, f", `{name}` = {most}")
     raise ControlFailed("the loss runs the model without a graph, and on more samples than a micro-batch holds")
 
 
-def _judged(bench: Bench, gradients: Gradients, full: Gradients, how: str) -> ControlRun:
-    left = relative_difference(gradients, full)
+def _make_control_run(bench: Bench, gradients: Gradients, full: Gradients, how: str) -> ControlRun:
+    difference_left = relative_difference(gradients, full)
     what = f"the full batch handed to the loss, which runs the model part by part{how},"
-    return ControlRun(what, left, left <= bench.rounding, kind=ControlKind.OWN_CACHE)
+    return ControlRun(what, difference_left, difference_left <= bench.rounding, kind=ControlKind.OWN_CACHE)
 
 
-def _run(bench: Bench) -> tuple[Gradients, int]:
+def _run_full_batch(bench: Bench) -> tuple[Gradients, int]:
     """The full batch's gradients, and the most samples that one call of the model meets, the backward's included."""
     rows: list[int] = []
-    again = False  # with a graph: in the backward, since no output of the forward had one
+    runs_with_graph = False  # with a graph: in the backward, since no output of the forward had one
 
     def enter(_: Call, args: Any, kwargs: Any) -> None:
-        nonlocal again
+        nonlocal runs_with_graph
         if is_in_functorch_transform():  # of which one call may hold any number of samples
             raise ControlFailed("the loss runs the model inside a transform of torch.func")
-        again = again or torch.is_grad_enabled()
+        runs_with_graph = runs_with_graph or torch.is_grad_enabled()
         rows.extend(len(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.dim() > 0)
 
     with listening({bench.task.problem.model: ""}, enter, outside=""):
         full = bench.full_batch()
-    if not (rows and again):
+    if not (rows and runs_with_graph):
         raise ControlFailed("no module output takes part in the loss")
     return full.gradients, max(rows)
 

@@ -98,20 +98,20 @@ class ResultsHeld(Held):
     def places(self, k: int | None, lend: Lend) -> AbstractContextManager[Any]:
         """Sees every torch call."""
 
-        def called(key: FunctionKey, func: Any, args: Any, kwargs: Any) -> Any:
+        def handle_call(key: FunctionKey, func: Any, args: Any, kwargs: Any) -> Any:
             result = func(*args, **kwargs)
             if key not in self._functions:
                 return result
             name = key[0]
             if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
                 raise ControlFailed(f"the result of `{name}` cannot be held constant")
-            held, in_place = lend(key, result), name.endswith("_") and not name.endswith("__")
-            return _written(result, held) if in_place else held
+            constant, in_place = lend(key, result), name.endswith("_") and not name.endswith("__")
+            return _write_in_place(result, constant) if in_place else constant
 
-        return named_calls(called)
+        return named_calls(handle_call)
 
 
-def _written(target: Any, value: Any) -> torch.Tensor:
+def _write_in_place(target: Any, value: Any) -> torch.Tensor:
     """Puts a constant where a call wrote in place: other code may hold the tensor itself.
 
     Raises:
@@ -138,20 +138,20 @@ class OutputHeld(Held):
         """Sees what the module returns."""
 
         def ends(call: Call, output: Any) -> Any:
-            return self._chosen(lend(call.number, output), output)
+            return self._replace_held(lend(call.number, output), output)
 
         return listening({self._module: ""}, ends=ends, outside="")
 
-    def _chosen(self, held: Any, output: Any) -> Any:
+    def _replace_held(self, constants: Any, output: Any) -> Any:
         """The held outputs, with those as they are that need not be held."""
         if not self._positions:
-            return held
-        (kept, form), live, tensor = tree_flatten(held), tree_leaves(output), -1
-        for place, leaf in enumerate(kept):
+            return constants
+        (held_leaves, form), live, tensor = tree_flatten(constants), tree_leaves(output), -1
+        for place, leaf in enumerate(held_leaves):
             tensor += isinstance(leaf, torch.Tensor)
             if isinstance(leaf, torch.Tensor) and tensor not in self._positions:
-                kept[place] = live[place]
-        return tree_unflatten(kept, form)
+                held_leaves[place] = live[place]
+        return tree_unflatten(held_leaves, form)
 
 
 class DecisionsHeld(Held):
@@ -172,13 +172,13 @@ class DecisionsHeld(Held):
         return kept
 
 
-def _numbers(lend: Lend, asked: Callable[[Frame], bool]) -> OperationMode:
+def _numbers(lend: Lend, is_wanted: Callable[[Frame], bool]) -> OperationMode:
     """Lends the numbers that Python code reads out of tensors on the lines that are asked for."""
     numbers = count()
 
     def read(func: Any, args: Any, kwargs: Any) -> Any:
         result, name = func(*args, **kwargs), operation_name(func)
-        if name not in DECISIONS or not asked(frame := calling_frame()):
+        if name not in DECISIONS or not is_wanted(frame := calling_frame()):
             return result
         return lend((name, frame, next(numbers)), result)
 
@@ -207,22 +207,22 @@ class ConstantsHeld(Held):
         if k is None:
             self.frames = []
 
-        def asked(frame: Frame) -> bool:
+        def is_wanted(frame: Frame) -> bool:
             if self._only is not None and frame not in self._only:
                 return False
             if k is None and frame is not None and frame not in self.frames:
                 self.frames.append(frame)
             return True
 
-        def called(key: FunctionKey, func: Any, args: Any, kwargs: Any) -> Any:
+        def handle_call(key: FunctionKey, func: Any, args: Any, kwargs: Any) -> Any:
             result = func(*args, **kwargs)
             cut = isinstance(result, torch.Tensor) and result.is_floating_point() and not result.requires_grad
             with without_torch_function():
-                given = tree_leaves((args, kwargs))
-                inside = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in given)
-            return lend(key, result) if cut and inside and asked(key[1]) else result
+                argument_leaves = tree_leaves((args, kwargs))
+                inside = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in argument_leaves)
+            return lend(key, result) if cut and inside and is_wanted(key[1]) else result
 
-        with named_calls(called), _numbers(lend, asked):
+        with named_calls(handle_call), _numbers(lend, is_wanted):
             yield
 
     @hands_over
@@ -249,12 +249,12 @@ class ApplicationHeld(Held):
     def places(self, k: int | None, lend: Lend) -> AbstractContextManager[Any]:
         """Sees the applications of custom functions."""
 
-        def applied(position: int, _: type, args: Any, call: Callable[[], Any]) -> Any:
-            return call() if position != self._position else self.applied(k, lend, args, call)
+        def handle_application(position: int, _: type, args: Any, call: Callable[[], Any]) -> Any:
+            return call() if position != self._position else self.replace_result(k, lend, args, call)
 
-        return applications(applied)
+        return applications(handle_application)
 
-    def applied(self, k: int | None, lend: Lend, args: Any, call: Callable[[], Any]) -> Any:
+    def replace_result(self, k: int | None, lend: Lend, args: Any, call: Callable[[], Any]) -> Any:
         """Returns what stands in for the function's result."""
         result = call()
         if not isinstance(result, torch.Tensor):
@@ -265,7 +265,7 @@ class ApplicationHeld(Held):
 class GradientsPassed(ApplicationHeld):
     """Keeps the values of a custom function, and lets gradients pass through it unchanged."""
 
-    def applied(self, k: int | None, lend: Lend, args: Any, call: Callable[[], Any]) -> Any:
+    def replace_result(self, k: int | None, lend: Lend, args: Any, call: Callable[[], Any]) -> Any:
         """The function's input, moved to what it returns."""
         result = call()
         source = next((arg for arg in args if isinstance(arg, torch.Tensor) and arg.requires_grad), None)
@@ -277,7 +277,7 @@ class GradientsPassed(ApplicationHeld):
 class GradientsHeld(ApplicationHeld):
     """Gives micro-batches the full batch's gradients, sample by sample, for what a custom function is given."""
 
-    def applied(self, k: int | None, lend: Lend, args: Any, call: Callable[[], Any]) -> Any:
+    def replace_result(self, k: int | None, lend: Lend, args: Any, call: Callable[[], Any]) -> Any:
         """Listens to the arguments' gradients; they come in the pass's backward."""
         for place, arg in enumerate(args):
             if isinstance(arg, torch.Tensor) and arg.requires_grad:
@@ -288,11 +288,11 @@ class GradientsHeld(ApplicationHeld):
         if k is None:
             self._kept[place] = part, gradient.detach().clone()
             return None
-        value, whole = self._kept.get(place, (part, gradient))
+        value, full_gradient = self._kept.get(place, (part, gradient))
         start, stop = self._bounds[k]
         if value.shape == part.shape:  # of a weight, which has no rows of samples: the shares add up to all of it
-            return whole * ((stop - start) / self._size)
-        return rows_for(value, part, start, stop, self._size, whole)
+            return full_gradient * ((stop - start) / self._size)
+        return rows_for(value, part, start, stop, self._size, full_gradient)
 
 
 class Evaluated(PassProbe):
@@ -318,13 +318,13 @@ class WithoutHooks(PassProbe):
     @contextmanager
     def around(self, k: int | None) -> Iterator[None]:
         """Empties the registries, and fills them again."""
-        kept = [dict(registry) for registry in self._registries]
+        saved = [dict(registry) for registry in self._registries]
         for registry in self._registries:
             registry.clear()
         try:
             yield
         finally:
-            for registry, hooks in zip(self._registries, kept, strict=True):
+            for registry, hooks in zip(self._registries, saved, strict=True):
                 registry.update(hooks)
 
 
@@ -336,7 +336,7 @@ class WithoutTensorHooks(PassProbe):
 
     def around(self, k: int | None) -> AbstractContextManager[Any]:
         """Intercepts the registrations of one pass."""
-        return FunctionMode(self._called)
+        return FunctionMode(self._handle_call)
 
     @hands_over
     def backward(self, k: int | None, loss: torch.Tensor, weight: float) -> None:
@@ -345,7 +345,7 @@ class WithoutTensorHooks(PassProbe):
             raise ControlFailed("no hook is registered on a tensor")
         super().backward(k, loss, weight)
 
-    def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _handle_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if getattr(func, "__name__", "") != "register_hook":
             return func(*args, **kwargs)
         self.frames.append(calling_frame())

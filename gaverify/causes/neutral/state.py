@@ -49,9 +49,9 @@ class StateHeld(PassProbe):
     def around(self, k: int | None) -> Iterator[None]:
         """Intercepts assignments to modules and writes to tensors."""
         values = {name: get() for name, get in self._named.items()} | self._parameters
-        held = {address(value) for value in values.values() if issubclass(type(value), torch.Tensor)}
+        addresses = {address(value) for value in values.values() if issubclass(type(value), torch.Tensor)}
         positions = [(value, value.position) for value in values.values() if isinstance(value, RewindableIterator)]
-        with assignments(lambda *_: None, self._keeps), writes_diverted(held):
+        with assignments(lambda *_: None, self._keeps), writes_diverted(addresses):
             yield
         for iterator, position in positions:
             iterator.rewind(position)

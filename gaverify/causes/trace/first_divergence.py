@@ -21,7 +21,7 @@ from gaverify.thresholds import AGREE_FLOAT32, AGREE_FLOAT64, FIT_MAGNIFIES, TIN
 _ADDED_UP: tuple[LayoutKind, ...] = ("global",)  # layouts of what adds up over the micro-batches
 
 
-def trace_divergences(bench: Bench, known: Weights, *, foreign: bool = False) -> tuple[list[Suspect], Forward]:
+def trace_divergences(bench: Bench, weight_facts: Weights, *, foreign: bool = False) -> tuple[list[Suspect], Forward]:
     """Runs every forward once, from the same state; returns the suspects in the order of execution, and what agrees.
 
     A first short run of micro-batch 1 only takes shapes: comparing them with the full batch's tells in which dimension
@@ -29,18 +29,18 @@ def trace_divergences(bench: Bench, known: Weights, *, foreign: bool = False) ->
 
     Args:
         bench: Where to run, and what has been neutralised already.
-        known: How micro-batches are weighted, for the gap between the full loss and their weighted sum.
+        weight_facts: How micro-batches are weighted, for the gap between the full loss and their weighted sum.
         foreign: Generators of Python or NumPy moved differently; rows that come from outside torch are then draws.
     """
     task = bench.task
-    full, parts, whole, losses = _traces(bench)
+    full, parts, full_loss, losses = _traces(bench)
     agree = AGREE_FLOAT64 if bench.exact else AGREE_FLOAT32
     shares = [_on_host([1.0] * task.steps), _on_host([size / task.batch_size for size in task.sizes])]
-    if len(known.valid_targets) == task.steps and sum(known.valid_targets) > 0:
-        shares.append(_on_host([count / sum(known.valid_targets) for count in known.valid_targets]))
+    if len(weight_facts.valid_targets) == task.steps and sum(weight_facts.valid_targets) > 0:
+        shares.append(_on_host([count / sum(weight_facts.valid_targets) for count in weight_facts.valid_targets]))
     total = _on_host(losses)
-    candidates = [_on_host(known.used), *shares]
-    gaps = [abs(float(share @ total) - whole) / max(abs(whole), TINY) for share in candidates]
+    candidates = [_on_host(weight_facts.used), *shares]
+    gaps = [abs(float(share @ total) - full_loss) / max(abs(full_loss), TINY) for share in candidates]
     gap, nearest = min(zip(gaps, candidates, strict=True), key=lambda pair: pair[0])
     matching = Matching(full, parts, agree)
     dependence = Dependence(matching, foreign=foreign, shares=shares, agree=agree)
@@ -80,40 +80,40 @@ def branches_part(bench: Bench) -> bool:
 def branch_taken(bench: Bench) -> Operation | None:
     """Returns the first operation with which the full batch, or a micro-batch, alone computes its loss."""
     full, parts, _, _ = _traces(bench, ())
-    for one, other in (pair for part in parts for pair in ((full, part), (part, full))):
-        ran = {other.steps[index].signature for index in other.live()}
-        strays = (step for step in (one.steps[index] for index in sorted(one.live())) if step.signature not in ran)
+    for trace, other_trace in (pair for part in parts for pair in ((full, part), (part, full))):
+        ran = {other_trace.steps[index].signature for index in other_trace.live()}
+        strays = (step for step in (trace.steps[index] for index in sorted(trace.live())) if step.signature not in ran)
         if (stray := next(strays, None)) is not None:
-            return operation_of(one, stray)
+            return operation_of(trace, stray)
     return None
 
 
 def _traces(
-    bench: Bench, described: Collection[LayoutKind] = LAYOUT_KINDS
+    bench: Bench, layouts: Collection[LayoutKind] = LAYOUT_KINDS
 ) -> tuple[Trace, list[Trace], float, list[float]]:
-    """Traces the full batch and every micro-batch; with their losses, and fingerprints of the layouts `described`."""
+    """Traces the full batch and every micro-batch; with their losses, and fingerprints of the layouts `layouts`."""
     task, record = bench.task, bench.record
     names = {module: name for name, module in task.named_modules()}
 
-    def traced(k: int | None, template: Trace | None = None, plan: Trace | None = None) -> tuple[Trace, float]:
-        tracer = OperationTracer(names, task.batch_size, task.sizes[0], template, plan, described)
+    def trace_forward(k: int | None, template: Trace | None = None, plan: Trace | None = None) -> tuple[Trace, float]:
+        tracer = OperationTracer(names, task.batch_size, task.sizes[0], template, plan, layouts)
         loss = bench.forward(tracer, k).detach()
         return tracer.finish(loss), float(loss)
 
     task.progress("tracing the full batch")
     record.rewind()
-    shapes, _ = traced(0)
-    full, whole = traced(None, template=shapes)
+    shapes, _ = trace_forward(0)
+    full, full_loss = trace_forward(None, template=shapes)
     record.rewind()
     parts, losses = [], []
     for k in range(task.steps):
         task.progress(f"tracing micro-batch {k + 1} of {task.steps}")
-        trace, loss = traced(k, plan=full)
+        trace, loss = trace_forward(k, plan=full)
         parts.append(trace)
         losses.append(loss)
     for trace in (full, *parts):
         _to_host(trace)
-    return full, parts, whole, losses
+    return full, parts, full_loss, losses
 
 
 def _modules(matching: Matching) -> Iterator[ModuleDifference]:
@@ -139,8 +139,8 @@ def _to_host(trace: Trace) -> None:
             numbers = getattr(result, name)
             if numbers is not None:
                 devices.setdefault(numbers.device, []).append((result, name, numbers))
-    for kept in devices.values():
-        joined = torch.cat([numbers.reshape(-1) for _, _, numbers in kept]).to("cpu", torch.float64)
-        pieces = joined.split([numbers.numel() for _, _, numbers in kept])
-        for (result, name, numbers), piece in zip(kept, pieces, strict=True):
+    for entries in devices.values():
+        joined = torch.cat([numbers.reshape(-1) for _, _, numbers in entries]).to("cpu", torch.float64)
+        pieces = joined.split([numbers.numel() for _, _, numbers in entries])
+        for (result, name, numbers), piece in zip(entries, pieces, strict=True):
             setattr(result, name, piece.view(numbers.shape))

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from gaverify.causes.trace.traces import Layout, Result, Trace, TracedOperation
-from gaverify.passes.walks import reached
+from gaverify.passes.walks import walk_from
 from gaverify.records.experiment import SuspectKind
 from gaverify.thresholds import SAME_ROWS, TINY
 
@@ -43,46 +43,48 @@ class Matching:
         self._known: dict[int, int] = {}  # the same by rows per sample, of the last step whose rows agreed in one order
         self.rows = [self._rows_of(index) for index in range(len(full.steps))]
         # whether a step's rows are the same ones in another order: tokens sorted by expert, a batch turned round
-        self.permuted = [self._moved(index) and self._same_rows(index) for index in range(len(full.steps))]
+        self.permuted = [
+            self._differs_in_place(index) and self._has_same_rows(index) for index in range(len(full.steps))
+        ]
         self.tainted = [self._is_tainted(index) for index in range(len(full.steps))]
 
-    def matched(self, index: int) -> bool:
+    def is_matched(self, index: int) -> bool:
         """Whether all micro-batches hold this step of the full batch."""
         return self._partners[index] is not None
 
     def differs(self, index: int) -> bool:
         """Whether rows of the same samples differ, and not by their order alone."""
-        return self._moved(index) and not self.permuted[index]
+        return self._differs_in_place(index) and not self.permuted[index]
 
-    def _moved(self, index: int) -> bool:
+    def _differs_in_place(self, index: int) -> bool:
         """Whether what stands in the place of a sample differs."""
         rows = self.rows[index]
         return rows is not None and rows[0] > self._agree
 
-    def _same_rows(self, index: int) -> bool:
+    def _has_same_rows(self, index: int) -> bool:
         """Whether the micro-batches together hold the rows of the full batch, in whatever order."""
-        found = False
+        compared = False
         for position, result in enumerate(self.full.steps[index].results):
             if result.prints is None or result.layout is None or result.layout.kind not in ("rows", "selected"):
                 continue
             parts = [self._result(k, index, position) for k in range(len(self.parts))]
             sums = [moments for part in parts if part is not None and (moments := part.moments) is not None]
-            whole = result.moments
-            if whole is None or len(sums) != len(self.parts):
+            full_moments = result.moments
+            if full_moments is None or len(sums) != len(self.parts):
                 return False
-            twice, thrice = whole[-2], whole[-1]
+            twice, thrice = full_moments[-2], full_moments[-1]
             scales = torch.stack([twice] * 5 + [thrice] * 3)
-            difference = (torch.stack(sums).sum(0) - whole)[:8].abs()
+            difference = (torch.stack(sums).sum(0) - full_moments)[:8].abs()
             if not bool((difference <= SAME_ROWS * self._agree * scales).all()):
                 return False
-            found = True
-        return found
+            compared = True
+        return compared
 
     def prints(self, index: int, position: int) -> list[torch.Tensor] | None:
         """The micro-batches' fingerprints of one result; None where one of them lacks it."""
         results = [self._result(k, index, position) for k in range(len(self.parts))]
-        found = [result.prints for result in results if result is not None and result.prints is not None]
-        return found if len(found) == len(self.parts) else None
+        part_prints = [result.prints for result in results if result is not None and result.prints is not None]
+        return part_prints if len(part_prints) == len(self.parts) else None
 
     def constant(self, index: int) -> bool:
         """Whether a step's results have the same shape and values in all runs."""
@@ -100,7 +102,7 @@ class Matching:
         partners = self._partners[index]
         return partners[k] if partners is not None else -1
 
-    def whole(self, k: int, position: int) -> int | None:
+    def full_step(self, k: int, position: int) -> int | None:
         """The full batch's step of a step of micro-batch k; None of a stray."""
         return self._backwards[k].get(position)
 
@@ -116,8 +118,8 @@ class Matching:
             stacked = _finite(torch.stack([part[0, 0, :2] for part in parts]))
             target = _finite(result.prints[0, 0, :2])
             scale = stacked.abs().max().clamp_min(TINY)
-            left = min(float(((share @ stacked) - target).abs().max() / scale) for share in shares)
-            worst = max(worst, left)
+            difference = min(float(((share @ stacked) - target).abs().max() / scale) for share in shares)
+            worst = max(worst, difference)
         return worst
 
     def _partners_of(self, step: TracedOperation) -> tuple[int, ...] | None:
@@ -136,13 +138,17 @@ class Matching:
         for position, result in enumerate(self.full.steps[index].results):
             if result.layout is None or result.prints is None or result.layout.kind not in ("rows", "selected"):
                 continue
-            others = self.prints(index, position)
-            seen = self._compared(index, result.prints, others, result.layout) if others is not None else None
-            if seen is not None and (worst is None or seen[0] > worst[0]):
-                worst = seen
+            part_prints = self.prints(index, position)
+            compared = (
+                self._compare_rows(index, result.prints, part_prints, result.layout)
+                if part_prints is not None
+                else None
+            )
+            if compared is not None and (worst is None or compared[0] > worst[0]):
+                worst = compared
         return worst
 
-    def _compared(
+    def _compare_rows(
         self, index: int, full: torch.Tensor, parts: list[torch.Tensor], layout: Layout
     ) -> tuple[float, int] | None:
         if any(part.shape[0] != full.shape[0] for part in parts):
@@ -153,11 +159,11 @@ class Matching:
         full, joined = full.nan_to_num(), joined.nan_to_num()
         scale = full[:, :, 2].amax(1).clamp_min(TINY)
         difference = (joined - full).abs().amax(2) / scale[:, None]
-        variant = self._ordered(index, difference.amax(1), layout.fold)
+        variant = self._choose_order(index, difference.amax(1), layout.fold)
         samples = int((difference[variant] > self._agree).sum()) if layout.kind == "rows" else 0
         return float(difference[variant].max()), samples
 
-    def _ordered(self, index: int, worst: torch.Tensor, fold: int) -> int:
+    def _choose_order(self, index: int, worst: torch.Tensor, fold: int) -> int:
         """Which order of the rows is the samples': the one that agrees; else that of the steps before; else the nearer.
 
         Of what differs, the nearer one proves nothing: tokens that a queue drops late look alike in the wrong order.
@@ -179,9 +185,9 @@ class Matching:
             parts = self.prints(index, position)
             if result.prints is None or parts is None or not _is_global(result):
                 continue
-            whole = _finite(result.prints)
-            scale = whole[..., 2].max().clamp_min(TINY)
-            if any(float((_finite(part) - whole).abs().max() / scale) > self._agree for part in parts):
+            full_prints = _finite(result.prints)
+            scale = full_prints[..., 2].max().clamp_min(TINY)
+            if any(float((_finite(part) - full_prints).abs().max() / scale) > self._agree for part in parts):
                 return True
         return False
 
@@ -226,26 +232,26 @@ class Dependence:
 
     def exits(self, index: int) -> list[int]:
         """The next steps downstream whose samples differ: where the difference has the form of the batch again."""
-        return sorted(filter(self._m.differs, reached(self.readers[index], self._without_rows)))
+        return sorted(filter(self._m.differs, walk_from(self.readers[index], self._without_rows)))
 
     def descendants(self, index: int) -> set[int]:
         """The step itself and everything computed from it."""
-        return set(reached([index], self.readers.__getitem__))
+        return set(walk_from([index], self.readers.__getitem__))
 
     def by_control_flow(self, index: int) -> bool:
         """Whether a step reads what only some of the traces computed."""
         steps = self._m.full.steps
-        if any(not self._m.matched(source) for source in steps[index].inputs):
+        if any(not self._m.is_matched(source) for source in steps[index].inputs):
             return True
         return any(
-            self._m.whole(k, source) is None
+            self._m.full_step(k, source) is None
             for k in range(len(self._m.parts))
             for source in self._m.part_inputs(k, index)
         )
 
     def _judge(self, index: int, step: TracedOperation) -> None:
         downstream = any(self._dirty[source] for source in step.inputs)
-        if self._m.matched(index):
+        if self._m.is_matched(index):
             downstream = self._read_dirty(index) or downstream
             if self._m.rows[index] is not None and not self._m.differs(index):
                 return
@@ -264,28 +270,28 @@ class Dependence:
 
     def _read_dirty(self, index: int) -> bool:
         """Whether a micro-batch's step reads something dirty, through steps that the full batch has not got."""
-        found = False
+        reads_dirty = False
         for k, part in enumerate(self._m.parts):
             while self._done[k] <= self._m.partner(k, index):
                 position = self._done[k]
                 self._done[k] += 1
-                if self._m.whole(k, position) is None:
+                if self._m.full_step(k, position) is None:
                     inputs = part.steps[position].inputs
                     self._strays[k][position] = any(self._part_dirty(k, source) for source in inputs)
-            found = found or any(self._part_dirty(k, source) for source in self._m.part_inputs(k, index))
-        return found
+            reads_dirty = reads_dirty or any(self._part_dirty(k, source) for source in self._m.part_inputs(k, index))
+        return reads_dirty
 
     def _part_dirty(self, k: int, position: int) -> bool:
-        whole = self._m.whole(k, position)
-        return self._strays[k][position] if whole is None else self._dirty[whole]
+        full_step = self._m.full_step(k, position)
+        return self._strays[k][position] if full_step is None else self._dirty[full_step]
 
     def _harms(self, index: int) -> bool:
         """Whether a cross-sample matrix reaches samples or a loss that is no sum; its diagonal alone does not."""
         return any(
             self._m.differs(step)
-            or not self._m.matched(step)
+            or not self._m.is_matched(step)
             or (self._m.tainted[step] and self._m.additive(step, self._shares) > self._agree)
-            for step in reached(self.readers[index], self._without_rows)
+            for step in walk_from(self.readers[index], self._without_rows)
         )
 
     def _without_rows(self, index: int) -> list[int]:

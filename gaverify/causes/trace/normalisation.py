@@ -53,8 +53,8 @@ def _normalises_later(bench: Bench, module: nn.Module, inputs: tuple[Any, ...]) 
     finally:
         bench.state.restore()
         restore()
-    first, given = _first_tensor(inputs), _first_tensor(output)
-    return first is not None and given is not None and per_channel_affine(first, given)
+    input_tensor, output_tensor = _first_tensor(inputs), _first_tensor(output)
+    return input_tensor is not None and output_tensor is not None and per_channel_affine(input_tensor, output_tensor)
 
 
 def _undoes_scaling(bench: Bench, module: nn.Module, before: _Listener, functions: Collection[FunctionKey]) -> bool:
@@ -76,8 +76,8 @@ def _undoes_scaling(bench: Bench, module: nn.Module, before: _Listener, function
         return False
     of_results = _Listener(module, functions, of_results=True)
     bench.forward(of_results)
-    apart = min(_size(before), _distance(before, of_results))
-    return _distance(before, listener) <= SMALL_PART * apart
+    distance = min(_size(before), _distance(before, of_results))
+    return _distance(before, listener) <= SMALL_PART * distance
 
 
 def _size(listener: _Listener) -> float:
@@ -111,7 +111,7 @@ class _Listener(PassProbe):
     def around(self, k: int | None) -> Iterator[None]:
         """Listens for the length of a forward."""
 
-        def called(key: FunctionKey, func: Any, args: Any, kwargs: Any) -> Any:
+        def handle_call(key: FunctionKey, func: Any, args: Any, kwargs: Any) -> Any:
             scaled = args[0] if args else None
             first = key in self._functions and not self.scaled and isinstance(scaled, torch.Tensor)
             if first and self._of_results:
@@ -123,15 +123,18 @@ class _Listener(PassProbe):
                 self.scaled = True
             return result if first and self._of_results else func(*args, **kwargs)
 
-        with listening({self._module: ""}, ends=self._hear, outside=""), named_calls(called):
+        with listening({self._module: ""}, ends=self._hear, outside=""), named_calls(handle_call):
             yield
 
     def _hear(self, call: Call, output: Any) -> None:
         self.first = self.first or call.args
-        first, given = _first_tensor(call.args), _first_tensor(output)  # a flow hands out a determinant beside it
+        input_tensor, output_tensor = (
+            _first_tensor(call.args),
+            _first_tensor(output),
+        )  # a flow hands out a determinant beside it
         with without_torch_function():
-            if first is not None and given is not None:
-                self.same_shape = self.same_shape or first.shape == given.shape
-                self.affine = self.affine or per_channel_affine(first, given)
+            if input_tensor is not None and output_tensor is not None:
+                self.same_shape = self.same_shape or input_tensor.shape == output_tensor.shape
+                self.affine = self.affine or per_channel_affine(input_tensor, output_tensor)
             tensors = [leaf for _, leaf in leaves(output) if isinstance(leaf, torch.Tensor)]
             self.outputs += [tensor.detach().clone() for tensor in tensors if tensor.is_floating_point()]

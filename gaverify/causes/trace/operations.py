@@ -25,7 +25,7 @@ from gaverify.causes.trace.traces import (
     Result,
     Trace,
     TracedOperation,
-    described,
+    describe_tensor,
     layout_of,
     same_result,
 )
@@ -175,14 +175,20 @@ class OperationTracer(PassProbe):
             planned = same_result(self._plan, step, position)
             result.layout = planned.layout if planned is not None else None
         elif self._template is not None:
-            seen = same_result(self._template, step, position)
-            result.layout = layout_of(shape, seen.shape, self._size, self._count) if seen is not None else None
+            template_result = same_result(self._template, step, position)
+            result.layout = (
+                layout_of(shape, template_result.shape, self._size, self._count)
+                if template_result is not None
+                else None
+            )
         layout, written = result.layout, not name.startswith(_UNWRITTEN)
         if written and layout is not None and layout.kind in self._described and tensor.layout is torch.strided:
             with no_dispatch_modes():
-                whole = name == INPUT or tensor.dtype is torch.bool
+                reads_integers = name == INPUT or tensor.dtype is torch.bool
                 result.summed = name != INPUT
-                result.prints, result.of_folded = described(tensor, layout, integers=whole, summed=result.summed)
+                result.prints, result.of_folded = describe_tensor(
+                    tensor, layout, integers=reads_integers, summed=result.summed
+                )
         return result
 
     def _enter(self, call: Call, *_: Any) -> None:
@@ -196,18 +202,18 @@ class OperationTracer(PassProbe):
         self.trace.calls[call.position].outputs = outputs
 
 
-def named_calls(called: Callable[[FunctionKey, Any, Any, Any], Any]) -> FunctionMode:
-    """Returns a mode that lets `called(key, func, args, kwargs)` stand in for the outermost calls of torch functions.
+def named_calls(handle_call: Callable[[FunctionKey, Any, Any, Any], Any]) -> FunctionMode:
+    """Returns a mode in which `handle_call(key, func, args, kwargs)` stands in for the outermost torch calls.
 
     By its key (name, line and occurrence) another run of the same forward finds the same call again.
     """
-    seen: Counter[tuple[str, Frame]] = Counter()
-    hands_over(called)
+    occurrences: Counter[tuple[str, Frame]] = Counter()
+    hands_over(handle_call)
 
     def handle(func: Any, args: Any, kwargs: Any) -> Any:
         place = str(getattr(func, "__name__", func)), calling_frame()
-        seen[place] += 1
-        return called((*place, seen[place] - 1), func, args, kwargs)
+        occurrences[place] += 1
+        return handle_call((*place, occurrences[place] - 1), func, args, kwargs)
 
     return FunctionMode(handle)
 

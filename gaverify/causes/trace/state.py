@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gaverify.causes.trace.traces import Frame, located
+from gaverify.causes.trace.traces import Frame, locate_operation
 from gaverify.causes.trace.writes import address, writes_seen
 from gaverify.passes.calls import FunctionMode
 from gaverify.passes.devices import widest
@@ -94,9 +94,9 @@ class _Summary:
         return (type(value).__name__, len(value), *keys, *(self.of(entry, depth + 1) for entry in entries))
 
     def _object(self, value: Any, depth: int) -> Any:
-        held = {slot.__name__: entry for slot, entry in slots_of(value) if entry is not UNSET}
-        held |= attributes_of(value) or {}
-        return self._container(held, depth + 1) if held else None
+        attributes = {slot.__name__: entry for slot, entry in slots_of(value) if entry is not UNSET}
+        attributes |= attributes_of(value) or {}
+        return self._container(attributes, depth + 1) if attributes else None
 
     def _bytes(self, value: Any, depth: int) -> tuple[Any, ...]:
         """Of a bytearray, an `array.array` or a NumPy array: its shape and a hash of its values."""
@@ -126,32 +126,32 @@ def named_state(task: Task) -> dict[str, tuple[str, Getter]]:
 
     Names are `path.to.buffer`, `path.to.attribute`, and a variable's name for what the loss function can reach.
     """
-    found: dict[str, tuple[str, Getter]] = {}
+    getters: dict[str, tuple[str, Getter]] = {}
     for root in task.modules:
-        found |= _module_state(root, "")
+        getters |= _module_state(root, "")
     modules = [module for root in task.modules for module in root.modules()]
-    known = set(map(id, modules))
+    module_ids = set(map(id, modules))
     for name, get in variables(task.problem.loss, *modules):
         value = get()
         if not issubclass(type(value), nn.Module):
-            found.setdefault(name, ("closure", get))
-        elif id(value) not in known:  # a teacher, a moving average of the weights
-            found = _module_state(value, f"{name}.") | found
+            getters.setdefault(name, ("closure", get))
+        elif id(value) not in module_ids:  # a teacher, a moving average of the weights
+            getters = _module_state(value, f"{name}.") | getters
             for path, parameter in value.named_parameters():
-                found.setdefault(f"{name}.{path}", ("closure", lambda p=parameter: p.data))  # type: ignore[misc]
-    return found
+                getters.setdefault(f"{name}.{path}", ("closure", lambda p=parameter: p.data))  # type: ignore[misc]
+    return getters
 
 
 def owners(task: Task) -> dict[str, nn.Module]:
     """Returns the modules whose attributes are state, by path; those that only the loss reaches, by its variables."""
-    found = {path: module for root in reversed(task.modules) for path, module in root.named_modules()}
-    known = set(map(id, found.values()))
-    for name, get in variables(task.problem.loss, *list(found.values())):
+    modules = {path: module for root in reversed(task.modules) for path, module in root.named_modules()}
+    module_ids = set(map(id, modules.values()))
+    for name, get in variables(task.problem.loss, *list(modules.values())):
         value = get()
-        if issubclass(type(value), nn.Module) and id(value) not in known:
+        if issubclass(type(value), nn.Module) and id(value) not in module_ids:
             for path, module in value.named_modules(prefix=name):
-                found.setdefault(path, module)
-    return found
+                modules.setdefault(path, module)
+    return modules
 
 
 def all_parameters(task: Task) -> dict[str, nn.Parameter]:
@@ -161,17 +161,17 @@ def all_parameters(task: Task) -> dict[str, nn.Parameter]:
 
 
 def _module_state(root: nn.Module, prefix: str) -> dict[str, tuple[str, Getter]]:
-    found: dict[str, tuple[str, Getter]] = {}
+    getters: dict[str, tuple[str, Getter]] = {}
     for path, module in root.named_modules():
         start = prefix + (f"{path}." if path else "")
         for name, _ in buffers_of(module).items():  # a scripted module's cannot be iterated over otherwise
-            found[start + name] = ("buffer", lambda m=module, n=name: _buffer(m, n))  # type: ignore[misc]
+            getters[start + name] = ("buffer", lambda m=module, n=name: _buffer(m, n))  # type: ignore[misc]
         for name in (name for name in vars(module) if name not in OWN_ATTRIBUTES):
-            found[start + name] = ("attribute", lambda m=module, n=name: vars(m).get(n))  # type: ignore[misc]
+            getters[start + name] = ("attribute", lambda m=module, n=name: vars(m).get(n))  # type: ignore[misc]
         if isinstance(module, torch.jit.ScriptModule):
             for name in scripted_attributes(module).keys() - OWN_ATTRIBUTES:
-                found.setdefault(start + name, ("attribute", lambda m=module, n=name: getattr(m, n, None)))  # type: ignore[misc]
-    return found
+                getters.setdefault(start + name, ("attribute", lambda m=module, n=name: getattr(m, n, None)))  # type: ignore[misc]
+    return getters
 
 
 def _buffer(module: nn.Module, name: str) -> Any:
@@ -206,7 +206,7 @@ class StateWatch(PassProbe):
     def around(self, k: int | None) -> Iterator[None]:
         """Compares the state before and after one forward and its backward."""
         before = self._digests()
-        kept = {
+        names = {
             address(value): name
             for name, (_, get) in self._named.items()
             if issubclass(type(value := get()), torch.Tensor)
@@ -214,9 +214,9 @@ class StateWatch(PassProbe):
         self._gradients = self._stamps()
         gradients = {address(g): _GRADIENT for p in self._trained if (g := p.grad) is not None}
         with (
-            assignments(self._assigned),
-            writes_seen(kept | self._parameters | gradients, self._wrote, kept, self._reads.add),
-            FunctionMode(self._called),
+            assignments(self._note_assignment),
+            writes_seen(names | self._parameters | gradients, self._note_write, names, self._reads.add),
+            FunctionMode(self._handle_call),
         ):
             yield
         after = self._digests()
@@ -239,38 +239,38 @@ class StateWatch(PassProbe):
         """Returns what the passes changed so far."""
         return tuple(StateChange(name, place, self._writer(name)) for name, place in self._changed.items())  # type: ignore[arg-type]
 
-    def absorb(self, other: StateWatch) -> None:
+    def absorb(self, later: StateWatch) -> None:
         """Takes over what another watch saw of later passes of the same task."""
-        self._changed |= {name: place for name, place in other._changed.items() if name not in self._changed}
-        self._writers |= other._writers
-        self._reads |= other._reads
-        self.clears_gradients = self.clears_gradients or other.clears_gradients
-        self.clearing = self.clearing or other.clearing
+        self._changed |= {name: place for name, place in later._changed.items() if name not in self._changed}
+        self._writers |= later._writers
+        self._reads |= later._reads
+        self.clears_gradients = self.clears_gradients or later.clears_gradients
+        self.clearing = self.clearing or later.clearing
 
     def _digests(self) -> dict[str, Any]:
-        found = digests({name: get for name, (_, get) in self._named.items()})
+        by_name = digests({name: get for name, (_, get) in self._named.items()})
         with no_dispatch_modes(), without_torch_function():
             for parameter in self._state.written:
                 name = self._parameters.get(address(parameter), "")
                 if name:
-                    found[name] = tensor_digest(parameter.data)
-        return found
+                    by_name[name] = tensor_digest(parameter.data)
+        return by_name
 
-    def _assigned(self, module: nn.Module, name: str, frame: Frame) -> None:
+    def _note_assignment(self, module: nn.Module, name: str, frame: Frame) -> None:
         path = self._paths.get(id(module))
         if path is not None:
             self._note(f"{path}.{name}" if path else name, "assignment", frame)
 
     @hands_over
-    def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _handle_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Sees gradients that are taken away or exchanged: `p.grad = None`, which is no operation."""
         if getattr(func, "__name__", "") == "__set__" and getattr(func, "__self__", None) is _GRAD:
-            self._cleared("zero_grad", calling_frame())
+            self._note_clearing("zero_grad", calling_frame())
         return func(*args, **kwargs)
 
-    def _wrote(self, name: str, operation: str, frame: Frame) -> None:
+    def _note_write(self, name: str, operation: str, frame: Frame) -> None:
         if name == _GRADIENT:
-            self._cleared(operation, frame)
+            self._note_clearing(operation, frame)
         else:
             self._note(name, operation, frame)
 
@@ -278,21 +278,21 @@ class StateWatch(PassProbe):
         self._writers[name] = (operation, frame)
         self.writes[name, operation, frame] += 1
 
-    def _cleared(self, operation: str, frame: Frame) -> None:
+    def _note_clearing(self, operation: str, frame: Frame) -> None:
         """Notes the first line that changes the gradients of earlier micro-batches."""
         if self.clearing is None and frame is not None and any(p.grad is not None for p in self._trained):
-            self.clearing = located(operation, frame)
+            self.clearing = locate_operation(operation, frame)
 
     def _writer(self, name: str) -> Operation | None:
         operation, frame = self._writers.get(name, ("", None))
         if "batch_norm" in operation and name in self._reads:  # statistics that are more than kept for evaluation
             operation, frame = "", None
         if self._named.get(name, ("",))[0] == "closure":  # of no module
-            return located(operation, frame)
+            return locate_operation(operation, frame)
         path = name.rpartition(".")[0]
         if path not in self._kinds:
             path = ""
-        return located(operation, frame, path, self._kinds.get(path, ""))
+        return locate_operation(operation, frame, path, self._kinds.get(path, ""))
 
 
 @contextmanager

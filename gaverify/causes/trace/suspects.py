@@ -18,12 +18,12 @@ from gaverify.causes.trace.traces import (
     Trace,
     TracedOperation,
     decisions_before,
+    first_difference,
     named_call,
     operation_of,
-    parted,
     strays_behind,
 )
-from gaverify.passes.walks import reached
+from gaverify.passes.walks import walk_from
 from gaverify.records.experiment import FunctionKey, Operation, Suspect, SuspectKind
 
 
@@ -50,13 +50,13 @@ class Reader:
                 yield from self._non_additive(index, self._m.additive(index, shares))
                 return
         last = len(self._full.steps) - 1 if self._full.loss is None else self._full.loss
-        if self._dependence.by_control_flow(last) or not self._m.matched(last) or self._other_end():
+        if self._dependence.by_control_flow(last) or not self._m.is_matched(last) or self._other_end():
             yield self._control_flow(last)
 
     def _other_end(self) -> bool:
         """Whether a micro-batch's loss was written by another operation than the full batch's."""
         return any(
-            part.loss is not None and self._m.whole(k, part.loss) != self._full.loss
+            part.loss is not None and self._m.full_step(k, part.loss) != self._full.loss
             for k, part in enumerate(self._m.parts)
         )
 
@@ -73,7 +73,7 @@ class Reader:
         step = self._full.steps[index]
         if self._dependence.by_control_flow(index):  # a loop over the samples, or a branch
             yield self._suspect(index, "rows") if self._sources(index) else self._control_flow(index)
-        functions, calls = _some(step), self._opened(step)
+        functions, calls = _some(step), self._opened_calls(step)
         yield Suspect(
             "non-additive", self.operation(index), None, left, self._size, False, False, functions, calls=calls
         )
@@ -82,27 +82,27 @@ class Reader:
         step = self._full.steps[index]
         sources = self._sources(index)
         scope = self._scope(index)
-        same = [i for i, k in enumerate(self._dependence.kinds) if k is not None and self._scope(i) == scope]
-        held = sorted({source for i in same for source in self._sources(i)} | self._given_back(scope))
-        functions = {f for i in same if (s := self._full.steps[i]).frame == step.frame for f in _some(s)}
-        found = self._suspected(index, kind, self.operation(index), self._in_model(index))
+        scope_steps = [i for i, k in enumerate(self._dependence.kinds) if k is not None and self._scope(i) == scope]
+        reductions = sorted({source for i in scope_steps for source in self._sources(i)} | self._given_back(scope))
+        functions = {f for i in scope_steps if (s := self._full.steps[i]).frame == step.frame for f in _some(s)}
+        suspect = self._make_suspect(index, kind, self.operation(index), self._in_model(index))
         return replace(
-            found,
+            suspect,
             source=self._first_of(sources),
             statistics="batch_norm" in step.name,
             functions=_in_order(functions),
-            source_functions=_in_order({f for i in held if (f := self._held_function(i)) is not None}),
-            again=_in_order(self._again(same) - functions),
+            source_functions=_in_order({f for i in reductions if (f := self._held_function(i)) is not None}),
+            again=_in_order(self._functions_of_lines(scope_steps) - functions),
             order=self._m.order.get(index),
         )
 
-    def _suspected(self, index: int, kind: SuspectKind, operation: Operation, in_model: bool) -> Suspect:
+    def _make_suspect(self, index: int, kind: SuspectKind, operation: Operation, in_model: bool) -> Suspect:
         """What every suspect says of a step whose samples differ."""
         step, (difference, samples) = self._full.steps[index], self._m.rows[index] or (1.0, self._size)
-        exits, calls, outputs = self._exits(index), self._opened(step), self._outputs(index)
-        found = Suspect(kind, operation, None, difference, samples, in_model, False, _some(step))
-        found = replace(found, exits=exits, calls=calls, outputs=outputs, differentiable=step.differentiable)
-        return replace(found, model_mixes=self._model_mixes_beside(index))
+        exits, calls, outputs = self._exits(index), self._opened_calls(step), self._outputs(index)
+        suspect = Suspect(kind, operation, None, difference, samples, in_model, False, _some(step))
+        suspect = replace(suspect, exits=exits, calls=calls, outputs=outputs, differentiable=step.differentiable)
+        return replace(suspect, model_mixes=self._model_mixes_beside(index))
 
     def _model_mixes_beside(self, index: int) -> bool:
         """Whether a module of the model returns rows that depend on the batch, and not by way of this step."""
@@ -110,20 +110,20 @@ class Reader:
         outputs = {output for call in self._full.calls if call.path is not None for output in call.outputs}
         return any(o is not None and o not in downstream and self._m.differs(o) for o in outputs)
 
-    def _again(self, same: Sequence[int]) -> set[FunctionKey]:
+    def _functions_of_lines(self, scope_steps: Sequence[int]) -> set[FunctionKey]:
         """The torch calls of the lines of one scope where differences begin, in the layers behind them as well."""
-        scope, steps = self._scope(same[0]), self._full.steps
-        lines = {(steps[i].name, steps[i].frame) for i in same}
-        found = (i for i, s in enumerate(steps) if (s.name, s.frame) in lines and self._m.differs(i))
-        return {function for i in found if self._scope(i) == scope for function in _some(steps[i])}
+        scope, steps = self._scope(scope_steps[0]), self._full.steps
+        lines = {(steps[i].name, steps[i].frame) for i in scope_steps}
+        differing = (i for i, s in enumerate(steps) if (s.name, s.frame) in lines and self._m.differs(i))
+        return {function for i in differing if self._scope(i) == scope for function in _some(steps[i])}
 
     def _outputs(self, index: int) -> tuple[int, ...]:
         """The positions of those outputs of the module around a step that are not the same for every batch."""
         call = named_call(self._full, self._full.steps[index])
         if call is None:
             return ()
-        same = [o is not None and self._m.rows[o] is not None and not self._m.differs(o) for o in call.outputs]
-        return tuple(position for position, agrees in enumerate(same) if not agrees)
+        agreeing = [o is not None and self._m.rows[o] is not None and not self._m.differs(o) for o in call.outputs]
+        return tuple(position for position, agrees in enumerate(agreeing) if not agrees)
 
     def _first_of(self, sources: list[int]) -> Operation | None:
         """The first reduction that has a gradient, a mean rather than the count it is divided by; else the first."""
@@ -142,12 +142,12 @@ class Reader:
         }
 
     def _exits(self, index: int) -> tuple[FunctionKey, ...]:
-        found = self._dependence.exits(index)
-        return _in_order({function for i in found for function in _some(self._full.steps[i])})
+        exits = self._dependence.exits(index)
+        return _in_order({function for i in exits for function in _some(self._full.steps[i])})
 
     def _sources(self, index: int) -> list[int]:
         """The reductions over the batch that a step reads: back along tainted steps to those that read samples."""
-        steps = reached(self._reductions(index), self._reductions)
+        steps = walk_from(self._reductions(index), self._reductions)
         return sorted(step for step in steps if not self._reductions(step))
 
     def _reductions(self, index: int) -> list[int]:
@@ -155,9 +155,9 @@ class Reader:
         tainted, steps = self._m.tainted, self._full.steps
 
         def onwards(step: int) -> Iterable[int]:
-            return () if tainted[step] or self._m.matched(step) else steps[step].inputs
+            return () if tainted[step] or self._m.is_matched(step) else steps[step].inputs
 
-        return [step for step in reached(steps[index].inputs, onwards) if tainted[step]]
+        return [step for step in walk_from(steps[index].inputs, onwards) if tainted[step]]
 
     def _held_function(self, index: int) -> FunctionKey | None:
         """The torch call whose result is the reduction's, so that it can be held constant; None inside a larger one."""
@@ -172,7 +172,7 @@ class Reader:
         call = named_call(self._full, step)
         return ("module", call.kind) if call is not None else ("file", step.frame[0] if step.frame else "")
 
-    def _opened(self, step: TracedOperation) -> tuple[int, ...]:
+    def _opened_calls(self, step: TracedOperation) -> tuple[int, ...]:
         """The module calls that a cached gradient cannot cut: those around a step, and those whose outputs couple."""
         around = () if step.call is None else (step.call, *self._full.calls[step.call].parents)
         return tuple(sorted({*around, *(i for i, call in enumerate(self._full.calls) if not self._can_be_cut(call))}))
@@ -211,7 +211,7 @@ class Reader:
     def _in_model_of(self, trace: Trace, position: int) -> bool:
         """Whether a module around a stray hands out what not all traces computed."""
         k = next((k for k, part in enumerate(self._m.parts) if part is trace), None)
-        stray = (lambda i: not self._m.matched(i)) if k is None else (lambda i: self._m.whole(k, i) is None)
+        stray = (lambda i: not self._m.is_matched(i)) if k is None else (lambda i: self._m.full_step(k, i) is None)
         return any(
             call.path is not None and any(output is not None and stray(output) for output in call.outputs)
             for call in trace.around(trace.steps[position].call)
@@ -226,25 +226,25 @@ class Reader:
         trace, start = self._parting(index)
         decisions = decisions_before(trace, start)
         if not decisions:  # a loop that runs more often for some batches: all its rounds are strays
-            ends = [parted(self._full, part) for part in self._m.parts]
+            ends = [first_difference(self._full, part) for part in self._m.parts]
             first = min((end for end in ends if end is not None), default=None)
             decisions = decisions_before(self._full, first) if first is not None else []
             trace, start = (self._full, decisions[-1]) if decisions else (trace, start)
         decisive = trace.steps[decisions[-1] if decisions else start]
         in_model = self._in_model(index) or self._in_model_of(trace, start)
-        found = self._suspected(index, "control-flow", operation_of(trace, decisive), in_model)
+        suspect = self._make_suspect(index, "control-flow", operation_of(trace, decisive), in_model)
         frame = decisive.frame if decisions else None
-        return replace(found, statistics="batch_norm" in decisive.name, frame=frame)
+        return replace(suspect, statistics="batch_norm" in decisive.name, frame=frame)
 
     def _parting(self, index: int) -> tuple[Trace, int]:
         """The first stray that leads to a step, and the trace that holds it."""
-        matched = self._m.matched
+        matched = self._m.is_matched
         strays = strays_behind(self._full, index, lambda i: not matched(i))
         if strays:
             return self._full, min(strays)
         for k, part in enumerate(self._m.parts):
             end = part.loss if index == self._full.loss else self._m.partner(k, index)
-            strays = strays_behind(part, end, lambda i, k=k: self._m.whole(k, i) is None)  # type: ignore[misc]
+            strays = strays_behind(part, end, lambda i, k=k: self._m.full_step(k, i) is None)  # type: ignore[misc]
             if strays:
                 return part, min(strays)
         return self._full, index

@@ -17,9 +17,9 @@ import torch
 
 from gaverify.passes.devices import widest
 from gaverify.passes.fingerprints import layouts_of, real_numbers, summaries
-from gaverify.passes.walks import reached
+from gaverify.passes.walks import walk_from
 from gaverify.records.experiment import FunctionKey, Operation
-from gaverify.tracebacks import shown
+from gaverify.tracebacks import display_path
 
 _LARGE = 1e3  # from which on values count by their order of magnitude
 _HUGE = 1e30  # stands for infinity
@@ -54,7 +54,7 @@ def layout_of(full: tuple[int, ...], micro: tuple[int, ...], batch_size: int, co
     return Layout("matrix") if all(layout.fold for layout in changed) else None
 
 
-def described(
+def describe_tensor(
     tensor: torch.Tensor, layout: Layout, *, integers: bool = False, summed: bool = True
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Returns fingerprints of a tensor and, where `summed`, moments of folded rows; it is read once for both.
@@ -75,16 +75,16 @@ def described(
     values = real_numbers(tensor).to(widest(tensor.device))
     if layout.kind == "global":
         return summaries(values.reshape(1, -1)).unsqueeze(0), None
-    rows = _squashed(values).movedim(layout.dim, 0)
-    own = None
+    rows = _squash_values(values).movedim(layout.dim, 0)
+    row_summaries = None
     if layout.kind == "selected" or layout.fold == 1:
-        own = summaries(rows.reshape(rows.shape[0], -1))
-        prints = own.unsqueeze(0)
+        row_summaries = summaries(rows.reshape(rows.shape[0], -1))
+        prints = row_summaries.unsqueeze(0)
     else:
         folded = rows.reshape(rows.shape[0] // layout.fold, -1)
         inner = rows.reshape(layout.fold, rows.shape[0] // layout.fold, -1).transpose(0, 1)
         prints = torch.stack([summaries(folded), summaries(inner.reshape(inner.shape[0], -1))])
-    if own is not None or not (summed and numeric):
+    if row_summaries is not None or not (summed and numeric):
         return prints, None
     return prints, _moments(summaries(rows.reshape(rows.shape[0], -1)))
 
@@ -98,7 +98,7 @@ def _moments(rows: torch.Tensor) -> torch.Tensor:
     return torch.stack([*twice, *thrice, *scales]).sum(1)
 
 
-def _squashed(values: torch.Tensor) -> torch.Tensor:
+def _squash_values(values: torch.Tensor) -> torch.Tensor:
     """Returns v, and 1000 (2 - 1000 / |v|) beyond 1000: a mask of −∞ or of a type's least number hides nothing.
 
     NaN stays. On a CPU most tensors only have their range looked at, and the others are read piece by piece, each of
@@ -210,7 +210,7 @@ class Trace:
         """The steps that the loss depends on, through tensors or through numbers that Python code read out of them."""
         ends = [index for index, step in enumerate(self.steps) if step.name in DECISIONS]
         ends += [self.loss] if self.loss is not None else [len(self.steps) - 1]
-        return set(reached(ends, lambda index: self.steps[index].inputs))
+        return set(walk_from(ends, lambda index: self.steps[index].inputs))
 
     def around(self, call: int | None) -> list[ModuleCall]:
         """The module calls around an operation in one of them, innermost first."""
@@ -249,18 +249,18 @@ def named_call(trace: Trace, step: TracedOperation) -> ModuleCall | None:
 
 def operation_of(trace: Trace, step: TracedOperation) -> Operation:
     """Where a step is, for people."""
-    chain, known = trace.around(step.call), named_call(trace, step)
+    chain, module_call = trace.around(step.call), named_call(trace, step)
     library = bool(chain) and chain[0].library
     # Inside a library's module the user's line is the call of it: worth naming in a module's forward only.
     named = step.frame is not None and (not library or any(not call.library for call in chain))
-    path, kind = (known.path, known.kind) if known else (None, "")
-    found = located(step.name, step.frame if named else None, path, kind)
-    return replace(found, library=library, caller=_caller(chain, step))
+    path, kind = (module_call.path, module_call.kind) if module_call else (None, "")
+    operation = locate_operation(step.name, step.frame if named else None, path, kind)
+    return replace(operation, library=library, caller=_caller(chain, step))
 
 
-def located(name: str, frame: Frame, module: str | None = None, kind: str = "") -> Operation:
+def locate_operation(name: str, frame: Frame, module: str | None = None, kind: str = "") -> Operation:
     """An operation on a line of the user's code, in a module of a class."""
-    file, line = (shown(frame[0]), frame[1]) if frame is not None else (None, None)
+    file, line = (display_path(frame[0]), frame[1]) if frame is not None else (None, None)
     return Operation(name, module, kind, file=file, line=line, source=source_line(frame))
 
 
@@ -269,7 +269,7 @@ def _caller(chain: Sequence[ModuleCall], step: TracedOperation) -> str:
     if step.caller is None:
         return ""
     outermost = chain[-1] if chain and chain[-1].path is None and not chain[-1].library else None
-    place = f"{shown(step.caller[0])}:{step.caller[1]}"
+    place = f"{display_path(step.caller[0])}:{step.caller[1]}"
     return f"in `{outermost.kind}`, called at {place}" if outermost is not None else f"called at {place}"
 
 
@@ -279,10 +279,10 @@ def decisions_before(trace: Trace, start: int) -> list[int]:
     return [i for i in near if trace.steps[i].name in DECISIONS]
 
 
-def parted(full: Trace, part: Trace) -> int | None:
+def first_difference(full: Trace, part: Trace) -> int | None:
     """Where two traces stop to hold the same operations one after the other; None where they do not."""
     pairs = enumerate(zip(full.steps, part.steps, strict=False))
-    first = next((i for i, (step, other) in pairs if step.signature != other.signature), None)
+    first = next((i for i, (step, other_step) in pairs if step.signature != other_step.signature), None)
     if first is None and len(full.steps) != len(part.steps):
         return min(len(full.steps), len(part.steps)) - 1
     return first
@@ -302,5 +302,5 @@ def strays_behind(trace: Trace, index: int | None, stray: Callable[[int], bool])
     """The strays from which a step computes, back to the first steps that all traces have."""
     if index is None:
         return set()
-    steps = reached([index], lambda step: trace.steps[step].inputs if step == index or stray(step) else ())
+    steps = walk_from([index], lambda step: trace.steps[step].inputs if step == index or stray(step) else ())
     return set(filter(stray, steps))

@@ -46,16 +46,16 @@ def writes_seen(
     return OperationMode(handle)
 
 
-def writes_diverted(held: Set[int]) -> OperationMode:
-    """Returns a mode in which writes to the tensors at the addresses `held` go to a copy that is thrown away."""
+def writes_diverted(addresses: Set[int]) -> OperationMode:
+    """Returns a mode in which writes to the tensors at the addresses `addresses` go to a copy that is thrown away."""
 
     def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not any(address(tensor) in held for tensor in written_tensors(func, args, kwargs)):
+        if not any(address(tensor) in addresses for tensor in written_tensors(func, args, kwargs)):
             return func(*args, **kwargs)
         originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-        def copied(tensor: torch.Tensor) -> torch.Tensor:
-            if address(tensor) not in held:
+        def copy_target(tensor: torch.Tensor) -> torch.Tensor:
+            if address(tensor) not in addresses:
                 return tensor
             copy = tensor.clone()
             originals[id(copy)] = (tensor, copy)
@@ -63,8 +63,10 @@ def writes_diverted(held: Set[int]) -> OperationMode:
 
         written = written_arguments(func)
         positions, names = {position for position, _ in written}, {name for _, name in written}
-        changed = [tree_map_only(torch.Tensor, copied, arg) if i in positions else arg for i, arg in enumerate(args)]
-        kwargs = {key: tree_map_only(torch.Tensor, copied, v) if key in names else v for key, v in kwargs.items()}
+        changed = [
+            tree_map_only(torch.Tensor, copy_target, arg) if i in positions else arg for i, arg in enumerate(args)
+        ]
+        kwargs = {key: tree_map_only(torch.Tensor, copy_target, v) if key in names else v for key, v in kwargs.items()}
         result = func(*changed, **kwargs)
         return tree_map_only(torch.Tensor, lambda tensor: originals.get(id(tensor), (tensor,))[0], result)
 

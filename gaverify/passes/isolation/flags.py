@@ -100,10 +100,10 @@ KERNELS: tuple[Flag, ...] = (
 
 def flag_states(flags: tuple[Flag, ...]) -> Callable[[], None]:
     """Reads flags and returns the function that sets those back that have changed."""
-    kept = [(read, write, read()) for read, write in flags]
+    saved = [(read, write, read()) for read, write in flags]
 
     def restore() -> None:
-        for read, write, value in kept:
+        for read, write, value in saved:
             if value is not _UNREADABLE and read() != value:
                 write(value)
 
@@ -175,13 +175,13 @@ def gradients_kept(parameters: list[nn.Parameter]) -> Iterator[None]:
         ProblemError: A parameter has no shape yet.
     """
     check_initialised(parameters)
-    kept = [(parameter, parameter.grad) for parameter in parameters]
+    saved = [(parameter, parameter.grad) for parameter in parameters]
     try:
         for parameter in parameters:
             parameter.grad = None
         yield
     finally:
-        for parameter, gradient in kept:
+        for parameter, gradient in saved:
             parameter.grad = gradient
 
 

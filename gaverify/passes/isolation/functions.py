@@ -62,12 +62,12 @@ def namespaces(function: FunctionType, own: frozenset[str]) -> Iterator[tuple[di
     """Yields where a user's function looks names up: its globals, and user modules among them (`state.step += 1`)."""
     if not is_users_function(function, own):
         return
-    names, seen, waiting = names_in(function.__code__), set[int](), [function.__globals__]
+    names, visited, waiting = names_in(function.__code__), set[int](), [function.__globals__]
     while waiting:
         namespace = waiting.pop()
-        if id(namespace) in seen:
+        if id(namespace) in visited:
             continue
-        seen.add(id(namespace))
+        visited.add(id(namespace))
         yield namespace, names
         waiting += [vars(value) for name in names if is_users_module(value := namespace.get(name), own)]
 
@@ -112,8 +112,8 @@ def keep_function(function: FunctionType) -> tuple[Restore, list[Any]]:
             else:
                 cell.cell_contents = value
 
-    held = [value for _, value in cells if value is not _EMPTY]
-    return restore, [*held, *(function.__defaults__ or ()), function.__kwdefaults__, vars(function)]
+    cell_values = [value for _, value in cells if value is not _EMPTY]
+    return restore, [*cell_values, *(function.__defaults__ or ()), function.__kwdefaults__, vars(function)]
 
 
 def variables(*callables: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -123,13 +123,13 @@ def variables(*callables: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
     module, which has names of its own) and of its class, globals that a function names.
     The first callable's package counts as the user's own.
     """
-    waiting, seen, own = list(callables), set[int](), packages_of(callables[:1])
-    while waiting and len(seen) < _FUNCTIONS:
+    waiting, visited, user_packages = list(callables), set[int](), packages_of(callables[:1])
+    while waiting and len(visited) < _FUNCTIONS:
         current = waiting.pop(0)
-        if id(current) in seen:
+        if id(current) in visited:
             continue
-        seen.add(id(current))
-        for name, get in _variables_of(current, own):
+        visited.add(id(current))
+        for name, get in _variables_of(current, user_packages):
             value = get()
             if issubclass(type(value), _CALLABLES):
                 waiting.append(value)
@@ -152,8 +152,8 @@ def _variables_of(value: Any, own: frozenset[str]) -> Iterator[tuple[str, Callab
         yield from ((name, lambda n=name: value.keywords.get(n)) for name in value.keywords)
     else:
         yield from _variables_of_class(type(value), own)
-        held = {} if isinstance(value, nn.Module) else attributes_of(value) or {}
-        yield from ((name, lambda n=name: held.get(n)) for name in list(held))
+        attributes = {} if isinstance(value, nn.Module) else attributes_of(value) or {}
+        yield from ((name, lambda n=name: attributes.get(n)) for name in list(attributes))
         yield from ((slot.__name__, lambda s=slot: read(s, value)) for slot, _ in slots_of(value))
 
 
@@ -178,8 +178,8 @@ def _variables_of_function(function: FunctionType, own: frozenset[str]) -> Itera
     for name in vars(function):
         yield f"{function.__name__}.{name}", lambda n=name: vars(function).get(n)  # type: ignore[misc]
     for namespace, names in namespaces(function, own):
-        made = globals_written_in(code) if namespace is function.__globals__ else set()  # also where not there yet
-        for name in sorted((names & namespace.keys()) | made):
+        written = globals_written_in(code) if namespace is function.__globals__ else set()  # also where not there yet
+        for name in sorted((names & namespace.keys()) | written):
             yield name, lambda s=namespace, n=name: s.get(n)  # type: ignore[misc]
 
 

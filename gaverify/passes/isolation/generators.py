@@ -48,16 +48,16 @@ def foreign_generators() -> dict[str, Any]:
 
 def generator_states() -> Callable[[], None]:
     """Takes the states of all generators and returns the function that puts them back."""
-    kept = {device: state_of(generator) for device, generator in generators_in_use().items()}
-    others = [restorer(generator) for generator in _foreign()]
+    states = {device: state_of(generator) for device, generator in generators_in_use().items()}
+    foreign_restorers = [restorer(generator) for generator in _foreign()]
 
     def restore() -> None:
         for device, generator in generators_in_use().items():
-            if device in kept:
-                set_state(generator, kept[device])
+            if device in states:
+                set_state(generator, states[device])
             else:  # first used meanwhile
                 generator.manual_seed(generator.initial_seed())
-        for put_back in others:
+        for put_back in foreign_restorers:
             put_back()
 
     return restore

@@ -80,36 +80,36 @@ def _keep_mapping(value: dict[Any, Any], base: Any) -> tuple[Restore, list[Any]]
 
 
 def _keep_set(value: set[Any]) -> tuple[Restore, list[Any]]:
-    kept = set(set.__iter__(value))
+    elements = set(set.__iter__(value))
 
     def restore() -> None:
-        if not set.__eq__(value, kept):
+        if not set.__eq__(value, elements):
             set.clear(value)
-            set.update(value, kept)
+            set.update(value, elements)
 
-    return restore, list(kept)
+    return restore, list(elements)
 
 
 def _keep_sequence(value: Any, base: Any) -> tuple[Restore, list[Any]]:
-    kept = list(base.__iter__(value))
+    elements = list(base.__iter__(value))
 
     def restore() -> None:
-        if len(value) != len(kept) or not same_objects(base.__iter__(value), kept):
+        if len(value) != len(elements) or not same_objects(base.__iter__(value), elements):
             base.clear(value)
-            base.extend(value, kept)
+            base.extend(value, elements)
 
-    return restore, kept
+    return restore, elements
 
 
 def keep_bytes(value: Any) -> Restore | None:
     """Keeps the contents of a `bytearray` or an `array.array`."""
     if len(value) > _COPIED_BYTES:
         return None
-    kept = value[:]
+    content = value[:]
 
     def restore() -> None:
-        if value != kept:
-            value[:] = kept
+        if value != content:
+            value[:] = content
 
     return restore
 
@@ -118,14 +118,14 @@ def keep_ndarray(value: Any) -> tuple[Restore | None, list[Any]]:
     """Keeps the contents of a NumPy array that can be written to; the entries of an array of objects as well."""
     if not value.flags.writeable or value.nbytes > _COPIED_BYTES:
         return None, []
-    kept, objects = value.copy(), value.dtype.hasobject
+    content, objects = value.copy(), value.dtype.hasobject
 
     def restore() -> None:
-        if value.shape != kept.shape:
-            value.resize(kept.shape, refcheck=False)
-        value[...] = kept
+        if value.shape != content.shape:
+            value.resize(content.shape, refcheck=False)
+        value[...] = content
 
-    return restore, kept.ravel().tolist() if objects and value.dtype.names is None else []
+    return restore, content.ravel().tolist() if objects and value.dtype.names is None else []
 
 
 def numpy_types() -> tuple[type, tuple[type, ...]]:
@@ -148,24 +148,24 @@ UNSET = object()
 def attributes_of(value: Any) -> dict[str, Any] | None:
     """Returns the `__dict__` of an object, past any `__getattr__` that pretends to have one."""
     try:
-        found = object.__getattribute__(value, "__dict__")
+        attributes = object.__getattribute__(value, "__dict__")
     except AttributeError:
         return None
-    return found if type(found) is dict else None
+    return attributes if type(attributes) is dict else None
 
 
 def keep_attributes(own: dict[str, Any]) -> tuple[Restore, list[Any]]:
     """Keeps which names an object's `__dict__` binds to what."""
     replace_iterators(own.items(), own.__setitem__)
-    kept = dict(own)
-    names, values = list(kept), list(kept.values())
+    saved = dict(own)
+    names, values = list(saved), list(saved.values())
 
     def restore() -> None:
-        if len(own) == len(kept) and same_objects(own.values(), values) and list(own) == names:
+        if len(own) == len(saved) and same_objects(own.values(), values) and list(own) == names:
             return
-        for name in [name for name in own if name not in kept]:
+        for name in [name for name in own if name not in saved]:
             del own[name]
-        own.update(kept)
+        own.update(saved)
 
     return restore, values
 
@@ -184,12 +184,12 @@ def slots_of(value: Any) -> list[tuple[MemberDescriptorType, Any]]:
 def keep_slots(value: Any) -> tuple[Restore | None, list[Any]]:
     """Keeps what the `__slots__` of an object hold."""
     replace_iterators(slots_of(value), lambda slot, entry: slot.__set__(value, entry))
-    kept = slots_of(value)
-    if not kept:
+    saved = slots_of(value)
+    if not saved:
         return None, []
 
     def restore() -> None:
-        for slot, entry in kept:
+        for slot, entry in saved:
             if read(slot, value) is entry:
                 continue
             if entry is UNSET:
@@ -197,7 +197,7 @@ def keep_slots(value: Any) -> tuple[Restore | None, list[Any]]:
             else:
                 slot.__set__(value, entry)  # past the `__setattr__` of a frozen dataclass
 
-    return restore, [entry for _, entry in kept if entry is not UNSET]
+    return restore, [entry for _, entry in saved if entry is not UNSET]
 
 
 def read(slot: MemberDescriptorType, value: Any) -> Any:
@@ -211,20 +211,20 @@ def read(slot: MemberDescriptorType, value: Any) -> Any:
 def keep_class(kind: type) -> tuple[Restore, list[Any]]:
     """Keeps the attributes of a class (`Model.calls += 1`); those that Python itself keeps there stay out of it."""
     replace_iterators(vars(kind).items(), partial(type.__setattr__, kind))
-    kept = {name: value for name, value in vars(kind).items() if not is_special(name)}
+    saved = {name: value for name, value in vars(kind).items() if not is_special(name)}
     before = list(vars(kind).values())
 
     def restore() -> None:
         now = vars(kind)
         if len(now) == len(before) and same_objects(now.values(), before):
             return
-        for name in [name for name in now if name not in kept and not is_special(name)]:
+        for name in [name for name in now if name not in saved and not is_special(name)]:
             type.__delattr__(kind, name)
-        for name, value in kept.items():
+        for name, value in saved.items():
             if vars(kind).get(name, UNSET) is not value:
                 type.__setattr__(kind, name, value)
 
-    return restore, list(kept.values())
+    return restore, list(saved.values())
 
 
 def is_special(name: str) -> bool:
@@ -242,11 +242,11 @@ def keep_submodules(module: nn.Module) -> Restore:
     One that was exchanged stays until `mode_set` closes, which says why.
     """
     registry = submodules_of(module)
-    kept = dict(registry)
+    saved = dict(registry)
 
     def restore() -> None:
-        if list(registry) != list(kept):
-            wanted = {name: registry.get(name, child) for name, child in kept.items()}
+        if list(registry) != list(saved):
+            wanted = {name: registry.get(name, child) for name, child in saved.items()}
             registry.clear()
             registry.update(wanted)
 
@@ -255,8 +255,10 @@ def keep_submodules(module: nn.Module) -> Restore:
 
 def empty_registries(module: nn.Module) -> list[Any]:
     """The registries that hold nothing yet, most of a dozen per module; the others are kept as any container is."""
-    own = vars(module)
-    return [own[name] for name in OWN_ATTRIBUTES - {"_modules"} if type(own.get(name)) in _EMPTY and not own[name]]
+    state = vars(module)
+    return [
+        state[name] for name in OWN_ATTRIBUTES - {"_modules"} if type(state.get(name)) in _EMPTY and not state[name]
+    ]
 
 
 _EMPTY = tuple({type(value) for value in vars(nn.Module()).values() if hasattr(value, "clear")})
@@ -281,12 +283,12 @@ def scripted_attributes(module: torch.jit.ScriptModule) -> dict[str, Any]:
 
 def keep_scripted(module: torch.jit.ScriptModule) -> tuple[Restore, list[Any]]:
     """Keeps the attributes of a scripted or traced module: numbers, lists, buffers, its mode."""
-    kept, held = scripted_attributes(module), module._c
+    saved, scripted = scripted_attributes(module), module._c
 
     def restore() -> None:
-        for name, value in kept.items():
-            now = held.getattr(name)
+        for name, value in saved.items():
+            now = scripted.getattr(name)
             if now is not value and (isinstance(value, torch.Tensor) or now != value):
-                held.setattr(name, value)
+                scripted.setattr(name, value)
 
-    return restore, [value for value in kept.values() if isinstance(value, torch.Tensor)]
+    return restore, [value for value in saved.values() if isinstance(value, torch.Tensor)]

@@ -37,14 +37,14 @@ def has_own_state(kind: type) -> bool:
 
 def packages_of(callables: Iterable[Any]) -> frozenset[str]:
     """Returns the top-level packages that define some callables: a user's own package may be installed, too."""
-    found = set()
+    packages = set()
     for value in callables:
         while isinstance(value, partial):
             value = value.func
         module = getattr(value, "__module__", None)  # of a function, a method, or the class of an object
         if isinstance(module, str):
-            found.add(module.partition(".")[0])
-    return frozenset(found)
+            packages.add(module.partition(".")[0])
+    return frozenset(packages)
 
 
 def is_users_function(function: FunctionType, own: frozenset[str]) -> bool:

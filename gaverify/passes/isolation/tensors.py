@@ -29,14 +29,14 @@ class Tensors:
         self._written: dict[int, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {}
 
     @property
-    def written(self) -> tuple[torch.Tensor, ...]:
+    def written_tensors(self) -> tuple[torch.Tensor, ...]:
         """The waiting tensors that something has written to."""
         return tuple(tensor for entries in self._written.values() for tensor, _, _ in entries)
 
-    def unchanged(self, tensor: torch.Tensor) -> bool:
+    def is_unchanged(self, tensor: torch.Tensor) -> bool:
         """Whether what was written to a waiting tensor is what it held before."""
-        kept = (entry for entries in self._written.values() for entry in entries)
-        return any(found is tensor and torch.equal(data, value) for found, data, value in kept)
+        entries_written = (entry for entries in self._written.values() for entry in entries)
+        return any(written is tensor and torch.equal(data, value) for written, data, value in entries_written)
 
     def keep(self, tensor: torch.Tensor, *, wait: bool, gradient: bool) -> None:
         """Keeps what `tensor` is bound to and its value.
@@ -62,8 +62,8 @@ class Tensors:
         # several may lie in one storage: flattened parameters, the weights of a recurrent network on CUDA
         waiting = self._waiting.get(pointer) if pointer else None
         if waiting is not None and pointer not in self._written:
-            kept = [(waits, waits.data) for waits in waiting if storage(waits) == pointer]
-            self._written[pointer] = [(waits, data, data.clone()) for waits, data in kept]
+            waiting_entries = [(waits, waits.data) for waits in waiting if storage(waits) == pointer]
+            self._written[pointer] = [(waits, data, data.clone()) for waits, data in waiting_entries]
 
     @property
     def restorers(self) -> list[Restore]:
@@ -159,9 +159,9 @@ def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
 
 def written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """Returns the tensors that a call of an operation will write to, those in lists (`_foreach_mul_`) included."""
-    found = []
+    tensors = []
     for position, name in written_arguments(func):
         value = args[position] if position < len(args) else kwargs.get(name)
         entries = value if isinstance(value, list | tuple) else (value,)
-        found += [entry for entry in entries if isinstance(entry, torch.Tensor)]
-    return found
+        tensors += [entry for entry in entries if isinstance(entry, torch.Tensor)]
+    return tensors

@@ -123,7 +123,7 @@ class Walk:
             (objects.CONTAINERS, self._container),
             (objects.BYTES, self._bytes),
             (self._ndarray, self._array),
-            ((tuple, frozenset), self._fixed),
+            ((tuple, frozenset), self._walk_tuple),
             (FunctionType, self._function),
             (_WRAPPERS, self._wrapper),
             (type, self._class),
@@ -157,7 +157,7 @@ class Walk:
 
     def _module(self, module: nn.Module) -> Children:
         """Every submodule at once, so that the bound on objects does not count them."""
-        own, submodules = vars(module), list(submodules_of(module).values())
+        attributes, submodules = vars(module), list(submodules_of(module).values())
         tensors = [*parameters_of(module).values(), *buffers_of(module).values()]
         if isinstance(module, torch.jit.ScriptModule):  # whose registries are views that take no update
             restore, scripted = objects.keep_scripted(module)
@@ -168,7 +168,7 @@ class Walk:
             self._seen |= {id(registry): registry for registry in (submodules_of(module), *empty)}
             self._add(objects.keep_submodules(module))
             self._add(objects.keep_empty(empty))
-        restore, values = objects.keep_attributes(own)
+        restore, values = objects.keep_attributes(attributes)
         self._add(restore)
         for tensor in tensors:
             if tensor is not None and id(tensor) not in self._seen:
@@ -210,18 +210,18 @@ class Walk:
     def _entries(self, value: Any) -> Children:
         return value if len(value) <= _ENTRIES else ()
 
-    def _fixed(self, value: Any) -> Children:
+    def _walk_tuple(self, value: Any) -> Children:
         """The entries of a tuple; a subclass may count and iterate otherwise, or refuse to."""
         return self._entries(objects.entries_of(value, _ENTRIES + 1))
 
     def _function(self, function: FunctionType) -> Children:
-        restore, held = functions.keep_function(function)
+        restore, children = functions.keep_function(function)
         self._add(restore)
         for namespace, names in functions.namespaces(function, self._own):
             if id(namespace) not in self._globals:
                 self._globals[id(namespace)] = functions.Globals(namespace)
-            held += self._globals[id(namespace)].add(names)
-        return held
+            children += self._globals[id(namespace)].add(names)
+        return children
 
     def _wrapper(self, value: Any) -> Children:
         return [*functions.wrapped_by(value), *self._object(value)]
@@ -231,21 +231,21 @@ class Walk:
         for base in kind.__mro__:
             if origins.is_users_class(base, self._own) and (base is kind or id(base) not in self._seen):
                 self._seen[id(base)] = base
-                restore, held = objects.keep_class(base)
+                restore, children = objects.keep_class(base)
                 self._add(restore)
-                values += held
+                values += children
         return values
 
     def _object(self, value: Any) -> Children:
         """The attributes of an object; where it is a container too, only a subclass has any."""
         children: list[Any] = []
-        own = objects.attributes_of(value)
-        if own is not None:
-            restore, children = objects.keep_attributes(own)
+        attributes = objects.attributes_of(value)
+        if attributes is not None:
+            restore, children = objects.keep_attributes(attributes)
             self._add(restore)
-        restore_slots, held = objects.keep_slots(value)
+        restore_slots, slot_values = objects.keep_slots(value)
         self._add(restore_slots)
-        return [*self._kind(value), *children, *held]
+        return [*self._kind(value), *children, *slot_values]
 
     def _kind(self, value: Any) -> Children:
         kind = type(value)
@@ -278,11 +278,11 @@ class ModelState:
     @property
     def written(self) -> tuple[torch.Tensor, ...]:
         """The parameters, and the large tensors, that some pass has written to."""
-        return self._tensors.written
+        return self._tensors.written_tensors
 
     def unchanged(self, tensor: torch.Tensor) -> bool:
         """Whether what a pass wrote to a parameter is what it held before, as where ranks send each other theirs."""
-        return self._tensors.unchanged(tensor)
+        return self._tensors.is_unchanged(tensor)
 
     def before_write(self, tensor: torch.Tensor) -> None:
         """Keeps the values of parameters that share storage with `tensor`, if there are any, before they change."""

@@ -21,7 +21,7 @@ from gaverify.passes.randomness.draws import (
     MicroBatch,
     Recorder,
     fingerprint,
-    placed,
+    place_draw,
     tolerance,
 )
 from gaverify.passes.randomness.foreign import call_site
@@ -36,7 +36,7 @@ from gaverify.passes.randomness.selection import (
     taken_from,
     withdraw,
 )
-from gaverify.tracebacks import calling_frame, hands_over, shown
+from gaverify.tracebacks import calling_frame, display_path, hands_over
 
 _NAMES = {"numpy": "numpy.random"}
 
@@ -68,7 +68,7 @@ class ForeignDealer:
         if not self._active:
             yield
             return
-        with foreign.watched(self._draw):
+        with foreign.watch_generators(self._draw):
             yield
 
     def finish(self) -> None:
@@ -99,7 +99,7 @@ class ForeignDealer:
             return run()
         draws = self._record.foreign
         of_site = self._record.at(site, foreign=True)
-        self._at = placed(of_site, site, at, self._micro_batch, self._record.made)
+        self._at = place_draw(of_site, site, at, self._micro_batch, self._record.draw_counts)
         if self._at is None:  # a draw that follows another one: its generator may be where it has to be
             self._at = next((i for i in of_site if foreign.same_state(call.module, draws[i].state)), None)
         if self._at is None:
@@ -157,7 +157,7 @@ class Dealer:
         self._doubts: list[torch.Tensor] = []
         self._foreign = ForeignDealer(record, self._micro_batch, batch_size, self._made)
         if not record.inner and not self._whole:
-            record.made[self._micro_batch] = self._made
+            record.draw_counts[self._micro_batch] = self._made
 
     @property
     def _whole(self) -> bool:
@@ -174,14 +174,14 @@ class Dealer:
         if drawn is None:
             return run.result
         if self.record.constant:
-            return run.replaced(drawn, run.kind.typical(args, drawn))
+            return run.replace_numbers(drawn, run.kind.typical(args, drawn))
         if run.before not in self.known or self.known[run.before][0] != drawn.shape or drawn.numel() == 0:
-            if not run.moved and drawn.numel() > 0:
+            if not run.has_moved and drawn.numel() > 0:
                 return run.result
             rows = self._rows(drawn, run.source)
             self.known[run.before] = drawn.shape, self._deal(self._place(run.operation, rows), run, rows)
         dealt = self.known[run.before][1]
-        return run.result if dealt is None else run.replaced(drawn, taken_from(*dealt))
+        return run.result if dealt is None else run.replace_numbers(drawn, taken_from(*dealt))
 
     def watching(self) -> AbstractContextManager[None]:
         """Returns what sees Python's and NumPy's draws."""
@@ -213,8 +213,8 @@ class Dealer:
             self.record.unaligned.setdefault(self.record.draws[index].operation, _FEWER)
 
     def _rows(self, drawn: torch.Tensor, source: torch.Tensor | None) -> Rows:
-        known = source is not None and source.shape == drawn.shape
-        prints = fingerprint(source) if source is not None and known else None
+        is_same_shape = source is not None and source.shape == drawn.shape
+        prints = fingerprint(source) if source is not None and is_same_shape else None
         least = tolerance(source) if source is not None else 0.0
         return Rows(self._micro_batch, self._size, drawn.shape, prints, least, self._order)
 
@@ -225,10 +225,10 @@ class Dealer:
         self._next += 1
         if self.record.inner and not self._whole:
             of_site = self.record.at(site)
-            index = placed(of_site, site, self._made[site], self._micro_batch, self.record.made)
+            index = place_draw(of_site, site, self._made[site], self._micro_batch, self.record.draw_counts)
             if index is None or not self._fits(index, operation, rows):
-                found = self._searched(of_site or range(len(self.record.draws)), operation, rows)
-                index = found if found is not None else index
+                draw_index = self._find_draw(of_site or range(len(self.record.draws)), operation, rows)
+                index = draw_index if draw_index is not None else index
             self.record.sliced += index != self._next - 1
         self._made[site] += 1
         if index is None:
@@ -239,16 +239,16 @@ class Dealer:
     def _fits(self, index: int, operation: str, rows: Rows) -> bool:
         """Whether a draw may be the one: of the same kind, and for these rows as far as that can be told."""
         draw = self.record.draws[index]
-        told = draw.prints is not None and rows.prints is not None
-        return alike(operation, draw.operation) and (not told or by_contents(draw, rows) is not None)
+        has_prints = draw.prints is not None and rows.prints is not None
+        return alike(operation, draw.operation) and (not has_prints or by_contents(draw, rows) is not None)
 
-    def _searched(self, indices: Any, operation: str, rows: Rows) -> int | None:
+    def _find_draw(self, indices: Any, operation: str, rows: Rows) -> int | None:
         """The first draw that was made for these contents."""
         if rows.prints is None:
             return None
         near = sorted(indices, key=lambda index: abs(index - self._next))[:_SEARCHED]
-        told = (index for index in near if self.record.draws[index].prints is not None)
-        return next((index for index in told if self._fits(index, operation, rows)), None)
+        with_prints = (index for index in near if self.record.draws[index].prints is not None)
+        return next((index for index in with_prints if self._fits(index, operation, rows)), None)
 
     def _deal(self, index: int, run: Drawing, rows: Rows) -> tuple[torch.Tensor, Selection] | None:
         """The full batch's draw and the rows of it that are ours; None where there are none."""
@@ -266,15 +266,15 @@ class Dealer:
         return draw.value, selection
 
     def _rows_of(self, draw: Draw, rows: Rows) -> Selection | None:
-        known = draw.prints is not None and rows.prints is not None and draw.prints.shape == rows.prints.shape
-        if self._whole and known:
+        is_comparable = draw.prints is not None and rows.prints is not None and draw.prints.shape == rows.prints.shape
+        if self._whole and is_comparable:
             draw.prints, draw.least = rows.prints, rows.least  # in the precision of this run
         rows = replace(rows, least=max(rows.least, draw.least))  # a part may run in another precision than the whole
         selection, guessed = by_position(draw, rows, self.record.inner)
         self.record.ambiguous = self.record.ambiguous or guessed
-        return self._checked(draw, rows, selection)
+        return self._check_rows(draw, rows, selection)
 
-    def _checked(self, draw: Draw, rows: Rows, selection: Selection | None) -> Selection | None:
+    def _check_rows(self, draw: Draw, rows: Rows, selection: Selection | None) -> Selection | None:
         """Holds the rows' contents against those that were drawn for; the second reading looks for them elsewhere."""
         if not self.record.inner:
             doubt = doubtful(draw, rows, selection) if selection is not None else None
@@ -285,10 +285,10 @@ class Dealer:
             doubt = doubtful(draw, level, selection) if selection is not None else torch.tensor(True, device="cpu")
             if doubt is None or not bool(doubt):
                 return selection
-            found = by_contents(draw, level)
-            if found is not None:
+            by_content = by_contents(draw, level)
+            if by_content is not None:
                 withdraw(draw, rows)
-                return found
+                return by_content
         return selection
 
     def _refuse(self, operation: str, why: str) -> None:
@@ -297,7 +297,7 @@ class Dealer:
         self.record.unaligned.setdefault(operation, why)
         frame = calling_frame()
         if frame is not None:
-            self.record.places.setdefault(operation, (shown(frame[0]), frame[1]))
+            self.record.places.setdefault(operation, (display_path(frame[0]), frame[1]))
 
 
 def _why_not(draw: Draw | None, run: Drawing, shape: torch.Size) -> str:

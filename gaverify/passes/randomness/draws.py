@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from gaverify.passes.fingerprints import projected, real_numbers
-from gaverify.passes.randomness.foreign import ForeignDraw, call_site, recorded, states, watched
+from gaverify.passes.fingerprints import project_rows, real_numbers
+from gaverify.passes.randomness.foreign import ForeignDraw, call_site, record_draws, states, watch_generators
 from gaverify.passes.randomness.operations import Drawing, draws_unseen
-from gaverify.tracebacks import calling_frame, hands_over, shown
+from gaverify.tracebacks import calling_frame, display_path, hands_over
 
 _PAIRS = 50_000_000  # W · P above which rows are not looked for
 # How far fingerprints of one row may lie apart, relative to the largest: the rounding of what came before, in a batch
@@ -33,7 +33,7 @@ def fingerprint(source: torch.Tensor) -> torch.Tensor:
     """Returns one projection of every row of the last dimension."""
     values = real_numbers(source)
     values = values.to(torch.float64 if values.dtype is torch.float64 else torch.float32)
-    return values if values.dim() < 2 else projected(values, 1).squeeze(-1)
+    return values if values.dim() < 2 else project_rows(values, 1).squeeze(-1)
 
 
 def tolerance(source: torch.Tensor) -> float:
@@ -58,22 +58,22 @@ def matching_rows(
         taken: Rows that other micro-batches were given: equal rows are handed out in order, each once.
         least: As `tolerance` returns it.
     """
-    whole, part = _rows(full, dim), _rows(ours, dim)
-    if len(whole) * len(part) > _PAIRS or len(part) > len(whole):
+    full_rows, part = _rows(full, dim), _rows(ours, dim)
+    if len(full_rows) * len(part) > _PAIRS or len(part) > len(full_rows):
         return None
-    scale = float(whole.abs().max())
-    free = torch.ones(len(whole), dtype=torch.bool, device=whole.device)
+    scale = float(full_rows.abs().max())
+    free = torch.ones(len(full_rows), dtype=torch.bool, device=full_rows.device)
     for rows in taken:
         free[rows] = False
-    equal = _EQUAL * torch.finfo(whole.dtype).eps * scale
-    found = []
+    equal = _EQUAL * torch.finfo(full_rows.dtype).eps * scale
+    matches = []
     for row in part:
-        at = _nearest(whole, row, free, least * scale, equal)
+        at = _nearest(full_rows, row, free, least * scale, equal)
         if at is None:
             return None
         free[at] = False
-        found.append(at)
-    return torch.tensor(found, dtype=torch.int64, device=full.device)
+        matches.append(at)
+    return torch.tensor(matches, dtype=torch.int64, device=full.device)
 
 
 def _nearest(whole: torch.Tensor, row: torch.Tensor, free: torch.Tensor, allowed: float, equal: float) -> int | None:
@@ -83,16 +83,16 @@ def _nearest(whole: torch.Tensor, row: torch.Tensor, free: torch.Tensor, allowed
     nearest = float(distance[at])
     if not nearest <= allowed:
         return None
-    same = ((whole - whole[at]).abs().amax(1) <= equal) & free
+    is_equal = ((whole - whole[at]).abs().amax(1) <= equal) & free
     close = allowed <= max(_TOLERANCE.values()) * float(whole.abs().max())
-    if not close and bool((distance[~same] < _APART * nearest).any()):
+    if not close and bool((distance[~is_equal] < _APART * nearest).any()):
         return None
-    return int(same.nonzero()[0])
+    return int(is_equal.nonzero()[0])
 
 
 def _rows(prints: torch.Tensor, dim: int) -> torch.Tensor:
     """Two numbers per row along `dim`, of shape (rows, 2)."""
-    return projected(prints.movedim(dim, 0).flatten(1) if prints.dim() > 1 else prints.unsqueeze(1))
+    return project_rows(prints.movedim(dim, 0).flatten(1) if prints.dim() > 1 else prints.unsqueeze(1))
 
 
 _HIDDEN = "it draws inside its kernel, and no kernel that shows its draws took its place"
@@ -137,7 +137,7 @@ class DrawRecord:
     foreign_end: dict[str, Any] = field(default_factory=dict)
     used: set[int] = field(default_factory=set)  # draws that some micro-batch was dealt rows of
     # How many draws each micro-batch made at each place in the first reading.
-    made: dict[MicroBatch, Counter[int]] = field(default_factory=dict)
+    draw_counts: dict[MicroBatch, Counter[int]] = field(default_factory=dict)
     # Which draws were made at a place; of the generators that the dispatcher does not see, at the place's complement.
     _sites: dict[int, list[int]] = field(default_factory=dict, init=False, repr=False)
 
@@ -159,7 +159,7 @@ class DrawRecord:
         """Notes a draw without a row per sample, and the line of the user's code that is running."""
         if name not in self.shared:
             frame = calling_frame()
-            self.shared[name] = (shown(frame[0]), frame[1]) if frame is not None else None
+            self.shared[name] = (display_path(frame[0]), frame[1]) if frame is not None else None
 
     def rewind(self) -> None:
         """Starts dealing anew, for another pass over the micro-batches."""
@@ -174,7 +174,7 @@ class DrawRecord:
             draw.taken.clear()
 
 
-def placed(
+def place_draw(
     indices: Sequence[int], site: int, at: int, micro_batch: MicroBatch, made: Mapping[MicroBatch, Counter[int]]
 ) -> int | None:
     """Returns which of the full batch's draws of one place a micro-batch's draw number `at` of that place is.
@@ -215,9 +215,9 @@ class Recorder:
         """Runs the operation and keeps what it drew; `like` is what the tensor that is drawn into was made after."""
         run = Drawing(func, args, kwargs, like)
         if run.drawn is None:
-            if run.moved or draws_unseen(func, args, kwargs):
+            if run.has_moved or draws_unseen(func, args, kwargs):
                 self.record.fused.add(run.operation)
-        elif self.known.get(run.before) != run.drawn.shape and (run.moved or run.drawn.numel() == 0):
+        elif self.known.get(run.before) != run.drawn.shape and (run.has_moved or run.drawn.numel() == 0):
             self.known[run.before] = run.drawn.shape
             shape = tuple(run.source.shape) if run.source is not None else None
             prints = fingerprint(run.source) if run.source is not None and shape == run.drawn.shape else None
@@ -230,7 +230,7 @@ class Recorder:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Keeps Python's and NumPy's draws, and where the pass leaves their generators."""
-        with watched(recorded(self.record.foreign)):
+        with watch_generators(record_draws(self.record.foreign)):
             yield
         if self.record.foreign:
             self.record.foreign_end = states()

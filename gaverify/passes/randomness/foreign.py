@@ -60,7 +60,7 @@ def call_site() -> int:
             break
         if code is _CALL:
             # Only torch's own frame is asked for its locals: in a user's, the answer would keep tensors alive.
-            place += _called(frame.f_locals.get("self"))
+            place += _call_number(frame.f_locals.get("self"))
         elif _counts(module):
             place += (_number_of(code), frame.f_lasti)
         frame = frame.f_back  # type: ignore[assignment]
@@ -83,7 +83,7 @@ def loop_site() -> int:
     return hash(tuple(place))
 
 
-def _called(module: Any) -> tuple[int, ...]:
+def _call_number(module: Any) -> tuple[int, ...]:
     """The number of a module that is called; none for a wrapper of torch's around the user's."""
     if type(module).__module__.startswith(_WRAPPERS):
         return ()
@@ -91,10 +91,10 @@ def _called(module: Any) -> tuple[int, ...]:
 
 
 def _number_of(code: CodeType) -> int:
-    known = _codes.get(id(code))
-    if known is None:
-        known = _codes[id(code)] = code, _number(f"{code.co_filename}:{code.co_firstlineno}:{code.co_name}")
-    return known[1]
+    number = _codes.get(id(code))
+    if number is None:
+        number = _codes[id(code)] = code, _number(f"{code.co_filename}:{code.co_firstlineno}:{code.co_name}")
+    return number[1]
 
 
 def _number(text: str) -> int:
@@ -139,10 +139,10 @@ class ForeignDraw:
 
 
 @contextmanager
-def watched(handler: Handler) -> Iterator[None]:
+def watch_generators(handler: Handler) -> Iterator[None]:
     """Gives every draw from a global generator to `handler`, which runs it and returns its result."""
     depth = 0
-    kept: list[tuple[Any, str, Any]] = []
+    originals: list[tuple[Any, str, Any]] = []
 
     def wrap(module: str, name: str, function: Any) -> Any:
         @wraps(function)
@@ -164,15 +164,15 @@ def watched(handler: Handler) -> Iterator[None]:
             owner = getattr(holder, "_inst", None) if module == "random" else getattr(holder.rand, "__self__", None)
             for name, function in list(vars(holder).items()):
                 if getattr(function, "__self__", None) is owner and name not in _STATE:
-                    kept.append((holder, name, function))
+                    originals.append((holder, name, function))
                     setattr(holder, name, wrap(module, name, function))
         yield
     finally:
-        for holder, name, function in kept:
+        for holder, name, function in originals:
             setattr(holder, name, function)
 
 
-def recorded(draws: list[ForeignDraw]) -> Handler:
+def record_draws(draws: list[ForeignDraw]) -> Handler:
     """Returns what keeps each draw of the full batch."""
 
     @hands_over

@@ -42,7 +42,7 @@ class Kind(NamedTuple):
     mask: bool = False
 
 
-def _reversed(args: Args, drawn: torch.Tensor) -> torch.Tensor:
+def _reverse_order(args: Args, drawn: torch.Tensor) -> torch.Tensor:
     """Not the identity: it would hide that samples meet through a permutation."""
     return torch.arange(drawn.numel() - 1, -1, -1, device=drawn.device, dtype=drawn.dtype)
 
@@ -58,12 +58,12 @@ def _middle(args: Args, drawn: torch.Tensor) -> torch.Tensor:
     return torch.full_like(drawn, (low + high) / 2)
 
 
-def _masked(source: torch.Tensor, mask: torch.Tensor, args: Args) -> torch.Tensor:
+def _select_mask(source: torch.Tensor, mask: torch.Tensor, args: Args) -> torch.Tensor:
     keep = 1.0 - args[1]
     return source * mask.to(source.dtype) / keep if keep > 0 else torch.zeros_like(source)
 
 
-_DROPOUT = Kind(lambda args, result: result[1], lambda args: (1.0 - args[1],), applied=_masked, mask=True)
+_DROPOUT = Kind(lambda args, result: result[1], lambda args: (1.0 - args[1],), applied=_select_mask, mask=True)
 _RRELU = Kind(lambda args, result: args[1], applied=lambda source, noise, args: source * noise)
 _ZERO = Kind(typical=lambda args, drawn: torch.zeros_like(drawn))
 _BETWEEN = Kind(typical=_middle)
@@ -75,7 +75,7 @@ _KINDS = {
     "bernoulli": Kind(mask=True),
     "rrelu_with_noise": _RRELU,
     "rrelu_with_noise_functional": _RRELU,
-    "randperm": Kind(typical=_reversed),
+    "randperm": Kind(typical=_reverse_order),
     "multinomial": _ZERO,
     "random": _ZERO,
     "randint": _INTEGER,
@@ -104,8 +104,8 @@ class Drawing:
         self.source = self._source(func._schema.name.endswith("_"), like)
         self.result = func(*args, **kwargs)
         drawn = self.kind.drawn(args, self.result)
-        seen = isinstance(drawn, torch.Tensor) and "attention" not in self.operation
-        self.drawn: torch.Tensor | None = _plain(drawn) if seen else None  # None where it stays inside the kernel
+        is_visible = isinstance(drawn, torch.Tensor) and "attention" not in self.operation
+        self.drawn: torch.Tensor | None = _plain(drawn) if is_visible else None  # None where it stays inside the kernel
 
     def _source(self, writes: bool, like: torch.Tensor | None) -> torch.Tensor | None:
         """The input whose rows the drawn rows belong to, if there is one."""
@@ -117,11 +117,11 @@ class Drawing:
         return _plain(source).clone() if writes and self.kind is _RRELU else _plain(source)
 
     @property
-    def moved(self) -> bool:
+    def has_moved(self) -> bool:
         """Whether the generator has moved."""
         return generator_key(self.args, self._kwargs) != self.before
 
-    def replaced(self, drawn: torch.Tensor, value: torch.Tensor) -> Any:
+    def replace_numbers(self, drawn: torch.Tensor, value: torch.Tensor) -> Any:
         """Puts other numbers into the result, in place of those that were drawn, and returns it."""
         drawn.copy_(value)
         if self.kind.applied is not None and self.source is not None:
@@ -163,8 +163,8 @@ def draws_unseen(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> b
 
     cuDNN's recurrent layers do, and their like: dropout between layers reads a buffer that was seeded once.
     """
-    given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
-    return "rnn" in operation_name(func) and bool(given.get("train")) and float(given.get("dropout") or 0.0) > 0.0
+    named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
+    return "rnn" in operation_name(func) and bool(named.get("train")) and float(named.get("dropout") or 0.0) > 0.0
 
 
 def kind_of(operation: str) -> Kind:
@@ -182,8 +182,8 @@ def same_arguments(ours: Args, full: Args, shape: Sequence[int], full_shape: Seq
     if len(ours) != len(full):
         return False
     return all(
-        our == whole or math.isclose(our, whole) or (whole in full_shape and our in shape)
-        for our, whole in zip(ours, full, strict=True)
+        our == full_value or math.isclose(our, full_value) or (full_value in full_shape and our in shape)
+        for our, full_value in zip(ours, full, strict=True)
     )
 
 

@@ -94,8 +94,8 @@ def by_contents(draw: Draw, rows: Rows) -> Selection | None:
     if len(changed) > 1 or any(dim >= draw.prints.dim() for dim in changed):
         return None
     dim = changed[0] if changed else 0
-    found = matching_rows(draw.prints, rows.prints, dim, draw.taken, rows.least)
-    return [(dim, found)] if found is not None else None
+    matches = matching_rows(draw.prints, rows.prints, dim, draw.taken, rows.least)
+    return [(dim, matches)] if matches is not None else None
 
 
 def hand_out(draw: Draw, selection: Selection) -> None:

@@ -8,17 +8,17 @@ from gaverify.records.audit_report import AuditReport
 from gaverify.records.comparison import Outcome, together
 from gaverify.records.profile import Profile
 from gaverify.records.verdict import Verdict
-from gaverify.report.documents.encoding import VERSION, dumped
+from gaverify.report.documents.encoding import VERSION, dump_json
 from gaverify.report.stories import Answer, Report
 
 
 def answer_item(answer: Answer) -> dict[str, Any]:
     """Returns the document of any answer as plain containers, not yet fit for JSON."""
     from gaverify.report.documents.schema import shape_of  # pydantic, which only documents need
-    from gaverify.report.documents.schema.deriving import encoded
+    from gaverify.report.documents.schema.deriving import encode_record
 
     kinds = {Verdict: "verdict", AuditReport: "audit", Profile: "profile"}
-    return encoded(shape_of({"kind": kinds[type(answer)]}), answer)
+    return encode_record(shape_of({"kind": kinds[type(answer)]}), answer)
 
 
 def answer_text(answer: Answer) -> str:
@@ -26,7 +26,7 @@ def answer_text(answer: Answer) -> str:
 
     NaN and infinite numbers (the norm of a gradient that does not exist, a relative difference to zero) become null.
     """
-    return dumped(answer_item(answer))
+    return dump_json(answer_item(answer))
 
 
 def report_text(report: Report) -> str:
@@ -42,7 +42,7 @@ def report_text(report: Report) -> str:
         "profiles": [item for item in items if item["kind"] == "profile"],
         "errors": [{"source": source, "message": message} for source, message in report.errors],
     }
-    return dumped(document) + "\n"
+    return dump_json(document) + "\n"
 
 
 def overall_outcome(report: Report) -> Outcome:

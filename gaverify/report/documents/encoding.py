@@ -13,7 +13,7 @@ VERSION = 1
 """Version of the documents; it grows when a reader of the older one would break."""
 
 
-def dumped(document: Mapping[str, Any]) -> str:
+def dump_json(document: Mapping[str, Any]) -> str:
     """Returns a document as JSON text."""
     # ASCII escapes keep lone surrogates in names legal and make the bytes the same under every encoding.
     return json.dumps(plain(document), indent=2, ensure_ascii=True, allow_nan=False)

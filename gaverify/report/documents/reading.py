@@ -37,7 +37,7 @@ def read_report(path: Path) -> Report:
     Raises:
         SpecError: It cannot be read, is no JSON, is of another version, or is not gaverify's; a sentence says which.
     """
-    document = _parsed(path)
+    document = _parse_file(path)
     _check(document, path)
     try:
         return _report(document)
@@ -60,14 +60,16 @@ def _report(document: Mapping[str, Any]) -> Report:
 def answer_of(document: Mapping[str, Any]) -> Answer:
     """Returns the answer that a valid document of one verdict, audit or profile describes."""
     from gaverify.report.documents.schema import shape_of
-    from gaverify.report.documents.schema.deriving import decoded
+    from gaverify.report.documents.schema.deriving import decode_document
 
     kinds = {"audit": AuditReport, "profile": Profile}
-    answer: Answer = _built(kinds.get(document.get("kind", ""), Verdict), decoded(shape_of(document), document))
+    answer: Answer = _build_value(
+        kinds.get(document.get("kind", ""), Verdict), decode_document(shape_of(document), document)
+    )
     return answer
 
 
-def _parsed(path: Path) -> dict[str, Any]:
+def _parse_file(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(text_of_file(path, "document of gaverify's", _LARGEST), object_hook=_as_today)
     except (ValueError, RecursionError) as error:
@@ -111,18 +113,20 @@ def _check(document: Mapping[str, Any], path: Path) -> None:
         raise SpecError(f"{place}: {first['msg'].lower()}{more}; it is not as gaverify wrote it", str(path)) from error
 
 
-def _built(kind: Any, value: Any) -> Any:
+def _build_value(kind: Any, value: Any) -> Any:
     """Returns `value`, which came out of JSON, as what the annotation `kind` says."""
     if kind is Any:
         return value
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (types.UnionType, Union):
-        return None if value in (None, {}) else _built(next(part for part in inner if part is not type(None)), value)
+        return (
+            None if value in (None, {}) else _build_value(next(part for part in inner if part is not type(None)), value)
+        )
     if origin is tuple:
         parts = inner[:1] * len(value) if inner[-1:] == (...,) else inner
-        return tuple(_built(part, item) for part, item in zip(parts, value, strict=True))
+        return tuple(_build_value(part, item) for part, item in zip(parts, value, strict=True))
     if origin is not None and isinstance(value, Mapping):
-        return {_built(inner[0], key): _built(inner[-1], item) for key, item in value.items()}
+        return {_build_value(inner[0], key): _build_value(inner[-1], item) for key, item in value.items()}
     if kind is float:
         return math.nan if value is None else float(value)
     if isinstance(kind, type) and issubclass(kind, Enum):
@@ -130,5 +134,7 @@ def _built(kind: Any, value: Any) -> Any:
     if kind is ParameterComparison:  # a document has the words of its reason
         value = {**value, "why": _REASONS.get(value["reason"])}
     if is_dataclass(kind) or hasattr(kind, "_fields"):
-        return kind(**{name: _built(part, value[name]) for name, part in fields_of(kind).items() if name in value})
+        return kind(
+            **{name: _build_value(part, value[name]) for name, part in fields_of(kind).items() if name in value}
+        )
     return value

@@ -10,7 +10,7 @@ from gaverify.records.comparison import Outcome, ParameterComparison
 from gaverify.records.experiment import ModuleDifference
 from gaverify.report.junit import modules_of
 from gaverify.report.text.layout import clean
-from gaverify.report.text.wording import number, ordered
+from gaverify.report.text.wording import number, sort_rows
 
 _MOST_PARAMETERS = 40
 """Bars of parameters in a chart; of a larger model the worst ones are shown, and the table below lists all."""
@@ -105,10 +105,12 @@ def parameters_chart(rows: Sequence[ParameterComparison]) -> BarChart:
     A parameter whose gradient is zero or rounding has no relative difference and is left out.
     """
     relative = [row for row in rows if not row.vanishing and not math.isnan(row.difference_norm)]
-    worst = {id(row) for row in ordered(relative)[:_MOST_PARAMETERS]}
-    shown = [row for row in relative if id(row) in worst]
-    working = [row.working_difference_norm / row.reference_norm for row in shown]
-    scale = scale_of([*(r.relative_difference for r in shown), *(r.relative_allowed for r in shown), *working], 100)
+    worst = {id(row) for row in sort_rows(relative)[:_MOST_PARAMETERS]}
+    drawn_rows = [row for row in relative if id(row) in worst]
+    working = [row.working_difference_norm / row.reference_norm for row in drawn_rows]
+    scale = scale_of(
+        [*(r.relative_difference for r in drawn_rows), *(r.relative_allowed for r in drawn_rows), *working], 100
+    )
     bars = [
         Bar(
             clean(row.name or "(unnamed)"),
@@ -118,12 +120,12 @@ def parameters_chart(rows: Sequence[ParameterComparison]) -> BarChart:
             allowed=round(scale.at(row.relative_allowed), 1),
             working=round(scale.at(in_working), 1) if in_working != row.relative_difference else None,
         )
-        for row, in_working in zip(shown, working, strict=True)
+        for row, in_working in zip(drawn_rows, working, strict=True)
     ]
     if _are_all_divergent(bars):
         return BarChart()
     label = f"Relative difference of {len(bars)} parameters on a logarithmic axis"
-    return BarChart(label, bars, _ticks_of(scale), len(relative) - len(shown))
+    return BarChart(label, bars, _ticks_of(scale), len(relative) - len(drawn_rows))
 
 
 def repairs_chart(sizes: Sequence[tuple[str, float, str]]) -> BarChart:
@@ -136,17 +138,17 @@ def repairs_chart(sizes: Sequence[tuple[str, float, str]]) -> BarChart:
 
 def weights_chart(used: Sequence[float], right: Sequence[float]) -> BarChart:
     """Returns two bars per micro-batch, the weight that was used and the one that fits, on a linear axis from zero."""
-    shown = range(min(len(right), _MOST_WEIGHTS))
+    drawn_weights = range(min(len(right), _MOST_WEIGHTS))
     largest = max([abs(value) for value in (*used, *right) if math.isfinite(value)], default=0.0) or 1.0
     bars = []
-    for at in shown:
+    for at in drawn_weights:
         pair = (("used", used[at] if at < len(used) else 0.0), ("right", right[at]))
         for kind, value in pair:
             percent = 100 * abs(value) / largest if math.isfinite(value) else 0.0
             name = f"micro-batch {at + 1}" if kind == "used" else ""
             bars.append(Bar(name, kind, round(percent, 1), f"{value:.4g}"))
     label = f"Weights of {len(right)} micro-batches: used, and those that fit"
-    return BarChart(label, bars, [(0.0, "0"), (100.0, f"{largest:.3g}")], len(right) - len(shown))
+    return BarChart(label, bars, [(0.0, "0"), (100.0, f"{largest:.3g}")], len(right) - len(drawn_weights))
 
 
 def chart_by_parameters(rows: Sequence[ParameterComparison], causes: set[str]) -> BarChart:
@@ -156,13 +158,13 @@ def chart_by_parameters(rows: Sequence[ParameterComparison], causes: set[str]) -
         rows: All parameters.
         causes: The names of the modules that a finding names.
     """
-    worst_of = [(name, ordered(members)[0]) for name, members in modules_of(rows)]
+    worst_of = [(name, sort_rows(members)[0]) for name, members in modules_of(rows)]
     scale = scale_of((row.relative_difference for _, row in worst_of if not row.vanishing), 100)
     size = max(math.ceil(len(worst_of) / _MOST_MODULES), 1)
     bars = []
     for at in range(0, len(worst_of), size):
         piece = worst_of[at : at + size]
-        row = ordered(each for _, each in piece)[0]
+        row = sort_rows(each for _, each in piece)[0]
         name = next(name for name, each in piece if each is row)
         has_size = not row.vanishing and not math.isnan(row.relative_difference)
         bars.append(
@@ -185,14 +187,14 @@ def chart_by_outputs(modules: Sequence[ModuleDifference], causes: set[str]) -> B
     A module that only holds modules that differ is left out: it repeats what they show.
     """
     holders = _holders_of_differing(modules) - causes
-    shown = [module for module in modules if module.module not in holders]
-    if all(module.difference == 0 for module in shown):
+    drawn_modules = [module for module in modules if module.module not in holders]
+    if all(module.difference == 0 for module in drawn_modules):
         return BarChart()
-    scale = scale_of((module.difference for module in shown), 100)
-    size = math.ceil(len(shown) / _MOST_MODULES)
+    scale = scale_of((module.difference for module in drawn_modules), 100)
+    size = math.ceil(len(drawn_modules) / _MOST_MODULES)
     bars = []
-    for at in range(0, len(shown), size):
-        piece = shown[at : at + size]
+    for at in range(0, len(drawn_modules), size):
+        piece = drawn_modules[at : at + size]
         most = max(piece, key=lambda module: module.difference)
         differs = most.difference > 0
         bars.append(

@@ -34,7 +34,7 @@ def html_text(report: Report) -> str:
 
     It is made of what a JSON document keeps, so that one written from a saved document later is the same to the byte.
     """
-    views = [view_of(answer, report.show_all) for answer in map(_saved, report.answers)]
+    views = [view_of(answer, report.show_all) for answer in map(_round_trip, report.answers)]
     script = _file("page.js")
     hashed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     text = _template("page.html.jinja").render(
@@ -58,7 +58,7 @@ def card_html(answer: Answer) -> str:
     return _template("card.html.jinja").render(story=view.story, findings=view.findings, colour=colour)
 
 
-def _saved(answer: Answer) -> Answer:
+def _round_trip(answer: Answer) -> Answer:
     return answer_of(json.loads(json.dumps(plain(answer_item(answer)))))
 
 
@@ -67,12 +67,12 @@ def _printable(value: object) -> object:
     return value if isinstance(value, Markup) or not isinstance(value, str) else clean(value)
 
 
-def _coded(text: str, lines: bool = False) -> Markup:
+def _mark_code(text: str, lines: bool = False) -> Markup:
     """What stands between two backticks as code, all of it printable and escaped; `lines`: line breaks stay."""
-    shown = "\n".join(map(clean, text.split("\n"))) if lines else clean(text)
-    parts = shown.split("`")
+    clean_text = "\n".join(map(clean, text.split("\n"))) if lines else clean(text)
+    parts = clean_text.split("`")
     if len(parts) % 2 == 0:  # one without a partner
-        return escape(shown)
+        return escape(clean_text)
     return Markup("").join(Markup("<code>{}</code>").format(p) if at % 2 else escape(p) for at, p in enumerate(parts))
 
 
@@ -94,6 +94,6 @@ def _template(name: str) -> Template:
         lstrip_blocks=True,
         finalize=_printable,
     )
-    environment.filters["coded"] = _coded
+    environment.filters["coded"] = _mark_code
     environment.globals["limit"] = _LIMIT
     return environment.get_template(name)

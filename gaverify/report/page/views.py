@@ -26,8 +26,8 @@ from gaverify.report.page.charts import (
 from gaverify.report.plot import profile_svg
 from gaverify.report.stories import Answer, Story, Table, story_of
 from gaverify.report.text.layout import clean
-from gaverify.report.text.verdict import kind_of, rows_of, told
-from gaverify.report.text.wording import PROFILE, measures, number, ordered, profile_cells, worst
+from gaverify.report.text.verdict import kind_of, rows_of, summary_and_place
+from gaverify.report.text.wording import PROFILE, measures, number, profile_cells, sort_rows, worst
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def view_of(answer: Answer, show_all: bool = False) -> AnswerView:
             forward=chart_by_outputs(answer.modules, culprits),
             forward_begins=first_to_differ(answer.modules, culprits),
             forward_of=sum(answer.run.part),
-            weights=list(_fitted(answer)),
+            weights=list(_chart_fitted_weights(answer)),
         )
     if isinstance(answer, AuditReport):
         fits = [(f"update {update.number}", update.fit) for update in answer.updates]
@@ -113,7 +113,7 @@ def _largest(rows: Iterable[ParameterComparison]) -> float:
 
 
 def _finding(finding: Finding, before: float) -> FindingView:
-    summary, where = told(finding)
+    summary, where = summary_and_place(finding)
     place = finding.location
     lines: list[tuple[int, str, bool]] = []
     if place is not None and place.excerpt is not None:
@@ -131,14 +131,19 @@ def _before_and_after(finding: Finding, before: float) -> BarChart:
     values of the forward; `before` is the largest of a parameter, for want of the whole gradient's.
     """
     values = [evidence.values for evidence in finding.evidence]
-    left = next((_number(v.get("left", v.get("residual"))) for v in values if "left" in v or "residual" in v), math.nan)
+    difference_left = next(
+        (_number(v.get("left", v.get("residual"))) for v in values if "left" in v or "residual" in v), math.nan
+    )
     harm = [_number(e.values.get("difference")) for e in finding.evidence if e.probe == "harm"]
     alone = [_number(v.get("alone")) for v in values if "left" in v]
-    own = next((size for size in (*harm, *alone) if size > 0), before)
-    if math.isnan(left) or not own > 0:
+    full_difference = next((size for size in (*harm, *alone) if size > 0), before)
+    if math.isnan(difference_left) or not full_difference > 0:
         return BarChart()
-    whole = "as it is" if own is before else "whole gradient, as it is"
-    bars = [(whole, own, "divergent"), ("control run", left, "equivalent" if finding.proven else "inconclusive")]
+    label = "as it is" if full_difference is before else "whole gradient, as it is"
+    bars = [
+        (label, full_difference, "divergent"),
+        ("control run", difference_left, "equivalent" if finding.proven else "inconclusive"),
+    ]
     for repair in next((v["repairs"] for v in values if "repairs" in v), ()):
         kind = "equivalent" if repair["rounding"] else "inconclusive"
         bars.append((f"repair: {clean(str(repair['what']))}", _number(repair["left"]), kind))
@@ -150,11 +155,11 @@ def _number(value: object) -> float:
 
 
 def _table(table: Table, culprits: set[str], show_all: bool) -> TableView:
-    rows = [_cells(row, show_all) for row in ordered(table.rows)]
+    rows = [_cells(row, show_all) for row in sort_rows(table.rows)]
     modules = chart_by_parameters(table.rows, culprits)
     begins = next((bar.name for bar in modules.bars if bar.kind == Outcome.DIVERGENT.value), "")
-    known = {name for name, _ in modules_of(table.rows)}
-    elsewhere = sorted(clean(name) for name in culprits - known)
+    module_names = {name for name, _ in modules_of(table.rows)}
+    elsewhere = sorted(clean(name) for name in culprits - module_names)
     starred = any(row.vanishing for row in table.rows)
     last = "worst element: full vs accumulated" if show_all else "remark"
     return TableView(table.heading, rows, parameters_chart(table.rows), modules, begins, elsewhere, starred, last)
@@ -171,7 +176,7 @@ def _cells(row: ParameterComparison, show_all: bool) -> tuple[str, ...]:
     )
 
 
-def _fitted(verdict: Verdict) -> Iterator[tuple[str, BarChart]]:
+def _chart_fitted_weights(verdict: Verdict) -> Iterator[tuple[str, BarChart]]:
     fits = (evidence.values.get("weights") for finding in verdict.findings for evidence in finding.evidence)
     fitted = next((fit for fit in fits if isinstance(fit, (list, tuple)) and fit), None)
     if fitted is not None:

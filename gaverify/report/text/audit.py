@@ -40,9 +40,9 @@ def audit_facts(report: AuditReport) -> list[tuple[str, str]]:
     last = {run.role: run for run in report.runs}  # a run that is made again to show its draws replaces the first
     for role, run in last.items():
         if role in _ROLES:
-            made = f"{count_text(run.updates, 'update')} in {run.seconds:.1f} s"
+            updates_and_time = f"{count_text(run.updates, 'update')} in {run.seconds:.1f} s"
             how = f", {run.how}, so that what it does can be seen" if run.how else ""
-            rows.append((_ROLES[role], f"{run.command} ({made}{how})"))
+            rows.append((_ROLES[role], f"{run.command} ({updates_and_time}{how})"))
     seconds: dict[str, float] = {}
     for run in report.runs:
         if run.role in _CONTROLS:
@@ -65,16 +65,16 @@ def audit_facts(report: AuditReport) -> list[tuple[str, str]]:
 def _counts(counts: Sequence[WindowCount], layout: Layout) -> list[Line]:
     if not counts:
         return []
-    shown = [*counts[:_COUNTS], *counts[max(_COUNTS, len(counts) - _MORE) :]]
+    listed_counts = [*counts[:_COUNTS], *counts[max(_COUNTS, len(counts) - _MORE) :]]
     body = [
         [
             f"{count.update}" if count.complete else f"({count.update})",
             f"{count.backward} : {count.step} : {count.zero_grad}",
         ]
-        for count in shown
+        for count in listed_counts
     ]
     lines = table_of([["update", "backward : step : zero_grad"], *body], right=(0,))
-    hidden = len(counts) - len(shown)
+    hidden = len(counts) - len(listed_counts)
     if hidden > 0:
         lines.insert(1 + _COUNTS, [(f"  … {hidden} more", "dim")])
     if not counts[-1].complete:
@@ -84,7 +84,7 @@ def _counts(counts: Sequence[WindowCount], layout: Layout) -> list[Line]:
 
 
 def _update(update: UpdateComparison, layout: Layout, show_all: bool) -> list[Line]:
-    lines = layout.wrap(", ".join(_described(update)), first=f"update {update.number}", indent=_LABEL)
+    lines = layout.wrap(", ".join(_describe_update(update)), first=f"update {update.number}", indent=_LABEL)
     lines[0][0] = (lines[0][0][0], "bold")
     folded = not update.judged and not show_all
     if not folded:
@@ -95,12 +95,12 @@ def _update(update: UpdateComparison, layout: Layout, show_all: bool) -> list[Li
     ]
 
 
-def _described(update: UpdateComparison) -> Iterable[str]:
+def _describe_update(update: UpdateComparison) -> Iterable[str]:
     sizes = update.sizes
     yield count_text(update.backwards, "backward pass")
     if sizes:
-        same = len(set(sizes)) == 1
-        yield f"{len(sizes)} × {sizes[0]} rows" if same else f"{' + '.join(map(str, sizes[:12]))} rows"
+        is_equal_size = len(set(sizes)) == 1
+        yield f"{len(sizes)} × {sizes[0]} rows" if is_equal_size else f"{' + '.join(map(str, sizes[:12]))} rows"
     if update.valid_targets and update.ignored_targets:
         yield f"valid targets {' + '.join(map(str, update.valid_targets[:12]))}"
     data = update.data

@@ -112,8 +112,8 @@ def columns(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[li
 
 def table_of(rows: Iterable[Sequence[str]], right: Iterable[int] = (), indent: int = 2) -> list[Line]:
     """Returns the rows of a table in columns; the first is its bold heading."""
-    shown = columns(list(rows), right)
-    return [[(" " * indent + "  ".join(row), "" if at else "bold")] for at, row in enumerate(shown)]
+    cells = columns(list(rows), right)
+    return [[(" " * indent + "  ".join(row), "" if at else "bold")] for at, row in enumerate(cells)]
 
 
 def fact_lines(facts: Iterable[tuple[str, str]], layout: Layout, indent: int) -> list[Line]:
@@ -121,7 +121,7 @@ def fact_lines(facts: Iterable[tuple[str, str]], layout: Layout, indent: int) ->
     return [line for label, text in facts for line in layout.wrap(text, first="  " + label, indent=indent)]
 
 
-def joined(blocks: Iterable[list[Line]]) -> list[Line]:
+def join_blocks(blocks: Iterable[list[Line]]) -> list[Line]:
     """Returns the blocks with an empty line between them; empty blocks are left out."""
     lines: list[Line] = []
     for block in filter(None, blocks):

@@ -17,7 +17,7 @@ from gaverify.records.profile import (
 )
 from gaverify.report.text.layout import Layout, Line, cells, columns, pad
 from gaverify.report.text.table import STYLES
-from gaverify.report.text.wording import PROFILE, percent, profile_cells, titled
+from gaverify.report.text.wording import PROFILE, join_title, percent, profile_cells
 
 _LABEL = 13
 
@@ -38,7 +38,7 @@ def profile_facts(profile: Profile) -> list[tuple[str, str]]:
     threads = f", {count_text(setting.threads, 'thread')}" if setting.device == "cpu" else ""
     step = f"step of {setting.optimizer}" if setting.optimizer else "no optimizer step (`--optimizer` adds one)"
     rows = [
-        ("spec", titled(profile.source, profile.name)),
+        ("spec", join_title(profile.source, profile.name)),
         ("model", f"{setting.model}: {count_text(setting.parameters, 'parameter')}, {trainable} trainable"),
         ("batch", f"B = {setting.batch_size}, in K micro-batches of at most n samples"),
         ("update", f"forward and backward of every micro-batch, {step}; {setting.mode} mode, seed {setting.seed}"),
@@ -85,16 +85,16 @@ class _Block:
 
 
 def _bars(block: _Block, rows: Sequence[Row], layout: Layout) -> list[Line]:
-    shown = [(row, value) for row in rows if (value := block.value(row)) is not None]
-    if not shown:
+    row_values = [(row, value) for row in rows if (value := block.value(row)) is not None]
+    if not row_values:
         return []
-    names = columns([[layout.text(cell) for cell in profile_cells(row)[:2]] for row, _ in shown], right=(1,))
-    texts = columns([[layout.text(cell) for cell in block.text(row).split("|")] for row, _ in shown], right=(0, 1))
+    names = columns([[layout.text(cell) for cell in profile_cells(row)[:2]] for row, _ in row_values], right=(1,))
+    texts = columns([[layout.text(cell) for cell in block.text(row).split("|")] for row, _ in row_values], right=(0, 1))
     heads, tails = ["  " + "  ".join(name) + "  " for name in names], ["  " + "  ".join(text) for text in texts]
     room = max(layout.width - cells(heads[0]) - max(map(cells, tails)), 8)
-    largest = max(value for _, value in shown)
-    lines: list[Line] = [*layout.wrap(block.title([row for row, _ in shown]), indent=2, style="bold")]
-    for (_, value), head, tail in zip(shown, heads, tails, strict=True):
+    largest = max(value for _, value in row_values)
+    lines: list[Line] = [*layout.wrap(block.title([row for row, _ in row_values]), indent=2, style="bold")]
+    for (_, value), head, tail in zip(row_values, heads, tails, strict=True):
         length = round(room * value / largest) if largest > 0 else 0
         bar = ("#" if layout.ascii_only else "█") * max(length, 1 if value > 0 else 0)
         lines.append([(head, ""), (pad(bar, room), "cyan"), (tail, "")])

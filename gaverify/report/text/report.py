@@ -12,7 +12,7 @@ from gaverify.records.profile import Profile
 from gaverify.records.verdict import Verdict
 from gaverify.report.stories import Answer, Report, Story, story_of
 from gaverify.report.text.audit import audit_blocks
-from gaverify.report.text.layout import Layout, Line, cells, clean, columns, fact_lines, joined
+from gaverify.report.text.layout import Layout, Line, cells, clean, columns, fact_lines, join_blocks
 from gaverify.report.text.profile import profile_blocks
 from gaverify.report.text.table import STYLES
 from gaverify.report.text.verdict import finding_lines, outcome_lines, verdict_blocks
@@ -28,12 +28,12 @@ def answer_lines(answer: Answer, layout: Layout, show_all: bool = False) -> list
     """Returns the whole report of one answer: the outcome and why, findings, then what was run and its numbers."""
     story = story_of(answer)
     facts = fact_lines(story.facts, layout, _LABELS[story.kind])
-    return joined([*_short_blocks(answer, story, layout), facts, *_blocks(answer, layout, show_all)])
+    return join_blocks([*_short_blocks(answer, story, layout), facts, *_blocks(answer, layout, show_all)])
 
 
 def short_lines(answer: Answer, layout: Layout) -> list[Line]:
     """Returns the outcome of one answer and why, and its findings."""
-    return joined(_short_blocks(answer, story_of(answer), layout))
+    return join_blocks(_short_blocks(answer, story_of(answer), layout))
 
 
 def answer_line(story: Story) -> str:
@@ -85,7 +85,7 @@ def report_lines(report: Report, layout: Layout) -> list[Line]:
     blocks = [answer_lines(answer, layout, report.show_all) for answer in report.answers]
     if len(report.answers) != 1 or report.errors:
         blocks.append(summary_lines([story_of(answer) for answer in report.answers], report.errors, layout))
-    return joined(blocks)
+    return join_blocks(blocks)
 
 
 def summary_lines(stories: Sequence[Story], errors: Sequence[tuple[str, str]], layout: Layout) -> list[Line]:
@@ -94,9 +94,9 @@ def summary_lines(stories: Sequence[Story], errors: Sequence[tuple[str, str]], l
     names = columns([[layout.shorten(story.title, _WIDEST)] for story in stories])
     for story, (name,) in zip(stories, names, strict=True):
         lead = f"  {story.outcome.value:<14}"
-        told = f"{story.sentence} (accepted)" if story.accepted else story.sentence
-        told += time_text(story)
-        body = layout.wrap(told, indent=len(lead) + cells(name) + 2)
+        summary = f"{story.sentence} (accepted)" if story.accepted else story.sentence
+        summary += time_text(story)
+        body = layout.wrap(summary, indent=len(lead) + cells(name) + 2)
         body[0][:1] = [(lead, STYLES[story.outcome]), (name + "  ", "")]
         lines += body
     for source, message in errors:

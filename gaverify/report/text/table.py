@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from gaverify.records.comparison import Method, Outcome, ParameterComparison
 from gaverify.report.text.layout import Layout, Line, cells, columns, pad
-from gaverify.report.text.wording import NOT_RELATIVE, measures, number, ordered, value, worst
+from gaverify.report.text.wording import NOT_RELATIVE, measures, number, sort_rows, value, worst
 
 SMALL = 10
 """A table of at most so many parameters is never folded."""
@@ -26,13 +26,13 @@ _LEFT_OUT = (0, 0, 1)
 
 def table_lines(parameters: Iterable[ParameterComparison], layout: Layout, show_all: bool) -> list[Line]:
     """Returns the table with its header, the folded count and the footnote; nothing where there is no parameter."""
-    rows = ordered(parameters)
+    rows = sort_rows(parameters)
     if not rows:
         return []
-    shown = rows if show_all or len(rows) <= SMALL else _failing(rows)
-    lines = _rows(shown, layout, with_worst=show_all) if shown else []
-    lines += _hidden(rows[len(shown) :], layout, "… and {} more" if shown else "{}")
-    if any(row.vanishing for row in shown):
+    visible_rows = rows if show_all or len(rows) <= SMALL else _failing(rows)
+    lines = _rows(visible_rows, layout, with_worst=show_all) if visible_rows else []
+    lines += _lines_of_fold(rows[len(visible_rows) :], layout, "… and {} more" if visible_rows else "{}")
+    if any(row.vanishing for row in visible_rows):
         lines += layout.wrap(NOT_RELATIVE, indent=2, style="dim")
     return lines
 
@@ -41,7 +41,7 @@ def _failing(rows: Sequence[ParameterComparison]) -> list[ParameterComparison]:
     return [row for row in rows if row.outcome is not Outcome.EQUIVALENT][:FOLDED]
 
 
-def _hidden(rows: Sequence[ParameterComparison], layout: Layout, counted: str) -> list[Line]:
+def _lines_of_fold(rows: Sequence[ParameterComparison], layout: Layout, counted: str) -> list[Line]:
     """Returns a line for each outcome that the fold hides."""
     lines: list[Line] = []
     for outcome in (Outcome.DIVERGENT, Outcome.INCONCLUSIVE, Outcome.EQUIVALENT):
@@ -56,17 +56,17 @@ def _hidden(rows: Sequence[ParameterComparison], layout: Layout, counted: str) -
 def _rows(rows: Sequence[ParameterComparison], layout: Layout, with_worst: bool) -> list[Line]:
     body = [[layout.text(cell) for cell in _cells(row)] for row in rows]
     table = [[layout.text(cell) for cell in _HEADER], *body]
-    rest = columns([row[1:] for row in table], right=(1, 2, 3))
-    taken = _taken(rest)
+    other_cells = columns([row[1:] for row in table], right=(1, 2, 3))
+    taken = _cells_width(other_cells)
     for at in _LEFT_OUT:
         if taken + _SHORTEST > layout.width and not layout.whole:
-            rest = [[*row[:at], *row[at + 1 :]] for row in rest]
-            taken = _taken(rest)
+            other_cells = [[*row[:at], *row[at + 1 :]] for row in other_cells]
+            taken = _cells_width(other_cells)
     widest = max(cells(row[0]) for row in table)
     wide = _worst_column(rows, layout, layout.width - taken - widest - len(_GAP)) if with_worst else None
     room = widest if wide or layout.whole else max(min(widest, layout.width - taken), _SHORTEST)
     lines: list[Line] = []
-    for at, tail in enumerate(rest):
+    for at, tail in enumerate(other_cells):
         name = table[at][0]
         if cells(name) > room:  # what is cut off might be what tells two parameters apart: it has a line of its own
             lines += layout.wrap(name, indent=2)
@@ -82,7 +82,7 @@ def _rows(rows: Sequence[ParameterComparison], layout: Layout, with_worst: bool)
     return lines
 
 
-def _taken(rest: Sequence[Sequence[str]]) -> int:
+def _cells_width(rest: Sequence[Sequence[str]]) -> int:
     """The cells of a line that are not the name's."""
     return sum(cells(cell) + len(_GAP) for cell in rest[0]) + len(_GAP)
 

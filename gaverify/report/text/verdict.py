@@ -10,7 +10,7 @@ from gaverify.records.findings import Finding
 from gaverify.records.verdict import RunInfo, Trace, TraceStep, Verdict
 from gaverify.report.text.layout import Layout, Line, table_of
 from gaverify.report.text.table import STYLES, table_lines
-from gaverify.report.text.wording import number, ranks_line, titled, value
+from gaverify.report.text.wording import join_title, number, ranks_line, value
 
 
 def finding_lines(finding: Finding, layout: Layout) -> list[Line]:
@@ -20,7 +20,7 @@ def finding_lines(finding: Finding, layout: Layout) -> list[Line]:
         head += f" ({kind_of(finding)})"
     if finding.accepted:
         head += " (accepted)"
-    text, where = told(finding)
+    text, where = summary_and_place(finding)
     heads = [("where", where), ("accepted", finding.accepted)]
     lines = layout.wrap(f"{head}: {text}", indent=4)
     first = STYLES[Outcome.DIVERGENT] if finding.severity == "fault" else "bold"
@@ -43,7 +43,7 @@ def kind_of(finding: Finding) -> str:
     return "note" if finding.severity == "note" else "proven" if finding.proven else "suspected"
 
 
-def told(finding: Finding) -> tuple[str, str]:
+def summary_and_place(finding: Finding) -> tuple[str, str]:
     """Returns a finding's summary, and file and line where they have to be shown on a line of their own.
 
     The summary gets the finding's place in front unless it names the place already. Where it names the module but not
@@ -75,8 +75,10 @@ def acceptance_sentences(answer: Verdict | AuditReport) -> list[str]:
     acceptance = answer.acceptance
     sentences = ["accepted: every cause of the divergence is one that is known and wanted"] if answer.accepted else []
     if acceptance.expected is not None:
-        met = "as expected" if acceptance.expected is answer.outcome else f"{acceptance.expected.value} was expected"
-        sentences.append(met)
+        comparison = (
+            "as expected" if acceptance.expected is answer.outcome else f"{acceptance.expected.value} was expected"
+        )
+        sentences.append(comparison)
     sentences += [f"stale: {sentence}" for sentence in acceptance.stale]
     return [*sentences, *(f"not accepted: {sentence}" for sentence in acceptance.refused)]
 
@@ -121,14 +123,17 @@ def verdict_facts(verdict: Verdict) -> list[tuple[str, str]]:
     count = f"{run.parameters:,} {'parameter' if run.parameters == 1 else 'parameters'}"
     trainable = "all trainable" if run.trainable == run.parameters else f"{run.trainable:,} trainable"
     rows = [
-        ("spec", titled(verdict.source, verdict.name)),
+        ("spec", join_title(verdict.source, verdict.name)),
         ("model", f"{run.model}: {count}, {trainable}"),
         ("batch", _batch(run)),
         ("weights", _weights(run)),
         ("strategy", f"{run.strategy}, {run.mode} mode, seed {run.seed}"),
         ("reference", _reference(run)),
         ("ranks", "" if verdict.ranks is None else ranks_line(verdict.ranks, run.steps)),
-        ("where", f"{run.device}, {run.dtype}{_rounded(run)}, autocast {run.autocast or 'off'}, torch {run.torch}"),
+        (
+            "where",
+            f"{run.device}, {run.dtype}{_describe_rounding(run)}, autocast {run.autocast or 'off'}, torch {run.torch}",
+        ),
         ("loss", f"full batch {value(run.loss_full)}, accumulated {value(run.loss_accumulated)}"),
     ]
     return [(label, text) for label, text in rows if text]
@@ -196,6 +201,6 @@ def _step(step: TraceStep, layout: Layout) -> list[Line]:
     return layout.wrap(text, first="  step", indent=_LABEL)
 
 
-def _rounded(run: RunInfo) -> str:
+def _describe_rounding(run: RunInfo) -> str:
     """What the switches of torch let products round float32 to: part of how the run was computed."""
     return f" ({', '.join(run.rounded)})" if run.rounded else ""

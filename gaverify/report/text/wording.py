@@ -80,9 +80,9 @@ def ranks_line(facts: RankFacts, micro_batches: int) -> str:
     """Returns how many ranks there were, under which engine, and what they sent each other."""
     engine = facts.engine.value if facts.engine is not None else "no known engine"
     kinds = ", ".join(f"{count} {kind.value}" for kind, count in facts.window.counts.items()) or "no collective"
-    held = "" if math.isnan(facts.apart) else f"; replicas {'identical' if facts.apart == 0.0 else 'apart'}"
+    replicas = "" if math.isnan(facts.apart) else f"; replicas {'identical' if facts.apart == 0.0 else 'apart'}"
     each = f", K = {micro_batches // facts.ranks} each" if micro_batches else ""
-    return f"{facts.ranks} × {engine}{each}: {kinds} per window, {bytes_text(facts.window.bytes_moved)}{held}"
+    return f"{facts.ranks} × {engine}{each}: {kinds} per window, {bytes_text(facts.window.bytes_moved)}{replicas}"
 
 
 def shape(row: ParameterComparison) -> str:
@@ -112,7 +112,7 @@ def worst(row: ParameterComparison) -> str:
     return f"{index}: {value(row.worst.reference)} vs {value(row.worst.accumulated)}"
 
 
-def ordered(rows: Iterable[ParameterComparison]) -> list[ParameterComparison]:
+def sort_rows(rows: Iterable[ParameterComparison]) -> list[ParameterComparison]:
     """Returns the parameters worst first; equivalent ones, which rounding alone tells apart, keep the model's order."""
 
     def rank(row: ParameterComparison) -> tuple[float, ...]:
@@ -121,7 +121,7 @@ def ordered(rows: Iterable[ParameterComparison]) -> list[ParameterComparison]:
     return sorted(rows, key=rank, reverse=True)
 
 
-def titled(source: str, name: str) -> str:
+def join_title(source: str, name: str) -> str:
     """Returns file and name of a spec together: a folder may hold two of one name, and a model many."""
     return f"{source} ({name})" if source and name else source or name
 
@@ -143,8 +143,8 @@ def _equivalent(verdict: Verdict, total: int) -> str:
     agree = sum(row.outcome is Outcome.EQUIVALENT for row in verdict.parameters) - unused
     asked = verdict.method == Method.TOLERANCE
     how = "agree within the tolerances that were asked for" if asked else "agree to rounding"
-    rest = f", {unused} {'was' if unused == 1 else 'were'} not compared" if unused else ""
-    return f"{agree} of {total} {_parameters(total)} {_verb(how, agree)}{rest}"
+    unused_text = f", {unused} {'was' if unused == 1 else 'were'} not compared" if unused else ""
+    return f"{agree} of {total} {_parameters(total)} {_verb(how, agree)}{unused_text}"
 
 
 def _divergent(verdict: Verdict, total: int) -> str:
@@ -152,14 +152,16 @@ def _divergent(verdict: Verdict, total: int) -> str:
     if not rows:
         return "no single gradient differs; the findings say what does"
     text = f"{len(rows)} of {total} {_parameters(total)} {_verb('differ', len(rows))}"
-    apart = [row for row in rows if row.vanishing]  # relative to a zero, or to its rounding, any difference is enormous
+    vanishing_rows = [
+        row for row in rows if row.vanishing
+    ]  # relative to a zero, or to its rounding, any difference is enormous
     sizes = [row.relative_difference for row in rows if not row.vanishing]
     finite = [size for size in sizes if math.isfinite(size)]
     if finite:
         text += f", by up to {percent(max(finite))}"
     if any(math.isnan(size) for size in sizes):
         text += "; not every gradient is finite and there on both sides"
-    elif apart or any(math.isinf(size) for size in sizes):
+    elif vanishing_rows or any(math.isinf(size) for size in sizes):
         text += "; where the full-batch gradient is zero, by more than rounding"
     return text
 
@@ -189,15 +191,15 @@ def _parameters(count: int) -> str:
 
 
 def _verb(phrase: str, count: int) -> str:
-    first, _, rest = phrase.partition(" ")
-    return " ".join(filter(None, (first + ("s" if count == 1 else ""), rest)))
+    first, _, remainder = phrase.partition(" ")
+    return " ".join(filter(None, (first + ("s" if count == 1 else ""), remainder)))
 
 
 def method(verdict: Verdict) -> str:
     """Returns how the verdict was decided and the smallest fault that this way could have seen."""
     verb = "compared" if verdict.outcome is Outcome.INCONCLUSIVE else "decided"
     counts = Counter(row.method for row in verdict.parameters if row.method != Method.NOT_COMPARED)
-    apart = len(verdict.parameters) - counts.total()
+    uncompared = len(verdict.parameters) - counts.total()
     if len(counts) > 1:
         text = f"{verb} " + ", ".join(f"{METHODS[name]} ({count})" for name, count in counts.most_common())
     elif verdict.method == Method.NOT_COMPARED:
@@ -205,10 +207,10 @@ def method(verdict: Verdict) -> str:
     else:
         text = f"{verb} {METHODS.get(verdict.method, f'by {verdict.method}')}"
     if verdict.outcome is not Outcome.EQUIVALENT:  # the sentence of an equivalent verdict says it already
-        text += f"; {apart} not compared" if apart else ""
+        text += f"; {uncompared} not compared" if uncompared else ""
     if verdict.method == Method.TOLERANCE and verdict.spec:
-        given = [f"{key} {verdict.spec[key]}" for key in ("rtol", "atol") if verdict.spec.get(key) is not None]
-        text += f" ({', '.join(given)})" if given else ""
+        tolerances = [f"{key} {verdict.spec[key]}" for key in ("rtol", "atol") if verdict.spec.get(key) is not None]
+        text += f" ({', '.join(tolerances)})" if tolerances else ""
     if (few := verdict.few_samples) is not None:
         text += (
             f" (float64: {few.samples} samples agree to {number(few.structure)}; weights ± {percent(few.weights)}; "

@@ -20,7 +20,7 @@ from gaverify.audit.processes import check_updates
 from gaverify.audit.recording.changes import ByHand, Unannounced
 from gaverify.audit.recording.session import started_processes
 from gaverify.audit.recording.values import out_of_sight
-from gaverify.audit.stages import Rows, decided_by_weights
+from gaverify.audit.stages import Rows, decide_by_weights
 from gaverify.errors import ProblemError
 from gaverify.records.comparison import Method, NotCompared, Outcome, ParameterComparison, resolution_of
 from gaverify.records.events import Event
@@ -68,7 +68,7 @@ class TestUnannounced:
         module, unannounced = model(), Unannounced()
         unannounced.look(module)
         for at in range(2):
-            unannounced.differentiated()
+            unannounced.note_differentiation()
             moved(module, 0.5)
             unannounced.look(module)
             assert (unannounced.moves, unannounced.windows) == (at + 1, 0)  # no optimizer holds what moved
@@ -83,30 +83,30 @@ class TestUnannounced:
     def test_windows_beside_an_optimizer_are_over_once_their_gradient_is_gone(self) -> None:
         module, unannounced = model(), Unannounced()
         for at, left in enumerate((None, None, 1.0, None)):
-            unannounced.differentiated()
+            unannounced.note_differentiation()
             assert unannounced.windows == [0, 1, 2, 2][at]  # one begins: the gradient of the last was used, or is left
-            unannounced.look(module, held=True)
+            unannounced.look(module, has_optimizer=True)
             moved(module, 0.5)
-            unannounced.look(module, held=True)
+            unannounced.look(module, has_optimizer=True)
             module.weight.grad = None if left is None else torch.full_like(module.weight, left)
-        unannounced.differentiated()
+        unannounced.note_differentiation()
         assert unannounced.windows == 3 and unannounced.moves == 4
 
     def test_weights_that_are_put_back_make_no_step(self) -> None:
         module, unannounced = model(), Unannounced()
         for _ in range(4):
             for step in (0.5, -0.5):
-                unannounced.differentiated()
-                unannounced.look(module, held=True)
+                unannounced.note_differentiation()
+                unannounced.look(module, has_optimizer=True)
                 moved(module, step)
-                unannounced.look(module, held=True)
+                unannounced.look(module, has_optimizer=True)
             assert unannounced.windows == 0
 
     def test_differentiations_without_a_move_do_not_count(self) -> None:
         module, unannounced = model(), Unannounced()
         for _ in range(4):
             unannounced.look(module)
-            unannounced.differentiated()
+            unannounced.note_differentiation()
         assert unannounced.moves == 0
 
 
@@ -146,7 +146,7 @@ def outcomes(found: Rows) -> set[Outcome]:
 
 @pytest.mark.parametrize("apart, rest", [(7.9 * U, 7.0 * U), (4 * U, 3.5 * U), (1.9 * U, 0.1 * U), (0.0, 0.0)])
 def test_a_rest_that_no_weights_explain_is_rounding(apart: float, rest: float) -> None:
-    found = decided_by_weights(rows(apart), fit(rest), U)
+    found = decide_by_weights(rows(apart), fit(rest), U)
     assert outcomes(found) == {Outcome.EQUIVALENT}
     assert {row.method for row in found.parameters} == {Method.WEIGHTS}
     assert found.noise == rest
@@ -155,7 +155,7 @@ def test_a_rest_that_no_weights_explain_is_rounding(apart: float, rest: float) -
 
 @pytest.mark.parametrize("apart, rest", [(0.25, 0.02), (3.0, 0.02), (8.2 * U, 2 * U)])
 def test_what_other_weights_explain_is_a_fault(apart: float, rest: float) -> None:
-    found = decided_by_weights(rows(apart), fit(rest), U)
+    found = decide_by_weights(rows(apart), fit(rest), U)
     assert outcomes(found) == {Outcome.DIVERGENT}
     assert found.noise == rest
 
@@ -164,7 +164,7 @@ def test_a_parameter_that_differs_by_no_more_than_the_rest_stays_open() -> None:
     """Its own difference may be rounding; that the weights are wrong shows in the others."""
     made = rows(0.25)
     within = replace(made, parameters=(made.parameters[0], made.parameters[1]._replace(difference_norm=0.001)))
-    found = decided_by_weights(within, fit(0.02), U)
+    found = decide_by_weights(within, fit(0.02), U)
     assert [row.outcome for row in found.parameters] == [Outcome.DIVERGENT, Outcome.INCONCLUSIVE]
 
 
@@ -179,30 +179,30 @@ def test_a_parameter_that_differs_by_no_more_than_the_rest_stays_open() -> None:
 )
 def test_what_the_weights_do_not_tell_is_left_to_the_noise_floor(apart: float, rest: float) -> None:
     made = rows(apart)
-    assert decided_by_weights(made, fit(rest), U) is made
+    assert decide_by_weights(made, fit(rest), U) is made
 
 
 def test_float32_is_left_to_the_noise_floor() -> None:
     made = rows(1e-8)
-    assert decided_by_weights(made, fit(1e-8), 2.0**-24) is made
+    assert decide_by_weights(made, fit(1e-8), 2.0**-24) is made
 
 
 def test_no_fit_or_one_with_as_many_weights_as_numbers_decides_nothing() -> None:
     made = rows(0.25)
-    assert decided_by_weights(made, None, U) is made
-    assert decided_by_weights(made, replace(fit(0.02), vacuous=True), U) is made
+    assert decide_by_weights(made, None, U) is made
+    assert decide_by_weights(made, replace(fit(0.02), vacuous=True), U) is made
 
 
 @pytest.mark.parametrize("why", [NotCompared.MISSING_IN_ACCUMULATED, NotCompared.NOT_FINITE_IN_ACCUMULATED])
 def test_a_gradient_that_is_not_there_or_no_number_is_no_question_of_weights(why: NotCompared) -> None:
     spoilt = row("spoilt", math.nan if why.missing else 0.5, math.nan, why)
     made = Rows((*rows(0.01).parameters, spoilt), 0.6)
-    assert decided_by_weights(made, fit(0.01), U) is made
+    assert decide_by_weights(made, fit(0.01), U) is made
 
 
 def test_a_gradient_of_zeros_is_left_as_it_is() -> None:
     made = Rows((row("zero", 0.0, 0.0),), 0.0)
-    assert decided_by_weights(made, fit(0.0), U) is made
+    assert decide_by_weights(made, fit(0.0), U) is made
 
 
 STEP, BACKWARD = Event("step", 1), Event("backward", 1)

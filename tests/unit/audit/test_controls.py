@@ -13,7 +13,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gaverify.audit.coupling_controls import Pair, agree, feels_the_rest, first_module, levels, loss_apart, writers_of
+from gaverify.audit.coupling_controls import (
+    Pair,
+    agree,
+    feels_the_rest,
+    first_module,
+    levels,
+    loss_difference,
+    writers_of,
+)
 from gaverify.audit.job import SCRIPT
 from gaverify.audit.recording.graph import keep_lines, meetings
 from gaverify.audit.recording.outputs import Holding, Outputs, Spots, rows_at
@@ -83,7 +91,7 @@ def run(model: nn.Module, held: Sequence[str], loss: Loss, source: Path | None) 
     for piece in pieces:
         with holding.listening(model, (piece,), {}):
             result = loss(_Once(model), piece)
-        holding.differentiated(result)
+        holding.note_differentiation(result)
         (result / len(pieces)).backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}, holding
 
@@ -288,7 +296,7 @@ def test_a_module_that_mixes_samples_keeps_no_statistics() -> None:
 def test_modules_that_look_at_one_sample_agree(middle: nn.Module) -> None:
     found = pairs(middle)
     assert first_module(found, UNIT) is None
-    assert agree(found, UNIT) and loss_apart(found, UNIT) == 0.0
+    assert agree(found, UNIT) and loss_difference(found, UNIT) == 0.0
 
 
 def test_a_module_that_counts_its_calls_does_not_couple() -> None:
@@ -308,12 +316,12 @@ def test_the_first_call_on_every_rank_has_to_agree() -> None:
 def test_a_loss_that_compares_samples_gives_back_something_else() -> None:
     found = pairs(nn.GroupNorm(2, 8), contrastive)
     assert first_module(found, UNIT) is None and agree(found, UNIT)
-    assert loss_apart(found, UNIT) > 0.01
+    assert loss_difference(found, UNIT) > 0.01
 
 
 def test_a_factor_is_no_coupling() -> None:
     found = pairs(nn.GroupNorm(2, 8), each_of, lambda result: each_of(result) / 7)
-    assert loss_apart(found, UNIT) == 0.0
+    assert loss_difference(found, UNIT) == 0.0
 
 
 @pytest.mark.parametrize(("loss", "feels"), [(each_of, False), (contrastive, True)])
@@ -330,7 +338,7 @@ def test_a_term_that_is_not_divided_parts_and_feels_nothing() -> None:
     def other(found: torch.Tensor) -> torch.Tensor:
         return each_of(found) + 3 * found.exp().sum()
 
-    assert loss_apart(pairs(nn.GroupNorm(2, 8), each_of, other), UNIT) > 0.01
+    assert loss_difference(pairs(nn.GroupNorm(2, 8), each_of, other), UNIT) > 0.01
     torch.manual_seed(0)
     model = nn.Linear(6, 4)
     plain, moved = (listened(model, (SAMPLES_COUPLING,), other, rest) for rest in ((), (SCRIPT,)))

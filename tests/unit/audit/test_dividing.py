@@ -66,7 +66,7 @@ def test_a_mean_over_valid_targets_tells_how_many_they_are(
     weight.begin(root)
     root.backward()
     weight.end()
-    assert weight.counted == pytest.approx(STEPS * VALID)
+    assert weight.divisor == pytest.approx(STEPS * VALID)
 
 
 @pytest.mark.parametrize("loss, divided", [(each, True), (gathered, True), (functional.cross_entropy, False)])
@@ -85,14 +85,14 @@ def test_a_sum_counts_one() -> None:
     weight.begin(root)
     root.backward()
     assert weight.end() == 1.0
-    assert weight.counted == pytest.approx(1.0)
+    assert weight.divisor == pytest.approx(1.0)
 
 
 def test_nothing_is_told_of_several_roots() -> None:
     weight = Weight()
     weight.begin([torch.zeros((), device="cpu")])
     weight.end()
-    assert weight.counted is None
+    assert weight.divisor is None
 
 
 def weight() -> nn.Parameter:

@@ -18,7 +18,7 @@ from gaverify.audit.recording.draws import draw_mode
 from gaverify.audit.recording.recorder import Recorder
 from gaverify.audit.recording.storage import Storage
 from gaverify.audit.recording.values import Roundoff
-from gaverify.collective.engines import joined
+from gaverify.collective.engines import join_group
 from gaverify.collective.launching import run
 from gaverify.collective.traffic import TrafficMeter
 from gaverify.passes.gradients import full_batch_gradients
@@ -192,7 +192,7 @@ def test_types_without_roundoff_do_not_count() -> None:
 
 def _reduced(folder: Path) -> list[str]:
     meter = TrafficMeter()
-    with joined(0, 1, folder / "store"), meter.counting():
+    with join_group(0, 1, folder / "store"), meter.counting():
         dist.all_reduce(torch.ones(2, dtype=torch.float16, device="cpu"))
         dist.broadcast(torch.ones(2, dtype=torch.float64, device="cpu"), 0)
     return [str(dtype) for dtype in meter.reduced_in]

@@ -23,7 +23,7 @@ from gaverify.audit.job import (
     failed_first,
     folder_for,
     free_port,
-    is_whole,
+    has_all_records,
     note_fault,
     program,
     ranks_of,
@@ -97,12 +97,12 @@ def test_ranks_are_found_whatever_else_trained(tmp_path: Path) -> None:
     _process(tmp_path, 13, 0, 1)  # a tokenizer, trained by the parent
     folder_for(tmp_path, 14)  # the launcher's agent
     assert ranks_of(tmp_path) == [zero, one]
-    assert is_whole(tmp_path) and ended_early(tmp_path) == []
+    assert has_all_records(tmp_path) and ended_early(tmp_path) == []
 
 
 def test_a_run_that_lacks_a_rank_is_not_whole(tmp_path: Path) -> None:
     _process(tmp_path, 11, 1, 2, updates=1)
-    assert not is_whole(tmp_path)
+    assert not has_all_records(tmp_path)
     assert ended_early(tmp_path) == [(1, 1)]
 
 
@@ -115,9 +115,9 @@ def test_the_first_failure_is_found(tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_launcher_is_its_own_process(tmp_path: Path) -> None:
-    assert ranks_of(tmp_path) == [] and not is_whole(tmp_path)
+    assert ranks_of(tmp_path) == [] and not has_all_records(tmp_path)
     (tmp_path / "meta.json").write_text('{"rank": 1, "ranks": 2, "updates": 2}', encoding="utf-8")
-    assert ranks_of(tmp_path) == [tmp_path] and is_whole(tmp_path)
+    assert ranks_of(tmp_path) == [tmp_path] and has_all_records(tmp_path)
 
 
 def test_python_is_the_one_that_runs_gaverify() -> None:

@@ -160,11 +160,11 @@ class Fed:
 )
 def test_rows_tell_the_order(second: torch.Tensor, order: tuple[str, ...]) -> None:
     ranks = Fed([SAMPLES_ORDERING[:2]]), Fed([second])
-    assert orders(Fed([SAMPLES_ORDERING]), Fed([], ranks), same=True) == order  # type: ignore[arg-type]
+    assert orders(Fed([SAMPLES_ORDERING]), Fed([], ranks), alike=True) == order  # type: ignore[arg-type]
 
 
 def test_rows_with_draws_among_them_tell_it_once_they_are_replayed() -> None:
-    assert orders(Fed([]), Fed([]), same=False) == ("turns", "blocks")  # type: ignore[arg-type]
+    assert orders(Fed([]), Fed([]), alike=False) == ("turns", "blocks")  # type: ignore[arg-type]
 
 
 class TestCuts:

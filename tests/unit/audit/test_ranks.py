@@ -15,9 +15,9 @@ import torch
 from recorded import NAMES, numbers, run_of, together
 from recorded_ranks import trained
 
-from gaverify.audit.judgement import farthest_change, settings_apart
+from gaverify.audit.judgement import differing_settings, farthest_change
 from gaverify.audit.processes import check_parameters
-from gaverify.audit.rank_facts import apart, rank_facts
+from gaverify.audit.rank_facts import distance_between_ranks, rank_facts
 from gaverify.audit.ranks import RankedRun
 from gaverify.audit.reading import Run
 from gaverify.audit.recording.rows import input_rows
@@ -105,9 +105,9 @@ def test_ranks_that_are_fed_the_same_rows(tmp_path: Path, moved: float, alike: b
 def test_a_setting_of_another_rank(tmp_path: Path) -> None:
     full, runs = full_run(tmp_path), ranks_of(tmp_path, (FULL, FULL), {}, {"settings": [{"lr": 0.2}]})
     round_ = ((0, 1),)
-    (difference,) = settings_apart(full.samples(round_), runs.each(round_))
+    (difference,) = differing_settings(full.samples(round_), runs.each(round_))
     assert (difference.rank, difference.name, difference.full, difference.accumulated) == (1, "lr", 0.1, 0.2)
-    assert settings_apart(full.samples(round_), runs.each(round_)[:1]) == ()
+    assert differing_settings(full.samples(round_), runs.each(round_)[:1]) == ()
 
 
 def test_a_step_of_another_rank_that_makes_something_else(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_gradients_that_nothing_changed_before_the_step_are_one_stage(
 def test_copies_of_a_shard_have_to_hold_the_same(tmp_path: Path) -> None:
     """A mesh of replicas of shards: ranks of one column hold the same piece."""
     runs = shared_by(tmp_path, (shard(0), shard(0)), (FULL, FULL * 2))
-    assert apart(runs, ROUND, "final") == pytest.approx(1.0)
+    assert distance_between_ranks(runs, ROUND, "final") == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(
@@ -230,12 +230,12 @@ def test_pieces_are_no_copies(
     tmp_path: Path, told: tuple[dict[str, Any], dict[str, Any]], bias: float, expected: float
 ) -> None:
     other = torch.cat([FULL[:4] * 7, numbers(bias)])
-    assert apart(shared_by(tmp_path, told, (FULL, other)), ROUND, "final") == pytest.approx(expected)
+    assert distance_between_ranks(shared_by(tmp_path, told, (FULL, other)), ROUND, "final") == pytest.approx(expected)
 
 
 def test_where_no_two_ranks_hold_the_same_nothing_is_known(tmp_path: Path) -> None:
     told = tuple({"shards": [{"0": [at], "1": [at]}], "local": [{"0": [4], "1": [1]}]} for at in (0, 4))
-    assert math.isnan(apart(shared_by(tmp_path, told, (FULL, FULL * 2)), ROUND, "final"))
+    assert math.isnan(distance_between_ranks(shared_by(tmp_path, told, (FULL, FULL * 2)), ROUND, "final"))
 
 
 @pytest.mark.parametrize(("used", "part"), [(FULL, 0.0), (FULL.sign(), 0.4)])

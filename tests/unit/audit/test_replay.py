@@ -18,7 +18,7 @@ from recorded import numbers, run_of
 from torch.utils.data import DataLoader, IterableDataset
 
 from gaverify.audit.controls import decide_by_change
-from gaverify.audit.judgement import _drifted as drifted_in
+from gaverify.audit.judgement import _find_drifted as drifted_in
 from gaverify.audit.reading import Samples, labels
 from gaverify.audit.recording.loop import Counterparts, LoopDraw, Share, Unalignable
 from gaverify.audit.recording.rows import input_rows
@@ -31,7 +31,7 @@ from gaverify.records.events import Event, ledger_of
 from gaverify.records.experiment import WeightFit
 from gaverify.records.facts import facts_of_loop
 from gaverify.records.stages import SettingDifference, Stage, StageComparison
-from gaverify.records.windows import Window, common_rounds, numbered, rounds_of, windows_of
+from gaverify.records.windows import Window, common_rounds, number_steps, rounds_of, windows_of
 from gaverify.rules import findings_for
 
 
@@ -280,7 +280,7 @@ class TestWindowsOfSeveralOptimizers:
     def test_steps_are_numbered_as_the_full_batch_numbers_them(self) -> None:
         full, accumulated = loop("F1G2"), loop("FGFG12")
         rounds = common_rounds(full, accumulated)
-        windows = windows_of(accumulated, numbered(rounds))
+        windows = windows_of(accumulated, number_steps(rounds))
         assert [window.number for window in windows] == [1, 2] and counts(windows) == [(2, 4), (2, 4)]
 
 

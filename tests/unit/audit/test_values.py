@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from gaverify.audit.editing import Edits, check_values, placed
+from gaverify.audit.editing import Edits, check_values, place_value
 from gaverify.audit.job import DISK_FULL, ROOM
 from gaverify.audit.recording import storage
 from gaverify.audit.recording.patches import _loads
@@ -79,21 +79,21 @@ class TestSource:
     def test_lines_keep_their_numbers(self) -> None:
         tree = ast.parse(SOURCE)
         before = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.stmt)]
-        assert placed(tree, "config.batch", "[1,\n2]") == 1
+        assert place_value(tree, "config.batch", "[1,\n2]") == 1
         assert [node.lineno for node in ast.walk(tree) if isinstance(node, ast.stmt)] == before
 
     @pytest.mark.parametrize("name", ["ABSENT", "Config.absent", "config.absent", "train.absent", "deep", "batch_size"])
     def test_what_is_not_there_is_not_placed(self, name: str) -> None:
-        assert placed(ast.parse(SOURCE), name, "1") == 0
+        assert place_value(ast.parse(SOURCE), name, "1") == 0
 
     def test_a_number_does_not_become_text(self) -> None:
         with pytest.raises(ProblemError, match="it is 8 in line 3"):
-            placed(ast.parse(SOURCE), "BATCH", "4x", "`--set BATCH=4x`")
+            place_value(ast.parse(SOURCE), "BATCH", "4x", "`--set BATCH=4x`")
 
     def test_a_keyword_wherever_something_is_called(self) -> None:
         tree = ast.parse("class C:\n    n: int = 1\nx = f(C(n=2))\ndef main():\n    return data.C(n=3), C()\n")
-        assert placed(tree, "main.C.n", "7") == 1
-        assert placed(tree, "C.n", "8") == 3
+        assert place_value(tree, "main.C.n", "7") == 1
+        assert place_value(tree, "C.n", "8") == 3
         assert ast.unparse(tree).count("8") == 3
 
 

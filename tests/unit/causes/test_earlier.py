@@ -23,11 +23,11 @@ from gaverify.passes import gradients, task
 from gaverify.passes.gradients import PassResult
 from gaverify.passes.sketches import SKETCH
 from gaverify.verdict import window
-from gaverify.verdict.sketches import Earlier, kept, window_of
+from gaverify.verdict.sketches import Earlier, keep_sketch, window_of
 
 
 def earlier_of(**found: torch.Tensor | None) -> Earlier:
-    return kept(PassResult(dict(found), 1.0))
+    return keep_sketch(PassResult(dict(found), 1.0))
 
 
 def numbers(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -26,9 +26,9 @@ from torch.nn.functional import cross_entropy
 import gaverify
 from gaverify import Finding, Outcome, Verdict
 from gaverify.causes import confirming, coupling, investigation, operations, proof, shrinking, weights
-from gaverify.causes.bench import Bench, released
+from gaverify.causes.bench import Bench, find_needed
 from gaverify.causes.trace import operations as tracing
-from gaverify.causes.trace.traces import Layout, described
+from gaverify.causes.trace.traces import Layout, describe_tensor
 from gaverify.cli import main
 from gaverify.errors import ProblemError
 from gaverify.passes import dispatch, terms
@@ -170,11 +170,11 @@ def test_a_parameter_is_decided_by_a_part_where_it_shows_the_same(
 
     whole, part = judged(Outcome.INCONCLUSIVE, here, WHOLE), judged(shown, apart, PART)
     sizes: Any = (SimpleNamespace(sizes=(16, 16)), SimpleNamespace(sizes=(4, 4)))
-    rows = shrinking._decided(*sizes, whole, part, U32)
+    rows = shrinking._decide_by_part(*sizes, whole, part, U32)
     expected = told if beside or told is Outcome.DIVERGENT else None
     assert (rows[0].outcome if rows is not None else None) is expected
     part.control = None
-    assert shrinking._decided(*sizes, whole, part, U32) is None, "float64 did not run"
+    assert shrinking._decide_by_part(*sizes, whole, part, U32) is None, "float64 did not run"
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_a_part_in_float32_is_judged_by_float64_alone(
     scales = {"w": 0.0, "b": 8.0}
     whole: Any = SimpleNamespace(few=None, record=drawn, working=working, scales=scales, dtype=torch.float32)
     part: Any = SimpleNamespace(modules=[], problem=SimpleNamespace(loss=squared_error))
-    found = shrinking._judged(part, whole, U32, None)
+    found = shrinking._judge_part(part, whole, U32, None)
     assert (given[0] is recorded) is bool(drawn.count) and given[0].inner is drawn.inner
     if not alone:
         assert found == "in both"
@@ -218,7 +218,7 @@ def test_a_part_in_float32_is_judged_by_float64_alone(
     allowed = [row.allowed for row in found.rows]
     assert allowed == pytest.approx([math.sqrt(U64 / U32) * 0.5, CAPPED_UNITS * U32 * 4.0])
     whole.few = "below float32"
-    assert shrinking._judged(part, whole, U32, None) == "in both"
+    assert shrinking._judge_part(part, whole, U32, None) == "in both"
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_what_rounds_a_gradient_that_is_zero_is_known_without_a_pass(
 ) -> None:
     looked: list[object] = []
     seen = {"w": difference(1e-4, 1.0), "zero": difference(1e-9, 0.0)}
-    monkeypatch.setattr(shrinking, "_in_working_precision", lambda *given: looked.append(given) or seen)
+    monkeypatch.setattr(shrinking, "_measure_in_working_precision", lambda *given: looked.append(given) or seen)
     least = FEW_UNITS * U32
     whole: Any = SimpleNamespace(working={"w": difference(1e-4, 1.0), "zero": difference(here * least, here * least)})
     rows = [measured.row("w", 1.0, 1.0, 0.1), measured.row("zero", own, own, 0.0)]
@@ -434,12 +434,12 @@ def _enough(needed: set[int], runs: list[list[int]]) -> Callable[[list[int]], Co
 @pytest.mark.parametrize("needed", [{0}, {3}, {1, 2}, {0, 1, 2, 3}])
 @pytest.mark.parametrize("size", [4, 9, 17])
 def test_what_is_needed_stays(needed: set[int], size: int) -> None:
-    found = released(list(range(size)), _enough(needed, []))
+    found = find_needed(list(range(size)), _enough(needed, []))
     assert {entry.item for entry in found} == needed
 
 
 def test_what_something_makes_alone_is_noted() -> None:
-    found = released([0, 1, 2], _enough({0, 2}, []))
+    found = find_needed([0, 1, 2], _enough({0, 2}, []))
     assert [(entry.item, entry.alone) for entry in found] == [(0, pytest.approx(0.1)), (2, pytest.approx(0.1))]
 
 
@@ -447,29 +447,29 @@ def test_of_two_that_are_enough_the_last_stays() -> None:
     def control(some: list[str]) -> ControlRun:
         return ControlRun("held", 0.0, bool(some))
 
-    assert [entry.item for entry in released(["attribute", "buffer"], control)] == ["buffer"]
+    assert [entry.item for entry in find_needed(["attribute", "buffer"], control)] == ["buffer"]
 
 
 def test_what_is_kept_is_released_for_its_number_alone() -> None:
     runs: list[list[int]] = []
-    found = released([0, 1], _enough({1}, runs), keep=lambda item: item == 0)
+    found = find_needed([0, 1], _enough({1}, runs), keep=lambda item: item == 0)
     assert [entry.item for entry in found] == [0, 1]
     assert math.isnan(found[0].alone)
     assert found[1].alone == pytest.approx(0.1)
 
 
 def test_a_run_that_is_impossible_keeps_the_item() -> None:
-    assert [entry.item for entry in released([0, 1], lambda _: None)] == [0, 1]
+    assert [entry.item for entry in find_needed([0, 1], lambda _: None)] == [0, 1]
 
 
 def test_what_stays_neutralised_beside_the_items_may_be_enough() -> None:
-    assert released([7], _enough(set(), [])) == []
-    assert [entry.item for entry in released([7], _enough({7}, []))] == [7]
+    assert find_needed([7], _enough(set(), [])) == []
+    assert [entry.item for entry in find_needed([7], _enough({7}, []))] == [7]
 
 
 def test_many_things_are_halved() -> None:
     runs: list[list[int]] = []
-    found = released(list(range(64)), _enough({40}, runs))
+    found = find_needed(list(range(64)), _enough({40}, runs))
     assert [entry.item for entry in found] == [40]
     assert len(runs) <= 14
 
@@ -507,12 +507,12 @@ class Asked(Bench):
 
 @pytest.mark.parametrize("why", DOUBTFUL)
 def test_what_is_doubtful_in_the_part_is_not_looked_for_on_the_whole(why: str) -> None:
-    assert confirming.confirmed(Asked(), FOUND, DOUBTFUL[why]) is None
+    assert confirming.confirm_on_batch(Asked(), FOUND, DOUBTFUL[why]) is None
 
 
 def test_one_thing_is() -> None:
     with pytest.raises(AssertionError, match="the whole batch was run"):
-        confirming.confirmed(Asked(), FOUND, FOUND)
+        confirming.confirm_on_batch(Asked(), FOUND, FOUND)
 
 
 @pytest.mark.parametrize(
@@ -530,10 +530,10 @@ def test_one_thing_is() -> None:
 def test_a_cause_is_confirmed_where_no_more_is_left_than_correct_models_show(
     monkeypatch: pytest.MonkeyPatch, cleared: bool, left: float, rounding: float, floor: float, kept: bool
 ) -> None:
-    monkeypatch.setattr(confirming, "_begun", lambda bench, facts, _: (bench, facts))
-    monkeypatch.setattr(confirming, "_weights", lambda _, facts, __: replace(facts, cleared=cleared, left=left))
+    monkeypatch.setattr(confirming, "_prepare_bench", lambda bench, facts, _: (bench, facts))
+    monkeypatch.setattr(confirming, "_confirm_weights", lambda _, facts, __: replace(facts, cleared=cleared, left=left))
     bench: Any = SimpleNamespace(rounding=rounding, floor=floor)
-    assert (confirming.confirmed(bench, FOUND, FOUND) is not None) is kept
+    assert (confirming.confirm_on_batch(bench, FOUND, FOUND) is not None) is kept
 
 
 def confirms(confirm: Any, found: Facts, **bench: Any) -> bool:
@@ -552,7 +552,7 @@ def test_weights_of_the_part_are_those_of_the_whole_by_what_they_mean(times: flo
     known = Weights((0.25,) * 4, "uniform", (16,) * 4, valid_targets=(7.0, 16.0, 16.0, 16.0))
     there = WeightFit((1 / 3, 2 / 3), 1e-9, used=(0.5, 0.5))
     part = Weights((0.5, 0.5), "uniform", (2, 2), valid_targets=(1.0, 2.0), fit=there)
-    found = confirming._of_the_part(WeightFit((0.1, 0.3, 0.3, 0.3), 0.1), sketches, known, part, 1e-3)
+    found = confirming._translate_fit(WeightFit((0.1, 0.3, 0.3, 0.3), 0.1), sketches, known, part, 1e-3)
     assert (found.weights if found is not None else None) == ((7 / 55, 16 / 55, 16 / 55, 16 / 55) if told else None)
 
 
@@ -563,7 +563,7 @@ def test_the_backward_is_asked_where_the_losses_agree(
     monkeypatch.setattr(confirming.backward, "ask", lambda bench, facts: facts)
     loss = 1.0 / (1 + times * SAME_IN_FLOAT32)
     earlier = SimpleNamespace(full=SimpleNamespace(loss=loss))
-    assert confirms(confirming._backward, FOUND, earlier=earlier) is asked
+    assert confirms(confirming._confirm_backward, FOUND, earlier=earlier) is asked
 
 
 @pytest.mark.parametrize(
@@ -580,9 +580,9 @@ def test_a_cause_is_confirmed_where_its_repairs_come_out_as_in_the_part(
 ) -> None:
     before = measured.cause(remedies=(measured.HELPED,))
     again = replace(before, remedies=() if repair is None else (repair,))
-    monkeypatch.setattr(proof, "again", lambda *_: again)
+    monkeypatch.setattr(proof, "rerun_cause", lambda *_: again)
     part = replace(FOUND, forward=replace(FOUND.forward, causes=(before,)))
-    assert confirms(confirming._cause, part) is told
+    assert confirms(confirming._confirm_cause, part) is told
 
 
 @pytest.mark.parametrize(("leaves", "told"), [(0.9e-6, True), (1.1e-6, False), (None, False)])
@@ -592,13 +592,13 @@ def test_layers_that_others_replace_are_confirmed_by_that_repair(
     run = replace(measured.HELPED, kind=ControlKind.REPLACED)
     before = measured.cause(remedies=(run,))
     replaced = None if leaves is None else replace(before, remedies=(replace(run, left=leaves),))
-    monkeypatch.setattr(proof, "replaced_again", lambda *_: replaced)
-    monkeypatch.setattr(proof, "again", lambda *_: None)
+    monkeypatch.setattr(proof, "rerun_replacement", lambda *_: replaced)
+    monkeypatch.setattr(proof, "rerun_cause", lambda *_: None)
     part = replace(FOUND, forward=replace(FOUND.forward, causes=(before,)), batch_size=4)
-    assert confirms(confirming._cause, part) is told
+    assert confirms(confirming._confirm_cause, part) is told
     if told:
         bench: Any = SimpleNamespace(rounding=1e-6, floor=0.0, exact=True)
-        (shown,) = confirming._cause(bench, FACTS, part).forward.causes
+        (shown,) = confirming._confirm_cause(bench, FACTS, part).forward.causes
         assert shown.control is not None and shown.control.what.endswith("on the first 4 samples"), "it ran there alone"
 
 
@@ -609,7 +609,7 @@ def test_a_repair_stands_for_the_control_where_it_leaves_nothing(
     run = replace(measured.HELPED, kind=ControlKind.REPLACED, rounding=rounding is True)
     monkeypatch.setattr(proof, "_remedies", lambda *_: iter([] if rounding is None else [run]))
     bench: Any = SimpleNamespace(total=0.5)
-    found = proof.replaced_again(bench, measured.cause())
+    found = proof.rerun_replacement(bench, measured.cause())
     assert (found.remedies if found is not None else None) == ((run,) if told else None)
 
 
@@ -631,12 +631,12 @@ def test_a_first_micro_batch_without_a_gradient_does_not_tell_that_it_repeats(
     monkeypatch.setattr(weights, "replace", lambda value, **_: value)
     found = SimpleNamespace(gradients={"w": None}, micro_losses=(2.0,))
     bench: Any = SimpleNamespace(
-        task=SimpleNamespace(sizes=(2, 2)), possible=lambda ask: ask(), accumulated=lambda *_: found
+        task=SimpleNamespace(sizes=(2, 2)), possible=lambda ask: ask(), run_micro_batches=lambda *_: found
     )
     earlier: Any = SimpleNamespace(
         shares=SimpleNamespace(columns=torch.tensor([[before, 1.0]])), full=None, losses=(2.0,)
     )
-    twice = weights._first_again(bench, earlier)
+    twice = weights._repeat_first(bench, earlier)
     assert (twice.forward, twice.backward) == (apart if apart == math.inf else 0.0, apart)
 
 
@@ -649,7 +649,7 @@ def test_state_is_confirmed_where_what_was_blamed_is_enough(
     monkeypatch.setattr(confirming.state, "read_changes", lambda changes: changes)
     monkeypatch.setattr(confirming.state, "run_control", lambda *_: replace(measured.HELPED, rounding=rounding))
     monkeypatch.setattr(confirming.state, "is_to_blame", lambda *_: to_blame)
-    assert confirms(confirming._state, replace(FOUND, state=measured.changed("mean"))) is told
+    assert confirms(confirming._confirm_state, replace(FOUND, state=measured.changed("mean"))) is told
 
 
 @pytest.mark.parametrize(
@@ -661,8 +661,8 @@ def test_weights_without_a_meaning_are_tried_where_those_of_the_part_had_none(
 ) -> None:
     for name, answer in (("means", meant), ("have_meaning", meaning), ("explains", alike)):
         monkeypatch.setattr(weights, name, lambda *_, answer=answer: answer)
-    monkeypatch.setattr(weights, "tried", lambda _, facts, fit: replace(facts, left=0.0))
-    assert confirms(confirming._weights, FOUND) is told
+    monkeypatch.setattr(weights, "try_weights", lambda _, facts, fit: replace(facts, left=0.0))
+    assert confirms(confirming._confirm_weights, FOUND) is told
 
 
 # Which line counts: the loss, and never what is the same for every batch; none where the recipe itself is wrong.
@@ -722,7 +722,12 @@ def planted(*_: Any, **__: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("room", "name"),
-    [(coupling, "sample_coupling"), (operations, "trace_divergences"), (tracing, "described"), (proof, "ResultsHeld")],
+    [
+        (coupling, "sample_coupling"),
+        (operations, "trace_divergences"),
+        (tracing, "describe_tensor"),
+        (proof, "ResultsHeld"),
+    ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_fault_in_a_probe_is_no_finding(room: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -832,13 +837,13 @@ def test_a_kernel_without_float64_is_no_fault_of_ours() -> None:
 
 @pytest.mark.parametrize("rows", [3, 5, 7])
 def test_a_fold_that_does_not_divide_the_rows_has_no_fingerprint(rows: int) -> None:
-    assert described(torch.ones(rows, 2), Layout("rows", 0, 2))[0] is None
-    assert described(torch.ones(2 * rows, 2), Layout("rows", 0, 2))[0] is not None
+    assert describe_tensor(torch.ones(rows, 2), Layout("rows", 0, 2))[0] is None
+    assert describe_tensor(torch.ones(2 * rows, 2), Layout("rows", 0, 2))[0] is not None
 
 
 def test_a_result_with_fewer_dimensions_than_its_plan_has_no_fingerprint() -> None:
-    assert described(torch.ones(4), Layout("rows", 1))[0] is None
-    assert described(torch.tensor(1.0), Layout("rows", 0, 2))[0] is None
+    assert describe_tensor(torch.ones(4), Layout("rows", 1))[0] is None
+    assert describe_tensor(torch.tensor(1.0), Layout("rows", 0, 2))[0] is None
 
 
 @pytest.mark.parametrize(
@@ -850,7 +855,7 @@ def test_a_control_that_ran_out_of_memory_keeps_the_finding(
     def without_memory(*_: Any) -> Any:
         raise ProblemError("out of memory on cpu while running the full batch")
 
-    monkeypatch.setattr(weights, "remedied", without_memory)
+    monkeypatch.setattr(weights, "run_fitted_weights", without_memory)
     verdict = gaverify.verify(problems_weights.mean_loss(), steps=4, **options)
     assert fault_codes(verdict) == {code}
     (finding,) = [finding for finding in verdict.findings if finding.code == code]

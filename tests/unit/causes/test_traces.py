@@ -20,7 +20,7 @@ import gaverify
 from gaverify import Problem, verify
 from gaverify.causes import state
 from gaverify.causes.bench import Bench
-from gaverify.causes.investigation import Heard
+from gaverify.causes.investigation import ControlListener
 from gaverify.causes.trace.matching import Dependence, Matching
 from gaverify.causes.trace.suspects import Reader
 from gaverify.causes.trace.traces import (
@@ -29,7 +29,7 @@ from gaverify.causes.trace.traces import (
     Result,
     Trace,
     TracedOperation,
-    described,
+    describe_tensor,
     goes_another_way,
     layout_of,
 )
@@ -52,7 +52,7 @@ def trace(*steps: Described, inside: str | None = None) -> Trace:
         layout = Layout("rows", 0) if kind == "rows" else Layout("global")
         numbers = torch.tensor(values, dtype=torch.float64)
         tensor = numbers[:, None] if kind == "rows" else numbers.sum()
-        result = Result(tuple(tensor.shape), True, layout, *described(tensor, layout))
+        result = Result(tuple(tensor.shape), True, layout, *describe_tensor(tensor, layout))
         call = 0 if name == inside else None
         frame = ("train.py", line)
         made.add(
@@ -170,7 +170,7 @@ def test_a_product_of_means_is_no_sum_over_samples() -> None:
 def test_operations_that_not_all_traces_hold_are_strays() -> None:
     longer = [*doubled(VALUES[2:])[:2], ("relu", (1,), [8.0, 16.0], "rows"), ("mean", (2,), [12.0], "global")]
     found = matching(doubled(VALUES), doubled(VALUES[:2]), longer)  # type: ignore[arg-type]
-    assert [found.matched(index) for index in range(3)] == [True, True, False]
+    assert [found.is_matched(index) for index in range(3)] == [True, True, False]
 
 
 @pytest.mark.parametrize(
@@ -193,10 +193,10 @@ def test_moments_add_up_whatever_the_order() -> None:
     torch.manual_seed(0)
     rows, layout = torch.randn(12, 5, dtype=torch.float64), Layout("rows", 0, 3)
     order = torch.randperm(12)
-    whole, parts = described(rows, layout)[1], [described(part, layout)[1] for part in rows[order].split(6)]
+    whole, parts = describe_tensor(rows, layout)[1], [describe_tensor(part, layout)[1] for part in rows[order].split(6)]
     torch.testing.assert_close(sum(parts), whole)
     rows[3, 2] += 1e-3
-    assert not torch.allclose(described(rows, layout)[1], whole, rtol=1e-9)
+    assert not torch.allclose(describe_tensor(rows, layout)[1], whole, rtol=1e-9)
 
 
 @pytest.mark.parametrize("mask", [-torch.inf, -1e9, torch.finfo(torch.float64).min])
@@ -204,7 +204,7 @@ def test_a_mask_hides_no_difference_beside_it(mask: float) -> None:
     layout = Layout("rows", 0)
     rows = torch.tensor([[0.5, mask], [0.25, mask]], dtype=torch.float64)
     other = torch.tensor([[0.5, mask], [0.25 + 1e-4, mask]], dtype=torch.float64)
-    one, two = described(rows, layout)[0], described(other, layout)[0]
+    one, two = describe_tensor(rows, layout)[0], describe_tensor(other, layout)[0]
     assert one is not None and two is not None and torch.isfinite(one).all()
     assert float((one - two).abs().max() / one.abs().max()) > AGREE
 
@@ -213,7 +213,7 @@ def test_what_is_large_is_squashed_whatever_lies_beside_it() -> None:
     layout = Layout("rows", 0)
 
     def prints(*rows: tuple[float, ...]) -> torch.Tensor:
-        found = described(torch.tensor(rows, dtype=torch.float64), layout)[0]
+        found = describe_tensor(torch.tensor(rows, dtype=torch.float64), layout)[0]
         assert found is not None
         return found[0]
 
@@ -224,7 +224,7 @@ def test_what_is_large_is_squashed_whatever_lies_beside_it() -> None:
 
 def test_what_no_operation_made_has_no_moments() -> None:
     layout, rows = Layout("rows", 0), torch.randn(4, 3, dtype=torch.float64)
-    results = [Result((4, 3), True, layout, *described(rows, layout), summed=summed) for summed in (True, False)]
+    results = [Result((4, 3), True, layout, *describe_tensor(rows, layout), summed=summed) for summed in (True, False)]
     assert results[0].moments is not None and results[1].moments is None
 
 
@@ -233,7 +233,7 @@ def _tokens(first: torch.Tensor, kept: torch.Tensor) -> Trace:
     made = Trace()
     for name, tensor in (("input", first), ("lt", kept)):
         layout = Layout("rows", 0, 2)
-        result = Result(tuple(tensor.shape), True, layout, described(tensor, layout)[0], None)
+        result = Result(tuple(tensor.shape), True, layout, describe_tensor(tensor, layout)[0], None)
         inputs = (0,) if name == "lt" else ()
         made.add(
             TracedOperation(
@@ -324,13 +324,13 @@ def told(verdict: gaverify.Verdict) -> list[tuple[Any, ...]]:
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """The accumulated runs that were made for their sketches alone."""
     seen: list[object] = []
-    original = Bench.sketched
+    original = Bench.sketch_micro_batches
 
     def accumulated(*args: Any, **kwargs: Any) -> Any:
         seen.append(args)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(Bench, "sketched", accumulated)
+    monkeypatch.setattr(Bench, "sketch_micro_batches", accumulated)
     return seen
 
 
@@ -349,14 +349,14 @@ def test_a_diagnosis_that_hears_finds_what_one_of_its_own_finds(
 ) -> None:
     heard = gaverify.verify(build(), steps=4, **options)
     with_it = len(runs)
-    monkeypatch.setattr(Heard, "added_to", lambda self, earlier, accumulated: earlier)
+    monkeypatch.setattr(ControlListener, "add_to", lambda self, earlier, accumulated: earlier)
     alone = gaverify.verify(build(), steps=4, **options)
     assert told(heard) == told(alone)
     assert with_it == len(runs) - with_it - 1, "the micro-batches were run once less"
 
 
 def test_an_equivalent_verdict_is_not_listened_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Heard, "begin", lambda *_: pytest.fail("listened"))
+    monkeypatch.setattr(ControlListener, "begin", lambda *_: pytest.fail("listened"))
     gaverify.verify(problems_weights.mean_loss(), steps=4, exact=True)
     with pytest.raises(pytest.fail.Exception, match="listened"):
         gaverify.verify(problems_weights.mean_loss(), steps=4, weighting="none")
@@ -370,7 +370,7 @@ class _Refusing(PassProbe):
 def test_a_control_that_cannot_be_listened_to_runs_without(runs: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gaverify.verdict.control.is_own_fault", lambda _: False)
     monkeypatch.setattr("gaverify.passes.task.is_own_fault", lambda _: False)
-    monkeypatch.setattr(Heard, "begin", lambda *_: (_Refusing(), lambda _: None))
+    monkeypatch.setattr(ControlListener, "begin", lambda *_: (_Refusing(), lambda _: None))
     verdict = gaverify.verify(problems_weights.mean_loss(), steps=4, weighting="none")
     assert fault_codes(verdict) == {"GAV201"} and verdict.method is Method.FLOAT64_CONTROL
     assert len(runs) == 1

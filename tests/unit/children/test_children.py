@@ -19,7 +19,7 @@ from gaverify.children.launching import (
     ended_as_interrupted,
     last_lines,
     remove_abandoned,
-    started,
+    start_command,
     working_folder,
 )
 from gaverify.errors import GaverifyError, as_foreseen
@@ -94,7 +94,7 @@ class TestTheEndOfTheParent:
         assert folder.exists() == (number == signal.SIGKILL)
 
     def test_the_keeper_may_die_as_well(self, tmp_path: Path) -> None:
-        kept = started([sys.executable, "-c", CHILD, str(tmp_path / "numbers")])
+        kept = start_command([sys.executable, "-c", CHILD, str(tmp_path / "numbers")])
         child = _numbers(tmp_path / "numbers")
         kept.process.kill()
         assert _until(lambda: not _lives(child[0]))
@@ -105,7 +105,7 @@ class TestTheEndOfTheParent:
     def test_a_child_that_ends_takes_its_workers_along(self, tmp_path: Path) -> None:
         code = CHILD.replace("time.sleep(600)\n", "sys.exit(7)\n")
         assert code.count("sys.exit(7)") == 1
-        kept = started([sys.executable, "-c", code, str(tmp_path / "numbers")])
+        kept = start_command([sys.executable, "-c", code, str(tmp_path / "numbers")])
         assert kept.process.wait(20) == 7
         assert not any(map(_lives, _numbers(tmp_path / "numbers")))
         kept.end()
@@ -123,13 +123,13 @@ class TestTheChild:
         ids=["ends", "leaves", "is killed", "is terminated"],
     )
     def test_its_end_is_the_keepers(self, code: str, status: int) -> None:
-        kept = started([sys.executable, "-c", code])
+        kept = start_command([sys.executable, "-c", code])
         assert kept.process.wait(20) == status
         kept.end()
 
     def test_its_streams_are_its_own(self) -> None:
         code = "import sys; print(sys.stdin.read() + ' back'); sys.stderr.write('aside')"
-        kept = started(
+        kept = start_command(
             [sys.executable, "-c", code],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -141,7 +141,7 @@ class TestTheChild:
 
     def test_one_that_ignores_sigterm_is_ended(self) -> None:
         code = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
-        kept = started([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        kept = start_command([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
         assert kept.process.stdout is not None and kept.process.stdout.readline() == "up\n"
         kept.end()
         assert kept.process.returncode == -9

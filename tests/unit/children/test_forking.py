@@ -13,7 +13,7 @@ import forking
 import pytest
 from forking import Server, Servers
 
-from gaverify.children.launching import Kept, started
+from gaverify.children.launching import Kept, start_command
 
 pytestmark = [
     pytest.mark.slow,
@@ -75,7 +75,7 @@ def _run(how: Callable[..., Kept], code: str, log: Path, **variables: str) -> Ke
 def test_it_finds_what_a_started_one_finds(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     logs = tmp_path / "forked", tmp_path / "again", tmp_path / "started"
-    ways = server.started, server.started, started
+    ways = server.started, server.started, start_command
     assert [_run(how, FINDS, log, ONE="1").wait() for how, log in zip(ways, logs, strict=True)] == [0, 0, 0]
     drawn, *same = zip(*(sorted(log.read_text().splitlines()) for log in logs), strict=True)
     assert [len(set(numbers)) for numbers in zip(*map(str.split, drawn), strict=True)] == [3, 3, 3]
@@ -95,7 +95,7 @@ def test_it_finds_what_a_started_one_finds(server: Server, tmp_path: Path, monke
 )
 def test_it_ends_as_a_started_one_does(end: str, server: Server, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    ended = [(_run(how, end, log).wait(), log.read_text().splitlines()[-1:]) for how in (server.started, started)]
+    ended = [(_run(how, end, log).wait(), log.read_text().splitlines()[-1:]) for how in (server.started, start_command)]
     assert ended[0] == ended[1]
 
 

@@ -17,7 +17,7 @@ import torch
 from gaverify import checkup
 from gaverify.cli import COMMANDS, cli, main
 from gaverify.cli.options import HELP_GROUPS
-from gaverify.cli.streams import paused
+from gaverify.cli.streams import pause_collector
 from gaverify.records.comparison import Outcome
 from gaverify.zoo import BUILTINS
 
@@ -140,7 +140,10 @@ def test_a_verdict_that_is_not_as_known_is_told(
 
 def test_what_is_not_installed_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     known = dataclasses.replace(checkup.KNOWN[0], needs="no_such_package")
-    assert checkup.verified(known, torch.device("cpu"))[1:] == ("left out: `no_such_package` is not installed", None)
+    assert checkup.verify_builtin(known, torch.device("cpu"))[1:] == (
+        "left out: `no_such_package` is not installed",
+        None,
+    )
 
 
 def test_what_a_device_cannot_do_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +179,7 @@ def test_the_help_names_what_is_read(capsys: pytest.CaptureFixture[str]) -> None
 def test_an_unknown_name_is_answered_before_a_process_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("gaverify.profiling.launching.given", None)
+    monkeypatch.setattr("gaverify.profiling.launching.start_with_job", None)
     assert main(["profile", "--model", "nope"]) == 2
     assert "there is no built-in `nope`" in capsys.readouterr().err
 
@@ -186,7 +189,7 @@ def test_a_pause_ends_as_it_began(enabled: bool) -> None:
     before = gc.isenabled()
     try:
         (gc.enable if enabled else gc.disable)()
-        with pytest.raises(KeyError), paused():
+        with pytest.raises(KeyError), pause_collector():
             assert not gc.isenabled()
             raise KeyError
         assert gc.isenabled() is enabled

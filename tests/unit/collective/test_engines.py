@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gaverify.collective.engines import Alone, Reach, blocks, joined, of_all
+from gaverify.collective.engines import Alone, Reach, blocks, join_group, of_all
 from gaverify.collective.launching import run
 from gaverify.collective.traffic import watch_gathers
 from gaverify.passes.devices import available_devices
@@ -98,7 +98,7 @@ def _gathered(folder: Path, rank: int, gather: Callable[[torch.Tensor], torch.Te
     """Values, gradient of rank r's value in the loss (r + 1) · Σ gathered, and how many gathers were noted."""
     noted: list[int] = []
     watch_gathers(lambda: noted.append(1), with_gradient=repaired)
-    with joined(rank, 2, folder / "store"):
+    with join_group(rank, 2, folder / "store"):
         value = torch.full((1,), rank + 5.0, dtype=torch.float64, device="cpu", requires_grad=True)
         gather(value.detach())
         whole = gather(value)
@@ -110,7 +110,7 @@ def _gathered(folder: Path, rank: int, gather: Callable[[torch.Tensor], torch.Te
 
 def _transposed(folder: Path, rank: int) -> list[list[float]]:
     """The gradient of rank r's value in the loss Σ (weights × gathered), whose gradient comes transposed."""
-    with joined(rank, 2, folder / "store"):
+    with join_group(rank, 2, folder / "store"):
         value = torch.ones(2, 3, dtype=torch.float64, device="cpu", requires_grad=True)
         weights = torch.arange(12.0, dtype=torch.float64, device="cpu").reshape(3, 4) * (rank + 1)
         (torch.cat(all_gather(value)).T * weights).sum().backward()

@@ -18,7 +18,7 @@ from torch import nn
 
 import gaverify
 from gaverify.collective import processes
-from gaverify.collective.launching import Fresh, run, told
+from gaverify.collective.launching import Fresh, report_upwards, run
 from gaverify.errors import InternalError, ProblemError
 from gaverify.origins import LoadedAfresh
 from gaverify.passes.devices import backend_of
@@ -47,7 +47,7 @@ def _leave() -> None:
 
 
 def _tell() -> str:
-    told("half", 1, 2)
+    report_upwards("half", 1, 2)
     return "done"
 
 

@@ -13,7 +13,7 @@ from measured import GATHERED, divergent, fit, ranks, record
 
 from gaverify import Outcome
 from gaverify.collective import flow
-from gaverify.collective.facts import apart_by, fitted, with_shares
+from gaverify.collective.facts import apart_by, fit_rank_weights, with_shares
 from gaverify.collective.traffic import TrafficMeter
 from gaverify.collective.window import Moved, cut_by_clipping, own_sketch
 from gaverify.passes.gradients import Gradients
@@ -338,11 +338,11 @@ def gradients(first: float, second: float, beside: torch.Tensor | None = None) -
 
 def test_the_weights_of_ranks_are_found() -> None:
     own = [own_sketch(gradients(1.0, 0.0)), own_sketch(gradients(0.0, 1.0))]
-    found = fitted(own, gradients(0.7, 0.3), gradients(0.5, 0.5))
+    found = fit_rank_weights(own, gradients(0.7, 0.3), gradients(0.5, 0.5))
     assert found is not None and found.weights == pytest.approx((0.7, 0.3)) and found.used == pytest.approx((0.5, 0.5))
-    assert fitted(own, gradients(0.7, 0.3, torch.ones(2)), gradients(0.5, 0.5)) is None, "the ranks lack one"
-    assert fitted(own, gradients(0.0, 0.0), gradients(0.5, 0.5)) is None, "nothing to be fitted to"
-    assert fitted(own, gradients(0.7, 0.3), gradients(math.nan, 0.5)) is None
+    assert fit_rank_weights(own, gradients(0.7, 0.3, torch.ones(2)), gradients(0.5, 0.5)) is None, "the ranks lack one"
+    assert fit_rank_weights(own, gradients(0.0, 0.0), gradients(0.5, 0.5)) is None, "nothing to be fitted to"
+    assert fit_rank_weights(own, gradients(0.7, 0.3), gradients(math.nan, 0.5)) is None
 
 
 def test_how_far_ranks_are_apart() -> None:

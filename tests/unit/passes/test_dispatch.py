@@ -13,9 +13,9 @@ from torch import nn
 import gaverify
 from gaverify.passes.calls import FunctionMode, OperationMode, operation_name
 from gaverify.passes.dispatch import PassMode, grouped_product
-from gaverify.passes.fingerprints import SampleLayout, layouts_of, taken
+from gaverify.passes.fingerprints import SampleLayout, layouts_of, take_samples
 from gaverify.passes.isolation import ModelState
-from gaverify.passes.precision import moved, rounding_share, unit_roundoff
+from gaverify.passes.precision import move_weights, rounding_share, unit_roundoff
 from gaverify.passes.randomness import Recorder
 
 # --- What `PassMode` sees and changes during a forward and its backward ----------------------------------------------
@@ -245,8 +245,8 @@ def test_samples_are_the_outer_or_the_inner_index_of_a_folded_dimension() -> Non
     sample = torch.arange(4)
     layout = SampleLayout(1, fold=2)
     outer, inner = sample.repeat_interleave(2)[None], sample.repeat(2)[None]
-    assert taken(outer, layout, 1, 3, batch_size=4).tolist() == [[1, 1, 2, 2]]
-    assert taken(inner, layout.inside, 1, 3, batch_size=4).tolist() == [[1, 2, 1, 2]]
+    assert take_samples(outer, layout, 1, 3, batch_size=4).tolist() == [[1, 1, 2, 2]]
+    assert take_samples(inner, layout.inside, 1, 3, batch_size=4).tolist() == [[1, 2, 1, 2]]
 
 
 # --- The product by groups against one product per group, and its place in the float64 control -----------------------
@@ -297,7 +297,7 @@ def test_every_weight_moves_by_one_or_two_units_in_its_last_place(dtype: torch.d
     before = real.clone()
     share = rounding_share(weight, 0.0)
     assert share == 2 * unit_roundoff(dtype)
-    with moved([weight], [share]):
+    with move_weights([weight], [share]):
         distance = ((real - before).double() / before.double()).abs()
         part = before != 0
         assert bool((distance[part] > 0).all()), "each of them moves"
@@ -315,7 +315,7 @@ def test_coarser_arithmetic_than_the_weights_own_counts() -> None:
 def test_a_share_is_that_share(share: float) -> None:
     weight = torch.nn.Parameter(torch.arange(1.0, 65.0))
     before = weight.detach().clone()
-    with moved([weight], [share]):
+    with move_weights([weight], [share]):
         torch.testing.assert_close((weight.detach() - before).abs(), share * before)
     assert torch.equal(weight.detach(), before)
 
@@ -324,7 +324,7 @@ def test_seeds_move_differently_and_one_seed_alike() -> None:
     weight = torch.nn.Parameter(torch.ones(64))
     seen = []
     for seed in (0, 0, 1):
-        with moved([weight], [0.5], seed):
+        with move_weights([weight], [0.5], seed):
             seen.append(weight.detach().clone())
     assert torch.equal(seen[0], seen[1])
     assert not torch.equal(seen[0], seen[2])
@@ -332,6 +332,6 @@ def test_seeds_move_differently_and_one_seed_alike() -> None:
 
 def test_weights_come_back_after_an_error() -> None:
     weight = torch.nn.Parameter(torch.ones(3))
-    with pytest.raises(RuntimeError, match="stop"), moved([weight], [1.0]):
+    with pytest.raises(RuntimeError, match="stop"), move_weights([weight], [1.0]):
         raise RuntimeError("stop")
     assert torch.equal(weight.detach(), torch.ones(3))

@@ -21,7 +21,7 @@ from gaverify.passes.isolation.flags import PRECISION, flag_states
 from gaverify.passes.lifting import LiftedWeights
 from gaverify.passes.precision import (
     buffers_differ,
-    converted,
+    convert_weights,
     dtype_like,
     rounded_products,
     rounded_unit,
@@ -63,7 +63,7 @@ def test_a_model_is_converted_in_place_and_comes_back_bit_for_bit() -> None:
     model[2].weight = model[0].weight  # tied
     before = {name: value.clone() for name, value in model.state_dict().items()}
     parameters = [(parameter, parameter.data_ptr()) for parameter in model.parameters()]
-    with converted([model], dtype=torch.float64):
+    with convert_weights([model], dtype=torch.float64):
         assert {p.dtype for p in model.parameters()} == {torch.float64}
         assert model[1].num_batches_tracked.dtype is torch.int64
         assert model[2].weight is model[0].weight
@@ -81,7 +81,7 @@ def test_a_model_is_converted_in_place_and_comes_back_bit_for_bit() -> None:
 
 def test_a_model_comes_back_when_the_code_inside_raises() -> None:
     model = nn.Linear(2, 2)
-    with pytest.raises(ValueError), converted([model], dtype=torch.float64):
+    with pytest.raises(ValueError), convert_weights([model], dtype=torch.float64):
         raise ValueError
     assert model.weight.dtype is torch.float32
 
@@ -89,7 +89,7 @@ def test_a_model_comes_back_when_the_code_inside_raises() -> None:
 def test_what_needs_no_conversion_is_not_touched() -> None:
     model = nn.Linear(2, 2)
     gradient = model.weight.grad = torch.ones(2, 2)
-    with converted([model], dtype=torch.float32):
+    with convert_weights([model], dtype=torch.float32):
         assert model.weight.grad is gradient
     assert model.weight.grad is gradient
 

@@ -12,7 +12,7 @@ from torch import nn
 from gaverify import Problem, ProblemError
 from gaverify.passes.devices import widest
 from gaverify.passes.dispatch import Observed
-from gaverify.passes.fingerprints import projected, real_numbers, summaries
+from gaverify.passes.fingerprints import project_rows, real_numbers, summaries
 from gaverify.passes.sketches import SINGULAR_FLOAT64, SKETCH, fit_weights, sketch, sketch_of
 from gaverify.passes.weighting import Weighing, check_weighting, micro_batch_weight, targets_of, valid_targets
 
@@ -88,7 +88,7 @@ def test_rows_are_projected_one_by_one_whatever_lies_around_them() -> None:
     rows = torch.randn(6, 3, 40, dtype=torch.float64)
     torch.testing.assert_close(summaries(rows[2:4]), summaries(rows)[2:4], rtol=1e-14, atol=1e-14)
     assert summaries(rows).shape == (6, 3, 3)
-    assert projected(rows, 1).shape == (6, 3, 1)
+    assert project_rows(rows, 1).shape == (6, 3, 1)
 
 
 @pytest.mark.parametrize(
@@ -97,14 +97,14 @@ def test_rows_are_projected_one_by_one_whatever_lies_around_them() -> None:
 def test_normalised_rows_keep_apart(rows: torch.Tensor) -> None:
     """The sum of a row behind a softmax or a LayerNorm is the same for all of them."""
     torch.testing.assert_close(rows.sum(1), rows.sum(1)[:1].expand(5), atol=1e-4, rtol=1e-4)
-    distances = torch.cdist(projected(rows), projected(rows)) + torch.eye(5)
+    distances = torch.cdist(project_rows(rows), project_rows(rows)) + torch.eye(5)
     assert distances.min() > 1e-3
 
 
 def test_pieces_of_a_long_row_do_not_cancel_each_other() -> None:
     """The directions start again after 65,536 numbers: exchanged pieces must not give the same projections."""
     pieces = torch.randn(2, 1 << 16, dtype=torch.float64)
-    exchanged = projected(pieces.flip(0).reshape(-1)) - projected(pieces.reshape(-1))
+    exchanged = project_rows(pieces.flip(0).reshape(-1)) - project_rows(pieces.reshape(-1))
     assert exchanged.abs().max() > 1
 
 

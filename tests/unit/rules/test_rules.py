@@ -136,11 +136,11 @@ def test_a_page_has_its_headings_in_order_and_text_below_each(page: RulePage) ->
 
 @pytest.mark.parametrize("rule", rules.RULES)
 def test_severity_of_the_page_is_that_of_the_findings(rule: Any) -> None:
-    """Read from the rule's calls of `finding_of` and `told`: without the keyword `severity` it is a fault."""
+    """Read from the rule's calls of `finding_of` and `word_finding`: without the keyword `severity` it is a fault."""
     calls = [node for node in ast.walk(ast.parse(source_of(rule))) if isinstance(node, ast.Call)]
     found = set()
     for call in calls:
-        if isinstance(call.func, ast.Name) and call.func.id in ("finding_of", "told"):
+        if isinstance(call.func, ast.Name) and call.func.id in ("finding_of", "word_finding"):
             given = [keyword.value for keyword in call.keywords if keyword.arg == "severity"]
             words = {node.value for value in given for node in ast.walk(value) if isinstance(node, ast.Constant)}
             found |= words & {"fault", "note"} if given else {"fault"}
@@ -347,7 +347,7 @@ def _told() -> Iterator[tuple[set[str | None], list[Mapping[str, Any]]]]:
     """The names that a rule gives a finding (None: a mapping), and what `words.toml` says of each that it may be."""
     for file in Path(inspect.getfile(rules)).parent.glob("*.py"):
         for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "told":
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "word_finding":
                 keys = [str(node.value) for node in ast.walk(call.args[0]) if isinstance(node, ast.Constant)]
                 parts = [key.partition(".")[::2] for key in keys if key.startswith("GAV")]
                 found = [each for code, kind in parts for known, each in words(code).items() if kind in ("", known)]

@@ -235,7 +235,7 @@ def test_what_rounds_two_samples_rounds_a_sum_over_all_by_half_their_number_time
 ) -> None:
     """Here half of what a mean may differ by: four times that, a half of all eight samples, is twice as much."""
     found: list[Difference] = []
-    settled = window.settled
+    settled = window.decide_open_rows
     monkeypatch.setattr(judging, "settled", lambda *given: found.extend(given[5]) or settled(*given))
     monkeypatch.setattr(
         window,
@@ -251,14 +251,14 @@ def test_what_rounds_two_samples_rounds_a_sum_over_all_by_half_their_number_time
 def test_a_first_reading_of_draws_that_makes_the_gradients_agree_is_not_doubted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    recorded = judging._recorded
+    recorded = judging._record_full_batch
 
     def doubtful(*given: Any) -> Any:
         task, full, record = recorded(*given)
         record.ambiguous = True
         return task, full, record
 
-    monkeypatch.setattr(judging, "_recorded", doubtful)
+    monkeypatch.setattr(judging, "_record_full_batch", doubtful)
     monkeypatch.delattr(judging, "_other_reading")
     assert gaverify.verify(quiet(), steps=4).outcome is Outcome.EQUIVALENT
     with pytest.raises(NameError):

@@ -8,7 +8,7 @@ from gaverify.records.audit import RowCheck, UpdateComparison
 from gaverify.records.audit_report import AuditReport, Moment, RunSummary, WindowCount
 from gaverify.records.experiment import WeightFit
 from gaverify.records.stages import Clip, SettingDifference, StageComparison
-from gaverify.report.documents.schema.deriving import Of, Shape, derived
+from gaverify.report.documents.schema.deriving import Of, Shape, derive_shape
 from gaverify.report.documents.schema.verdict import AcceptanceItem, Environment
 
 
@@ -28,7 +28,7 @@ class WhereItem(Shape):
     autocast: str | None
 
 
-@derived(RunSummary)
+@derive_shape(RunSummary)
 class RunItem(Shape):
     """One process of the audit."""
 
@@ -48,42 +48,42 @@ class RunItem(Shape):
     ]
 
 
-@derived(WindowCount)
+@derive_shape(WindowCount)
 class CountItem(Shape):
     """backward : step : zero_grad of one window."""
 
 
-@derived(Moment)
+@derive_shape(Moment)
 class MomentItem(Shape):
     """One call of the script that matters to accumulation."""
 
 
-@derived(RowCheck, "full accumulated differing path padded checked same")
+@derive_shape(RowCheck, "full accumulated differing path padded checked same")
 class DataItem(Shape):
     """Rows that fed the window in both runs, and how many have no counterpart."""
 
 
-@derived(WeightFit, "factor factor_residual used used_residual right=weights residual determined multipliers")
+@derive_shape(WeightFit, "factor factor_residual used used_residual right=weights residual determined multipliers")
 class WeightsItem(Shape):
     """Least squares over sampled gradient elements; residuals are relative."""
 
 
-@derived(StageComparison)
+@derive_shape(StageComparison)
 class StageItem(Shape):
     """How far both runs are apart at one stage of an update, relative to the full batch."""
 
 
-@derived(Clip)
+@derive_shape(Clip)
 class ClipItem(Shape):
     """One clipping after the last backward pass of a window."""
 
 
-@derived(SettingDifference, "optimizer group name full accumulated")
+@derive_shape(SettingDifference, "optimizer group name full accumulated")
 class SettingItem(Shape):
     """A number of an optimizer that differs between the runs at the same update."""
 
 
-@derived(
+@derive_shape(
     UpdateComparison,
     "number outcome judged relative_difference norm_ratio resolution backwards rows_per_forward=sizes valid_targets "
     "data weights=fit ignored_targets learning_rates learning_rates_full weights_difference noise started_apart "
@@ -94,7 +94,7 @@ class UpdateItem(Shape):
     """One optimizer update of both runs."""
 
 
-@derived(
+@derive_shape(
     AuditReport,
     "version kind source name outcome exit_code command acceptance reason method script events_only calls_in_order "
     "model where environment runs timeline counts updates findings left_out ranks timings",

@@ -42,7 +42,7 @@ Derived = TypeVar("Derived", bound=Shape)
 _SHAPES: dict[Any, type[Shape]] = {}
 
 
-def derived(
+def derive_shape(
     record: Any, keys: str = "", older: str = "", *, finite: bool = False
 ) -> Callable[[type[Derived]], type[Derived]]:
     """Gives a shape the keys of a record; those that the class itself states are taken as it states them.
@@ -54,7 +54,7 @@ def derived(
         finite: Numbers of this record are never NaN or infinite.
     """
 
-    def made(shape: type[Derived]) -> type[Derived]:
+    def add_keys(shape: type[Derived]) -> type[Derived]:
         stated = get_type_hints(shape, include_extras=True)
         annotations: dict[str, Any] = {}
         space: dict[str, Any] = {"__doc__": shape.__doc__, "__module__": shape.__module__}
@@ -68,13 +68,13 @@ def derived(
             annotations[key] = Annotated[kind, Of(source)] if source else kind
             if key in older.split():
                 space[key] = _default(record, source or key)
-        whole = types.new_class(
+        full_shape = types.new_class(
             shape.__name__, (Shape,), {}, lambda names: names.update(space, __annotations__=annotations)
         )
-        _SHAPES[record] = whole
-        return whole  # type: ignore[return-value]  # with the keys that the class states, and more
+        _SHAPES[record] = full_shape
+        return full_shape  # type: ignore[return-value]  # with the keys that the class states, and more
 
-    return made
+    return add_keys
 
 
 def _default(record: Any, name: str) -> Any:
@@ -91,10 +91,10 @@ def _of_path(record: Any, path: str, finite: bool) -> Any:
     for name in path.split("."):
         owner = _present(kind)
         optional = optional or owner is not kind
-        found = fields_of(owner)
-        kind = found[name] if name in found else get_type_hints(getattr(owner, name).fget)["return"]
-    shown = _as_json(kind, finite)
-    return shown | None if optional and shown is not Number else shown
+        owner_fields = fields_of(owner)
+        kind = owner_fields[name] if name in owner_fields else get_type_hints(getattr(owner, name).fget)["return"]
+    json_type = _as_json(kind, finite)
+    return json_type | None if optional and json_type is not Number else json_type
 
 
 def _present(kind: Any) -> Any:
@@ -106,8 +106,8 @@ def _present(kind: Any) -> Any:
 def _as_json(kind: Any, finite: bool) -> Any:
     origin, inner, present = get_origin(kind), get_args(kind), _present(kind)
     if present is not kind:
-        shown = _as_json(present, finite)
-        return shown if shown is Number else shown | None
+        json_type = _as_json(present, finite)
+        return json_type if json_type is Number else json_type | None
     if kind is float:
         return float if finite else Number
     if origin is tuple and inner[-1] is ...:
@@ -128,7 +128,7 @@ class _Key(NamedTuple):
     listed: bool
 
 
-def encoded(shape: type[Shape], record: Any) -> dict[str, Any]:
+def encode_record(shape: type[Shape], record: Any) -> dict[str, Any]:
     """Returns the document of this shape that a record fills, as plain containers, not yet fit for JSON."""
     return {key.name: _value(key, record) for key in _keys(shape)}
 
@@ -141,10 +141,10 @@ def _value(key: _Key, record: Any) -> Any:
             record = None if record is None else getattr(record, name)
     if key.inner is None or record is None:
         return record
-    return [encoded(key.inner, item) for item in record] if key.listed else encoded(key.inner, record)
+    return [encode_record(key.inner, item) for item in record] if key.listed else encode_record(key.inner, record)
 
 
-def decoded(shape: type[Shape], document: Mapping[str, Any]) -> dict[str, Any]:
+def decode_document(shape: type[Shape], document: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the values of a document under the names that the records have; computed ones are left out."""
     values: dict[str, Any] = {}
     for key in _keys(shape):
@@ -153,7 +153,7 @@ def decoded(shape: type[Shape], document: Mapping[str, Any]) -> dict[str, Any]:
         value = document[key.name]
         if key.inner is not None and value is not None:
             inner = key.inner
-            value = [decoded(inner, item) for item in value] if key.listed else decoded(inner, value)
+            value = [decode_document(inner, item) for item in value] if key.listed else decode_document(inner, value)
         if not key.source:  # the document groups fields of the record itself
             values |= value or {}
             continue
@@ -175,7 +175,7 @@ def _key(name: str, kind: Any, metadata: list[Any]) -> _Key:
     constant = get_args(kind)
     if get_origin(kind) is Literal and len(constant) == 1:  # a key that says the same in every document
         return _Key(name, lambda _: constant[0], None, False)
-    source = next((given.source for given in metadata if isinstance(given, Of)), name)
+    source = next((annotation.source for annotation in metadata if isinstance(annotation, Of)), name)
     parts = (kind, *get_args(kind))
     inner = next((part for part in parts if isinstance(part, type) and issubclass(part, Shape)), None)
     return _Key(name, source, inner, get_origin(kind) is list)

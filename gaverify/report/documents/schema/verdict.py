@@ -21,18 +21,18 @@ from gaverify.records.profile import (
 )
 from gaverify.records.ranks import RankFacts, Traffic
 from gaverify.records.verdict import RunInfo, Trace, TraceRow, TraceStep, Verdict
-from gaverify.report.documents.schema.deriving import Of, Shape, derived
+from gaverify.report.documents.schema.deriving import Of, Shape, derive_shape
 from gaverify.report.text import wording
 
 OutcomeName = Literal["equivalent", "divergent", "inconclusive"]
 
 
-@derived(Element)
+@derive_shape(Element)
 class Worst(Shape):
     """The element of a gradient with the largest difference."""
 
 
-@derived(
+@derive_shape(
     ParameterComparison,
     "name shape outcome method reference_norm accumulated_norm difference_norm relative_difference allowed "
     "working_difference_norm worst reason",
@@ -54,7 +54,7 @@ class Environment(Shape):
     commit: str = ""
 
 
-@derived(Excerpt)
+@derive_shape(Excerpt)
 class ExcerptItem(Shape):
     """Lines of the user's file around a finding, as they stood when it was made."""
 
@@ -69,29 +69,29 @@ class AcceptanceItem(Shape):
     refused: Annotated[list[str], Of("acceptance.refused")] = Field(default_factory=list)
 
 
-@derived(Location, older="excerpt")
+@derive_shape(Location, older="excerpt")
 class Place(Shape):
     """Where a finding lies; null where unknown."""
 
 
-@derived(Evidence)
+@derive_shape(Evidence)
 class EvidenceItem(Shape):
     """What one probe saw."""
 
 
-@derived(Finding, "code name severity location summary evidence remedy proven accepted", older="accepted")
+@derive_shape(Finding, "code name severity location summary evidence remedy proven accepted", older="accepted")
 class FindingItem(Shape):
     """A named cause or a remark."""
 
 
-@derived(Traffic, "collectives bytes=bytes_moved")
+@derive_shape(Traffic, "collectives bytes=bytes_moved")
 class TrafficItem(Shape):
     """Collectives of one rank in one window, by kind, and the bytes of their tensors."""
 
     collectives: Annotated[dict[str, int], Of("counts")]
 
 
-@derived(
+@derive_shape(
     RankFacts,
     "ranks engine replicas_apart=apart window own difference from_one_process right_weights=weights.weights "
     "used_weights=weights.used residual=weights.residual buffers_apart",
@@ -102,7 +102,7 @@ class RanksItem(Shape):
     engine: str | None
 
 
-@derived(
+@derive_shape(
     RunInfo,
     "model parameters trainable batch_size steps micro_batches weights weighting strategy device dtype autocast seed "
     "mode loss_full loss_accumulated reference reference_failed rounded part guesses environment",
@@ -116,32 +116,32 @@ class Run(Shape):
     environment: Annotated[Environment, Of("")]
 
 
-@derived(TraceRow)
+@derive_shape(TraceRow)
 class TraceRowItem(Shape):
     """The state after one micro-batch."""
 
 
-@derived(TraceStep)
+@derive_shape(TraceStep)
 class TraceStepItem(Shape):
     """The optimizer step after the window."""
 
 
-@derived(Trace)
+@derive_shape(Trace)
 class TraceItem(Shape):
     """One row per micro-batch, then the optimizer step."""
 
 
-@derived(ModuleDifference)
+@derive_shape(ModuleDifference)
 class ModuleItem(Shape):
     """How far a module's outputs for the same samples are apart in the forward, relative to its largest value."""
 
 
-@derived(FewSamples)
+@derive_shape(FewSamples)
 class FewSamplesItem(Shape):
     """What decided a window below float32: its weights by fit, and what a few of its samples showed."""
 
 
-@derived(
+@derive_shape(
     Verdict,
     "version kind source name outcome exit_code command acceptance sentence method control_failure resolution run spec "
     "parameters findings modules ranks few_samples timings trace",
@@ -158,22 +158,22 @@ class VerdictDocument(Shape):
     sentence: Annotated[str, Of(wording.sentence)] = ""
 
 
-@derived(Setting)
+@derive_shape(Setting)
 class SettingItem(Shape):
     """What was profiled and where."""
 
 
-@derived(Memory, "kind baseline peak reserved increment")
+@derive_shape(Memory, "kind baseline peak reserved increment")
 class MemoryItem(Shape):
     """Device memory around one update, bytes."""
 
 
-@derived(Seconds, finite=True)
+@derive_shape(Seconds, finite=True)
 class SecondsItem(Shape):
     """Time per update; `low` and `high` are quartiles."""
 
 
-@derived(
+@derive_shape(
     Row,
     "strategy steps micro_batches status message activation_bytes memory seconds samples_per_second outcome "
     "relative_difference method",
@@ -182,7 +182,7 @@ class RowItem(Shape):
     """One strategy with one K; figures are null where the row did not get so far."""
 
 
-@derived(Line, "intercept slope residual points usable", finite=True)
+@derive_shape(Line, "intercept slope residual points usable", finite=True)
 class LineItem(Shape):
     """A least-squares line through (samples of the largest micro-batch, bytes)."""
 
@@ -194,7 +194,7 @@ class LinesItem(Shape):
     peak: Annotated[LineItem | None, Of(lambda profile: peak_line(profile.rows))]
 
 
-@derived(
+@derive_shape(
     Profile,
     "version kind source name outcome exit_code command interrupted setting spec steps rows lines",
     older="source command",
