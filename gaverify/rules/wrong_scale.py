@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from gaverify.amounts import count_text
 from gaverify.records.audit import Record, UpdateComparison
+from gaverify.records.comparison import Outcome
 from gaverify.records.experiment import ControlRun, TermKind, WeightFit
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
@@ -234,9 +235,14 @@ def _of_update(
     right = exact([1 / factor], loop.tolerance)
     remedy = f"multiply each micro-batch's loss by {right}" + ("" if count < 2 else f" (weights {right} each)")
     control, proven = weighed_in_loop(loop, number) if update is not None else ((), True)  # undone steps are a control
+    moving = _other_factor(loop, update, factor) if update is not None else None
     if update is not None and (repair := repair_scale(loop, update, factor)):
-        remedy = f"{repair} (as good as a loss times {right}"
+        remedy = f"{repair} ({'' if moving is None else f'in update {number} '}as good as a loss times {right}"
         remedy += ": tested, equivalent)" if control else ")"
+    elif moving is not None:
+        later, other = moving
+        remedy = "divide by what the whole window counts: no constant repairs "
+        remedy += f"{factor:.4g} in update {number} and {other:.4g} in update {later.number}"
     elif control:
         remedy = f"{remedy}: tested, equivalent"
     meaning = ""
@@ -259,6 +265,17 @@ def _of_update(
         update=number,
         remedy=remedy,
     )
+
+
+def _other_factor(loop: Record, update: UpdateComparison, factor: float) -> tuple[UpdateComparison, float] | None:
+    """Returns an update of as many passes with another factor, and that factor; None where all have the same."""
+    for other in loop.updates:
+        if not other.judged or other.backwards != update.backwards or find_skipped(loop, other) is not None:
+            continue
+        times = 1.0 if other.outcome is Outcome.EQUIVALENT else factor_in_loop(loop, other)
+        if times is not None and not math.isclose(times, factor, rel_tol=loop.tolerance):
+            return other, times
+    return None
 
 
 def _meaning_beside_skipped(loop: Record, update: UpdateComparison, factor: float, what: str) -> str:
