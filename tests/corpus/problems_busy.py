@@ -50,7 +50,7 @@ class Busy(nn.Module):
             self.queue.copy_(torch.roll(self.queue, 1, 0))
             self.queue[0] = x.detach().mean(0)
             self.scratch.add_(1)
-        self.replace_numbers = self.replace_numbers + 1
+        self.replaced = self.replaced + 1
         self.calls += 1
         self.label = f"call {self.calls}"
         self.losses.append(float(self.calls))

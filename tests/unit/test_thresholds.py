@@ -21,6 +21,7 @@ DECIDE_NOTHING = {
     "collective/flow.py": "seconds",
     "collective/launching.py": "seconds",
     "collective/membership.py": "seconds",
+    "audit/transform_controls.py": "what losses are multiplied by in a control",
     "audit/controls.py": "what losses are multiplied by in a control",
     "audit/processes.py": "seconds",
     "audit/request.py": "seconds",

@@ -39,9 +39,9 @@ time.sleep(600)
 """
 PARENT = """
 import sys, time
-from gaverify.children.launching import ended_as_interrupted, started, working_folder
+from gaverify.children.launching import ended_as_interrupted, start_command, working_folder
 with ended_as_interrupted(), working_folder("gaverify-test-") as folder:
-    kept = started([sys.executable, "-c", sys.argv[1], sys.argv[2]])
+    kept = start_command([sys.executable, "-c", sys.argv[1], sys.argv[2]])
     try:
         print(folder, flush=True)
         time.sleep(600)

@@ -220,13 +220,13 @@ def test_a_factory_that_draws_anew_is_told(tmp_path: Path) -> None:
     (tmp_path / "drawing.py").write_text(DRAWING, encoding="utf-8")
     spec = Spec(model=f"{tmp_path / 'drawing.py'}:drawing", steps=2, ranks=2)
     origin = LoadedAfresh(settings_of(vars(spec)), spec)
-    known = origin.known(origin.problem())
+    known = origin.with_digests(origin.problem())
     with ExitStack() as stack, pytest.raises(ProblemError, match="its parameters differ from those of another one"):
         known.task(stack, CPU)
     spec = Spec(model="mlp", steps=2, ranks=2)
     twin = LoadedAfresh(settings_of(vars(spec)), spec)
     with ExitStack() as stack:
-        assert twin.known(twin.problem()).task(stack, CPU).steps == 4
+        assert twin.with_digests(twin.problem()).task(stack, CPU).steps == 4
 
 
 def test_devices_that_ranks_cannot_have_are_told() -> None:

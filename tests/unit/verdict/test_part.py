@@ -123,8 +123,8 @@ def test_exact_and_tolerances_contradict_each_other() -> None:
 def refused(monkeypatch: pytest.MonkeyPatch, problem: Problem, **options: Any) -> gaverify.Verdict:
     """Verifies, and checks that a part was asked and settled nothing."""
     answers = []
-    real = judging.settled
-    monkeypatch.setattr(judging, "settled", lambda *given: answers.append(real(*given)) or answers[-1])
+    real = judging.decide_open_rows
+    monkeypatch.setattr(judging, "decide_open_rows", lambda *given: answers.append(real(*given)) or answers[-1])
     verdict = gaverify.verify(problem, steps=4, diagnose=False, **options)
     assert answers == [None]
     return verdict
@@ -214,7 +214,7 @@ def test_draws_of_two_samples_are_found_in_another_precision_than_they_were_made
 def test_draws_that_are_open_to_doubt_are_settled_by_no_part(
     monkeypatch: pytest.MonkeyPatch, doubt: dict[str, Any], of_two: bool
 ) -> None:
-    where, name = (window, "rounding_of_two_samples") if of_two else (judging, "settled")
+    where, name = (window, "rounding_of_two_samples") if of_two else (judging, "decide_open_rows")
     asked = getattr(where, name)
 
     def doubted(*given: Any) -> Any:
@@ -236,7 +236,7 @@ def test_what_rounds_two_samples_rounds_a_sum_over_all_by_half_their_number_time
     """Here half of what a mean may differ by: four times that, a half of all eight samples, is twice as much."""
     found: list[Difference] = []
     settled = window.decide_open_rows
-    monkeypatch.setattr(judging, "settled", lambda *given: found.extend(given[5]) or settled(*given))
+    monkeypatch.setattr(judging, "decide_open_rows", lambda *given: found.extend(given[5]) or settled(*given))
     monkeypatch.setattr(
         window,
         "rounding_of_two_samples",
