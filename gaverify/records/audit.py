@@ -59,57 +59,70 @@ class RowCheck:
 
 @dataclass(frozen=True)
 class UpdateComparison:
-    """One optimizer update of both runs.
-
-    `judged`: the runs had the same samples and, up to rounding, the same weights, so that a difference means something.
-    `weights_difference` is relative, over sampled elements, and NaN where the step was given the full batch's gradient;
-    `drifted` names buffers that differ after the update.
-    `noise` is how far the gradients of two equal runs are apart, relative; `started_apart` the same of the weights of
-    both runs before the update. `unrepeatable` says how the full-batch run differed from its own repetition, where that
-    was more than rounding. `parameters`, `outcome` and `fit` are those of the stage that `decided`; `unclear` says that
-    both runs changed their sums by hand, which hides what is right. `clips` are those after the last backward pass.
-    `step_takes_factor`: a control showed that the step takes out the factor of the gradient, so that the weights agree.
-    `counted`: what each micro-batch's loss was divided by, up to one factor, where no targets were seen.
-    `scales`: for each micro-batch, what each number was multiplied by that its loss was made from, outermost first.
-    `losses`: the value of each number that a backward pass differentiated, as the script had scaled it; NaN if unknown.
-    `full_loss`: the value whose gradient the full batch's is, with what its script did to the gradient after the pass.
-    `missed`: the samples of networks that take turns, where other networks were fed all of them in both runs and the
-    ones of this update only a part.
-    `fed`: the samples of all forwards, also of those without a backward pass, where the samples are not the same.
-    `never_fed`: how many samples of the full batch the accumulated run was fed neither in this update nor in the next.
-    """
+    """One optimizer update, compared between the full-batch run and the accumulated run."""
 
     number: int
+    """Number of the update, counted from 1."""
     outcome: Outcome
+    """Outcome of all parameters; inconclusive if the full-batch run does not repeat itself or no stage decides."""
     judged: bool
+    """Whether a difference has a meaning: samples and starting weights agree, and the full-batch run repeats itself."""
     parameters: tuple[ParameterComparison, ...]
+    """Comparison of each parameter's gradient, at the stage in `decided`."""
     data: RowCheck
+    """Comparison of the samples that both runs were fed for this update."""
     fit: WeightFit | None = None
+    """Micro-batch weights that give the full batch's gradient, at the stage in `decided`; None without a fit."""
     backwards: int = 0
+    """Number of backward passes in the accumulated run's window."""
     sizes: tuple[int, ...] = ()
+    """Samples of each forward pass in the accumulated run's window; 0 where unknown."""
     valid_targets: tuple[int, ...] = ()
+    """Targets that are not ignored, for each backward pass; empty where one is unknown."""
     counted: tuple[float, ...] = ()
+    """Divisor of each loss up to a common factor, where no targets were seen; empty where one is unknown."""
     scales: tuple[tuple[float, ...], ...] = ()
+    """For each backward pass, the factors of each number that its loss was made from, outermost first."""
     ignored_targets: bool = False
+    """Whether any loss of the window ignores some of its targets."""
     learning_rates: tuple[float, ...] = ()
+    """Learning rate of each parameter group that the accumulated run stepped."""
     learning_rates_full: tuple[float, ...] = ()
+    """Learning rate of each parameter group that the full-batch run stepped."""
     weights_difference: float = math.nan
+    """Relative difference of sampled weights after the update; NaN if stepped with the full batch's gradient."""
     drifted: tuple[str, ...] = ()
+    """Names of buffers that differ by more than rounding after the update."""
     started_apart: float = 0.0
+    """Relative difference of the sampled weights before the update; NaN where no weights could be compared."""
     noise: float = 0.0
+    """Noise floor: relative difference between the gradients of repeated full-batch runs."""
     unrepeatable: str = ""
+    """How the full-batch run differs from a repetition by more than rounding; empty where it does not."""
     decided: Stage = Stage.USED
+    """Stage at which `parameters`, `outcome` and `fit` were measured."""
     unclear: bool = False
+    """Whether both runs changed summed gradients by hand, so that no stage shows which one is right."""
     stages: tuple[StageComparison, ...] = ()
+    """Difference and norm ratio at each stage that was compared."""
     clips: tuple[Clip, ...] = ()
+    """Clippings of the accumulated run after its last backward pass."""
     clips_full: tuple[Clip, ...] = ()
+    """Clippings of the full-batch run after its last backward pass."""
     settings: tuple[SettingDifference, ...] = ()
+    """Optimizer numbers that differ between the runs, of the first such rank; empty where `judged` is False."""
     step_takes_factor: bool = False
+    """Whether a control showed that the step cancels a factor of the gradient, so that the weights agree."""
     missed: RowCheck | None = None
+    """Samples of this update's networks, if only a part was fed while other networks got all of theirs; else None."""
     losses: tuple[float, ...] = ()
+    """Value that each backward pass differentiated, as the script scaled it; NaN where unknown."""
     full_loss: float = math.nan
+    """Value whose gradient is the full batch's; NaN where its gradient is no weighted sum of its passes."""
     fed: RowCheck | None = None
+    """Samples of all forwards, also those without a backward; None where samples agree or several ranks train."""
     never_fed: int = 0
+    """Number of full-batch samples that the accumulated run was fed neither in this update nor in the next."""
 
     @property
     def differs(self) -> bool:
@@ -182,65 +195,62 @@ class TransformedGradients:
 
 @dataclass(frozen=True)
 class Record:
-    """Everything that the rules read, from the accumulated run and its comparison.
-
-    Args:
-        windows: Of the accumulated run (or the only one).
-        ledger: What became of its backward passes.
-        full_windows: Of the full-batch run; empty with events only.
-        updates: The comparisons; empty with events only.
-        steps: K where the user said it.
-        numbers: The whole numbers among the accumulated run's own arguments: K is one of them as a rule.
-        unit: Unit roundoff of the coarsest arithmetic.
-        steps_undone: The weights that fit when every step is undone, so that all micro-batches see the same weights.
-        dealt: Random draws of the full batch that were dealt out per sample.
-        unaligned: Draws that could not be, with the reason.
-        full_ledger: What became of the full-batch run's backward passes.
-        skipped_alike: The windows in which both runs throw away the gradients of the same samples: skipped updates.
-        ranks: Processes that train together.
-        together: What all of them did, where the audit saw all; None where it saw one.
-        rank_windows: The windows of ranks 1, 2, … of the accumulated run, where the audit saw all.
-        full_ranks: Processes that trained together in the full-batch run, as far as the audit saw them.
-        epochs: What was seen of an epoch's end, for the verdict; empty where nothing is to be said.
-        overwritten: That each backward pass of the first update that differs sets the gradients, where it does.
-        unclipped: The updates in a control whose losses are too small to be clipped, where clipping was inside windows.
-        terms: Of the loss of the first update that differs, where nothing else explained it and they add up to it.
-        coupling: Where samples act on each other, in modules or in the loss, with what the control runs showed.
-        backward: The code whose backward depends on the batch, where the losses add up and the gradients do not.
-        state: What forwards move and read again, where a run with it put back before each micro-batch agreed.
-        transformed: The gradients that each micro-batch transforms before they are added up.
-        weighed: The accumulated run with the losses of the first update that differs times what they should count.
-        made: The line that made that loss, where a framework's loop called it and differentiates it.
-        float32: The script trains below float32, and what is compared are runs in float32.
-    """
+    """Everything that the rules read: calls of the audited runs, their comparison and the results of controls."""
 
     windows: tuple[Window, ...]
+    """Accumulation windows of the accumulated run, or of the only run."""
     ledger: Ledger
+    """What became of each backward pass of that run."""
     full_windows: tuple[Window, ...] = ()
+    """Windows of the full-batch run; empty if only calls were checked."""
     updates: tuple[UpdateComparison, ...] = ()
+    """Comparison of each update; empty if only calls were checked."""
     steps: int | None = None
+    """K, the number of micro-batches per update, as the user gave it; None where not given."""
     unit: float = U32
+    """Unit roundoff of the coarsest arithmetic of the full-batch run."""
     steps_undone: WeightFit | None = None
+    """Fit over micro-batches that all ran at the same weights, each step undone; None if that control did not run."""
     dealt: int = 0
+    """Number of the full batch's random draws that the accumulated run reused sample by sample; 0 for none."""
     unaligned: Mapping[str, str] = field(default_factory=dict)
+    """Random draws that could not be reused, with the reason."""
     numbers: tuple[int, ...] = ()
+    """Integers among the arguments of the accumulated run; usually one of them is K."""
     full_ledger: Ledger = field(default_factory=lambda: Ledger((), ()))
+    """What became of each backward pass of the full-batch run."""
     skipped_alike: frozenset[int] = frozenset()
+    """Numbers of windows in which both runs discard the gradients of the same samples: skipped updates."""
     ranks: int = 1
+    """Number of processes that train together, the larger of both runs."""
     together: RankFacts | None = None
+    """Measurements over all ranks; None unless the audit saw all of several ranks."""
     rank_windows: tuple[tuple[Window, ...], ...] = ()
+    """Windows of ranks 1, 2, … of the accumulated run; empty unless the audit saw all ranks."""
     full_ranks: int = 1
+    """Number of processes that trained together in the full-batch run, as far as the audit saw them."""
     epochs: str = ""
+    """Note on the end of an epoch or on cut batches, appended to the verdict; "" where there is none."""
     overwritten: Overwritten | None = None
+    """Control showing that each backward pass overwrites the gradients; None where none showed it."""
     unclipped: tuple[UpdateComparison, ...] = ()
+    """Updates of the control whose losses are too small to be clipped; empty if that control did not run."""
     terms: tuple[LossTerm, ...] = ()
+    """Terms of the loss of the first update that differs; empty where they were not tried or do not add up."""
     coupling: tuple[Cause, ...] = ()
+    """Places in modules or in the loss where samples interact, with their control runs; empty where none was found."""
     backward: Cause | None = None
+    """Code whose backward depends on the batch although the forwards agree; None where none was found."""
     transformed: TransformedGradients | None = None
+    """Parameters whose gradients each micro-batch transforms before they are summed; None where none was found."""
     state: State | None = None
+    """Values that forwards change and read again, where restoring them before each micro-batch helped; else None."""
     weighed: ControlRun | None = None
+    """Accumulated run with its losses multiplied by the fitted weights; None if that control did not run."""
     made: tuple[str, int] | None = None
+    """File and line that computed the reweighted loss, where a framework's loop differentiates it; else None."""
     float32: bool = False
+    """Whether float32 runs were compared because the script trains in a coarser type."""
 
     @property
     def tolerance(self) -> float:

@@ -72,37 +72,65 @@ class AuditReport(Settled):
     """The answer of an audit, with everything that it rests on."""
 
     script: str
+    """Path of the audited script, as given."""
     outcome: Outcome
+    """Equivalent, divergent or inconclusive."""
     reason: str
+    """Why the outcome is what it is, in a sentence."""
     findings: tuple[Finding, ...] = ()
+    """Findings of the rules."""
     updates: tuple[UpdateComparison, ...] = ()
+    """Comparison of each update; empty if only calls were checked or nothing ran."""
     counts: tuple[WindowCount, ...] = ()
+    """Number of backward, step and zero_grad calls in each accumulation window."""
     runs: tuple[RunSummary, ...] = ()
+    """The runs that the audit made, with their commands and seconds; empty where nothing ran."""
     device: str = "unknown"
+    """Device that the script trained on; "unknown" where none was seen."""
     dtype: str = "unknown"
+    """Data types of the trained parameters, joined by ", "; "unknown" where none was seen."""
     autocast: str | None = None
+    """Data type of autocast; None where autocast was off."""
     torch: str = "not loaded"
+    """Version of PyTorch in the script's process; "not loaded" where nothing ran."""
     gaverify: str = __version__
+    """Version of gaverify."""
     modules: tuple[str, ...] = ()
+    """Class names of the trained models."""
     optimizers: tuple[str, ...] = ()
+    """Class names of the optimizers; for hand-written updates a note instead."""
     trainable: int = 0
+    """Number of trainable elements."""
     method: str = Method.NOT_COMPARED
+    """How the updates were decided."""
     events_only: bool = False
+    """Whether only the calls were checked and no gradient compared."""
     timings: Mapping[str, float] = field(default_factory=dict)
-    source: str = ""  # the options file; "" where the command line said what to run
-    command: str = ""  # the words that make it again
+    """Seconds of each part of the audit."""
+    source: str = ""
+    """Path of the options file; "" where the command line or a call gave the options."""
+    command: str = ""
+    """Command line that repeats the audit; "" where it came from a call."""
     timeline: tuple[Moment, ...] = ()
-    left_out: Mapping[str, int] = field(default_factory=dict)  # calls that could not be recorded, by what hid them
-    calls_in_order: bool = False  # calls alone were checked, those of one update at least, and no rule finds a fault
-    name: str = ""  # how reports call it; "" for the script's own
-    ranks: RankFacts | None = None  # of an accumulated run in several processes that were all seen
+    """Calls of all ranks in order, without forwards; only the first few hundred."""
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """Number of calls that could not be recorded, by reason."""
+    calls_in_order: bool = False
+    """Whether only calls were checked, of at least one update, and no rule finds a fault."""
+    name: str = ""
+    """Name that reports show; "" for the script's path."""
+    ranks: RankFacts | None = None
+    """Measurements over all ranks; None for one process or where not all ranks were seen."""
     acceptance: Acceptance = field(default_factory=Acceptance)
+    """Findings that the user accepts and the outcome that the user expects."""
     python: str = field(default_factory=platform.python_version)
+    """Version of Python."""
     platform: str = field(default_factory=platform.platform)
+    """Operating system and machine, as `platform.platform()` says."""
     started: str = field(default_factory=current_time)
-    """When the answer was made: UTC, to the second; "" in documents that older versions wrote."""
+    """When the answer was made, UTC to the second; "" in documents that older versions wrote."""
     commit: str = field(default_factory=git_commit)
-    """The commit of git that was checked out in the working folder; "" outside a repository."""
+    """Git commit that was checked out in the working folder; "" outside a repository."""
 
     @property
     def exit_code(self) -> int:

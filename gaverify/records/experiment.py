@@ -63,36 +63,42 @@ class ModuleDifference:
 
 @dataclass(frozen=True)
 class Suspect:
-    """The first operation whose result for the same samples depends on the batch that they came in.
-
-    `source` is the reduction over the batch that it reads, where there is one; `in_model`: outputs of a module of the
-    model differ by it, sample by sample; `statistics`: the module around it scales channels by batch statistics.
-    `functions` are the torch calls whose results a control run holds constant, `source_functions` those of the
-    reductions, `again` those of its line and of others like it that differ as well, in modules of the same class;
-    `exits` those whose samples differ next; `frame` is the line where the code decides, of a suspect of kind "control-
-    flow"; `calls` are the module calls that a cached gradient opens; `outputs` the positions of those outputs of its
-    module that differ (none: all of them do). `order` tells how the samples lie in a dimension with several rows of
-    each: 0 as its outer, 1 as its inner index; None: not known. `model_mixes`: a module of the model returns rows that
-    depend on the batch, and does not compute them from this operation. `differentiable`: the result has a gradient.
-    """
+    """The first operation whose result for the same samples depends on the batch that they came in."""
 
     kind: SuspectKind
+    """What depends on the batch: rows, a cross-sample matrix, a non-additive loss, control flow or random draws."""
     operation: Operation
+    """First operation whose result depends on the batch; a module or loss where only that is known."""
     source: Operation | None
+    """Reduction over the batch that the operation reads; None where there is none."""
     difference: float
+    """Relative difference of rows, losses or gradients; 1 where rows could not be matched."""
     samples: int
+    """Number of samples whose results differ; B where rows could not be matched, 0 where not counted."""
     in_model: bool
+    """Whether outputs of a module of the model differ by this operation, sample by sample."""
     statistics: bool
+    """Whether the module around the operation scales channels by batch statistics."""
     functions: tuple[FunctionKey, ...] = ()
+    """Torch calls whose results a control run keeps constant."""
     source_functions: tuple[FunctionKey, ...] = ()
+    """Torch calls of the reductions over the batch, for the same control."""
     again: tuple[FunctionKey, ...] = ()
+    """Differing torch calls on this line and on equal lines in modules of the same class, without `functions`."""
     exits: tuple[FunctionKey, ...] = ()
+    """Next calls downstream whose samples differ, for the same control."""
     frame: tuple[str, int] | None = None
+    """File and line where the code decides; None unless `kind` is "control-flow"."""
     calls: tuple[int, ...] = ()
+    """Indices of the module calls at which a cached gradient cannot cut the graph."""
     outputs: tuple[int, ...] = ()
+    """Positions of those module outputs that differ; empty if all of them do."""
     order: int | None = None
+    """Sample order in a dimension with several rows per sample: 0 outermost, 1 innermost; None where not known."""
     model_mixes: bool = False
+    """Whether a module of the model returns batch-dependent rows that it does not compute from this operation."""
     differentiable: bool = True
+    """Whether the operation's result has a gradient."""
 
     @property
     def culprit(self) -> Operation:

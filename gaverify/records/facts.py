@@ -191,32 +191,44 @@ class Backward:
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything that was measured about one comparison. A question of the search returns it with a part replaced.
-
-    `left` is the relative difference that stays with everything neutralised that was found; `cleared`: it is rounding.
-    `identical`: all samples of the batch are the same. `failures` says which question could not be asked, and why;
-    `diagnosed` whether the search ran at all; `stopped_after` the time limit in seconds that ended it. `loop` is what
-    only an audit knows: the windows of a training script and every compared update of it.
-    """
+    """Everything measured about one comparison; each question of the search returns it with fields replaced."""
 
     steps: int
+    """K, the number of micro-batches; in an audit the backward passes of the update."""
     batch_size: int
+    """B, the number of samples in the full batch."""
     compared: Compared
+    """Compared parameters and the method that decided."""
     weights: Weights
+    """Weight of each micro-batch in the accumulated gradient, and the weights that would be right."""
     draws: Draws = Draws()
+    """Random draws of the full batch, and which of them the micro-batches reused."""
     buffers: Buffers = Buffers()
+    """Buffers that differ after the micro-batches."""
     state: State | None = None
+    """Values that the forward changes, with control runs; None where none was examined or found."""
     forward: Forward = Forward()
+    """Causes found in the forward passes, and what was ruled out."""
     backward: Backward = Backward()
+    """Where gradients differ although the forwards agree."""
     repeatability: Repeatability | None = None
+    """Relative difference of a pass from its repetition; None where no pass was repeated."""
     ranks: RankFacts | None = None
+    """Measurements over several ranks; None for one process."""
     identical: bool = False
+    """Whether all samples of the batch are the same."""
     left: float = math.nan
+    """Relative difference that remains with all found causes neutralised; NaN where not measured."""
     cleared: bool = False
+    """Whether the difference that remains is rounding; in an audit also where other weights explain it."""
     failures: Mapping[str, str] = field(default_factory=dict)
+    """Questions that could not be asked, with the reason for each."""
     diagnosed: bool = False
+    """Whether the search for a cause ran."""
     stopped_after: float | None = None
+    """Time limit in seconds that ended the search; None where none did."""
     loop: Record | None = None
+    """Windows and compared updates of a training script; None outside an audit."""
 
     @property
     def weights_first(self) -> bool:

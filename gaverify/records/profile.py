@@ -36,23 +36,41 @@ class Setting:
     """What was profiled and where, as the first process that got so far reported it."""
 
     model: str
+    """Model as the spec names it."""
     parameters: int
+    """Number of elements of all parameters, shared ones counted once."""
     trainable: int
+    """Number of elements of the trained parameters."""
     batch_size: int
+    """B, the number of samples in the full batch."""
     device: str
+    """Torch device, such as "cuda:0"."""
     device_name: str
+    """Name of the GPU; on a CPU the name of the processor or machine."""
     device_memory: int | None
+    """Total memory of the device in bytes; None where torch does not count it, as on a CPU."""
     dtype: str
+    """Coarsest data type of the trained parameters."""
     autocast: str | None
+    """Data type of autocast; None where autocast was off."""
     mode: str
+    """Training or evaluation mode of the model, as the spec gave it."""
     seed: int
+    """Seed of the random number generators."""
     threads: int
+    """Number of CPU threads that torch uses."""
     optimizer: str | None
+    """Optimizer whose step is part of the measurement; None where there is none."""
     repeats: int
+    """Number of timed repetitions of each row."""
     torch: str
+    """Version of PyTorch."""
     gaverify: str
+    """Version of gaverify."""
     python: str
+    """Version of Python."""
     platform: str
+    """Operating system and machine, as `platform.platform()` says."""
 
 
 @dataclass(frozen=True)

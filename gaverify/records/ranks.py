@@ -70,74 +70,68 @@ def rounding_of(unit: float) -> float:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What was measured on R ranks.
-
-    Attributes:
-        ranks: R.
-        engine: How the ranks hold the model; None where the user's own script decided it and nothing was recognised.
-        apart: The largest difference between the gradients that the ranks step with, relative to the first one's norm;
-            exactly 0.0 where they are the same bits. NaN where every rank holds a shard of its own.
-        summed_apart: The same of the gradients as the window's last backward pass left them.
-        started_apart: The same of the weights that the ranks computed their gradients at.
-        names_apart: The parameters whose gradients are apart, where others agree; empty where all are, or none.
-        window: Collectives between the first forward and the step, of the rank with the most.
-        own: Those that the model and the loss made themselves, without the engine.
-        weights: The fit over the ranks' own gradients: `weights` make the gradient of one process, `used` the ranks'.
-        counted: The same fit over the micro-batches of all ranks, where a loop of the user's own counts them.
-        unit: Unit roundoff u of the arithmetic that the ranks trained in.
-        difference: ‖ranks − full‖ / ‖full‖ of the whole gradient.
-        divergent: Whether any parameter's difference is more than rounding.
-        buffers_apart: Names of buffers that differ between the ranks when the window ends.
-        from_one_process: ‖ranks − one‖ / ‖one‖, where one process ran the same micro-batches.
-        gather_control: The difference that is left where every all-gather of the loss hands its gradient back;
-            NaN where that control did not run.
-        mean_left: ‖mean of the ranks' own gradients − full‖ / ‖full‖; NaN where they are not known.
-        weights_control: The difference that is left where every rank's loss is multiplied by right over used weight.
-        sync_control: The difference that is left where every backward pass reduces.
-        clip_control: The difference that is left where losses are too small to be clipped.
-        frozen_control: The difference that is left where layers keep the statistics in their buffers.
-        reduced: Bytes that each backward pass of the window reduced over the ranks; empty where that was not seen.
-        stepped_without: Whether the step found no gradient in any sharded parameter.
-        shards: What each rank made of its part; empty where parts are whole gradients that were reduced before.
-        fed_alike: Whether two ranks were fed the same rows.
-        tensor_parallel: Whether ranks hold parts of the same layers and share rows on purpose, which count once then.
-        altered: Which part of the gradient after the window's last backward pass is no sum of what the ranks' backward
-            passes computed, relative; NaN where that is not known. A hook that compresses what is reduced does this.
-        targets: Valid targets of each rank in each of its micro-batches of the window; empty where not known.
-        shares_tried: What `weights_control` multiplied the losses of each rank by, in turn.
-        update_bytes: Bytes of one gradient of the whole model in the coarsest type that an engine reduces in.
-    """
+    """What was measured on R ranks."""
 
     ranks: int
+    """R, the number of ranks."""
     engine: Engine | None
+    """How the ranks keep the model; None where the user's script decides it and nothing was recognised."""
     apart: float
+    """Largest relative difference of the ranks' final gradients; 0 if bitwise equal, NaN if no ranks share a part."""
     window: Traffic
+    """Collectives of the window on the rank with the most; in an audit those of rank 0's backward passes."""
     own: Traffic
+    """Collectives that the model and the loss ran themselves, without the engine."""
     weights: WeightFit | None
+    """Fit over the ranks' gradients: `weights` give one process's gradient, `used` the ranks'; None without a fit."""
     difference: float
+    """‖ranks − full‖ / ‖full‖ over all parameters together."""
     unit: float = U32
+    """Unit roundoff of the arithmetic that the ranks trained in."""
     divergent: bool = False
+    """Whether the difference is more than rounding."""
     buffers_apart: tuple[str, ...] = ()
+    """Names of buffers that differ between ranks when the window ends."""
     from_one_process: float = 0.0
+    """‖ranks − one‖ / ‖one‖ for one process with the same micro-batches; 0 if not measured or ranks not at fault."""
     gather_control: float = math.nan
+    """Difference if every all-gather of the loss returns its gradient; NaN if that control did not run."""
     mean_left: float = math.nan
+    """‖mean of the ranks' gradients − full‖ / ‖full‖; NaN where these gradients are not known."""
     weights_control: float = math.nan
+    """Difference if each rank's loss is multiplied by `shares_tried`; NaN if that control did not run."""
     counted: WeightFit | None = None
+    """Fit over the micro-batches of all ranks, where the user's loop weights them; None without one."""
     sync_control: float = math.nan
+    """Difference if every backward pass reduces; NaN if that control did not run."""
     clip_control: float = math.nan
+    """Difference if losses are too small to be clipped; NaN if that control did not run."""
     frozen_control: float = math.nan
+    """Difference if layers use the statistics in their buffers; NaN if that control did not run."""
     reduced: tuple[int, ...] = ()
+    """Bytes that each backward pass of the window reduced over the ranks; empty where not seen."""
     stepped_without: bool = False
+    """Whether the optimizer step found no gradient in any sharded parameter."""
     shards: tuple[Share, ...] = ()
+    """Factor that each rank applied to its part of the gradient; empty where none was measured."""
     targets: tuple[tuple[int, ...], ...] = ()
+    """Valid targets of each rank in each of its micro-batches; empty where one count is unknown or zero."""
     shares_tried: Shares = ()
+    """Loss factors of each rank in `weights_control`; empty if that control did not run."""
     update_bytes: int = 0
+    """Bytes of one gradient of all parameters in the smallest reduced type; in an audit one byte per element."""
     summed_apart: float = math.nan
+    """Like `apart`, for gradients as the last backward pass produced them; NaN where not measured."""
     names_apart: tuple[str, ...] = ()
+    """Parameters whose gradients differ between ranks while others agree; empty if all or none differ."""
     started_apart: float = 0.0
+    """Like `apart`, for the weights at which the ranks computed their gradients."""
     fed_alike: bool = False
+    """Whether two ranks were fed the same rows."""
     tensor_parallel: bool = False
+    """Whether ranks split the same layers and therefore share rows, which count once."""
     altered: float = math.nan
+    """Relative part of the gradient that is no sum of the ranks' computed gradients; NaN where not known."""
 
     @property
     def at_fault(self) -> bool:

@@ -20,38 +20,57 @@ class RunInfo:
     """What was run: enough to run it again."""
 
     model: str
+    """Name of the problem, or the class name of its model."""
     parameters: int
+    """Number of elements of all parameters, shared ones counted once."""
     trainable: int
+    """Number of elements of the trained parameters."""
     batch_size: int
+    """B, the number of samples in the full batch."""
     micro_batches: tuple[int, ...]
+    """Number of samples in each of the K micro-batches."""
     weights: tuple[float, ...]
+    """Weight of each micro-batch in the accumulated gradient."""
     weighting: str
+    """Rule for the weights, the name of a function, or "numbers"."""
     strategy: str
+    """How gradients accumulate, such as "accumulate", or "summed-loss" for one backward over the summed losses."""
     device: str
+    """Torch device; several are joined by " and "."""
     dtype: str
+    """Data type in which the gradients were computed."""
     seed: int
+    """Seed of the random number generators."""
     mode: str
+    """Training or evaluation mode of the model; "as is" where none was set."""
     torch: str
+    """Version of PyTorch."""
     gaverify: str
+    """Version of gaverify."""
     autocast: str | None = None
+    """Data type of autocast; None where autocast was off."""
     loss_full: float = math.nan
+    """Loss of the full batch; NaN where not known."""
     loss_accumulated: float = math.nan
+    """Loss of the accumulated micro-batches; NaN where not known."""
     reference: Reference = Reference.FULL
     """How the full batch was run."""
     reference_failed: tuple[Reference, ...] = ()
-    """The ways that did not fit into memory before."""
+    """Ways to run the full batch that did not fit into memory."""
     rounded: tuple[str, ...] = ()
     """Products whose float32 inputs were rounded before they were multiplied: "matmul tf32"."""
     part: tuple[int, ...] = ()
-    """The two micro-batches of the part in which the cause was found, and where the method says so, which decided."""
+    """Sizes of the two micro-batches of a smaller batch that decided or showed the cause; empty where none did."""
     guesses: tuple[str, ...] = ()
-    """What of the factory `gaverify init` guessed and nobody replaced: "the loss"."""
+    """Parts of the factory that `gaverify init` guessed and nobody replaced: "the loss"."""
     python: str = field(default_factory=platform.python_version)
+    """Version of Python."""
     platform: str = field(default_factory=platform.platform)
+    """Operating system and machine, as `platform.platform()` says."""
     started: str = field(default_factory=current_time)
-    """When the answer was made: UTC, to the second; "" in documents that older versions wrote."""
+    """When the answer was made, UTC to the second; "" in documents that older versions wrote."""
     commit: str = field(default_factory=git_commit)
-    """The commit of git that was checked out in the working folder; "" outside a repository."""
+    """Git commit that was checked out in the working folder; "" outside a repository."""
 
     @property
     def steps(self) -> int:
@@ -94,30 +113,41 @@ class Trace:
 
 @dataclass(frozen=True, repr=False)
 class Verdict(Settled):
-    """The answer to "does accumulation compute the full-batch gradient?", with everything that it rests on.
-
-    `control_failure` says why the float64 control was impossible, where it was wanted and something else decided.
-    """
+    """The answer to "does accumulation compute the full-batch gradient?", with everything that it rests on."""
 
     outcome: Outcome
+    """Equivalent, divergent or inconclusive."""
     parameters: tuple[ParameterComparison, ...]
+    """Comparison of each parameter's gradient."""
     findings: tuple[Finding, ...]
+    """Findings of the rules."""
     run: RunInfo
+    """What was run, and in which arithmetic."""
     method: str
+    """How the parameters were decided."""
     resolution: float
+    """Smallest relative difference that could have been seen in the least clear parameter; NaN where there is none."""
     timings: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of each part, and "total"."""
     trace: Trace | None = None
+    """Gradient and weights after each micro-batch; None without `--trace`."""
     spec: Mapping[str, Any] | None = None
-    source: str = ""  # the spec's file; "" where the command line or a call said what to run
-    command: str = ""  # the words that make it again; "" where it came from a call
+    """The spec as a mapping; None where the verdict came from a call without one."""
+    source: str = ""
+    """Path of the spec's file, or of the test's; "" where the command line or a call gave the problem."""
+    command: str = ""
+    """Command line that repeats the run; "" where it came from a call."""
     acceptance: Acceptance = field(default_factory=Acceptance)
+    """Findings that the user accepts and the outcome that the user expects."""
 
     control_failure: str = ""
+    """Why the float64 control was impossible, where it was wanted; "" otherwise."""
     ranks: RankFacts | None = None
+    """Measurements over several ranks; None for one process."""
     few_samples: FewSamples | None = None
-    """What decided, where a few samples did."""
+    """Comparison on a few samples that decided; None where another method decided."""
     modules: tuple[ModuleDifference, ...] = ()
-    """How far forward values are apart, by module in the order of the calls; empty where no search ran."""
+    """Difference of forward outputs by module, in call order; empty where no search ran."""
 
     @property
     def name(self) -> str:
