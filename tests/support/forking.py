@@ -53,7 +53,7 @@ class Servers:
         self._of: dict[tuple[str, ...], Server | None] = {}
 
     def started(self, command: Sequence[str], *, env: Mapping[str, str], **streams: Any) -> Kept:
-        """Forks `python -c CODE`, or starts it; see `gaverify.children.start_command`."""
+        """Forks `python -c CODE`, or starts it; see `gaverify.children.launching.start_command`."""
         read = _read_at_start(env)
         if not _can_fork() or (read not in self._of and read != self._usual):
             self._of[read] = None

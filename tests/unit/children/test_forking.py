@@ -121,7 +121,7 @@ def test_what_python_and_torch_read_when_they_start_has_its_own_server(
     variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[str | None] = []
-    monkeypatch.setattr(forking, "started", lambda command, env, **streams: begun.append(env[variable]))
+    monkeypatch.setattr(forking, "start_command", lambda command, env, **streams: begun.append(env[variable]))
     monkeypatch.setattr(
         Server, "started", lambda server, command, env, **streams: begun.append(server.environment.get(variable))
     )

@@ -258,8 +258,8 @@ STARTS = """
 import signal, sys, torch, waits
 for name in sys.argv[1:]:
     signal.signal(getattr(signal, name), signal.SIG_IGN)
-from gaverify.collective.launching import coordinated
-coordinated(waits.work, None, {device})
+from gaverify.collective.launching import run_in_process
+run_in_process(waits.work, None, {device})
 """
 
 
