@@ -27,6 +27,11 @@ Files = Literal["view", "guard", "in-place"]
 """How a run is kept from the user's files; see `gaverify.audit.outputs`."""
 
 Role = Literal["full", "perturbed", "accumulated", "frozen", "events"]
+"""`full` records its random draws, and `perturbed` moves the weights by one unit roundoff before their first use.
+
+`accumulated` gets the draws of the full-batch run. `frozen` also undoes every optimizer step, so that all micro-batches
+see the first weights. `events` stores no gradients.
+"""
 
 Order = Literal["turns", "blocks"]
 """How ranks share the samples of a batch, which their own loaders hand out: row by row, or block by block."""
@@ -56,95 +61,86 @@ SCRIPT = "(script)"
 
 @dataclass(frozen=True)
 class Job:
-    """One run of the user's script.
-
-    Args:
-        role: "full" keeps random draws; "perturbed" moves the weights by one unit roundoff before their first use;
-            "accumulated" is dealt the draws of the full run; "frozen" is "accumulated" with every optimizer step
-            undone, so that all micro-batches see the first weights; "events" stores no gradients.
-        script: Path of a file, or the name of a module where `module` is set.
-        arguments: `sys.argv[1:]` of the script.
-        folder: Where the run writes.
-        updates: Optimizer updates after which the script is stopped; 0 lets it run to its end.
-        source: Folder of the full-batch run, or of the same rank of it: gradients to step with, samples.
-        shares: What each rank's backward passes multiply their losses' gradients by, in turn; empty leaves them alone.
-        synchronise: Let every backward pass reduce over the ranks, whatever the script asks for.
-        gathers: Let gathers of trained tensors hand the gradient back.
-        frozen: Buffers, `model:name`, whose modules run in evaluation mode, with the statistics that they hold.
-        restored: Values of modules that are put back before each micro-batch, or `EVERYTHING`; empty leaves them alone.
-        outputs: Keep what every module of the last update's forwards gives for each row, and what comes back for it.
-        moved: Paths of modules, or `SCRIPT`: what the calls that they make give them has other values in the second
-            half of each forward's rows.
-        held: Paths of modules, or `SCRIPT`, whose own code gives and gives back what it did in the full-batch run.
-        spots: For each forward of that update where its rows lie in the full-batch run: the number of the forward
-            there, and their places in it; None where the forward belongs to the held code. One entry per rank.
-        given_back: What gradients are multiplied by that held code gives back: the number of ranks where their
-            gradients are averaged.
-        sources: Folders of all ranks of the full-batch run: draws.
-        unit: Unit roundoff by which weights are moved.
-        perturb_early: Move weights when an optimizer takes them, for a script without modules.
-        lead: Step with the gradients of the run at `source`, so that each update starts from that run's weights.
-        eager: Run without compilation: draws inside a compiled graph cannot be replayed.
-        float32: Compute in float32 what the script computes below it.
-        math_kernels: Run attention on its unfused kernel, whose draws can be replayed.
-        files: "view" gives the run its own view of all files, "guard" ends it before it changes one that was there, and
-            "in-place" lets it write as it does without gaverify.
-        environment: Variables that this run alone is given.
-        values: Names in the source, and the words to put there.
-        seed: Seeds every generator before the script starts.
-        by_hand: The script moves its weights itself: it has made a step where they have moved. Where it keeps no
-            `.grad`, what it takes away from them stands for the gradient.
-        replay: What the run keeps ("full"), or is given of the run in `source`, besides the draws of its loop.
-        tail: Micro-batches of a short last window that every pass over a loader ends with; 0 leaves passes alone.
-        parts: Micro-batches per batch of the full-batch run, for a replay; 0 where that is not known.
-        coins: Which of the directions the weights are moved in by chance; another number moves them otherwise.
-        shrink: What every backward pass multiplies its losses' gradients by.
-        term: Number of the one term of each loss that is differentiated, from 1; 0 differentiates the whole.
-        cleared: Clear the gradients before every backward pass, and look for the line that writes them.
-        shown_as: What a control is called in the report; empty for the runs that are compared, which have their role.
-        world: Rank, number of ranks and port of the rendezvous, where the script is started as a launcher would.
-        launcher: The words of the command that starts the script's processes; empty where gaverify runs it itself.
-    """
+    """One run of the user's script: how it is started, what it records, and what a control changes."""
 
     role: Role
+    """Which run of the audit this is: `full`, `perturbed`, `accumulated`, `frozen` or `events`."""
     script: str
+    """Path of the script, or the module's name with `module`."""
     module: bool
+    """Run as `python -m script`."""
     arguments: tuple[str, ...]
+    """`sys.argv[1:]` of the script."""
     folder: str
+    """Path of the folder that the run writes its records into."""
     updates: int
+    """Optimizer updates after which the script is stopped; 0: it runs to its end."""
     source: str | None = None
+    """Record folder of the full-batch run, or of one rank of it, that this run reads; None: reads none."""
     unit: float = 0.0
+    """Unit roundoff by which the perturbed run moves the weights, relative; 0.0 in other runs."""
     perturb_early: bool = False
+    """Move the weights when an optimizer is made, for a script without modules."""
     math_kernels: bool = False
+    """Run attention on its unfused kernel, whose random draws can be replayed."""
     float32: bool = False
+    """Compute in float32 what the script computes in lower precision."""
     eager: bool = False
+    """Run without `torch.compile`: draws inside a compiled graph cannot be replayed."""
     lead: bool = True
+    """Step with the gradients recorded in `source`, so that each update starts from the same weights."""
     files: Files = "view"
+    """`view`: private view of all files; `guard`: end before a file changes; `in-place`: write as the script does."""
     environment: tuple[tuple[str, str], ...] = ()
+    """(variable, value) pairs added to this run's environment; empty: none."""
     values: tuple[tuple[str, str], ...] = ()
+    """(name, replacement) pairs for values in the script's source; empty: the source runs unchanged."""
     seed: int | None = None
+    """Seeds Python's, NumPy's and torch's generators before the script starts; None: no seeding."""
     by_hand: bool = False
+    """The script has no optimizer: changed weights mark a step, and their change replaces a missing `.grad`."""
     replay: Replay = ""
+    """What is recorded for replay, or replayed from `source`, besides draws inside the model; empty: nothing."""
     parts: int = 0
+    """Micro-batches per batch of the full-batch run, for a replay; 0: not known."""
     tail: int = 0
+    """Micro-batches in a short last window that ends every pass over a loader; 0: no change."""
     shrink: float = 1.0
+    """Factor on the loss gradients of every backward pass; 1.0: no change."""
     term: int = 0
+    """Number, from 1, of the only loss term that is differentiated; 0: all terms."""
     coins: int = 0
+    """Seed of the random directions in which the perturbed run moves the weights."""
     cleared: bool = False
+    """Clear the gradients before every backward pass, and look for the line that overwrites them."""
     shown_as: str = ""
+    """Name of a control run in the report; empty: the role is its name."""
     world: tuple[int, int, int] | None = None
+    """Rank, number of ranks and rendezvous port, set as torchrun would; None: no such variables are set."""
     launcher: tuple[str, ...] = ()
+    """Words of the command that starts the script's processes; empty: gaverify runs the script."""
     sources: tuple[str, ...] = ()
+    """Record folders of all ranks of the full-batch run, for the random draws; empty without `source`."""
     shares: Shares = ()
+    """Per rank, the factors on its backward passes' loss gradients, in turn; empty: no factors."""
     synchronise: bool = False
+    """Reduce gradients over the ranks in every backward pass, also inside `no_sync`."""
     gathers: bool = False
+    """Let gathers of trained tensors pass the gradient back."""
     frozen: tuple[str, ...] = ()
+    """Buffers, `model:name`, whose modules run in evaluation mode with their current statistics; empty: none."""
     restored: tuple[str, ...] = ()
+    """Module values restored before each micro-batch, or (`EVERYTHING`,); empty: none."""
     outputs: bool = False
+    """Record each module call's outputs and output gradients per row, in update number `updates` only."""
     moved: tuple[str, ...] = ()
+    """Module paths, or `SCRIPT`, whose calls return changed values for the second half of the rows; empty: none."""
     held: tuple[str, ...] = ()
+    """Module paths, or `SCRIPT`, whose outputs and input gradients are replaced by the full batch's; empty: none."""
     spots: tuple[tuple[tuple[int, tuple[int, ...]] | None, ...], ...] = ()
+    """Per rank and forward: the full-batch forward's number and its rows; None: forward returns nothing per row."""
     given_back: float = 1.0
+    """Factor on the input gradients that replaced code returns: the number of ranks that average them."""
 
     @property
     def rank(self) -> int:

@@ -34,48 +34,46 @@ class Setting:
 
 @dataclass(frozen=True)
 class Request:
-    """A script, and the arguments of its two runs.
-
-    Args:
-        script: Path of the script, or the name of a module where `module` is set.
-        full: Arguments of the full-batch run alone.
-        accumulated: Arguments of the accumulated run alone.
-        common: Arguments of both, before the others.
-        module: Run as `python -m script`.
-        updates: M, the optimizer updates that are recorded; 0 with `events_only` lets the script run to its end.
-        events_only: One run, with the common arguments, whose calls are checked and whose gradients are not.
-        steps: K, where the user says it: backward passes that each update should have.
-        timeout: Seconds after which a run is ended.
-        full_setting: What else the full-batch run alone is given.
-        accumulated_setting: The same for the accumulated run, and for the only run with `events_only`.
-        seed: Seeds every generator before the script starts.
-        keep: A folder in which the runs' records stay, for `read_request`.
-        ranks: Processes that train together in the accumulated run; None starts one, without a launcher's variables.
-        launcher: The words of a command that starts the accumulated run's processes, in place of `ranks`.
-        full_launcher: The same of the full-batch run, for scripts that seed by rank; without it that is one process.
-        tail: Also audit an epoch that ends with a short window.
-        in_place: Let the runs write into the user's folders, as the script does without gaverify.
-    """
+    """A script, the arguments of its two runs, and how they are made."""
 
     script: str
+    """Path of the script, or the module's name with `module`."""
     full: tuple[str, ...] = ()
+    """Arguments of the full-batch run only, after `common`."""
     accumulated: tuple[str, ...] = ()
+    """Arguments of the accumulated run only, after `common`."""
     common: tuple[str, ...] = ()
+    """Arguments of every run, before the others."""
     module: bool = False
+    """Run as `python -m script`."""
     updates: int = 2
+    """Optimizer updates that are recorded; 0 with `events_only`: the script runs to its end."""
     events_only: bool = False
+    """Make one run with the common arguments; check its calls, compare no gradients."""
     steps: int | None = None
+    """K, the backward passes that each update should have; None: the user did not say."""
     timeout: float = 3600.0
+    """Seconds until a run is ended."""
     full_setting: Setting = Setting()
+    """Script, environment and source values of the full-batch run only."""
     accumulated_setting: Setting = Setting()
+    """Script, environment and source values of the accumulated run, or of the only run with `events_only`."""
     seed: int | None = None
+    """Seeds Python's, NumPy's and torch's generators before the script starts; None: no seeding."""
     keep: str | None = None
+    """Folder in which the records stay, for `read_request`; None: they are not kept."""
     in_place: bool = False
+    """Let the runs write into the user's folders, as the script does without gaverify."""
     ranks: int | None = None
+    """Processes that train together in the accumulated run, at least 2; None: one process, or `launcher`."""
     launcher: tuple[str, ...] = ()
+    """Words of the command that starts the accumulated run's processes; empty: no launcher."""
     full_launcher: tuple[str, ...] = ()
+    """Words of the command that starts the full-batch run; empty: one process. For scripts that seed by rank."""
     tail: bool = False
+    """Also audit an epoch that ends with a short window."""
     problems: tuple[str, ...] = field(default=(), compare=False)
+    """Sentences about conflicting options, found before the request was made; empty: none."""
 
     @property
     def same(self) -> bool:

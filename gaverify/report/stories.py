@@ -66,51 +66,48 @@ class Table:
 
 @dataclass(frozen=True)
 class Story:
-    """What every answer says.
-
-    Args:
-        kind: Which command made it: "run", "audit" or "profile".
-        title: The spec's file and name, or the model, or the script: what tells this answer from its neighbours.
-        source: The file of the spec or script; "" where the command line alone said what to run.
-        outcome: Of the whole answer.
-        sentence: Why, in words.
-        method: How it was decided; "" where nothing was.
-        findings: Causes and notes.
-        tables: The compared parameters.
-        rows: The rows of a profile.
-        seconds: How long it took.
-        model: The model as the spec names it; "" for a script.
-        command: The words that make the answer again; "" where they are not known.
-        accepted: A divergence that the user accepts.
-        states: What the user accepts or expects made of the outcome, a word or two each.
-        remarks: What follows from accepted divergences and what was expected, in sentences.
-        passed: Whether the command leaves with 0 for this answer: equivalent, accepted or expected.
-        facts: What was run, as (label, text).
-        heading: What stands above the facts.
-        made_by: The versions, the platform and the commit of git; "" where nothing ran.
-        started: When the answer was made, in UTC; "" where it is not known.
-    """
+    """What a verdict, an audit and a profile all say."""
 
     kind: str
+    """Command that made the answer: `run`, `audit` or `profile`."""
     title: str
+    """The spec's file and name, else the model or script; distinguishes this answer from the others."""
     source: str
+    """File of the spec or script; empty: the command line said what to run."""
     outcome: Outcome
+    """Outcome of all compared parameters and findings together."""
     sentence: str
+    """Why, in one sentence."""
     method: str
+    """How it was decided, in words; empty: nothing was."""
     findings: tuple[Finding, ...] = ()
+    """Causes and notes."""
     tables: tuple[Table, ...] = ()
+    """Compared parameters: one table of a verdict, one per update of an audit, none of a profile."""
     rows: tuple[Row, ...] = ()
+    """Rows of a profile; empty for a verdict and an audit."""
     seconds: float = 0.0
+    """How long it took; 0.0 where no total was measured."""
     model: str = ""
+    """The model as the spec names it; empty for a script."""
     command: str = ""
+    """Command that makes the answer again; empty: not known."""
     accepted: bool = False
+    """Whether the user accepts the divergence."""
     states: tuple[str, ...] = ()
+    """What accepted or expected outcomes and guesses make of the answer, a word or two each."""
     remarks: tuple[str, ...] = ()
+    """What follows from accepted divergences, expectations and guesses, in sentences."""
     passed: bool = False
+    """Whether the command exits with 0 for this answer: equivalent, accepted or expected."""
     facts: Sequence[tuple[str, str]] = ()
+    """What was run, as (label, text)."""
     heading: str = ""
+    """Title line above the facts; empty: a profile without a setting."""
     made_by: str = ""
+    """Versions, platform and git commit; empty: nothing ran."""
     started: str = ""
+    """UTC time when the answer was made; empty: not known."""
 
     @property
     def said(self) -> str:

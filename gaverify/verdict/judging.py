@@ -54,33 +54,44 @@ from gaverify.verdict.window import decide_open_rows, judge_few_samples, worth
 
 @dataclass
 class Judgement:
-    """What was decided, by which method, and the passes that it rests on.
-
-    `earlier` stands for the full batch's gradient, with all of its window below float32, where a diagnosis is to be
-    expected; `few` is what a few of its samples showed.
-
-    `part` has the sizes of the part of the batch that decided, where the method is that; else of the one in which the
-    cause was found.
-    """
+    """What was decided, by which method, and the passes that it rests on."""
 
     rows: list[ParameterComparison]
+    """One decided comparison per parameter; empty until the first decision."""
     method: Method
+    """The method that decided the rows."""
     full: PassResult
+    """The full-batch pass; its gradients are None once measured, unless they are kept."""
     accumulated: PassResult
+    """The micro-batches' pass; its gradients are None once measured, unless they are kept."""
     record: DrawRecord
+    """Random draws of the full-batch pass, which the micro-batches got."""
     state: ModelState
+    """The model's state that every pass starts from."""
     dtype: torch.dtype
+    """Least precise dtype among the trainable parameters."""
     working: dict[str, Difference]
+    """Parameter name → gradient norms and their difference, in working precision."""
     terms: dict[str, float]
+    """Parameter name → 2-norm of Σ|terms| of its gradient's sum; empty where none was seen."""
     scales: dict[str, float]
+    """The entries of `terms` whose operation was a plain sum."""
     control: Control | None = None
+    """The float64 runs; None: none was needed, or it failed."""
     control_failure: str = ""
+    """Why the float64 control was impossible, as a sentence; empty: it ran, or was not needed."""
     precision: PrecisionLoss | None = None
+    """Relative gradient errors against float64 where parameters are below float32; None: not measured."""
     rounded: dict[str, str] = field(default_factory=dict)
+    """Kind of product → format that its float32 inputs are rounded to; empty: none is rounded."""
     part: tuple[int, ...] = ()
+    """Micro-batch sizes of the part of the batch that decided, or showed the cause; empty: the full batch."""
     earlier: Earlier | None = None
+    """Sketch of the full batch's gradient, with the micro-batches' below float32; None: no diagnosis expected."""
     few: FewSamples | None = None
+    """What a few samples showed of the rounding below float32; None: not measured, or too imprecise."""
     timings: dict[str, float] = field(default_factory=dict)
+    """Phase → seconds."""
 
     @property
     def is_divergent(self) -> bool:

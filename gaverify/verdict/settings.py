@@ -19,26 +19,44 @@ Weighting = str | list[float] | tuple[float, ...] | Callable[..., float]
 
 @dataclass(frozen=True)
 class Settings:
-    """What `verify` was asked to do, checked; `steps` counts the micro-batches of all ranks together."""
+    """What `verify` was asked to do, checked."""
 
     steps: int
+    """Number of micro-batches of all ranks together."""
     weighting: Weighting
+    """Rule's name, one number per micro-batch, or a function that returns the loss's factor."""
     device: str | torch.device | None
+    """Where to run; None: where the model is."""
     dtype: torch.dtype | None
+    """Dtype of the parameters; None: the model's."""
     seed: int
+    """Seeds all generators before the full-batch pass."""
     mode: str | None
+    """`train` or `eval`; None: the mode that the model is in."""
     autocast: torch.dtype | None
+    """Dtype of `torch.autocast` in the forwards; None: no autocast."""
     strategy: str
+    """`accumulate`: K backward passes; `summed-loss`: one over the summed losses."""
     rtol: float | None
+    """Relative tolerance of `assert_close`, with `atol`; None: rounding is measured."""
     atol: float | None
+    """Absolute tolerance, in the gradient's unit, with `rtol`; None: rounding is measured."""
     ignore_index: int
+    """Target value that the weighting `tokens` does not count, unless the loss has its value."""
     trace: bool
+    """Record the state after every micro-batch, and one optimizer step."""
     optimizer: str
+    """Optimizer of the trace: `sgd`, `adam` or `adamw`."""
     lr: float | None
+    """Learning rate of the trace; None: 0.01 for SGD, 0.001 otherwise."""
     diagnose: bool
+    """Look for the cause of a divergence."""
     time_limit: float | None
+    """Seconds until the search for the cause stops; None: no limit."""
     exact: bool
+    """Decide every parameter by float64, also where working precision could."""
     reference: Reference
+    """How the full batch runs: on the device, with activations on the host, or the first that fits."""
 
 
 def run_info(task: Task, judgement: Judgement, settings: Settings) -> RunInfo:

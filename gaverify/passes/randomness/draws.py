@@ -124,22 +124,33 @@ class DrawRecord:
     """Every draw of a full-batch pass, in order, and what came of dealing them out."""
 
     draws: list[Draw] = field(default_factory=list)
+    """The full batch's draws from torch's generators, in order."""
     fused: set[str] = field(default_factory=set)
-    unaligned: dict[str, str] = field(default_factory=dict)  # operations that could not be dealt out, and why
-    places: dict[str, tuple[str, int]] = field(default_factory=dict)  # file and line of what could not be dealt out
-    # Draws that have no row per sample, so that every micro-batch was given the full batch's, with their file and line.
+    """Operations that draw inside a kernel, so that their draws were not seen."""
+    unaligned: dict[str, str] = field(default_factory=dict)
+    """Operation → why its draws could not be given to micro-batches."""
+    places: dict[str, tuple[str, int]] = field(default_factory=dict)
+    """Operation → file and line of a draw that could not be given to micro-batches."""
     shared: dict[str, tuple[str, int] | None] = field(default_factory=dict)
+    """Operation → file and line of a draw without rows per sample; every micro-batch gets all of it."""
     sliced: int = 0
-    ambiguous: bool = False  # the first reading is open to doubt
-    inner: bool = False  # the second reading: by place and contents, the batch as inner index of folded dimensions
-    constant: bool = False  # every draw gives one typical value instead (a control run)
+    """How often a micro-batch got rows of a draw, another draw than the next, or a generator's end state."""
+    ambiguous: bool = False
+    """The first reading, draws matched in order, may be wrong."""
+    inner: bool = False
+    """Use the second reading: match by place and contents; the batch is the inner index of folded dimensions."""
+    constant: bool = False
+    """Replace every draw by one typical value (a control run)."""
     foreign: list[ForeignDraw] = field(default_factory=list)
+    """The full batch's draws from Python's and NumPy's global generators, in order."""
     foreign_end: dict[str, Any] = field(default_factory=dict)
-    used: set[int] = field(default_factory=set)  # draws that some micro-batch was dealt rows of
-    # How many draws each micro-batch made at each place in the first reading.
+    """Generator's module → its state after the full batch; empty where `foreign` is."""
+    used: set[int] = field(default_factory=set)
+    """Indices into `draws` of draws that some micro-batch got."""
     draw_counts: dict[MicroBatch, Counter[int]] = field(default_factory=dict)
-    # Which draws were made at a place; of the generators that the dispatcher does not see, at the place's complement.
+    """Micro-batch → call site → number of draws in the first reading."""
     _sites: dict[int, list[int]] = field(default_factory=dict, init=False, repr=False)
+    """Call site → indices into `draws`; complement of a call site → indices into `foreign`. Empty until first used."""
 
     def at(self, site: int, *, foreign: bool = False) -> list[int]:
         """Returns the indices of the draws that were made at a place, in order."""
