@@ -13,9 +13,11 @@ import warnings
 from collections.abc import Sequence
 
 import click
+from click.shell_completion import add_completion_class
 
 from gaverify.cli.accepting import baseline
 from gaverify.cli.auditing import audit
+from gaverify.cli.completion import ColonComplete
 from gaverify.cli.doctoring import doctor
 from gaverify.cli.listing import explain, models, rules, schema
 from gaverify.cli.profiling import profile
@@ -25,6 +27,8 @@ from gaverify.cli.scaffolding import init
 from gaverify.cli.showing import debug_option
 from gaverify.cli.streams import Invocation, interrupts_noted, open_closed_streams, report_failure, silence
 from gaverify.errors import nearest
+
+add_completion_class(ColonComplete, "bash")
 
 COMMANDS: tuple[click.Command, ...] = (
     run,

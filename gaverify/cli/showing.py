@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from gaverify.cli.streams import Failure, Invocation, note_answers, say, tell
 from gaverify.errors import worst_exit_code
@@ -56,6 +57,12 @@ class _FormatOption(click.Option):
         from gaverify.report.formats import FORMATS
 
         return "|".join(form.name for form in FORMATS)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Offers the formats."""
+        from gaverify.report.formats import FORMATS
+
+        return [CompletionItem(form.name) for form in FORMATS if form.name.startswith(incomplete)]
 
 
 def output_options(command: Command) -> Command:

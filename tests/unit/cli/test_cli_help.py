@@ -93,6 +93,10 @@ def test_a_full_disk_is_no_divergence() -> None:
         ("gaverify run configs/own", ["configs/own-model.toml", "configs/own_model.py"]),
         ("gaverify run tests/unit/cli/test_cli_help.py:imp", ["tests/unit/cli/test_cli_help.py:imported"]),
         ("gaverify run --model gone.py:a", []),
+        ("gaverify run --loss cross", ["cross_entropy"]),
+        ("gaverify run --format js", ["json"]),
+        # bash hands on what it breaks at colons, and replaces what stands behind the last of them
+        ("gaverify run --model tests/unit/cli/test_cli_help.py : imp", ["imported"]),
     ],
 )
 def test_completion(words: str, offered: list[str]) -> None:
@@ -106,6 +110,13 @@ def test_completion(words: str, offered: list[str]) -> None:
         env={**os.environ, **variables, "_GAVERIFY_COMPLETE": "bash_complete", "PYTHONPATH": str(ROOT)},
     )
     assert (done.returncode, done.stdout.split()) == (0, [f"plain,{word}" for word in offered])
+
+
+def test_completion_offers_every_loss() -> None:
+    from gaverify.loading.guessing import _LOSSES
+    from gaverify.spec.fields import LOSSES
+
+    assert list(LOSSES) == list(_LOSSES)
 
 
 def test_everything_is_as_known(capsys: pytest.CaptureFixture[str]) -> None:
