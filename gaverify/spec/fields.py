@@ -30,16 +30,21 @@ from gaverify.spec.kinds import (
 MODEL = text("a built-in, `package.module:factory` or `file.py:factory`", "NAME")
 # those that `gaverify.loading.guessing` can call, for completion, which does not import torch
 LOSSES = (
-    *("cross_entropy", "nll_loss", "multi_margin_loss", "multilabel_margin_loss", "multilabel_soft_margin_loss"),
-    *(
-        "mse_loss",
-        "l1_loss",
-        "smooth_l1_loss",
-        "huber_loss",
-        "binary_cross_entropy",
-        "binary_cross_entropy_with_logits",
-    ),
-    *("kl_div", "poisson_nll_loss", "soft_margin_loss", "hinge_embedding_loss"),
+    "cross_entropy",
+    "nll_loss",
+    "multi_margin_loss",
+    "multilabel_margin_loss",
+    "multilabel_soft_margin_loss",
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+    "kl_div",
+    "poisson_nll_loss",
+    "soft_margin_loss",
+    "hinge_embedding_loss",
 )
 LOSS = text("the name of a loss in `torch.nn.functional`", "NAME")._replace(words=LOSSES)
 WEIGHTS = text("a model's name or folder", "NAME-OR-FOLDER")
