@@ -23,7 +23,7 @@ from gaverify.audit.coupling_controls import (
     difference_allowed,
     rows_of_pair,
 )
-from gaverify.audit.job import SCRIPT
+from gaverify.audit.recording.outputs import SCRIPT
 from gaverify.audit.running import Trial
 from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.experiment import Cause, ControlKind, Operation, Suspect

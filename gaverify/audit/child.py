@@ -20,17 +20,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from gaverify.audit.editing import PLACED, Edits
-from gaverify.audit.job import (
-    ERROR,
-    RANK,
-    SCRIPT_FAILED,
-    Job,
-    entering,
-    folder_for,
-    note_fault,
-    program,
-    torchrun_variables,
-)
+from gaverify.audit.folders import ERROR, RANK, SCRIPT_FAILED, folder_for, note_fault
+from gaverify.audit.job import Job
+from gaverify.audit.launchers import entry_variables, find_program, torchrun_variables
 from gaverify.children.launching import cause_of
 from gaverify.errors import ProblemError
 from gaverify.records.events import Ending
@@ -114,8 +106,8 @@ def _meeting(job: Job) -> list[Path]:
 def _launch(job: Job, path: Path) -> NoReturn:
     """Becomes the launcher, all of whose Python processes enter the recorder."""
     first, *words = job.launcher
-    words = [program(first), *words, *(["-m"] if job.module else []), job.script, *job.arguments]
-    os.environ |= entering(path, os.environ)
+    words = [find_program(first), *words, *(["-m"] if job.module else []), job.script, *job.arguments]
+    os.environ |= entry_variables(path, os.environ)
     os.execv(words[0], words)
 
 

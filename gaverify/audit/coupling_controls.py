@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from gaverify.audit.job import SCRIPT, Role
+from gaverify.audit.job import Role
 from gaverify.audit.outcome import is_explained
 from gaverify.audit.rank_facts import compare_weighed_run, gradient_difference
 from gaverify.audit.ranks import RankedRun
 from gaverify.audit.reading import Run, labels
-from gaverify.audit.recording.outputs import layout_of_rows
+from gaverify.audit.recording.outputs import SCRIPT, layout_of_rows
 from gaverify.audit.running import Trial
 from gaverify.audit.same_data import Matcher
 from gaverify.audit.stages import fit_of

@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING
 
 from gaverify.amounts import bytes_text
 from gaverify.audit.editing import PLACED, explain_unplaced
-from gaverify.audit.job import (
+from gaverify.audit.folders import (
     DISK_FULL,
     ERROR,
     INTERNAL,
     RANK,
     RECORDER_FAILED,
     ROOM,
-    Job,
     ended_early,
     failed_first,
     folders_of,
@@ -35,6 +34,7 @@ from gaverify.audit.job import (
     ranks_of,
     updates_of,
 )
+from gaverify.audit.job import Job
 from gaverify.audit.outputs import IMPOSSIBLE, take_away
 from gaverify.audit.request import Request
 from gaverify.children.launching import Kept, last_lines, signal_name, start_command

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from gaverify.audit.job import Role, meta_of
+from gaverify.audit.folders import meta_of
+from gaverify.audit.job import Role
 from gaverify.records.events import Event
 from gaverify.records.windows import Round
 

@@ -9,7 +9,8 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
-from gaverify.audit.job import program, tuples
+from gaverify.audit.job import tuples
+from gaverify.audit.launchers import find_program
 from gaverify.errors import SpecError
 from gaverify.rules.wording import phrase
 
@@ -150,7 +151,7 @@ class Request:
         for name, words in (("--launcher", self.launcher), ("--full-launcher", self.full_launcher)):
             if words:
                 try:
-                    program(words[0], name)
+                    find_program(words[0], name)
                 except SpecError as error:
                     problems += error.problems
         return problems

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gaverify.audit.job import COMPILED, Files, Job, Role, free_port, ranks_of
+from gaverify.audit.folders import COMPILED, ranks_of
+from gaverify.audit.job import Files, Job, Role
+from gaverify.audit.launchers import free_port
 from gaverify.audit.processes import Child, NoView, check_parameters, check_ranks, check_updates, run_jobs
 from gaverify.audit.request import Request
 from gaverify.errors import ProblemError

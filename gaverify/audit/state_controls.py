@@ -6,10 +6,11 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from gaverify.audit.job import EVERYTHING, Role
+from gaverify.audit.job import Role
 from gaverify.audit.outcome import is_proven
 from gaverify.audit.rank_facts import compare_weighed_run, gradient_difference
 from gaverify.audit.reading import Run
+from gaverify.audit.recording.state import EVERYTHING
 from gaverify.audit.running import Trial
 from gaverify.audit.stages import fit_of
 from gaverify.records.audit import Record, UpdateComparison

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gaverify.audit.job import COMPILED, Job
+from gaverify.audit.folders import COMPILED
+from gaverify.audit.job import Job
 from gaverify.audit.same_data import Matcher
 from gaverify.passes.isolation.generators import torch_generator_states
 from gaverify.passes.precision import Arithmetic

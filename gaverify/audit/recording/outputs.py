@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from gaverify.audit.job import SCRIPT
 from gaverify.audit.recording.graph import behind, line_of, meetings
 from gaverify.audit.recording.rows import input_shapes
 from gaverify.audit.recording.values import paths_in, place_in_group, plain, same, tensors_in
@@ -29,6 +28,9 @@ from gaverify.passes.calls import Call, listening, per_channel_affine
 from gaverify.passes.fingerprints import SampleLayout, real_numbers, summaries
 from gaverify.passes.nesting import leaves, map_leaves, rebuilt
 from gaverify.tracebacks import Place, user_place
+
+SCRIPT = "(script)"
+"""Stands for the script's own code among the paths of modules."""
 
 _MOST = 64  # tensors of one call that are looked at
 

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from gaverify.audit.job import EVERYTHING
 from gaverify.audit.recording.values import plain, plain_name
 from gaverify.passes.isolation import OWN_ATTRIBUTES
 from gaverify.torch_internals import buffers_of
 from gaverify.tracebacks import LineHunt, Owner, Place
+
+EVERYTHING = "*"
+"""Stands for all values of modules that a run puts back."""
 
 _NORMS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from gaverify.audit.job import DISK_FULL, ROOM, note_fault
+from gaverify.audit.folders import DISK_FULL, ROOM, note_fault
 from gaverify.audit.recording.values import plain
 from gaverify.audit.recording.watching import Watched, counted_steps, settings_of
 from gaverify.records.events import Event

@@ -22,9 +22,8 @@ from gaverify.audit.coupling_controls import (
     loss_difference,
     writers_of,
 )
-from gaverify.audit.job import SCRIPT
 from gaverify.audit.recording.graph import keep_lines, meetings
-from gaverify.audit.recording.outputs import Holding, Outputs, Spots, rows_at
+from gaverify.audit.recording.outputs import SCRIPT, Holding, Outputs, Spots, rows_at
 from gaverify.records.audit import Record
 from gaverify.records.events import Ledger
 from gaverify.records.experiment import Cause, ControlKind, ControlRun

@@ -12,22 +12,20 @@ from pathlib import Path
 
 import pytest
 
-from gaverify.audit.job import (
+from gaverify.audit.folders import (
     DISK_FULL,
     INTERNAL,
     RECORDER_FAILED,
     ROOM,
-    Job,
     ended_early,
-    entering,
     failed_first,
     folder_for,
-    free_port,
     has_all_records,
     note_fault,
-    program,
     ranks_of,
 )
+from gaverify.audit.job import Job
+from gaverify.audit.launchers import entry_variables, find_program, free_port
 from gaverify.audit.processes import Child, check
 from gaverify.audit.request import Request, Setting
 from gaverify.cli import main
@@ -52,7 +50,7 @@ os.system(f"{{sys.executable}} -c '{{code}}'")
 def _printed(code: str, folder: Path) -> list[str]:
     """What a Python prints that was started as a launcher is."""
     environment = {**os.environ, "PYTHONPATH": str(folder)}
-    environment |= entering(folder / "no-job.json", environment)
+    environment |= entry_variables(folder / "no-job.json", environment)
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment, cwd=folder
     )
@@ -78,7 +76,7 @@ def test_children_are_entered_however_they_are_started(hidden: Path) -> None:
 
 def test_without_the_variable_nothing_is_recorded(hidden: Path) -> None:
     """A PYTHONPATH that somebody kept must not break a later Python."""
-    environment = {**os.environ, **entering(hidden, {})}
+    environment = {**os.environ, **entry_variables(hidden, {})}
     del environment["GAVERIFY_AUDIT_JOB"]
     code = "import sys; print([type(finder).__name__ for finder in sys.meta_path if not isinstance(finder, type)])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
@@ -121,9 +119,9 @@ def test_a_run_without_a_launcher_is_its_own_process(tmp_path: Path) -> None:
 
 
 def test_python_is_the_one_that_runs_gaverify() -> None:
-    assert program("python") == sys.executable
+    assert find_program("python") == sys.executable
     with pytest.raises(SpecError, match="no program `no-such-launcher`"):
-        program("no-such-launcher")
+        find_program("no-such-launcher")
 
 
 def test_a_launcher_around_the_audit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +169,7 @@ def test_a_port_that_is_taken_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> 
         taken.bind(("127.0.0.1", port))
         taken.listen()
         numbers = iter([port - 10_000, 7])
-        monkeypatch.setattr("gaverify.audit.job.secrets.randbelow", lambda _: next(numbers, 8))
+        monkeypatch.setattr("gaverify.audit.launchers.secrets.randbelow", lambda _: next(numbers, 8))
         assert free_port() != port
 
 
@@ -185,7 +183,7 @@ def test_no_free_port_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         port = free_port()
         taken.bind(("127.0.0.1", port))
         taken.listen()
-        monkeypatch.setattr("gaverify.audit.job.secrets.randbelow", lambda _: port - 10_000)
+        monkeypatch.setattr("gaverify.audit.launchers.secrets.randbelow", lambda _: port - 10_000)
         with pytest.raises(ProblemError, match="none of 64 ports"):
             free_port()
 

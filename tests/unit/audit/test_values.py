@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gaverify.audit.editing import Edits, check_values, place_value
-from gaverify.audit.job import DISK_FULL, ROOM
+from gaverify.audit.folders import DISK_FULL, ROOM
 from gaverify.audit.recording import storage
 from gaverify.audit.recording.patches import _loads
 from gaverify.audit.recording.storage import Storage

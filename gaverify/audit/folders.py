@@ -1,0 +1,130 @@
+"""The folder that a process of an audit leaves: its files, its closing record, and why it failed. No torch.
+
+Every Python under a launcher has a folder of its own inside the run's; ranks, which train, write a closing record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from gaverify.errors import is_out_of_space
+
+COMPILED = "compiled graph"
+"""Stands among the kernels that draw out of sight; the runs are then made without compilation."""
+
+DISK_FULL = 97
+"""Exit status of a child that could not write what it recorded."""
+
+RECORDER_FAILED = 98
+"""Exit status of a child whose recorder failed: a fault in gaverify."""
+
+SCRIPT_FAILED = 96
+"""Exit status of a child whose script raised."""
+
+ERROR, INTERNAL, RANK, META = "error.txt", "internal.txt", "rank.txt", "meta.json"
+"""What a process leaves in its folder: why it failed, a fault of the recorder's, its rank then, its closing record."""
+
+ROOM = "room.json"
+"""Holds the bytes that a run would store, and those that are free, where these are fewer."""
+
+_LOW = 1 << 20  # less room than this: a failed write was a full disk
+
+_PROCESSES = "processes"
+
+
+def note_fault(error: BaseException, folder: Path) -> int:
+    """Notes in a process's folder why its recorder failed; returns the exit status that says so.
+
+    A full disk is no fault of gaverify's. Where it has no room for a text it may have some for an empty file, by which
+    the parent knows of a process that a launcher started.
+    """
+    full = is_out_of_space(error) or is_full(folder)
+    if not full:
+        try:
+            (folder / INTERNAL).write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+        except OSError as broken:
+            full = is_out_of_space(broken)
+    if not full:
+        return RECORDER_FAILED
+    with contextlib.suppress(OSError):
+        (folder / INTERNAL).unlink(missing_ok=True)
+        (folder / ROOM).touch()
+    return DISK_FULL
+
+
+def is_full(folder: Path) -> bool:
+    """Whether a folder's disk has no room for another file."""
+    try:
+        room = os.statvfs(folder)
+    except (OSError, AttributeError):  # Windows has no such call
+        return False
+    return room.f_bavail * room.f_frsize < _LOW or (room.f_files > 0 and room.f_favail == 0)
+
+
+def folder_for(run: Path, process: int) -> Path:
+    """Makes and returns the folder of a process of a run."""
+    folder = run / _PROCESSES / f"{process}-{time.time_ns()}"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def folders_of(run: Path) -> list[Path]:
+    """Returns the folders of all processes of a run; its own where no launcher started it."""
+    if not (run / _PROCESSES).is_dir():
+        return [run]
+    return sorted(entry for entry in (run / _PROCESSES).iterdir() if entry.is_dir())
+
+
+def meta_of(folder: Path) -> dict[str, Any]:
+    """Returns the closing record of a process."""
+    return json.loads((folder / META).read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+def ranks_of(run: Path) -> list[Path]:
+    """Returns the folders of the processes that trained together and have written their closing record, by rank.
+
+    A process that stepped alone beside them, such as a parent that trains a tokenizer, is none of them.
+    """
+    records = [(meta_of(folder), folder) for folder in folders_of(run) if (folder / META).exists()]
+    most = max((meta["ranks"] for meta, _ in records), default=1)
+    trained = [(meta["rank"], folder) for meta, folder in records if meta["ranks"] == most]
+    return [folder for _, folder in sorted(trained)]
+
+
+def has_all_records(run: Path) -> bool:
+    """Whether every rank of a run has written its closing record; without a launcher, whether the process has."""
+    if folders_of(run) == [run]:
+        return (run / META).exists()
+    ranks = ranks_of(run)
+    return bool(ranks) and len(ranks) >= meta_of(ranks[0])["ranks"]
+
+
+def failed_first(run: Path) -> Path | None:
+    """Returns the folder of the process that failed first; None where none said so."""
+    failed = [folder for folder in folders_of(run) if (folder / ERROR).exists()]
+    return min(failed, key=lambda folder: (folder / ERROR).stat().st_mtime_ns, default=None)
+
+
+def rank_that_failed(run: Path, patience: float) -> bool:
+    """Whether a rank failed longer than `patience` seconds ago: what waits for it waits for ever."""
+    now = time.time()
+    marks = [folder / RANK for folder in folders_of(run)]
+    return any(mark.exists() and now - mark.stat().st_mtime > patience for mark in marks)
+
+
+def updates_of(folder: Path) -> int:
+    """Returns how many updates a process has made so far."""
+    return len(list(folder.glob("rows-*.pt")))
+
+
+def ended_early(run: Path) -> list[tuple[int, int]]:
+    """Returns rank and updates of the processes that came to their end, where others of their group did not."""
+    return [
+        (meta_of(folder)["rank"], meta_of(folder)["updates"]) for folder in ranks_of(run) if not has_all_records(run)
+    ]
